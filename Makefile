@@ -1,0 +1,46 @@
+# Everything a newcomer needs is `make demo` and `make test`.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= python3
+# torch is an optional extra; the tests pin the version that they are run with.
+TORCH  := torch==2.13.0
+# Carries tiktoken's rank files and a real tokenizer.json; only its data files are used, so no dependencies.
+VOCABS := litellm==1.108.4
+JOBS   ?= 2
+
+.PHONY: demo test test-deep lint types bench clean
+
+demo: $(VENV)/core.stamp
+	$(BIN)/tokenmill demo
+
+test: lint types
+	$(BIN)/python -m pytest -n $(JOBS) -m "not deep"
+
+test-deep: $(VENV)/dev.stamp
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp
+	$(BIN)/mypy
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/tokenmill bench
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e ".[dev,torch]" $(TORCH)
+	$(BIN)/python -m pip install -q --no-deps $(VOCABS)
+	@touch $@ $(VENV)/core.stamp
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

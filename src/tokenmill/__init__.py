@@ -1,0 +1,1 @@
+"""From raw text to the tensors of every training step of a language model."""

@@ -1,0 +1,74 @@
+"""Every exception that tokenmill raises on purpose.
+
+    TokenmillError
+    ├── ConfigError(ValueError)        a run, recipe or option that cannot be right
+    ├── DocumentError(ValueError)      an input record that cannot be read
+    ├── TokenizerError(ValueError)     a tokenizer that cannot be loaded or trusted
+    ├── StoreError(ValueError)         a store that cannot be used
+    │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
+    │   ├── StoreExistsError(FileExistsError)      something finished is already there
+    │   └── StoreCorruptError                      its files are not what its manifest says
+    ├── PlanError(IndexError)          a step, row or document outside the plan
+    └── ResumeError(ValueError)        a state that this run must not continue
+
+A message reads: where: rule, got value; way out.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class TokenmillError(Exception):
+    """Base of all errors that tokenmill raises on purpose."""
+
+
+class ConfigError(TokenmillError, ValueError):
+    """A run, recipe or option that cannot be right."""
+
+
+class DocumentError(TokenmillError, ValueError):
+    """An input record that cannot be read."""
+
+
+class TokenizerError(TokenmillError, ValueError):
+    """A tokenizer that cannot be loaded or trusted."""
+
+
+class StoreError(TokenmillError, ValueError):
+    """A store that cannot be used."""
+
+
+class StoreMissingError(StoreError, FileNotFoundError):
+    """Nothing, or nothing finished, at the path of a store."""
+
+
+class StoreExistsError(StoreError, FileExistsError):
+    """A finished store stands where a new one was to be written."""
+
+
+class StoreCorruptError(StoreError):
+    """The files of a store are not what its manifest says."""
+
+
+class PlanError(TokenmillError, IndexError):
+    """A step, row or document outside the plan."""
+
+
+class ResumeError(TokenmillError, ValueError):
+    """A state that this run must not continue."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name is meant, as the end of an error message.
+
+    >>> nearest("seqlen", ["seq_len", "seed"])
+    "did you mean 'seq_len'?"
+    """
+    options = list(known)
+    close = get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"

@@ -1,0 +1,66 @@
+"""What "the same" means: canonical JSON, and a digest of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import xxhash
+
+
+def canonical(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
+    """Return the one JSON text of a value: keys sorted, no white space, non-finite numbers refused.
+
+    >>> canonical({"b": 1, "a": [True, None]})
+    b'{"a":[true,null],"b":1}'
+    """
+    text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    # orjson writes NaN and infinities as null, which would make different values look the same.
+    assert value is None or text != b"null"
+    return text
+
+
+def digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
+    """Return 32 hex digits that stand for a JSON value, on any machine and Python.
+
+    >>> digest({"a": 1}) == digest({"a": 1}), digest({"a": 1}) == digest({"a": 2})
+    (True, False)
+    """
+    return xxhash.xxh3_128_hexdigest(canonical(value))
+
+
+def key64(*parts: int | str) -> int:
+    """Derive an unsigned 64-bit key from names and numbers.
+
+    Names, never list positions, so that adding a source or stage leaves the keys of the others alone.
+    """
+    return xxhash.xxh3_64_intdigest(canonical(list(parts)))
+
+
+def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:  # noqa: ANN401
+    """Return the path of the first place where two JSON values differ, with both sides; None where they agree.
+
+    A side that is not there is the string "(absent)".
+
+    >>> first_difference({"stages": [{"w": 1}]}, {"stages": [{"w": 2}]})
+    ('stages[0].w', 1, 2)
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            inner = f"{path}.{key}" if path else str(key)
+            found = first_difference(old.get(key, _ABSENT), new.get(key, _ABSENT), inner)
+            if found:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list):
+        for index in range(max(len(old), len(new))):
+            left = old[index] if index < len(old) else _ABSENT
+            right = new[index] if index < len(new) else _ABSENT
+            found = first_difference(left, right, f"{path}[{index}]")
+            if found:
+                return found
+        return None
+    return None if type(old) is type(new) and old == new else (path, old, new)
+
+
+_ABSENT = "(absent)"

@@ -1,0 +1,27 @@
+"""Token ids on disk.
+
+1. In: the tokens of documents, in order, as flat arrays with offsets.
+2. Does: writes them as shards of flat little-endian files, each with a checksum, and a manifest last;
+   opens a store by reading its manifest alone; maps files when tokens are asked for, a bounded number at a time.
+3. Out: any run of tokens or any document, as arrays; addresses for the kernels of `packing` and `loader`.
+4. Must not know: where documents came from, how they were tokenized, how rows are made of them.
+
+`docs/format.md` is the byte layout.
+"""
+
+from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
+from tokenmill.store.reader import Store, open_store
+from tokenmill.store.verify import VerifyReport, verify
+from tokenmill.store.writer import StoreSpec, StoreWriter
+
+__all__ = [
+    "Manifest",
+    "ShardInfo",
+    "Store",
+    "StoreSpec",
+    "StoreWriter",
+    "VerifyReport",
+    "open_store",
+    "read_manifest",
+    "verify",
+]

@@ -1,0 +1,144 @@
+"""Proving that a store is what its manifest says, byte for byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.store.layout import (
+    ANCHOR_DTYPE,
+    ANCHOR_TOKENS,
+    DOCUMENTS,
+    MANIFEST,
+    OFFSET_DTYPE,
+    Manifest,
+    ShardInfo,
+    key_file,
+    manifest_bytes,
+    read_manifest,
+)
+from tokenmill.store.maps import FileRequest, map_file
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_BLOCK = 1 << 24
+_WAY_OUT = "copy the store again from where it is intact, or prepare it again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What was read and found right."""
+
+    path: Path
+    shards: int
+    files: int
+    bytes: int
+    documents: int
+    tokens: int
+    fingerprint: str
+
+
+def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] = lambda _bytes: None) -> VerifyReport:
+    """Read every byte of a store: checksums, sizes, order of offsets, ids below the vocabulary size.
+
+    Raises StoreCorruptError with the file's name at the first thing that is wrong. `progress` is
+    told the bytes read since its last call. Memory does not grow with the store.
+    """
+    store = Path(path)
+    manifest = read_manifest(store)
+    if (store / MANIFEST).read_bytes() != manifest_bytes(manifest):
+        raise StoreCorruptError(
+            f"{store / MANIFEST}: must be as tokenmill writes it, got other white space; {_WAY_OUT}"
+        )
+    _check_names(store, manifest)
+    total = 0
+    for shard in manifest.shards:
+        for name, info in shard.files.items():
+            total += info.bytes
+            _check_checksum(FileRequest(store / shard.name / name, info.bytes), info.xxh3, progress)
+        _check_documents(store, shard)
+        _check_ids(store, shard, manifest)
+    return VerifyReport(
+        path=store,
+        shards=len(manifest.shards),
+        files=sum(len(shard.files) for shard in manifest.shards),
+        bytes=total,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        fingerprint=manifest.fingerprint,
+    )
+
+
+def _check_names(store: Path, manifest: Manifest) -> None:
+    listed = {shard.name for shard in manifest.shards}
+    for child in sorted(store.iterdir()):
+        if child.is_symlink() or (child.name.startswith("shard-") and child.name not in listed):
+            raise StoreCorruptError(
+                f"{child}: must be listed in {MANIFEST}, got a stranger; remove it, or {_WAY_OUT}"
+            )
+
+
+def _check_checksum(request: FileRequest, expected: str, progress: Callable[[int], None]) -> None:
+    data = map_file(request).data
+    state = xxhash.xxh3_128()
+    for begin in range(0, data.size, _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        state.update(block.data)
+        progress(block.size)
+    if state.hexdigest() != expected:
+        raise StoreCorruptError(
+            f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {_WAY_OUT}"
+        )
+
+
+def _check_documents(store: Path, shard: ShardInfo) -> None:
+    path = store / shard.name / DOCUMENTS
+    data = map_file(FileRequest(path, shard.files[DOCUMENTS].bytes)).data
+    split = (shard.documents + 1) * OFFSET_DTYPE.itemsize
+    offsets, anchors = data[:split].view(OFFSET_DTYPE), data[split:].view(ANCHOR_DTYPE)
+
+    def require(ok: bool, rule: str) -> None:
+        if not ok:
+            raise StoreCorruptError(f"{path}: {rule}; {_WAY_OUT}")
+
+    require(int(offsets[0]) == 0, f"offsets must start at 0, got {int(offsets[0])}")
+    require(int(offsets[-1]) == shard.tokens, f"offsets must end at {shard.tokens}, got {int(offsets[-1])}")
+    for begin in range(0, offsets.size, _BLOCK):
+        block = offsets[begin : begin + _BLOCK + 1]
+        require(bool((block[1:] >= block[:-1]).all()), "offsets must not decrease, got some that do")
+    require(_anchors_hold(offsets, anchors), "anchors must name the document of every 1,024th token, got others")
+
+
+def _anchors_hold(offsets: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint32]) -> bool:
+    for begin in range(0, anchors.size, _BLOCK):
+        block = anchors[begin : begin + _BLOCK].astype(np.int64)
+        marks = np.arange(begin, begin + block.size, dtype=np.uint64) * np.uint64(ANCHOR_TOKENS)
+        if block.size and int(block.max()) + 1 >= offsets.size:
+            return False
+        if not ((offsets[block] <= marks) & (marks < offsets[block + 1])).all():
+            return False
+    return True
+
+
+def _check_ids(store: Path, shard: ShardInfo, manifest: Manifest) -> None:
+    key = next(iter(manifest.keys))
+    path = store / shard.name / key_file(key)
+    ids: npt.NDArray[Any] = map_file(FileRequest(path, shard.files[key_file(key)].bytes)).data.view(
+        manifest.keys[key]
+    )
+    vocab_size = int(manifest.tokenizer["vocab_size"])
+    for begin in range(0, ids.size, _BLOCK):
+        largest = int(ids[begin : begin + _BLOCK].max())
+        if largest >= vocab_size:
+            raise StoreError(
+                f"{path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
+                "prepare the store again with the right tokenizer"
+            )

@@ -1,0 +1,48 @@
+"""The nouns that flow from one part to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Batch: TypeAlias = "dict[str, npt.NDArray[Any]]"
+"""One micro-batch: array name -> array."""
+
+State: TypeAlias = "Mapping[str, int | str]"
+"""Where a run stands: small, the same on every rank, JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """The tokens of several documents, end to end."""
+
+    ids: npt.NDArray[np.unsignedinteger[Any]]
+    offsets: npt.NDArray[np.int64]
+    """Where each document starts in `ids`, and the end of the last: documents + 1 numbers, the first is 0."""
+
+    def __post_init__(self) -> None:
+        assert self.offsets.size >= 1
+        assert int(self.offsets[0]) == 0
+        assert int(self.offsets[-1]) == self.ids.size
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return self.offsets.size - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A run of tokens of one document."""
+
+    document: int
+    """Index of the document in its source, from 0."""
+    start: int
+    """First token of the run, counted from the document's first."""
+    length: int
