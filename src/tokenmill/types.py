@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "dict[str, npt.NDArray[Any]]"
 """One micro-batch: array name -> array."""
 
+Whole: TypeAlias = "int | np.int64"
+"""A whole number, as Python or a kernel has it."""
+
 State: TypeAlias = "Mapping[str, int | str]"
 """Where a run stands: small, the same on every rank, JSON."""
 
@@ -46,3 +49,29 @@ class Span:
     start: int
     """First token of the run, counted from the document's first."""
     length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """The spans of several rows, as arrays: the one source of truth for everything a batch delivers.
+
+    Row i is made of spans `first[i]` to `first[i] + count[i]`, in that order.
+    """
+
+    first: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]
+    document: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    """First token of the span, counted from the document's first."""
+    length: npt.NDArray[np.int64]
+    shard: npt.NDArray[np.int64]
+    token: npt.NDArray[np.int64]
+    """First token of the span, counted from the shard's first."""
+
+    def row(self, index: int) -> tuple[Span, ...]:
+        """Return the spans of one row as objects."""
+        begin = int(self.first[index])
+        return tuple(
+            Span(document=int(self.document[i]), start=int(self.start[i]), length=int(self.length[i]))
+            for i in range(begin, begin + int(self.count[index]))
+        )

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,15 +12,16 @@ SLOT = re.compile(r"\{(\w+)\}")
 A_BEFORE_VOWEL = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])(?!use|uni|eu|Eu|one\b|one-)")
 
 LENGTHS = (
-    # share of documents, shortest and longest wanted length in characters: roughly log-normal
-    (0.10, 20, 90),
-    (0.27, 90, 200),
-    (0.33, 200, 400),
-    (0.22, 400, 800),
-    (0.05, 800, 1_600),
-    (0.018, 1_600, 4_500),
-    (0.012, 5_000, 9_500),
+    # of a hundred documents, shortest and longest wanted length in characters: roughly log-normal
+    (16, 20, 90),
+    (37, 90, 200),
+    (30, 200, 400),
+    (12, 400, 800),
+    (2, 800, 1_600),
+    (2, 1_600, 4_500),
+    (1, 5_000, 9_500),
 )
+HUNDRED = tuple((low, high) for share, low, high in LENGTHS for _ in range(share))
 
 
 def items(text: str) -> tuple[str, ...]:
@@ -90,12 +91,7 @@ class Dice:
 
     def wanted_length(self) -> int:
         """Return how long the next document should be, in characters."""
-        left = self._random()
-        for share, low, high in LENGTHS:
-            if left < share:
-                return self.between(low, high)
-            left -= share
-        return self.between(*LENGTHS[2][1:])
+        return self.between(*self.draw(HUNDRED))
 
     def fill(self, template: str, bound: Mapping[str, str] | None = None) -> str:
         """Put a word into every `{slot}`: the bound one, or a drawn one; `{Slot}` starts it with a capital."""
@@ -109,6 +105,12 @@ class Dice:
             return found[0].upper() + found[1:] if slot != name else found
 
         return A_BEFORE_VOWEL.sub(r"\1n ", SLOT.sub(word, template))
+
+
+def endless(make: Callable[[], str]) -> Iterator[str]:
+    """Yield what `make` returns, again and again."""
+    while True:
+        yield make()
 
 
 def grow(pieces: Iterator[str], length: int, between: str) -> str:

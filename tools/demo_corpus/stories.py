@@ -24,7 +24,8 @@ On {weekday} the flour came out of the spout warm, and it smelled faintly of toa
 
 {Name} slowed the feed, then stopped it, then put {their} palm flat on the upper stone and took it away quickly.
 
-The stones stood too close: last week's {grain} had been soft, and no one had opened the gap again for the dry {grain}.
+The stones stood too close: last week's {grain} had been soft, and no one had opened the gap again for the
+dry {grain}.
 
 {They} raised the runner by the thickness of a sheet of paper, and then by one sheet more.
 
@@ -34,9 +35,10 @@ The leather belt between the wheel and the sack hoist slipped whenever a full lo
 
 {Name} tightened it, dusted it with rosin, and at last spoke to it sternly.
 
-The pulley had been painted for the summer fair, and paint, as {someone} pointed out, is a kind of grease with manners.
+The pulley had been painted for the summer fair, and paint, as {someone} pointed out, is a kind of grease with
+manners.
 
-{They} scraped the rim back to bare {material} and kept the nice {colour} for the spokes.
+{They} scraped the rim back to bare metal and kept the nice {colour} for the spokes.
 
 The hoist lifted {few} sacks in a row, and the painter was only a little offended.
 ---
@@ -46,7 +48,7 @@ There was mould on the sacks in the north corner, and a stain on the floor the s
 
 One slate had slid down by the width of a thumb, so that {weather} outside became a slow drip inside.
 
-{They} climbed up {daytime} with a hammer, a copper nail and a slate of exactly the right {colour}.
+{They} climbed up {daytime} with a hammer, a copper nail and a slate of exactly the right grey.
 
 The floor dried within a week; the pear is still there, and guests are told it was painted on purpose.
 ---
@@ -56,7 +58,7 @@ The clock over the market hall at {place} lost a quarter of an hour every day, a
 
 A pigeon had built a nest on the counterweight, and a clock that lifts a pigeon is a clock that works too hard.
 
-{They} waited until the young birds had flown, then hung a cord of {material} across the opening.
+{They} waited until the young birds had flown, then hung a net of {thread} across the opening.
 
 Since then the clock has been wrong only twice, both times during a thunderstorm.
 ---
@@ -114,7 +116,7 @@ Three of the five pots had cracked in the kiln, each along the same line below t
 
 {Name} laid the pieces on the bench in the order of their misfortune.
 
-They had been dried beside the window, and the side that faced the wind was a day older than the other.
+The pots had been dried beside the window, and the side that faced the wind was a day older than the other.
 
 {They} built a shelf in the middle of the room and turned every pot by a quarter at each cup of tea.
 
@@ -138,7 +140,7 @@ The bees had followed the scent of {smell} and the promise of a dry box, which w
 
 {They} set an empty basket rubbed with balm above the hopper, and waited without a word {daytime}.
 
-By nightfall the bees had moved upstairs, and the mill had honey every {season} from then on.
+By nightfall the bees had moved upstairs, and the mill had honey every summer from then on.
 ---
 A letter reached {place} with no name on it, only a drawing of a house with {number} windows.
 
@@ -160,11 +162,12 @@ One of the stay wires hung a little slacker than its sisters, and the wind was b
 
 The bridge is silent now, and some miss it; on {weekday}s {name} loosens it for an hour.
 ---
-The ladder was too short for the top of the {tree}, by exactly the part where the best fruit hung.
+The ladder was too short for the top of the old pear tree, by exactly the part where the best fruit hung.
 
 {Name} tried a chair on a table, and then, wisely, did not try it.
 
-The height of a tree can be read from its shadow, and {their} own shadow was a ruler that {they} always had about {them}.
+The height of a tree can be read from its shadow, and {their} own shadow was a ruler that {they} always had about
+{them}.
 
 {They} paced out both, did the division in the dust, and cut a picking pole to match.
 
@@ -179,7 +182,7 @@ It was {season}, and {weather} lay over {river}.
 
 Nobody at {place} remembered who had built the mill, but everyone knew who was late with the rent.
 
-{Daytime}, when the yard still smelled of {smell}, {name} unlocked the long door.
+The yard still smelled of {smell} when {name} unlocked the long door {daytime}.
 
 The road to {place} is {adjective}, and people who arrive there are usually ready to sit down.
 
@@ -217,17 +220,17 @@ The light on the wall turned {colour}, then {colour}.
 
 A child asked why, and then why again, and the second answer was the better one.
 
-{Name} wrote it down with a pencil tied to the beam by a thread of {material}.
+{Name} wrote it down with a pencil tied to the beam by a piece of {thread}.
 """)
 
 ENDINGS = items("""
 In the mill book, under that day, there are just two words: "looked twice".
 
-{Name} hung {thing} back on its nail and went in to eat.
+{Name} hung the hammer back on its nail and went in to eat.
 
 It was not a great repair, but it held.
 
-Later {they} told the story to {someone}, and left out the part with the chair.
+Later {they} told the story to {someone}, and left out the part that had gone wrong.
 
 The bill came to {number} eggs, and was paid on the spot.
 
@@ -243,7 +246,7 @@ And {river} went by, as it does, taking no credit.
 """)
 
 CHAPTERS = items("""
-The first day
+A day of small things
 
 The morning after
 

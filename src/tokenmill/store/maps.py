@@ -42,69 +42,66 @@ class FileRequest:
 
 
 class MapCache:
-    """Keeps the most recently used maps, never more than `limit`, for any number of threads.
+    """Keeps the most recently used maps, at most `limit` with those in use, for any number of threads.
 
-    Maps are lent for the length of a `with` block, so that none is closed under a reader, and a
-    thread that needs more than are free waits for the others instead of going over the limit.
+    Maps are lent, so that none is closed under a reader. Idle ones make room for new ones. The limit
+    is passed only while the borrowers of one moment need more than that together: waiting for one
+    another could wait for ever.
     """
 
     def __init__(self, limit: int = MAX_MAPS) -> None:
-        assert limit >= 4
+        assert limit >= 2
         self.limit = limit
         self._maps: OrderedDict[Path, MappedFile] = OrderedDict()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def num_open(self) -> int:
         """How many files are mapped now."""
         return len(self._maps)
 
-    @property
-    def group_size(self) -> int:
-        """How many files one borrower may ask for at once; half, so that two can always work."""
-        return self.limit // 2
-
-    @contextmanager
-    def borrow(self, requests: Sequence[FileRequest]) -> Iterator[list[MappedFile]]:
-        """Lend the maps of at most `group_size` files, in the order asked for."""
-        files = self._take(requests)
-        try:
-            yield files
-        finally:
-            with self._changed:
-                for file in files:
-                    file.borrowers -= 1
-                self._changed.notify_all()
-
-    def _take(self, requests: Sequence[FileRequest]) -> list[MappedFile]:
-        assert len(requests) <= self.group_size
-        with self._changed:
-            # All or nothing: holding some while waiting for others could wait for ever.
-            while not self._make_room(requests):
-                self._changed.wait()
+    def take(self, requests: Sequence[FileRequest]) -> list[MappedFile]:
+        """Lend the maps of some files, in the order asked for, until they are given back."""
+        with self._lock:
             files = []
             for request in requests:
                 file = self._maps.get(request.path)
                 if file is None:
+                    self._make_room()
                     file = self._maps[request.path] = map_file(request)
-                self._maps.move_to_end(request.path)
-                files.append(file)
-            for file in files:
+                else:
+                    self._maps.move_to_end(request.path)
                 file.borrowers += 1
+                files.append(file)
             return files
 
-    def _make_room(self, requests: Sequence[FileRequest]) -> bool:
-        wanted = {request.path for request in requests}
-        missing = sum(path not in self._maps for path in wanted)
-        surplus = len(self._maps) + missing - self.limit
-        if surplus <= 0:
-            return True
-        idle = [path for path, file in self._maps.items() if not file.borrowers and path not in wanted]
-        if len(idle) < surplus:
-            return False
-        for path in idle[:surplus]:
-            del self._maps[path]
-        return True
+    def give_back(self, files: Sequence[MappedFile]) -> None:
+        """End a loan; the maps stay open until their room is needed."""
+        with self._lock:
+            for file in files:
+                file.borrowers -= 1
+            while len(self._maps) > self.limit and self._close_idle():
+                pass
+
+    @contextmanager
+    def borrow(self, requests: Sequence[FileRequest]) -> Iterator[list[MappedFile]]:
+        """Lend the maps of some files for the length of a `with` block."""
+        files = self.take(requests)
+        try:
+            yield files
+        finally:
+            self.give_back(files)
+
+    def _make_room(self) -> None:
+        if len(self._maps) >= self.limit:
+            self._close_idle()
+
+    def _close_idle(self) -> bool:
+        for path, file in self._maps.items():
+            if not file.borrowers:
+                del self._maps[path]
+                return True
+        return False
 
 
 def map_file(request: FileRequest) -> MappedFile:

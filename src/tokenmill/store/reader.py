@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -33,6 +33,7 @@ class Store:
     """First token of each shard in the whole stream, and the end of the last."""
     document_begins: npt.NDArray[np.int64]
     """First document of each shard, and the end of the last."""
+    _requests: dict[tuple[int, str], FileRequest] = field(default_factory=dict)
 
     @property
     def num_documents(self) -> int:
@@ -62,8 +63,12 @@ class Store:
 
     def file(self, shard: int, name: str) -> FileRequest:
         """Return where a file of a shard is, and the size it must have."""
-        info = self.manifest.shards[shard]
-        return FileRequest(self.path / info.name / name, info.files[name].bytes)
+        request = self._requests.get((shard, name))
+        if request is None:
+            info = self.manifest.shards[shard]
+            request = FileRequest(self.path / info.name / name, info.files[name].bytes)
+            self._requests[shard, name] = request
+        return request
 
     @overload
     def fetch(self, begin: int, end: int, keys: str) -> npt.NDArray[Any]: ...

@@ -94,9 +94,7 @@ def _check_checksum(request: FileRequest, expected: str, progress: Callable[[int
         state.update(block.data)
         progress(block.size)
     if state.hexdigest() != expected:
-        raise StoreCorruptError(
-            f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {_WAY_OUT}"
-        )
+        raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {_WAY_OUT}")
 
 
 def _check_documents(store: Path, shard: ShardInfo) -> None:

@@ -1,0 +1,25 @@
+"""Rows to arrays, for one rank.
+
+1. In: a compiled plan whose row indexes stand on stores; a rank, a world size, a micro-batch.
+2. Does: computes the rows of the rank's slice, finds their spans, copies them into arrays by kernels
+   that release the GIL, ahead of the caller if asked.
+3. Out: dicts of arrays, in order, from any step; a state of a few bytes; digests.
+4. Must not know: torch or any framework, files other than through a store, the environment.
+"""
+
+from tokenmill.loader.assemble import ARRAYS, IGNORE
+from tokenmill.loader.batches import Loader, LoaderOptions, stack
+from tokenmill.loader.digest import DIGEST_ARRAYS, batch_digest, row_digests
+from tokenmill.loader.slices import RankSlice
+
+__all__ = [
+    "ARRAYS",
+    "DIGEST_ARRAYS",
+    "IGNORE",
+    "Loader",
+    "LoaderOptions",
+    "RankSlice",
+    "batch_digest",
+    "row_digests",
+    "stack",
+]

@@ -1,0 +1,218 @@
+"""The loader: batches of one rank, in order, from any step, resumed exactly."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.loader.assemble import ARRAYS, Block, StoredRows, layout
+from tokenmill.loader.buffers import BufferPool
+from tokenmill.loader.state import Explain, Position, load_state, save_state
+
+if TYPE_CHECKING:
+    from tokenmill.loader.slices import RankSlice
+    from tokenmill.plan.plan import Plan
+    from tokenmill.plan.stages import Stage
+    from tokenmill.types import Batch
+
+BLOCK_ROWS = 1024
+"""Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """What a loader delivers and how it works ahead; no option changes the content of a batch."""
+
+    arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
+    threads: int = 1
+    """Threads that assemble batches ahead of the caller; 0 assembles each one when it is asked for."""
+    prefetch: int = 8
+    """Micro-batches that are kept ready."""
+
+    def __post_init__(self) -> None:
+        for name in self.arrays:
+            if name not in ARRAYS:
+                raise ConfigError(
+                    f"arrays: must be among {', '.join(ARRAYS)}, got {name!r}; {nearest(name, ARRAYS)}"
+                )
+        if not self.arrays or len(set(self.arrays)) != len(self.arrays):
+            raise ConfigError(f"arrays: must name each array once, got {list(self.arrays)}; name at least one")
+        if self.threads < 0 or self.prefetch < 1:
+            raise ConfigError(
+                f"loader: threads must be at least 0 and prefetch at least 1, "
+                f"got {self.threads} and {self.prefetch}; use threads=0 to do without prefetching"
+            )
+
+
+class Loader:
+    """Batches of one rank.
+
+    `for batch in loader` goes on from where the loader stands to the end of the run, one micro-batch
+    at a time; `loader[step]` is this rank's slice of any step; `state_dict` and `load_state_dict`
+    may be called at any time, before or during an iteration.
+    """
+
+    def __init__(
+        self, plan: Plan, part: RankSlice, options: LoaderOptions | None = None, explain: Explain | None = None
+    ) -> None:
+        part.check(plan)
+        self.plan = plan
+        self.part = part
+        self.options = options or LoaderOptions()
+        self._explain = explain
+        self._first_batch = np.cumsum([0, *(stage.num_steps * part.batches(stage) for stage in plan.stages)])
+        self._pools: dict[int, BufferPool] = {}
+        self._drawn = 0
+        self._jumps = 0
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of the whole run; the same on every rank."""
+        return int(self._first_batch[-1])
+
+    def __getitem__(self, step: int) -> Batch:
+        """Return this rank's whole slice of the batch of a step."""
+        stage = self.plan.at(step)
+        first = (step - stage.spec.start_step) * self.part.batches(stage)
+        block = self._block(stage, first, self.part.batches(stage))
+        try:
+            shapes = layout(self.options.arrays, block.num_rows, block.seq_len)
+            return block.copy(0, {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()})
+        finally:
+            block.release()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _Batches(self)
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to."""
+        return self._position().step
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return where the loader stands: at most 200 bytes of JSON, the same on every rank."""
+        return save_state(self.plan, self._position(), self.part)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says; a running iteration goes on from there."""
+        position = load_state(state, self.plan, self.part, self._explain)
+        if position.step == self.plan.steps:
+            self._drawn = len(self)
+        else:
+            stage = self.plan.at(position.step)
+            steps = position.step - stage.spec.start_step
+            self._drawn = int(self._first_batch[stage.index]) + steps * self.part.batches(stage) + position.batch
+        self._jumps += 1
+
+    def _position(self) -> Position:
+        if self._drawn == len(self):
+            return Position(step=self.plan.steps)
+        index = int(np.searchsorted(self._first_batch, self._drawn, side="right")) - 1
+        stage = self.plan.stages[index]
+        steps, batch = divmod(self._drawn - int(self._first_batch[index]), self.part.batches(stage))
+        return Position(step=stage.spec.start_step + steps, batch=batch)
+
+    def _block(self, stage: Stage, first: int, count: int) -> Block:
+        index = {self.plan.sources.index(name): cast(StoredRows, rows) for name, rows in stage.spec.rows.items()}
+        # Half of the maps are for tokens; the rest are for the documents' offsets, which are held only briefly.
+        maps = next(iter(index.values())).store.maps.limit // 2
+        return Block(stage, index, self.part.places(stage, first, count), self.options.arrays, maps)
+
+    def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
+        """Yield (stage, its first micro-batch, number of them) for the blocks from a point of the run on."""
+        size = max(1, BLOCK_ROWS // self.part.micro_batch)
+        for stage, begin in zip(self.plan.stages, self._first_batch.tolist(), strict=False):
+            end = stage.num_steps * self.part.batches(stage)
+            for first in range(max(0, drawn - begin), end, size):
+                yield stage, first, min(size, end - first)
+
+    def _pool(self, stage: Stage) -> BufferPool:
+        pool = self._pools.get(stage.spec.seq_len)
+        if pool is None:
+            shapes = layout(self.options.arrays, self.part.micro_batch, stage.spec.seq_len)
+            pool = self._pools[stage.spec.seq_len] = BufferPool(shapes)
+        return pool
+
+
+class _Batches(Iterator["Batch"]):
+    """One iteration over a loader; follows it when a state is loaded meanwhile."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._jumps = -1
+        self._stream: Iterator[Batch] = iter(())
+        self._stop: Callable[[], object] = lambda: None
+
+    def __next__(self) -> Batch:
+        loader = self._loader
+        if self._jumps != loader._jumps:
+            self._jumps = loader._jumps
+            self._start()
+        batch = next(self._stream)
+        loader._drawn += 1
+        return batch
+
+    def _start(self) -> None:
+        self._stop()
+        threads = self._loader.options.threads
+        if not threads:
+            self._stream = _inline(self._loader)
+            return
+        executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill")
+        self._stop = weakref.finalize(self, executor.shutdown, wait=False, cancel_futures=True)
+        self._stream = _ahead(self._loader, executor)
+
+
+def _inline(loader: Loader) -> Iterator[Batch]:
+    """Assemble each batch when it is asked for."""
+    micro = loader.part.micro_batch
+    for stage, first, count in loader._runs(loader._drawn):
+        block = loader._block(stage, first, count)
+        pool = loader._pool(stage)
+        try:
+            for begin in range(0, count * micro, micro):
+                yield block.copy(begin, pool.batch())
+        finally:
+            block.release()
+
+
+def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
+    """Assemble batches in threads, a bounded number of them, and hand them out in order."""
+    micro = loader.part.micro_batch
+    # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
+    size = max(1, loader.options.prefetch // (2 * loader.options.threads))
+    waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
+
+    def copy(block: Future[Block], pool: BufferPool, begin: int, end: int) -> list[Batch]:
+        return [block.result().copy(batch * micro, pool.batch()) for batch in range(begin, end)]
+
+    def take() -> list[Batch]:
+        block, batches, last = waiting.popleft()
+        try:
+            return batches.result()
+        finally:
+            if last:
+                block.result().release()
+
+    for stage, first, count in loader._runs(loader._drawn):
+        block = executor.submit(loader._block, stage, first, count)
+        for begin in range(0, count, size):
+            end = min(begin + size, count)
+            batches = executor.submit(copy, block, loader._pool(stage), begin, end)
+            waiting.append((block, batches, end == count))
+            if len(waiting) * size >= loader.options.prefetch:
+                yield from take()
+    while waiting:
+        yield from take()
+    executor.shutdown(wait=False)
+
+
+def stack(batches: Sequence[Batch]) -> Batch:
+    """Join batches row by row, as the slices of all ranks make up the global batch."""
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}

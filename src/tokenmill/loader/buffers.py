@@ -1,0 +1,60 @@
+"""Memory for batches, used again once nobody holds the batch that lived in it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.types import Batch
+
+MAX_BUFFERS = 64
+"""Buffers of one shape that the pool remembers; a caller who keeps more batches gets ordinary memory."""
+
+Layout = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
+"""Array name -> shape and dtype."""
+
+
+class BufferPool:
+    """Hands out the arrays of a batch over one buffer, never over one that an earlier batch still uses.
+
+    A fresh array of half a megabyte goes back to the system when it is dropped, and faults in page
+    by page when it is made again, which costs more than filling it (benchmarks/loader.py). Every
+    view of an array and every tensor made of one keeps its buffer referenced, so the number of
+    references tells which buffers are free.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._buffers: list[tuple[npt.NDArray[np.int64], Batch]] = []
+        self._lock = threading.Lock()
+
+    def batch(self) -> Batch:
+        """Return arrays with undefined content."""
+        with self._lock:
+            for buffer, arrays in self._buffers:
+                # Ours: the pool's, the loop variable's, getrefcount's own, and one of each array.
+                if sys.getrefcount(buffer) == 3 + len(arrays):
+                    return {name: array[:] for name, array in arrays.items()}
+            arrays = self._make()
+            return {name: array[:] for name, array in arrays.items()}
+
+    def _make(self) -> Batch:
+        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._layout.values()]
+        # Each array starts on a boundary of 64 bytes, a cache line.
+        begins = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
+        buffer = np.empty(int(begins[-1]) // 8, np.int64)
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for (name, (shape, dtype)), begin, size in zip(self._layout.items(), begins[:-1], sizes, strict=True):
+            arrays[name] = (
+                buffer[begin // 8 : -(-(begin + size) // 8)].view(dtype)[: int(np.prod(shape))].reshape(shape)
+            )
+        if len(self._buffers) < MAX_BUFFERS:
+            self._buffers.append((buffer, arrays))
+        return arrays

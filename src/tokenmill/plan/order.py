@@ -1,0 +1,126 @@
+"""From steps to rows, and from rows back to steps: the kernels that join mixture and shuffle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from tokenmill.plan.mixture import draw, positions_of
+from tokenmill.plan.permute import derive
+from tokenmill.plan.shuffle import shuffle_row, unshuffle_rows
+from tokenmill.plan.stages import (
+    BLOCK_ROWS,
+    CARRY,
+    MODE,
+    OLD_BLOCK_ROWS,
+    OLD_EPOCH,
+    OLD_MODE,
+    OLD_WINDOW_BLOCKS,
+    SIZE,
+    SOURCE,
+    WINDOW_BLOCKS,
+    Stage,
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def rows_at(
+    stage: Stage, steps: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (source, row) for many (step, slot of the global batch) of one stage."""
+    sources = np.empty(steps.size, np.int64)
+    rows = np.empty(steps.size, np.int64)
+    shape = (stage.spec.start_step, stage.spec.global_batch_size, int(stage.rotate))
+    _rows(steps, slots, shape, (stage.mixture.nodes, stage.table, stage.keys, stage.rotation_key), sources, rows)
+    return sources, rows
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _rows(
+    steps: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    shape: tuple[int, int, int],
+    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint64], np.uint64],
+    sources: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+) -> None:
+    start_step, batch, rotate = shape
+    nodes, table, keys, rotation_key = tables
+    turned_step = np.int64(-1)
+    turn = np.int64(0)
+    for i in range(steps.size):
+        step = steps[i]
+        slot = slots[i]
+        if rotate:
+            if step != turned_step:
+                turned_step = step
+                turn = np.int64(derive(rotation_key, step) % np.uint64(batch))
+            slot += turn
+            if slot >= batch:
+                slot -= batch
+        line, drawn = draw((step - start_step) * batch + slot, nodes)
+        ordinal = table[line, CARRY] + drawn
+        size = table[line, SIZE]
+        epoch = ordinal // size
+        place = ordinal - epoch * size
+        if epoch == table[line, OLD_EPOCH]:
+            key = derive(keys[line, 1], epoch)
+            mode, block, window = table[line, OLD_MODE], table[line, OLD_BLOCK_ROWS], table[line, OLD_WINDOW_BLOCKS]
+        else:
+            key = derive(keys[line, 0], epoch)
+            mode, block, window = table[line, MODE], table[line, BLOCK_ROWS], table[line, WINDOW_BLOCKS]
+        sources[i] = table[line, SOURCE]
+        rows[i] = shuffle_row(place, size, key, mode, block, window)
+
+
+def uses_in_stage(
+    stage: Stage, name: str, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (step, slot, row) of every use of the given rows of one source in a stage, by step and slot."""
+    line = stage.names.index(name)
+    carry, size = int(stage.table[line, CARRY]), int(stage.table[line, SIZE])
+    end = carry + stage.draws[name]
+    found = [
+        (places + epoch * size, rows)
+        for epoch in range(carry // size, -(-end // size))
+        for places in [_places(stage, line, epoch, rows)]
+    ]
+    if not found:
+        empty = np.empty(0, np.int64)
+        return empty, empty, empty
+    ordinals = np.concatenate([ordinal for ordinal, _ in found])
+    used = np.concatenate([row for _, row in found])
+    inside = (ordinals >= carry) & (ordinals < end)
+    positions = positions_of(line, ordinals[inside] - carry, stage.mixture.nodes, stage.mixture.leaf_parent)
+    used = used[inside]
+    batch = stage.spec.global_batch_size
+    steps = positions // batch + stage.spec.start_step
+    slots = positions % batch
+    if stage.rotate:
+        slots = (slots - turns(stage.rotation_key, steps, batch)) % batch
+    order = np.lexsort((slots, steps))
+    return steps[order], slots[order], used[order]
+
+
+def _places(stage: Stage, line: int, epoch: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    old = epoch == stage.table[line, OLD_EPOCH]
+    columns = (OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS) if old else (MODE, BLOCK_ROWS, WINDOW_BLOCKS)
+    mode, block, window = (int(stage.table[line, column]) for column in columns)
+    key = derive(stage.keys[line, 1 if old else 0], epoch)
+    places: npt.NDArray[np.int64] = unshuffle_rows(
+        rows, int(stage.table[line, SIZE]), np.uint64(key), mode, block, window
+    )
+    return places
+
+
+@numba.njit(cache=True, nogil=True)
+def turns(rotation_key: np.uint64, steps: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int64]:
+    """Return by how many places the batch of each step is turned."""
+    out = np.empty_like(steps)
+    for i in range(steps.size):
+        out[i] = np.int64(derive(rotation_key, steps[i]) % np.uint64(batch))
+    return out

@@ -1,0 +1,127 @@
+"""The compiled plan: every batch of a run as a pure function of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, PlanError, nearest
+from tokenmill.fingerprint import digest
+from tokenmill.plan.order import rows_at
+from tokenmill.plan.provenance import RowUse, what, when
+from tokenmill.plan.stages import Stage, StageSpec, compile_stages, stage_at
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+PLAN_VERSION = 1
+"""Changes when the same description would give other batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All stages of a run, compiled."""
+
+    sources: tuple[str, ...]
+    """Names of all sources; `rows` speaks of them by index."""
+    stages: tuple[Stage, ...]
+    max_epochs: Mapping[str, float]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run."""
+        return self.stages[-1].end_step
+
+    def at(self, step: int) -> Stage:
+        """Return the stage that a step belongs to."""
+        return stage_at(self.stages, step)
+
+    def rows(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return (source ids, row ids) of the global batch of a step, in order."""
+        stage = self.at(step)
+        slots = np.arange(stage.spec.global_batch_size)
+        return rows_at(stage, np.full_like(slots, step), slots)
+
+    def what(self, step: int) -> tuple[RowUse, ...]:
+        """Return the documents and spans of the global batch of a step."""
+        return what(self.at(step), step, self.sources)
+
+    def when(self, source: str, document: int) -> tuple[RowUse, ...]:
+        """Return every step and slot at which a document is seen, over the whole run."""
+        if source not in self.sources:
+            raise PlanError(f"source: must be one of the plan's, got {source!r}; {nearest(source, self.sources)}")
+        return tuple(when(self.stages, source, document))
+
+    def describe(self, step: int | None = None) -> dict[str, Any]:
+        """Return what decides the batches before `step` (default: all of them), as JSON."""
+        end = self.steps if step is None else step
+        stages = [stage.spec.describe() for stage in self.stages if stage.spec.start_step < end]
+        return {"version": PLAN_VERSION, "stages": stages}
+
+    def fingerprint_at(self, step: int) -> str:
+        """Return the digest of what decides the batches before `step`: equal digests, equal batches."""
+        return digest(self.describe(step))
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what decides all batches, and their number."""
+        return digest([self.steps, self.describe()])
+
+
+def compile_plan(
+    stages: Sequence[StageSpec],
+    *,
+    sources: Sequence[str],
+    steps: int,
+    max_epochs: Mapping[str, float] | None = None,
+) -> Plan:
+    """Compile stages into a plan; contradictions are refused here, before the first step."""
+    _check(stages, steps)
+    plan = Plan(
+        sources=tuple(sources),
+        stages=compile_stages(stages, sources, steps),
+        max_epochs=dict(max_epochs or {}),
+    )
+    _check_epochs(plan)
+    return plan
+
+
+def _check(stages: Sequence[StageSpec], steps: int) -> None:
+    if not stages:
+        raise ConfigError("stages: a run must have at least one, got none; add [[stages]] or sources with weights")
+    if stages[0].start_step != 0:
+        raise ConfigError(
+            f"stage {stages[0].name!r}: the first stage must start at step 0, got {stages[0].start_step}; "
+            "start it at 0 or put a stage before it"
+        )
+    for before, after in pairwise(stages):
+        if after.start_step <= before.start_step:
+            raise ConfigError(
+                f"stage {after.name!r}: start_step must be above {before.start_step} of stage {before.name!r}, "
+                f"got {after.start_step}; order the stages by start_step"
+            )
+    if stages[-1].start_step >= steps:
+        raise ConfigError(
+            f"stage {stages[-1].name!r}: start_step must be below run.steps {steps}, got {stages[-1].start_step}; "
+            "raise run.steps or remove the stage"
+        )
+
+
+def _check_epochs(plan: Plan) -> None:
+    """Refuse a plan that needs a source more often than the run allows, and say by how much."""
+    for stage in plan.stages:
+        for name, drawn in stage.draws.items():
+            allowed = plan.max_epochs.get(name)
+            index = stage.spec.rows[name]
+            total = stage.carry(name) + drawn
+            if allowed is not None and total > int(allowed * index.num_rows):
+                over = total - int(allowed * index.num_rows)
+                raise ConfigError(
+                    f"source {name!r}: max_epochs must not be passed, got {total / index.num_rows:.3f} epochs "
+                    f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "
+                    f"({over * index.seq_len} tokens) too many; lower its weight, add documents or raise max_epochs"
+                )

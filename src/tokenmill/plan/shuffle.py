@@ -1,0 +1,112 @@
+"""In which order the rows of one epoch are read: `full`, `block` or `none`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.plan.permute import derive, permute, unpermute
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.types import Whole
+
+NONE, FULL, BLOCK = 0, 1, 2
+MODES = {"none": NONE, "full": FULL, "block": BLOCK}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shuffle:
+    """How far a row may travel from its place on disk."""
+
+    mode: str = "full"
+    """`full`: anywhere. `none`: nowhere. `block`: blocks of neighbouring rows are read in a shuffled
+    order, and rows are shuffled within a window of such blocks, so only a window is in use at a time."""
+    block_rows: int = 1024
+    """Rows that are neighbours on disk and stay in one window (mode `block`)."""
+    window_blocks: int = 64
+    """Blocks that are shuffled together (mode `block`)."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"shuffle: must be full, block or none, got {self.mode!r}; {nearest(self.mode, MODES)}"
+            )
+        for name in ("block_rows", "window_blocks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {value}; leave it out for the default")
+
+
+@numba.njit(cache=True, nogil=True)
+def shuffle_row(
+    place: Whole, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+) -> Whole:
+    """Return the row that stands at `place` of an epoch."""
+    if mode == NONE or size == 1:
+        return place
+    if mode == FULL:
+        return permute(place, size, key)
+    window_rows = block_rows * window_blocks
+    window = place // window_rows
+    base = window * window_rows
+    inner = permute(place - base, min(window_rows, size - base), derive(key, window))
+    slot = (base + inner) // block_rows
+    offset = (base + inner) % block_rows
+    num_blocks = size // block_rows
+    # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
+    block = permute(slot, num_blocks, derive(key, -2)) if slot < num_blocks else slot
+    return (block * block_rows + offset + _turn(key, size)) % size
+
+
+@numba.njit(cache=True, nogil=True)
+def unshuffle_row(
+    row: Whole, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+) -> Whole:
+    """Return the place of an epoch at which `row` stands."""
+    if mode == NONE or size == 1:
+        return row
+    if mode == FULL:
+        return unpermute(row, size, key)
+    turned = (row - _turn(key, size) + size) % size
+    block = turned // block_rows
+    offset = turned % block_rows
+    num_blocks = size // block_rows
+    slot = unpermute(block, num_blocks, derive(key, -2)) if block < num_blocks else block
+    window_rows = block_rows * window_blocks
+    inner = slot * block_rows + offset
+    window = inner // window_rows
+    base = window * window_rows
+    return base + unpermute(inner - base, min(window_rows, size - base), derive(key, window))
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _turn(key: np.uint64, size: Whole) -> Whole:
+    return np.int64(derive(key, -3) % np.uint64(size))
+
+
+@numba.njit(cache=True, nogil=True)
+def shuffle_rows(
+    places: npt.NDArray[np.int64], size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+) -> npt.NDArray[np.int64]:
+    """Return the rows at many places of one epoch."""
+    out = np.empty_like(places)
+    for i in range(places.size):
+        out[i] = shuffle_row(places[i], size, key, mode, block_rows, window_blocks)
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def unshuffle_rows(
+    rows: npt.NDArray[np.int64], size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+) -> npt.NDArray[np.int64]:
+    """Undo `shuffle_rows`."""
+    out = np.empty_like(rows)
+    for i in range(rows.size):
+        out[i] = unshuffle_row(rows[i], size, key, mode, block_rows, window_blocks)
+    return out
