@@ -1,1 +1,62 @@
-"""From raw text to the tensors of every training step of a language model."""
+"""From raw text to the tensors of every training step of a language model.
+
+import tokenmill as tm
+
+tm.prepare("corpus/*.jsonl", out="stores/web", tokenizer="bytes")
+run = tm.Run.from_toml("run.toml")
+for batch in run.loader(rank=0, world_size=1, micro_batch=8):
+    ...
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenmill.config import Config as Config
+    from tokenmill.encode import open_tokenizer as open_tokenizer
+    from tokenmill.errors import ConfigError as ConfigError
+    from tokenmill.errors import ResumeError as ResumeError
+    from tokenmill.errors import StoreError as StoreError
+    from tokenmill.errors import TokenmillError as TokenmillError
+    from tokenmill.loader import Loader as Loader
+    from tokenmill.plan import Plan as Plan
+    from tokenmill.prepare import prepare as prepare
+    from tokenmill.run import Run as Run
+    from tokenmill.store import Store as Store
+    from tokenmill.store import open_store as open_store
+    from tokenmill.store import verify as verify
+
+__version__ = "0.1.0"
+
+# Late, so that `import tokenmill` costs nothing: each name is loaded when it is first used.
+_HOMES = {
+    "Config": "tokenmill.config",
+    "ConfigError": "tokenmill.errors",
+    "Loader": "tokenmill.loader",
+    "Plan": "tokenmill.plan",
+    "ResumeError": "tokenmill.errors",
+    "Run": "tokenmill.run",
+    "Store": "tokenmill.store",
+    "StoreError": "tokenmill.errors",
+    "TokenmillError": "tokenmill.errors",
+    "open_store": "tokenmill.store",
+    "open_tokenizer": "tokenmill.encode",
+    "prepare": "tokenmill.prepare",
+    "verify": "tokenmill.store",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the names of one table, listed once
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

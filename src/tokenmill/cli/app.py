@@ -1,0 +1,55 @@
+"""The command `tokenmill`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from tokenmill.cli.batches import batches
+from tokenmill.cli.console import errors
+from tokenmill.cli.demo import demo
+from tokenmill.cli.inspect import inspect
+from tokenmill.cli.plan import plan
+from tokenmill.cli.prepare import prepare
+from tokenmill.cli.provenance import what, when
+from tokenmill.cli.verify import verify
+from tokenmill.errors import TokenmillError
+
+app = typer.Typer(
+    name="tokenmill",
+    help="From raw text to the tensors of every training step of a language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# In the order of the data flow, as --help lists them.
+for command in (demo, prepare, inspect, verify, plan, batches, what, when):
+    app.command(no_args_is_help=command is not demo)(command)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+    if version:
+        from tokenmill import __version__
+
+        sys.stdout.write(f"tokenmill {__version__}\n")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one message, not a traceback."""
+    try:
+        app()
+    except TokenmillError as error:
+        errors.print("error:", style="bold red", end=" ")
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""`tokenmill batches`: draw batches as a training job would."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from tokenmill.cli.console import errors
+from tokenmill.errors import ConfigError, ResumeError
+
+if TYPE_CHECKING:
+    from tokenmill.loader import Loader
+    from tokenmill.run import Run
+
+
+def batches(
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
+    rank: Annotated[
+        int | None, typer.Option(help="Rank whose slice is drawn; default: all ranks, the global batch.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Rows at a time; default: the whole slice of a rank.")
+    ] = None,
+    steps: Annotated[str, typer.Option(help="Steps a:b, b exclusive; either may be left out.")] = ":",
+    digest: Annotated[bool, typer.Option("--digest", help="Print step, stage and digest of each step.")] = False,
+    state: Annotated[
+        Path | None, typer.Option(help="File to resume from, if it exists, and to save to after every step.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads that work ahead.")] = 1,
+    prefetch: Annotated[int, typer.Option(help="Micro-batches kept ready.")] = 8,
+) -> None:
+    """Draw the batches of a rank, or of all; print one line a step.
+
+    Two runs that print the same digests trained on the same data.
+    """
+    from tokenmill.run import Run
+
+    opened = Run.from_toml(run)
+    compiled = opened.plan()
+    micro = micro_batch or _whole_slice(opened, world_size)
+    ranks = range(world_size) if rank is None else [rank]
+    loaders = [
+        opened.loader(
+            rank=r, world_size=world_size, micro_batch=micro, threads=threads, prefetch=prefetch, arrays=_ARRAYS
+        )
+        for r in ranks
+    ]
+    first, last = _range(steps, compiled.steps)
+    for loader in loaders:
+        loader.load_state_dict(_start(state, compiled.fingerprint, loader, first))
+    _draw(loaders, last, digest, state)
+
+
+_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "source")
+
+
+def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) -> None:
+    from tokenmill.loader import batch_digest, row_digests
+    from tokenmill.store.writer import write_atomically
+
+    plan = loaders[0].plan
+    streams = [iter(loader) for loader in loaders]
+    for step in range(loaders[0].step, last):
+        stage = plan.at(step)
+        rows: list[bytes] = []
+        tokens = trained = 0
+        for loader, stream in zip(loaders, streams, strict=True):
+            for batch in _take(stream, loader.part.batches(stage)):
+                tokens += batch["input_ids"].size
+                trained += int((batch["labels"] >= 0).sum())
+                rows += row_digests(batch) if digest else []
+        line = f"{step}\t{stage.spec.name}\t"
+        line += batch_digest(rows) if digest else f"{tokens:,} tokens, {trained:,} trained"
+        sys.stdout.write(line + "\n")
+        if state:
+            sys.stdout.flush()
+            write_atomically(state.absolute(), orjson.dumps(loaders[0].state_dict()))
+    if not digest:
+        errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
+
+
+def _take(stream: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in range(count):
+        yield next(stream)
+
+
+def _whole_slice(run: Run, world_size: int) -> int:
+    """Return the largest micro-batch that fits every stage: the whole slice, where all batches are alike."""
+    from math import gcd
+
+    sizes = [stage.global_batch_size or 0 for stage in run.config.resolved_stages()]
+    return max(1, gcd(*sizes) // world_size)
+
+
+def _range(text: str, end: int) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    try:
+        begin = int(first or 0)
+        stop = int(last or end) if colon else begin + 1
+    except ValueError:
+        raise ConfigError(f"--steps: must be a:b, got {text!r}; for example 10:20, :5 or 7") from None
+    if not 0 <= begin <= stop <= end:
+        raise ConfigError(f"--steps: must lie within 0:{end}, got {text}; shorten it")
+    return begin, stop
+
+
+def _start(file: Path | None, fingerprint: str, loader: Loader, first: int) -> dict[str, Any]:
+    if file is not None and file.exists():
+        try:
+            saved: dict[str, Any] = orjson.loads(file.read_bytes())
+        except orjson.JSONDecodeError as error:
+            raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
+        return saved
+    prefix = loader.plan.fingerprint_at(first)
+    return {"version": 1, "step": first, "fingerprint": prefix, "plan": fingerprint[:16]}

@@ -1,0 +1,173 @@
+"""The fast engine: fastokens, for `tokenizer.json` and rank files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.encode.json_file import JsonFile, refuse_other_ids
+from tokenmill.encode.rank_file import RankFile, text_of
+from tokenmill.encode.tokenizer import (
+    Tokenizer,
+    TokenizerIdentity,
+    checked_ids,
+    engine_errors,
+    refuse_surrogates,
+)
+from tokenmill.errors import TokenizerError
+from tokenmill.types import Encoded
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# fastokens 0.3.5 splits texts that hold these unlike the references: the first is white space to its PCRE2 and
+# to nobody else, the second is an 's' to the references where a pattern ignores case, as o200k does after an
+# apostrophe. Found by comparing every assigned character in nine contexts. Such texts are left to the reference:
+# to look for them costs nothing in ASCII and little elsewhere, and else one of them would make a whole job slow.
+DIVERGENT = ("\u180e", "\u017f")
+
+_REFERENCE = "take the slower reference: engine='tokenizers', or 'tiktoken' for rank files"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastTokenizer:
+    """A tokenizer run by fastokens; texts that it is known to split differently go to the reference."""
+
+    identity: TokenizerIdentity
+    special_ids: Mapping[str, int]
+    engine: str
+    native: Any
+    """`fastokens.Tokenizer`, which ships no types."""
+    reference: Callable[[], Tokenizer]
+    """Opens the reference when it is first needed, and keeps it."""
+    to_text: Callable[[npt.NDArray[Any]], str]
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text as uint32."""
+        odd = [i for i, text in enumerate(texts) if not text.isascii() and any(c in text for c in DIVERGENT)]
+        if not odd:
+            return self._encode(list(texts))
+        refuse_surrogates(texts)
+        left = list(texts)
+        for index in odd:
+            left[index] = ""
+        return _spliced(self._encode(left), odd, self.reference().encode([texts[index] for index in odd]))
+
+    def decode(self, ids: npt.NDArray[Any]) -> str:
+        """Return the text of ids."""
+        return self.to_text(checked_ids(ids, self.identity))
+
+    def _encode(self, texts: list[str]) -> Encoded:
+        try:
+            with engine_errors(self.engine, f"encode {len(texts)} texts", _REFERENCE):
+                ids, offsets = self.native.encode_batch_flat(
+                    texts, add_special_tokens=False, split_special_tokens=True
+                )
+        except TokenizerError:
+            refuse_surrogates(texts)
+            raise
+        return Encoded(
+            ids=np.frombuffer(ids, dtype="<u4"),
+            offsets=np.frombuffer(offsets, dtype="<u8").astype(np.int64),
+        )
+
+
+def open_fast_json(
+    file: JsonFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
+) -> FastTokenizer:
+    """Give a `tokenizer.json` to fastokens; what it does not support raises `TokenizerError`."""
+    engine = fast_engine()
+    native_type = _native_type()
+    with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
+        native = native_type.from_json_str(file.text)
+        # What the file says of cutting and padding is for inference; here no token may be lost or invented.
+        native.no_truncation()
+        native.no_padding()
+        given = {token["content"]: token["id"] for token in native.added_tokens()}
+    refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
+    reference = _kept(open_reference, identity)
+    return FastTokenizer(
+        identity=identity,
+        special_ids=file.vocabulary.special_ids,
+        engine=engine,
+        native=native,
+        reference=reference,
+        # Decoding is for people and may be slow; fastokens joins tokens otherwise where a file has no decoder.
+        to_text=lambda ids: reference().decode(ids),
+    )
+
+
+def open_fast_ranks(
+    file: RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
+) -> FastTokenizer:
+    """Give a rank file to fastokens; what it does not support (a gap in the ranks) raises `TokenizerError`."""
+    engine = fast_engine()
+    native_type = _native_type()
+    special_ids = dict(file.encoding.special_ids)
+    pattern = {"encoding": file.encoding.preset} if file.encoding.preset else {"pattern": file.encoding.pattern}
+    with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
+        native = native_type.from_tiktoken(str(file.path), special_tokens=special_ids, **pattern)
+    return FastTokenizer(
+        identity=identity,
+        special_ids=special_ids,
+        engine=engine,
+        native=native,
+        reference=_kept(open_reference, identity),
+        to_text=partial(text_of, strings=file.strings()),
+    )
+
+
+def fast_engine() -> str:
+    """Return the name and version of the engine, whether or not it can be used."""
+    try:
+        return f"fastokens {version('fastokens')}"
+    except PackageNotFoundError:
+        return "fastokens (not installed)"
+
+
+def _native_type() -> Any:  # noqa: ANN401 - fastokens ships no types
+    try:
+        from fastokens import Tokenizer as Native
+    except ImportError as error:
+        raise TokenizerError(
+            f"fastokens: must be installed for engine='fastokens', got {error}; pip install fastokens, "
+            f"or {_REFERENCE}"
+        ) from error
+    return Native
+
+
+def _kept(open_reference: Callable[[], Tokenizer], identity: TokenizerIdentity) -> Callable[[], Tokenizer]:
+    """Return a function that opens the reference once, and only if it is still the same tokenizer."""
+
+    @cache
+    def opened() -> Tokenizer:
+        reference = open_reference()
+        if reference.identity != identity:
+            raise TokenizerError(
+                f"{reference.engine}: the file must stay as it was when the tokenizer was opened, "
+                f"got content {reference.identity.content} after {identity.content}; start the job again"
+            )
+        return reference
+
+    return opened
+
+
+def _spliced(most: Encoded, places: list[int], few: Encoded) -> Encoded:
+    """Put the documents of `few` into `most` at `places`, where `most` holds empty ones."""
+    lengths = np.diff(most.offsets)
+    lengths[places] = np.diff(few.offsets)
+    pieces: list[npt.NDArray[Any]] = []
+    start = 0
+    for index, place in enumerate(places):
+        pieces.append(most.ids[start : most.offsets[place]])
+        pieces.append(few.ids[few.offsets[index] : few.offsets[index + 1]])
+        start = int(most.offsets[place])
+    pieces.append(most.ids[start:])
+    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Encoded(ids=np.concatenate(pieces), offsets=offsets)

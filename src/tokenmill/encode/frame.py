@@ -1,0 +1,82 @@
+"""Where BOS and EOS stand in each document, and the dtype that its ids are kept in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.encode.tokenizer import TokenizerIdentity
+from tokenmill.errors import TokenizerError
+from tokenmill.types import Encoded
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the smallest little-endian unsigned dtype that holds every id below `vocab_size`.
+
+    >>> token_dtype(256), token_dtype(257), token_dtype(65536), token_dtype(65537)
+    (dtype('uint8'), dtype('uint16'), dtype('uint16'), dtype('uint32'))
+    """
+    for width in (1, 2, 4):
+        if 1 <= vocab_size <= 256**width:
+            return np.dtype(f"<u{width}")
+    raise TokenizerError(
+        f"token dtype: vocab_size must be from 1 to 2**32, got {vocab_size}; it is one more than the largest id"
+    )
+
+
+def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
+    """Place BOS and EOS as the identity says, and cast the ids to `token_dtype`.
+
+    A document that already starts with BOS, or ends with EOS, gets no second one, so framing twice is framing once.
+    An id outside the vocabulary raises `TokenizerError`. About 2 ns a token.
+    """
+    dtype = token_dtype(identity.vocab_size)
+    _refuse_overflow(encoded, identity.vocab_size)
+    ids = encoded.ids.astype(dtype, copy=False)
+    starts, ends = encoded.offsets[:-1], encoded.offsets[1:]
+    needs_bos = _lacks(ids, starts, starts < ends, identity.bos_id if identity.add_bos else None)
+    needs_eos = _lacks(ids, ends - 1, starts < ends, identity.eos_id if identity.add_eos else None)
+
+    offsets = encoded.offsets.astype(np.int64)
+    offsets[1:] += np.cumsum(needs_bos.astype(np.int64) + needs_eos)
+    at_bos = offsets[:-1][needs_bos]
+    at_eos = offsets[1:][needs_eos] - 1
+    if not at_bos.size and not at_eos.size:
+        return Encoded(ids=ids, offsets=offsets)
+    framed = np.empty(int(offsets[-1]), dtype=dtype)
+    # One mask over all tokens: a copy a document is dearer for short documents, an index a token for long ones.
+    bare = np.ones(framed.size, dtype=np.bool_)
+    bare[at_bos] = False
+    bare[at_eos] = False
+    framed[bare] = ids
+    framed[at_bos] = identity.bos_id or 0
+    framed[at_eos] = identity.eos_id or 0
+    return Encoded(ids=framed, offsets=offsets)
+
+
+def _lacks(
+    ids: npt.NDArray[Any], at: npt.NDArray[np.int64], filled: npt.NDArray[np.bool_], wanted: int | None
+) -> npt.NDArray[np.bool_]:
+    """Return for which documents the id at `at` is not yet the wanted one; none where nothing is wanted."""
+    if wanted is None:
+        return np.zeros(at.size, dtype=np.bool_)
+    lacks = np.ones(at.size, dtype=np.bool_)
+    lacks[filled] = ids[at[filled]] != wanted
+    return lacks
+
+
+def _refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
+    ids = encoded.ids
+    if not ids.size or (int(ids.max()) < vocab_size and (ids.dtype.kind == "u" or int(ids.min()) >= 0)):
+        return
+    token = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
+    document = int(np.searchsorted(encoded.offsets, token, side="right")) - 1
+    raise TokenizerError(
+        f"document {document} of the batch: ids must be below the vocabulary size {vocab_size}, "
+        f"got {int(ids[token])} at token {token - int(encoded.offsets[document])}; "
+        "frame with the identity of the tokenizer that gave them"
+    )

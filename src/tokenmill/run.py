@@ -1,0 +1,158 @@
+"""A run: a config with its stores, from which plan and loaders are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.config import Config, StageConfig, read_config
+from tokenmill.errors import ConfigError
+from tokenmill.fingerprint import first_difference
+
+if TYPE_CHECKING:
+    from tokenmill.loader import Loader
+    from tokenmill.packing import ConcatRows
+    from tokenmill.plan import Plan, StageSpec
+    from tokenmill.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained on, in which order; reads manifests, never tokens, until a loader is asked for batches."""
+
+    config: Config
+    folder: Path
+    """Where relative paths count from, and where plans are recorded."""
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Run:
+        """Read a config file; its stores are opened when the plan is made."""
+        return cls(config=read_config(path), folder=Path(path).resolve().parent)
+
+    @cached_property
+    def stores(self) -> dict[str, Store]:
+        """The open store of each source; they share one bounded set of maps."""
+        from tokenmill.store import open_store
+        from tokenmill.store.maps import MapCache
+
+        maps = MapCache()
+        stores = {source.name: open_store(self.folder / source.store, maps=maps) for source in self.config.sources}
+        _check_tokenizers(stores)
+        return stores
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, int], ConcatRows]:
+        return {}
+
+    def rows(self, source: str, seq_len: int) -> ConcatRows:
+        """Return the rows of a source at a sequence length."""
+        from tokenmill.packing import ConcatRows
+
+        key = (source, seq_len)
+        if key not in self._rows:
+            crossing = self.config.run.cross_document_labels
+            self._rows[key] = ConcatRows(store=self.stores[source], seq_len=seq_len, cross_document_labels=crossing)
+        return self._rows[key]
+
+    def plan(self) -> Plan:
+        """Compile and check the plan; no token is read."""
+        from tokenmill.plan import compile_plan
+
+        limits = {source.name: source.max_epochs for source in self.config.sources}
+        return compile_plan(
+            [self._stage(stage) for stage in self.config.resolved_stages()],
+            sources=self.config.source_names,
+            steps=self.config.run.steps,
+            max_epochs={name: limit for name, limit in limits.items() if limit is not None},
+        )
+
+    def loader(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch: int = 1,
+        threads: int = 1,
+        prefetch: int = 8,
+        arrays: Sequence[str] | None = None,
+    ) -> Loader:
+        """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds."""
+        from tokenmill.loader import Loader, LoaderOptions, RankSlice
+
+        plan = self.plan()
+        if rank == 0:
+            self._record(plan)
+        return Loader(
+            plan,
+            RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
+            LoaderOptions(arrays=tuple(arrays or self.config.run.arrays), threads=threads, prefetch=prefetch),
+            explain=lambda made_by, step: self._explain(plan, made_by, step),
+        )
+
+    def _stage(self, stage: StageConfig) -> StageSpec:
+        from tokenmill.plan import Shuffle, StageSpec
+
+        # resolved_stages() has filled everything in.
+        assert stage.weights is not None
+        assert stage.seed is not None
+        assert stage.global_batch_size is not None
+        assert stage.seq_len is not None
+        return StageSpec(
+            name=stage.name,
+            start_step=stage.start_step,
+            global_batch_size=stage.global_batch_size,
+            seq_len=stage.seq_len,
+            seed=stage.seed,
+            shuffle=Shuffle(
+                mode=stage.shuffle or self.config.run.shuffle,
+                block_rows=self.config.run.block_rows,
+                window_blocks=self.config.run.window_blocks,
+            ),
+            weights=dict(stage.weights),
+            rows={name: self.rows(name, stage.seq_len) for name in stage.weights},
+        )
+
+    def _record(self, plan: Plan) -> None:
+        """Keep the description of the plan beside the config, so that a refused resume can say what changed."""
+        import orjson
+
+        from tokenmill.store.writer import write_atomically
+
+        file = self._record_file(plan.fingerprint[:16])
+        try:
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, orjson.dumps(plan.describe(), option=orjson.OPT_INDENT_2))
+        except OSError:
+            return  # A read-only folder costs only the detail of a later message.
+
+    def _explain(self, plan: Plan, made_by: str, step: int) -> str | None:
+        import orjson
+
+        try:
+            old = orjson.loads(self._record_file(made_by).read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return None
+        stages: list[dict[str, Any]] = [stage for stage in old["stages"] if stage["start_step"] < step]
+        found = first_difference(old | {"stages": stages}, plan.describe(step))
+        return f"{found[0]} {found[1]!r} -> {found[2]!r}" if found else None
+
+    def _record_file(self, fingerprint: str) -> Path:
+        name = "".join(character for character in fingerprint if character.isalnum())
+        return self.folder / ".tokenmill" / "plans" / f"{name}.json"
+
+
+def _check_tokenizers(stores: dict[str, Store]) -> None:
+    """Refuse sources whose ids do not mean the same."""
+    first, *others = stores
+    for other in others:
+        found = first_difference(dict(stores[first].manifest.tokenizer), dict(stores[other].manifest.tokenizer))
+        if found:
+            raise ConfigError(
+                f"sources: all must be prepared with one tokenizer, got {first!r} and {other!r} that differ in "
+                f"{found[0]}: {found[1]!r} and {found[2]!r}; prepare one of them again"
+            )
