@@ -2,11 +2,11 @@
 
     python benchmarks/prepare.py [--cache FOLDER] [--megabytes 100] [--rounds 5] [--encoding cl100k] [--json]
 
-Each measurement is a fresh process that may use one core, so that neither side finds the other's caches warm.
-`alone` encodes texts that are already in memory, in batches as prepare makes them. `prepare` goes from a JSONL
-file to a committed store with one worker; opening the tokenizer and proving its engine, which a build does once
-whatever its size, is left out of both and shown apart. The best round counts: other work on the machine only
-ever adds. MB are 10⁶ bytes of UTF-8 text.
+A round is a fresh process with one worker and one core. After each unit that prepare has brought from the JSONL
+file into the store, a second tokenizer encodes the texts of that unit, which are already in memory: the two take
+turns every 16 MiB, so that other work on the machine slows both alike, and neither finds the other's caches warm.
+Opening the tokenizer and proving its engine, which a build does once whatever its size, is left out of both and
+shown apart. The ratio is of CPU time, the median of the rounds. MB are 10⁶ bytes of UTF-8 text.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tokenmill.prepare.pool import ONE_CORE
@@ -47,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure:
         name, corpus, tokenizer, work = args.measure
-        print(json.dumps({"alone": alone, "prepare": build, "two": build_two}[name](corpus, tokenizer, work)))
+        print(json.dumps({"paired": paired, "two": two_workers}[name](corpus, tokenizer, work)))
         return
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as work:
         cache = args.cache or Path(work)
@@ -100,29 +101,26 @@ def texts_of_this_machine() -> Iterator[str]:
 
 
 def compare(corpus: Path, tokenizer: str, work: Path, rounds: int) -> dict[str, object]:
-    runs: dict[str, list[dict[str, float]]] = {"alone": [], "prepare": []}
-    for _ in range(rounds):
-        for name, results in runs.items():
-            results.append(measure(name, corpus, tokenizer, work))
+    runs = [measure("paired", corpus, tokenizer, work) for _ in range(rounds)]
     two = min((measure("two", corpus, tokenizer, work) for _ in range(2)), key=lambda run: run["wall"])
+    text_mb = runs[0]["text_bytes"] / 1e6
+    ratios = sorted(run["alone_cpu"] / run["prepare_cpu"] for run in runs)
 
-    def best(name: str, value: str) -> float:
-        return min(run[value] for run in runs[name])
+    def middle(value: str) -> float:
+        return median(run[value] for run in runs)
 
-    text_mb = runs["alone"][0]["text_bytes"] / 1e6
-    speeds = {name: {clock: text_mb / best(name, clock) for clock in ("cpu", "wall")} for name in runs}
     return {
         "text_megabytes": text_mb,
-        "documents": runs["alone"][0]["documents"],
-        "tokens": runs["alone"][0]["tokens"],
+        "documents": runs[0]["documents"],
+        "tokens": runs[0]["tokens"],
         "rounds": rounds,
-        "alone_mb_per_second": speeds["alone"],
-        "prepare_mb_per_second": speeds["prepare"],
-        "opening_seconds": {clock: best("prepare", f"opening_{clock}") for clock in ("cpu", "wall")},
-        "ratio": speeds["prepare"]["cpu"] / speeds["alone"]["cpu"],
-        "ratio_of_each_round": sorted(
-            a["cpu"] / b["cpu"] for a, b in zip(runs["alone"], runs["prepare"], strict=True)
-        ),
+        **{
+            f"{name}_mb_per_second": {clock: text_mb / middle(f"{name}_{clock}") for clock in ("cpu", "wall")}
+            for name in ("alone", "prepare")
+        },
+        "opening_seconds": {clock: middle(f"opening_{clock}") for clock in ("cpu", "wall")},
+        "ratio": median(ratios),
+        "ratio_of_each_round": ratios,
         "target": TARGET,
         "goal": GOAL,
         "two_workers_seconds": two["wall"],
@@ -137,66 +135,69 @@ def measure(name: str, corpus: Path, tokenizer: str, work: Path) -> dict[str, fl
     return answer
 
 
-def alone(corpus: str, tokenizer: str, _work: str) -> dict[str, float]:
+def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     from tokenmill.documents import ReadOptions, cut_files, find_files, read_unit
     from tokenmill.encode.load import open_tokenizer
+    from tokenmill.prepare import build
 
-    opened = open_tokenizer(tokenizer)
     units = cut_files(find_files(corpus).files)
-    batches = [batch.texts for unit in units for batch in read_unit(unit, ReadOptions())]
-    opened.encode(["warm up"])
-    tokens = 0
-    begin = clocks()
-    for texts in batches:
-        tokens += opened.encode(texts).ids.size
-    cpu, wall = since(begin)
+    texts = {unit.index: [batch.texts for batch in read_unit(unit, ReadOptions())] for unit in units}
+    second = open_tokenizer(tokenizer)
+    second.encode(["warm up"])
+    opening, alone = Stopwatch(), Stopwatch()
+    open_first, take_part = build._open_tokenizer, build._take_part
+
+    def timed_open(*arguments: Any) -> Any:
+        with opening:
+            return open_first(*arguments)
+
+    def take_turns(job: Any, unit: Any, writer: Any) -> None:
+        take_part(job, unit, writer)
+        with alone:
+            for batch in texts[unit.index]:
+                second.encode(batch)
+
+    build._open_tokenizer, build._take_part = timed_open, take_turns  # type: ignore[assignment]
+    whole = Stopwatch()
+    with whole:
+        report = build.prepare(corpus, out=work, tokenizer=tokenizer, workers=1, rebuild=True, progress=False)
     return {
-        "cpu": cpu,
-        "wall": wall,
-        "documents": sum(map(len, batches)),
-        "text_bytes": sum(len(text.encode()) for texts in batches for text in texts),
-        "tokens": tokens,
+        "prepare_cpu": whole.cpu - opening.cpu - alone.cpu,
+        "prepare_wall": whole.wall - opening.wall - alone.wall,
+        "alone_cpu": alone.cpu,
+        "alone_wall": alone.wall,
+        "opening_cpu": opening.cpu,
+        "opening_wall": opening.wall,
+        "documents": report.documents,
+        "text_bytes": report.text_bytes,
+        "tokens": report.tokens,
     }
 
 
-def build(corpus: str, tokenizer: str, work: str, workers: int = 1) -> dict[str, float]:
-    from tokenmill.prepare import build as module
+def two_workers(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
+    from tokenmill.prepare import prepare
 
-    opening = [0.0, 0.0]
-    open_tokenizer = module._open_tokenizer
-
-    def timed(*arguments: object) -> object:
-        begin = clocks()
-        opened = open_tokenizer(*arguments)  # type: ignore[arg-type]
-        opening[:] = since(begin)
-        return opened
-
-    module._open_tokenizer = timed  # type: ignore[assignment]
-    begin = clocks()
-    module.prepare(corpus, out=work, tokenizer=tokenizer, workers=workers, rebuild=True, progress=False)
-    cpu, wall = since(begin)
-    return {
-        "cpu": cpu - opening[0],
-        "wall": wall - opening[1],
-        "opening_cpu": opening[0],
-        "opening_wall": opening[1],
-    }
-
-
-def build_two(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
-    result = build(corpus, tokenizer, work, workers=2)
-    # Workers open the tokenizer too, at the same time; they have ended and been waited for.
+    whole = Stopwatch()
+    with whole:
+        prepare(corpus, out=work, tokenizer=tokenizer, workers=2, rebuild=True, progress=False)
+    # The workers have ended and been waited for.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return {**result, "worker_peak_mb": peak / (1e6 if sys.platform == "darwin" else 1e3)}
+    return {"wall": whole.wall, "worker_peak_mb": peak / (1e6 if sys.platform == "darwin" else 1e3)}
 
 
-def clocks() -> tuple[float, float]:
-    return time.process_time(), time.perf_counter()
+class Stopwatch:
+    """Adds up the CPU and wall seconds of `with` blocks."""
 
+    def __init__(self) -> None:
+        self.cpu = self.wall = 0.0
 
-def since(begin: tuple[float, float]) -> tuple[float, float]:
-    now = clocks()
-    return now[0] - begin[0], now[1] - begin[1]
+    def __enter__(self) -> None:
+        self.cpu -= time.process_time()
+        self.wall -= time.perf_counter()
+
+    def __exit__(self, *_error: object) -> None:
+        self.cpu += time.process_time()
+        self.wall += time.perf_counter()
 
 
 def table(result: dict[str, Any]) -> str:
@@ -209,7 +210,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{result['tokenizer']}, {result['text_megabytes']:.1f} MB of text, {result['documents']:,} documents, "
-            f"{result['tokens']:,} tokens, best of {result['rounds']}, one core",
+            f"{result['tokens']:,} tokens, median of {result['rounds']}, one core",
             f"{'':44} {'CPU':>10} {'wall':>10}",
             f"{'tokenizer alone, MB of text a second':44} {alone}",
             f"{'prepare, JSONL to store, MB of text a second':44} {prepare}",

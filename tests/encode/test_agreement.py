@@ -1,6 +1,7 @@
 """The fast engine is proved before it is trusted."""
 
 import json
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -76,27 +77,24 @@ def test_a_file_that_the_fast_engine_refuses_falls_back_loudly(specs, name, why)
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("pattern", [r"\h+", r"\w+", r"[[:alpha:]]+", r"\p{Han}+"])
-def test_a_pattern_that_the_fast_engine_reads_differently_falls_back_loudly(tmp_path, pattern):
-    """These files load without a word in fastokens, and get other ids."""
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+@pytest.fixture(scope="module")
+def unsplit() -> dict:
+    """Train a byte-level BPE that merges across anything, so that any pattern before it shows in the ids."""
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     native = HuggingFace(models.BPE())
-    native.pre_tokenizer = split
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=sorted(split.alphabet()), show_progress=False)
+    native.pre_tokenizer = bytes_only
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=sorted(bytes_only.alphabet()), show_progress=False
+    )
     native.train_from_iterator([*ADVERSARIAL] * 3, trainer)
-    value = json.loads(native.to_str())
-    value["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [
-            {
-                "type": "Split",
-                "pattern": {"Regex": pattern},
-                "behavior": "Isolated",
-                "invert": False,
-            },
-            value["pre_tokenizer"],
-        ],
-    }
+    return json.loads(native.to_str())
+
+
+@pytest.mark.parametrize("pattern", [r"\h+", r"\w+", r"[[:alpha:]]+", r"\p{Han}+"])
+def test_a_pattern_that_the_fast_engine_reads_differently_falls_back_loudly(tmp_path, unsplit, pattern):
+    """These files load without a word in fastokens, and get other ids."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    value = {**unsplit, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, unsplit["pre_tokenizer"]]}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(value), encoding="utf-8")
     tokenizer, reason = trusted(str(tmp_path), ["plain words"])
     assert tokenizer.engine.startswith("tokenizers ")
@@ -130,6 +128,14 @@ def test_the_sample_alone_can_show_a_difference(opened, write):
     assert found is not None
     assert found.text == "a <millstone>"
     assert find_disagreement(opened("tiny"), other, ["plain"]) is None
+
+
+def test_without_the_fast_engine_the_reference_is_used_loudly(specs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    tokenizer, reason = trusted(specs["tiny"])
+    assert tokenizer.engine.startswith("tokenizers ")
+    assert reason is not None
+    assert reason.endswith(f"so the slower engine {tokenizer.engine} is used")
 
 
 def test_options_reach_the_trusted_tokenizer(specs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 # fastokens 0.3.5 splits texts that hold these unlike the references: the first is white space to its PCRE2 and
 # to nobody else, the second is an 's' to the references where a pattern ignores case, as o200k does after an
-# apostrophe. Found by comparing every assigned character in nine contexts. Such texts are left to the reference:
-# to look for them costs nothing in ASCII and little elsewhere, and else one of them would make a whole job slow.
+# apostrophe. The first was found by comparing every character below U+323B0 under the patterns of nine known
+# tokenizers, the second by random texts; there may be more, which is what `agreement` is for. Such texts are left
+# to the reference: to look for them costs next to nothing, and else one of them would make a whole job slow.
 DIVERGENT = ("\u180e", "\u017f")
 
 _REFERENCE = "take the slower reference: engine='tokenizers', or 'tiktoken' for rank files"
@@ -41,11 +42,11 @@ class FastTokenizer:
     identity: TokenizerIdentity
     special_ids: Mapping[str, int]
     engine: str
-    native: Any
+    native: Any = field(repr=False)
     """`fastokens.Tokenizer`, which ships no types."""
-    reference: Callable[[], Tokenizer]
+    reference: Callable[[], Tokenizer] = field(repr=False)
     """Opens the reference when it is first needed, and keeps it."""
-    to_text: Callable[[npt.NDArray[Any]], str]
+    to_text: Callable[[npt.NDArray[Any]], str] = field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""

@@ -36,7 +36,7 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     """
     dtype = token_dtype(identity.vocab_size)
     _refuse_overflow(encoded, identity.vocab_size)
-    ids = encoded.ids.astype(dtype, copy=False)
+    ids = encoded.ids
     starts, ends = encoded.offsets[:-1], encoded.offsets[1:]
     needs_bos = _lacks(ids, starts, starts < ends, identity.bos_id if identity.add_bos else None)
     needs_eos = _lacks(ids, ends - 1, starts < ends, identity.eos_id if identity.add_eos else None)
@@ -46,13 +46,13 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     at_bos = offsets[:-1][needs_bos]
     at_eos = offsets[1:][needs_eos] - 1
     if not at_bos.size and not at_eos.size:
-        return Encoded(ids=ids, offsets=offsets)
+        return Encoded(ids=ids.astype(dtype, copy=False), offsets=offsets)
     framed = np.empty(int(offsets[-1]), dtype=dtype)
     # One mask over all tokens: a copy a document is dearer for short documents, an index a token for long ones.
     bare = np.ones(framed.size, dtype=np.bool_)
     bare[at_bos] = False
     bare[at_eos] = False
-    framed[bare] = ids
+    framed[bare] = ids  # casts on the way, without an array of its own
     framed[at_bos] = identity.bos_id or 0
     framed[at_eos] = identity.eos_id or 0
     return Encoded(ids=framed, offsets=offsets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class HuggingFaceTokenizer:
     identity: TokenizerIdentity
     special_ids: Mapping[str, int]
     engine: str
-    native: tokenizers.Tokenizer
+    native: tokenizers.Tokenizer = field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
@@ -57,8 +57,8 @@ class TiktokenTokenizer:
     identity: TokenizerIdentity
     special_ids: Mapping[str, int]
     engine: str
-    native: tiktoken.Encoding
-    strings: Mapping[int, bytes]
+    native: tiktoken.Encoding = field(repr=False)
+    strings: Mapping[int, bytes] = field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""

@@ -48,14 +48,14 @@ class RankSlice:
     def _way_out(self, batch: int) -> str:
         share = self.world_size * self.micro_batch
         below, above = batch // share * share, -(-batch // share) * share
-        batches = f"use global_batch_size {' or '.join(str(b) for b in (below, above) if b)}"
-        if batch % self.world_size:
-            worlds = [size for size in range(1, batch + 1) if batch % (size * self.micro_batch) == 0]
-            near = sorted(worlds, key=lambda size: abs(size - self.world_size))[:2]
-            return f"{batches}, or world_size {' or '.join(map(str, sorted(near)))}" if near else batches
-        micros = [size for size in range(1, batch + 1) if batch % (size * self.world_size) == 0]
-        near = sorted(micros, key=lambda size: abs(size - self.micro_batch))[:2]
-        return f"{batches}, or micro_batch {' or '.join(map(str, sorted(near)))}"
+        batches = f"use global_batch_size {' or '.join(str(size) for size in (below, above) if size)}"
+        name, fixed = (
+            ("micro_batch", self.world_size) if batch % self.world_size == 0 else ("world_size", self.micro_batch)
+        )
+        legal = [size for size in range(1, batch + 1) if batch % (size * fixed) == 0]
+        wanted: int = getattr(self, name)
+        near = [*[size for size in legal if size < wanted][-1:], *[size for size in legal if size > wanted][:1]]
+        return f"{batches}, or {name} {' or '.join(map(str, near))}" if near else batches
 
     def rows(self, stage: Stage) -> int:
         """Return how many rows of a step this rank takes."""

@@ -28,13 +28,18 @@ class Position:
     batch: int = 0
     """Micro-batches of the step that were already drawn."""
 
+    @property
+    def covered(self) -> int:
+        """The step before which all batches must be those of the state: the next one, if this one has begun."""
+        return self.step + (self.batch > 0)
+
 
 def save_state(plan: Plan, position: Position, part: RankSlice) -> dict[str, int | str]:
     """Return the record for a position. Between steps it says nothing of ranks or micro-batches."""
     state: dict[str, int | str] = {
         "version": STATE_VERSION,
         "step": position.step,
-        "fingerprint": plan.fingerprint_at(position.step),
+        "fingerprint": plan.fingerprint_at(position.covered),
         "plan": plan.fingerprint[:16],
     }
     if position.batch:
@@ -45,15 +50,14 @@ def save_state(plan: Plan, position: Position, part: RankSlice) -> dict[str, int
 def load_state(state: Mapping[str, Any], plan: Plan, part: RankSlice, explain: Explain | None = None) -> Position:
     """Return the position that a record stands for, or refuse it with the reason."""
     _check_shape(state)
-    step = int(state["step"])
-    if step > plan.steps:
+    position = Position(step=int(state["step"]), batch=int(state.get("batches", 0)))
+    step, batch = position.step, position.batch
+    if position.covered > plan.steps:
         raise ResumeError(
             f"state: step must be at most run.steps {plan.steps}, got {step}; raise run.steps to go on"
         )
-    expected = plan.fingerprint_at(step)
-    if state["fingerprint"] != expected:
-        raise ResumeError(_refusal(state, plan, explain))
-    batch = int(state.get("batches", 0))
+    if state["fingerprint"] != plan.fingerprint_at(position.covered):
+        raise ResumeError(_refusal(state, position.covered, plan, explain))
     if batch:
         then = (state["world_size"], state["micro_batch"])
         if then != (part.world_size, part.micro_batch):
@@ -62,11 +66,11 @@ def load_state(state: Mapping[str, Any], plan: Plan, part: RankSlice, explain: E
                 f"{then[0]} and {then[1]}, got {part.world_size} and {part.micro_batch}; "
                 "resume with those, or from a state saved between two steps"
             )
-        if step >= plan.steps or not 0 < batch < part.batches(plan.at(step)):
+        if batch >= part.batches(plan.at(step)):
             raise ResumeError(
                 f"state: batches must lie within step {step}, got {batch}; use a state that was not edited"
             )
-    return Position(step=step, batch=batch)
+    return position
 
 
 def _check_shape(state: Mapping[str, Any]) -> None:
@@ -91,8 +95,7 @@ def _check_shape(state: Mapping[str, Any]) -> None:
             )
 
 
-def _refusal(state: Mapping[str, Any], plan: Plan, explain: Explain | None) -> str:
-    step = state["step"]
+def _refusal(state: Mapping[str, Any], step: int, plan: Plan, explain: Explain | None) -> str:
     known = explain(str(state["plan"]), step) if explain else None
     difference = known or "not known here, as that plan was not recorded beside this run"
     return (

@@ -115,7 +115,7 @@ class _Pool:
         reply = orjson.loads(line)
         if "result" in reply:
             return result_from_json(reply["result"])
-        raise getattr(errors, reply["error"] or "TokenmillError")(reply["message"])
+        raise getattr(errors, reply["error"])(reply["message"])
 
     def kill(self) -> None:
         """End all processes, now."""

@@ -30,19 +30,21 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         if self._shown:
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
                 TextColumn("prepare"),
                 BarColumn(),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.fields[documents]:,} documents"),
-                TransferSpeedColumn(),
-                TextColumn("{task.fields[speed]:,} tokens/s"),
+                TextColumn("{task.fields[megabytes]:,.1f} MB/s"),
+                TextColumn("{task.fields[tokens]:,.0f} tokens/s"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task("prepare", total=self._total_bytes, documents=0, speed=0)
+            self._task = self._bar.add_task(
+                "prepare", total=self._total_bytes, documents=0, megabytes=0.0, tokens=0.0
+            )
             self._bar.start()
         return self
 
@@ -64,8 +66,14 @@ class ProgressBar:
         assert self._task is not None
         self._last = time.monotonic()
         done_bytes, documents, tokens = self._look()
-        speed = round(tokens / max(self._last - self._begin, 1e-3))
-        self._bar.update(self._task, completed=done_bytes, documents=documents, speed=speed)
+        seconds = max(self._last - self._begin, 1e-3)
+        self._bar.update(
+            self._task,
+            completed=done_bytes,
+            documents=documents,
+            megabytes=done_bytes / 1e6 / seconds,
+            tokens=tokens / seconds,
+        )
 
 
 def say_loudly(message: str) -> None:

@@ -79,7 +79,7 @@ def _run(
         part.tell_progress(min(batch.position, unit.bytes), documents, tokens)
         after_batch()
     return UnitResult(
-        documents=documents, tokens=tokens, text_bytes=text_bytes, lines=lines, skipped=skipped, bad=bad
+        documents=documents, tokens=tokens, text_bytes=text_bytes, lines=lines, skipped=dict(skipped), bad=bad
     )
 
 

@@ -30,12 +30,12 @@ def main() -> None:
             unit = unit_from_json(messages.get())
             try:
                 tokenizer = tokenizer or job.open_tokenizer()
-                reply: dict[str, Any] = {"result": asdict(run_unit(job, tokenizer, unit))}
+                reply = orjson.dumps({"result": asdict(run_unit(job, tokenizer, unit))})
             except TokenmillError as error:
-                reply = {"error": type(error).__name__, "message": str(error)}
+                reply = orjson.dumps({"error": type(error).__name__, "message": str(error)})
             except Exception:  # a bug: the parent shows where
-                reply = {"error": "", "message": traceback.format_exc()}
-            channel.write(orjson.dumps(reply) + b"\n")
+                reply = orjson.dumps({"error": "TokenmillError", "message": traceback.format_exc()})
+            channel.write(reply + b"\n")
 
 
 def _listen(messages: SimpleQueue[dict[str, Any]]) -> None:

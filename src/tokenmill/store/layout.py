@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ OFFSET_DTYPE = np.dtype("<u8")
 ANCHOR_DTYPE = np.dtype("<u4")
 TOKEN_DTYPES = ("|u1", "<u2", "<u4")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_MAX_COUNT = 2**53
+"""No count of a manifest may be larger: up to here all readers of JSON agree on whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +141,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         text = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMissingError(_missing(Path(path))) from None
+    except IsADirectoryError:
+        raise StoreCorruptError(f"{file}: must be a file, got a folder; {_WAY_OUT}") from None
     try:
         body = orjson.loads(text)
         checksum = body.pop("checksum")
@@ -180,25 +185,37 @@ def _missing(path: Path) -> str:
 def _parse(body: Mapping[str, Any]) -> Manifest:
     shards = tuple(
         ShardInfo(
-            name=shard["name"],
-            documents=int(shard["documents"]),
-            tokens=int(shard["tokens"]),
+            name=_text(shard["name"]),
+            documents=_count(shard["documents"]),
+            tokens=_count(shard["tokens"]),
             files={
-                name: FileInfo(bytes=int(info["bytes"]), xxh3=str(info["xxh3"]))
+                name: FileInfo(bytes=_count(info["bytes"]), xxh3=_text(info["xxh3"]))
                 for name, info in shard["files"].items()
             },
         )
         for shard in body["shards"]
     )
     return Manifest(
-        kind=body["kind"],
+        kind=_text(body["kind"]),
         keys=dict(body["keys"]),
         tokenizer=dict(body["tokenizer"]),
         recipe=dict(body["recipe"]),
-        inputs=tuple(body["inputs"]),
+        inputs=tuple(dict(item) for item in body["inputs"]),
         skipped=dict(body["skipped"]),
         shards=shards,
     )
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ValueError(f"{value!r} where a count must be")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a text must be")
+    return value
 
 
 def _check(manifest: Manifest, body: Mapping[str, Any], file: Path) -> None:
@@ -210,19 +227,19 @@ def _check(manifest: Manifest, body: Mapping[str, Any], file: Path) -> None:
 
     require(bool(manifest.keys), "keys must not be empty", dict(manifest.keys))
     for key, dtype in manifest.keys.items():
-        require(_NAME.fullmatch(key) is not None, "a key must be a plain name", key)
+        plain = _NAME.fullmatch(key) is not None and key_file(key) != DOCUMENTS
+        require(plain, f"a key must be a plain name other than that of {DOCUMENTS}", key)
         require(dtype in TOKEN_DTYPES, f"a dtype must be one of {TOKEN_DTYPES}", dtype)
-    require(body["documents"] == manifest.documents, "documents must be the sum over shards", body["documents"])
-    require(body["tokens"] == manifest.tokens, "tokens must be the sum over shards", body["tokens"])
-    require(
-        int(manifest.tokenizer.get("vocab_size", 0)) > 0,
-        "vocab_size must be positive",
-        dict(manifest.tokenizer),
-    )
+    for name, total in (("documents", manifest.documents), ("tokens", manifest.tokens)):
+        require(body.get(name) == total < _MAX_COUNT, f"{name} must be the sum over shards", body.get(name))
+    vocab_size = manifest.tokenizer.get("vocab_size")
+    require(type(vocab_size) is int and vocab_size > 0, "vocab_size must be a positive number", vocab_size)
     expected = {key_file(key) for key in manifest.keys} | {DOCUMENTS}
+    names = [shard.name for shard in manifest.shards]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    require(twice is None, "shard names must differ", twice)
     for shard in manifest.shards:
         require(_NAME.fullmatch(shard.name) is not None, "a shard name must be a plain name", shard.name)
-        require(shard.documents >= 0 and shard.tokens >= 0, "counts must not be negative", shard.name)
         require(
             set(shard.files) == expected,
             f"shard {shard.name} must have files {sorted(expected)}",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_MAPS = 64
+# No link is followed out of the store, and a pipe in place of a file does not make us wait for its other end.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_WAY_OUT = "copy the store again from where it is intact, or prepare it again"
 
 
 @dataclass(eq=False, slots=True)
@@ -63,25 +68,26 @@ class MapCache:
     def take(self, requests: Sequence[FileRequest]) -> list[MappedFile]:
         """Lend the maps of some files, in the order asked for, until they are given back."""
         with self._lock:
-            files = []
-            for request in requests:
-                file = self._maps.get(request.path)
-                if file is None:
-                    self._make_room()
-                    file = self._maps[request.path] = map_file(request)
-                else:
-                    self._maps.move_to_end(request.path)
-                file.borrowers += 1
-                files.append(file)
+            files: list[MappedFile] = []
+            try:
+                for request in requests:
+                    file = self._maps.get(request.path)
+                    if file is None:
+                        self._make_room()
+                        file = self._maps[request.path] = map_file(request)
+                    else:
+                        self._maps.move_to_end(request.path)
+                    file.borrowers += 1
+                    files.append(file)
+            except BaseException:
+                self._return(files)
+                raise
             return files
 
     def give_back(self, files: Sequence[MappedFile]) -> None:
         """End a loan; the maps stay open until their room is needed."""
         with self._lock:
-            for file in files:
-                file.borrowers -= 1
-            while len(self._maps) > self.limit and self._close_idle():
-                pass
+            self._return(files)
 
     @contextmanager
     def borrow(self, requests: Sequence[FileRequest]) -> Iterator[list[MappedFile]]:
@@ -91,6 +97,12 @@ class MapCache:
             yield files
         finally:
             self.give_back(files)
+
+    def _return(self, files: Sequence[MappedFile]) -> None:
+        for file in files:
+            file.borrowers -= 1
+        while len(self._maps) > self.limit and self._close_idle():
+            pass
 
     def _make_room(self) -> None:
         if len(self._maps) >= self.limit:
@@ -107,19 +119,24 @@ class MapCache:
 def map_file(request: FileRequest) -> MappedFile:
     """Map a whole file, after checking that it has the size that the manifest promises."""
     try:
-        descriptor = os.open(request.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    except FileNotFoundError:
+        if request.path.parent.is_symlink():
+            raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {_WAY_OUT}")
+        descriptor = os.open(request.path, _FLAGS)
+    except (FileNotFoundError, NotADirectoryError):
         raise StoreMissingError(
-            f"{request.path}: must exist, as the manifest lists it, got nothing there; "
-            "copy the store again from where it is intact, or prepare it again"
+            f"{request.path}: must exist, as the manifest lists it, got nothing there; {_WAY_OUT}"
         ) from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise StoreCorruptError(f"{request.path}: must be a file of the store, got a link; {_WAY_OUT}") from None
     try:
-        size = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreCorruptError(f"{request.path}: must be a plain file, got another kind; {_WAY_OUT}")
+        size = status.st_size
         if size != request.bytes:
-            raise StoreCorruptError(
-                f"{request.path}: must have {request.bytes} bytes, got {size}; "
-                "copy the store again from where it is intact, or prepare it again"
-            )
+            raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got {size}; {_WAY_OUT}")
         if size == 0:
             return MappedFile(request.path, np.empty(0, np.uint8), 0)
         data = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), np.uint8)

@@ -117,13 +117,13 @@ class Store:
         return np.concatenate([*parts, np.array([tail])])
 
     def _fetch_key(self, begin: int, end: int, key: str) -> npt.NDArray[Any]:
-        out = np.empty(end - begin, self.dtype(key))
-        filled = 0
+        dtype = self.dtype(key)
+        # Memory is taken piece by piece, after the map has proved that the file is as large as the manifest says.
+        parts = []
         for shard, first, last in _pieces(self.token_begins, begin, end):
             with self.maps.borrow([self.file(shard, key_file(key))]) as (mapped,):
-                out[filled : filled + last - first] = mapped.data.view(out.dtype)[first:last]
-            filled += last - first
-        return out
+                parts.append(mapped.data.view(dtype)[first:last].copy())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
 
 
 def _pieces(begins: npt.NDArray[np.int64], begin: int, end: int) -> Iterator[tuple[int, int, int]]:

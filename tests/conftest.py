@@ -1,0 +1,83 @@
+"""What all tests share: hypothesis profiles, and tiny real stores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tokenmill.store import StoreSpec, StoreWriter
+
+# A fixture such as tmp_path is one folder for all examples of a test; what they write there replaces what was there.
+_CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "fast", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=_CHECKS
+)
+settings.register_profile("deep", max_examples=1000, deadline=None, suppress_health_check=_CHECKS)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+MadeStore = tuple[Path, npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_identity() -> Callable[[int], dict[str, int | str | bool | None]]:
+    """Return a function that makes the identity of a tokenizer with so many ids, as manifests keep it."""
+
+    def identity(vocab_size: int) -> dict[str, int | str | bool | None]:
+        return {
+            "kind": "tokenizer.json",
+            "content": "0123456789abcdef0123456789abcdef",
+            "vocab_size": vocab_size,
+            "bos_id": None,
+            "eos_id": None,
+            "pad_id": None,
+            "add_bos": False,
+            "add_eos": False,
+        }
+
+    return identity
+
+
+@pytest.fixture
+def make_store(
+    tmp_path: Path, tokenizer_identity: Callable[[int], dict[str, int | str | bool | None]]
+) -> Callable[..., MadeStore]:
+    """Return a function that writes a store of random ids under tmp_path and gives (path, tokens, offsets).
+
+    `tokens` is the whole stream in the store's dtype, `offsets` where each document starts and the last one ends.
+    A store of the same name is replaced.
+    """
+
+    def make(
+        name: str,
+        lengths: Sequence[int],
+        *,
+        max_tokens_per_shard: int = 10**9,
+        dtype: str = "<u2",
+        vocab_size: int | None = None,
+        seed: int = 0,
+    ) -> MadeStore:
+        size = vocab_size or {"|u1": 256, "<u2": 50_000, "<u4": 200_000}[dtype]
+        offsets = np.cumsum([0, *lengths], dtype=np.int64)
+        tokens = np.random.default_rng(seed).integers(0, size, int(offsets[-1])).astype(dtype)
+        path = tmp_path / name
+        if path.exists():
+            shutil.rmtree(path)
+        spec = StoreSpec(
+            keys={"sequence": dtype},
+            tokenizer=tokenizer_identity(size),
+            recipe={"kind": "text"},
+            max_tokens_per_shard=max_tokens_per_shard,
+        )
+        with StoreWriter(path, spec) as writer:
+            writer.append({"sequence": tokens}, offsets)
+            writer.commit()
+        return path, tokens, offsets
+
+    return make

@@ -1,0 +1,161 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tokenmill.errors import ConfigError
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch", "threads", "prefetch"),
+    [
+        (1, 1, 0, 1),
+        (1, 12, 1, 8),
+        (2, 3, 0, 1),
+        (2, 6, 3, 5),
+        (3, 4, 1, 1),
+        (4, 1, 2, 64),
+        (6, 2, 1, 3),
+        (12, 1, 0, 1),
+    ],
+)
+def test_global_batches_do_not_depend_on_how_they_are_cut(
+    make_run, global_batches, shuffle, world_size, micro_batch, threads, prefetch
+):
+    """[E1.a, M1.b] World size, micro-batch, threads and prefetch depth."""
+    run = make_run(shuffle=shuffle)
+    reference = global_batches(run, micro_batch=12, threads=0)
+    options = {"micro_batch": micro_batch, "threads": threads, "prefetch": prefetch}
+    assert global_batches(run, world_size=world_size, **options) == reference
+
+
+def test_all_divisors_of_the_batch_give_the_same_global_batches(make_run, global_batches):
+    """[E1.a] Every legal (world size, micro-batch), with several threads and depths."""
+    run = make_run()
+    reference = global_batches(run, micro_batch=12, threads=0)
+    for world_size in (1, 2, 3, 4, 6, 12):
+        for micro_batch in (size for size in range(1, 13) if 12 % (size * world_size) == 0):
+            for threads, prefetch in ((0, 1), (1, 1), (2, 7), (5, 32)):
+                options = {"micro_batch": micro_batch, "threads": threads, "prefetch": prefetch}
+                assert global_batches(run, world_size=world_size, **options) == reference
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_every_rank_gets_the_same_number_of_batches(make_run, world_size):
+    """[C2.a]"""
+    run = make_run()
+    for micro_batch in (size for size in range(1, 13) if 12 % (size * world_size) == 0):
+        counts = []
+        for rank in range(world_size):
+            loader = run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, threads=0)
+            counts.append((len(loader), sum(1 for _ in loader)))
+        expected = (17 * 12 + 13 * 24) // (world_size * micro_batch)
+        assert counts == [(expected, expected)] * world_size
+
+
+def test_item_of_a_step_is_what_the_iteration_gives(make_run):
+    loader = make_run().loader(rank=1, world_size=2, micro_batch=6)
+    stream = iter(loader)
+    for step in range(30):
+        drawn = [next(stream) for _ in range(1 if step < 17 else 2)]
+        for name, array in loader[step].items():
+            assert np.array_equal(np.concatenate([batch[name] for batch in drawn]), array)
+
+
+def test_batches_that_are_kept_are_never_overwritten(make_run):
+    loader = make_run().loader(micro_batch=4, threads=2)
+    kept = list(loader)
+    copies = [{name: array.copy() for name, array in batch.items()} for batch in kept]
+    again = make_run().loader(micro_batch=4, threads=0)
+    for batch, copied, fresh in zip(kept, copies, again, strict=True):
+        for name, array in batch.items():
+            assert np.array_equal(array, copied[name])
+            assert np.array_equal(array, fresh[name])
+
+
+def test_a_view_or_tensor_keeps_its_batch_alive(make_run):
+    torch = pytest.importorskip("torch")
+    loader = make_run().loader(micro_batch=4, threads=0)
+    held = []
+    for batch in loader:
+        row = batch["input_ids"][2]
+        held.append((row, torch.from_numpy(batch["labels"])[1], row.copy(), batch["labels"][1].copy()))
+    for row, tensor, row_then, tensor_then in held:
+        assert np.array_equal(row, row_then)
+        assert np.array_equal(tensor.numpy(), tensor_then)
+
+
+def test_memory_is_used_again_once_a_batch_is_dropped(make_run):
+    loader = make_run().loader(micro_batch=4, threads=0)
+    places = {batch["input_ids"].ctypes.data for batch in loader}
+    assert len(places) <= 3
+    assert len(loader) > 100
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch", "message"),
+    [
+        (5, 1, r"got 12 and 5 \* 1; use global_batch_size 10 or 15, or world_size 4 or 6"),
+        (2, 4, r"got 12 and 2 \* 4; use global_batch_size 8 or 16, or micro_batch 3 or 6"),
+        (16, 1, r"got 12 and 16 \* 1; use global_batch_size 16, or world_size 12"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can(make_run, world_size, micro_batch, message):
+    """[E1.b] At start-up, never at step N."""
+    with pytest.raises(ConfigError, match=message):
+        make_run().loader(rank=0, world_size=world_size, micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank: must lie within 0:world_size, got rank 2 of 2"),
+        ({"micro_batch": 0}, "micro_batch: must be at least 1, got 0"),
+        ({"arrays": ("input_id",)}, r"got 'input_id'; did you mean 'input_ids'\?"),
+        ({"threads": -1}, "threads must be at least 0"),
+    ],
+)
+def test_impossible_options_are_refused(make_run, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_run().loader(**options)
+
+
+SCRIPT = """
+import json, sys
+import tokenmill as tm
+from tokenmill.loader import batch_digest, row_digests
+loader = tm.Run.from_toml(sys.argv[1]).loader(micro_batch=6)
+states = json.loads(sys.argv[2])
+out = []
+for state in states:
+    loader.load_state_dict(state)
+    out.append([batch_digest(row_digests(batch)) for batch in loader])
+print(json.dumps(out))
+"""
+
+
+def test_every_saved_state_resumes_exactly_in_a_fresh_process(make_run):
+    """[R1.a] For every k: the rest of the stream is identical, in order."""
+    from tokenmill.loader import batch_digest, row_digests
+
+    loader = make_run().loader(micro_batch=6)
+    states = [loader.state_dict()]
+    stream = []
+    for batch in loader:
+        stream.append(batch_digest(row_digests(batch)))
+        states.append(loader.state_dict())
+    assert len(stream) == 17 * 2 + 13 * 4
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(loader_file(make_run)), json.dumps(states)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [stream[k:] for k in range(len(states))]
+
+
+def loader_file(make_run):
+    return make_run().folder / "run.toml"

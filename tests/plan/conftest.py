@@ -1,0 +1,66 @@
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.types import Spans
+
+
+@dataclass(frozen=True)
+class NumberedRows:
+    """A source of any size whose row r is document r, whole: what the plan must know and no more."""
+
+    num_rows: int
+    name: str = "rows"
+    seq_len: int = 8
+
+    @property
+    def description(self):
+        return {"store": self.name, "rows": self.num_rows}
+
+    def spans(self, rows):
+        ones = np.ones_like(rows)
+        return Spans(
+            first=np.arange(rows.size),
+            count=ones,
+            document=rows,
+            start=ones * 0,
+            length=ones * (self.seq_len + 1),
+            shard=ones * 0,
+            token=rows * (self.seq_len + 1),
+        )
+
+    def rows_of(self, document):
+        return np.array([document])
+
+
+@pytest.fixture
+def numbered_rows():
+    return NumberedRows
+
+
+@pytest.fixture
+def make_plan():
+    """Compile stages given as (start_step, batch, weights[, changes]) over sources given by their sizes."""
+
+    def make(sizes, stages, *, steps, seed=7, shuffle="full", max_epochs=None):
+        rows = {name: NumberedRows(size, name) for name, size in sizes.items()}
+        specs = []
+        for index, (start, batch, weights, *rest) in enumerate(stages):
+            changes = rest[0] if rest else {}
+            specs.append(
+                StageSpec(
+                    name=f"stage{index}",
+                    start_step=start,
+                    global_batch_size=batch,
+                    seq_len=8,
+                    seed=changes.get("seed", seed),
+                    shuffle=changes.get("shuffle", Shuffle(mode=shuffle, block_rows=4, window_blocks=3)),
+                    weights=weights,
+                    rows={name: rows[name] for name in weights},
+                )
+            )
+        return compile_plan(specs, sources=tuple(sizes), steps=steps, max_epochs=max_epochs)
+
+    return make

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenmill.errors import StoreCorruptError, StoreMissingError
+from tokenmill.store import open_store
+from tokenmill.store.maps import MAX_MAPS, FileRequest, MapCache, map_file
+
+NUM_SHARDS = 200
+
+
+@pytest.fixture
+def files(tmp_path):
+    requests = []
+    for i in range(10):
+        path = tmp_path / f"{i}.bin"
+        path.write_bytes(bytes([i] * (i + 1)))
+        requests.append(FileRequest(path, i + 1))
+    return requests
+
+
+def mapped_in_this_process(folder: Path) -> int:
+    """Count the files below a folder that the system says are mapped."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("this system does not list the maps of a process")
+    return len({line.split()[-1] for line in maps.read_text().splitlines() if f"{folder}/" in line})
+
+
+def test_the_limit_is_64():
+    """[S1.a]"""
+    assert MAX_MAPS == 64
+    assert MapCache().limit == 64
+
+
+def test_maps_are_lent_in_the_order_asked_for(files):
+    cache = MapCache()
+    wanted = [files[3], files[0], files[3]]
+    with cache.borrow(wanted) as lent:
+        assert [file.path for file in lent] == [request.path for request in wanted]
+        assert [file.data.tolist() for file in lent] == [[3, 3, 3, 3], [0], [3, 3, 3, 3]]
+        assert [file.address for file in lent] == [file.data.ctypes.data for file in lent]
+    assert cache.num_open == 2
+
+
+def test_a_map_is_read_only(files):
+    with MapCache().borrow(files[:1]) as (file,), pytest.raises(ValueError, match="read-only"):
+        file.data[0] = 1
+
+
+def test_an_empty_file_has_no_address(tmp_path):
+    (tmp_path / "empty").touch()
+    file = map_file(FileRequest(tmp_path / "empty", 0))
+    assert (file.data.size, file.address) == (0, 0)
+
+
+def test_the_least_recently_used_idle_map_makes_room(files):
+    cache = MapCache(limit=2)
+    for request in (files[0], files[1], files[0], files[2]):
+        with cache.borrow([request]):
+            pass
+    # 1 was dropped, as 0 had been used after it.
+    kept = [cache.take([request])[0] for request in (files[0], files[2])]
+    assert cache.num_open == 2
+    assert [file.borrowers for file in kept] == [1, 1]
+
+
+def test_a_lent_map_is_never_closed_and_room_is_made_when_it_comes_back(files):
+    cache = MapCache(limit=2)
+    lent = cache.take(files[:5])
+    assert cache.num_open == 5
+    assert [file.data.tolist() for file in lent] == [[i] * (i + 1) for i in range(5)]
+    cache.give_back(lent[:2])
+    assert cache.num_open == 3
+    cache.give_back(lent[2:])
+    assert cache.num_open == 2
+
+
+def test_one_map_serves_all_borrowers(files):
+    cache = MapCache()
+    (first,), (second,) = cache.take(files[:1]), cache.take(files[:1])
+    assert first is second
+    cache.give_back([first])
+    assert second.borrowers == 1
+
+
+def test_a_failed_loan_keeps_no_map_lent(files, tmp_path):
+    cache = MapCache(limit=2)
+    for _ in range(3):
+        with pytest.raises(StoreMissingError, match="missing"):
+            cache.take([*files[:4], FileRequest(tmp_path / "missing", 1)])
+    assert cache.num_open <= 2
+    (file,) = cache.take(files[:1])
+    assert file.borrowers == 1
+
+
+def test_a_missing_file_is_named_with_the_way_out(tmp_path):
+    """[S.f]"""
+    for path in (tmp_path / "no.bin", tmp_path / "no" / "no.bin"):
+        with pytest.raises(
+            StoreMissingError, match=r"no\.bin: must exist, .*got nothing there; copy the store again"
+        ):
+            map_file(FileRequest(path, 4))
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreMissingError, match=r"file/x\.bin: must exist"):
+        map_file(FileRequest(tmp_path / "file" / "x.bin", 4))
+
+
+@pytest.mark.parametrize("size", [0, 3, 5, 4096])
+def test_a_file_of_another_size_is_never_mapped(tmp_path, size):
+    """[S.e, S.f]"""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"\1" * size)
+    with pytest.raises(StoreCorruptError, match=rf"a\.bin: must have 4 bytes, got {size}; copy"):
+        map_file(FileRequest(path, 4))
+
+
+def test_a_link_in_place_of_a_file_or_folder_is_not_followed(tmp_path):
+    """[S.d]"""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.bin").write_bytes(b"1234")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.bin").symlink_to(tmp_path / "out" / "a.bin")
+    (tmp_path / "folder").symlink_to(tmp_path / "out")
+    with pytest.raises(StoreCorruptError, match=r"in/a\.bin: must be a file of the store, got a link"):
+        map_file(FileRequest(tmp_path / "in" / "a.bin", 4))
+    with pytest.raises(StoreCorruptError, match=r"folder: must be a folder of the store, got a link"):
+        map_file(FileRequest(tmp_path / "folder" / "a.bin", 4))
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_pipe_or_folder_in_place_of_a_file_is_refused_at_once(tmp_path, size):
+    """[S.d]"""
+    os.mkfifo(tmp_path / "pipe.bin")
+    (tmp_path / "folder.bin").mkdir()
+    for name in ("pipe.bin", "folder.bin"):
+        with pytest.raises(StoreCorruptError, match=rf"{name}: must be a plain file"):
+            map_file(FileRequest(tmp_path / name, size))
+
+
+@pytest.fixture(scope="module")
+def wide_store(tmp_path_factory):
+    """A store of 200 shards of 3 tokens."""
+    from tokenmill.store import StoreSpec, StoreWriter
+
+    tokens = np.arange(3 * NUM_SHARDS, dtype="<u2")
+    spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer={"vocab_size": 1000}, recipe={}, max_tokens_per_shard=3)
+    path = tmp_path_factory.mktemp("wide") / "wide"
+    with StoreWriter(path, spec) as writer:
+        writer.append({"sequence": tokens}, np.arange(0, tokens.size + 1, 3))
+        writer.commit()
+    return path, tokens
+
+
+def test_at_most_64_maps_are_open_however_many_shards_are_read(wide_store):
+    """[S1.a, K1.a]"""
+    path, tokens = wide_store
+    store = open_store(path)
+    assert store.num_shards == NUM_SHARDS
+    for document in range(NUM_SHARDS):
+        assert store.fetch_record(document, "sequence").tolist() == tokens[3 * document : 3 * document + 3].tolist()
+        assert store.maps.num_open <= 64
+        assert mapped_in_this_process(path) <= 64
+    assert store.fetch(0, store.num_tokens, "sequence").tolist() == tokens.tolist()
+    assert store.document_offsets(0, NUM_SHARDS).tolist() == list(range(0, tokens.size + 1, 3))
+    assert store.maps.num_open == 64
+    assert mapped_in_this_process(path) == 64
+    del store
+    gc.collect()
+    assert mapped_in_this_process(path) == 0
+
+
+def test_at_most_64_maps_are_open_with_several_threads_and_stores(wide_store):
+    """[S1.a]"""
+    path, tokens = wide_store
+    maps = MapCache()
+    stores = [open_store(path, maps=maps) for _ in range(2)]
+    most, start = [], threading.Barrier(8)
+
+    def read(seed: int) -> None:
+        start.wait()
+        for document in np.random.default_rng(seed).integers(0, NUM_SHARDS, 150).tolist():
+            found = stores[seed % 2].fetch_record(document, "sequence")
+            assert found.tolist() == tokens[3 * document : 3 * document + 3].tolist()
+            most.append(maps.num_open)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(read, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert (len(most), max(most)) == (8 * 150, 64)
+    assert mapped_in_this_process(path) == 64
