@@ -15,13 +15,14 @@ import argparse
 import importlib.util
 import json
 import os
-import resource
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -177,12 +178,37 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 def two_workers(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     from tokenmill.prepare import prepare
 
-    whole = Stopwatch()
+    whole, done, peak = Stopwatch(), threading.Event(), [0.0]
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            peak[0] = max([peak[0], *(peak_mb(pid) for pid in children())])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     with whole:
         prepare(corpus, out=work, tokenizer=tokenizer, workers=2, rebuild=True, progress=False)
-    # The workers have ended and been waited for.
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return {"wall": whole.wall, "worker_peak_mb": peak / (1e6 if sys.platform == "darwin" else 1e3)}
+    done.set()
+    watcher.join()
+    return {"wall": whole.wall, "worker_peak_mb": peak[0]}
+
+
+def children() -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(stat.parent.name))
+    return found
+
+
+def peak_mb(pid: int) -> float:
+    """Return the peak memory of a process since it was started; `ru_maxrss` would be that of its parent too."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
 
 
 class Stopwatch:

@@ -42,8 +42,8 @@ def test_inverse_inverts_for_any_size_and_key(size, index, key):
 
 
 def test_is_the_same_on_every_machine():
-    assert permute_all(np.arange(10), 10, KEY).tolist() == [2, 3, 1, 6, 7, 8, 4, 9, 0, 5]
-    large = [610310832046, 541213983365, 902473461550, 16064325750, 248140985127]
+    assert permute_all(np.arange(10), 10, KEY).tolist() == [2, 4, 9, 3, 0, 8, 6, 7, 5, 1]
+    large = [42880611901, 882234577940, 582874358533, 989017274371, 698581939387]
     assert permute_all(np.arange(5), 10**12, KEY).tolist() == large
 
 
@@ -68,7 +68,7 @@ def _variance_ratio(images: np.ndarray, classes: np.ndarray, num_classes: int, b
     return float(((table - batch * share) ** 2).mean() / expected)
 
 
-SIZES = [2**20, 10**6, 3_000_000]
+SIZES = [2**20, 10**6]
 SEEDS = range(1, 9)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
-from tokenmill.store import open_store
+from tokenmill.store import StoreSpec, StoreWriter, open_store
 from tokenmill.store.maps import MAX_MAPS, FileRequest, MapCache, map_file
 
 NUM_SHARDS = 200
@@ -148,9 +148,7 @@ def test_a_pipe_or_folder_in_place_of_a_file_is_refused_at_once(tmp_path, size):
 
 @pytest.fixture(scope="module")
 def wide_store(tmp_path_factory):
-    """A store of 200 shards of 3 tokens."""
-    from tokenmill.store import StoreSpec, StoreWriter
-
+    """Write a store of 200 shards of 3 tokens."""
     tokens = np.arange(3 * NUM_SHARDS, dtype="<u2")
     spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer={"vocab_size": 1000}, recipe={}, max_tokens_per_shard=3)
     path = tmp_path_factory.mktemp("wide") / "wide"

@@ -168,7 +168,7 @@ def test_a_shard_that_is_a_link_out_of_the_store_is_not_followed(make_store, tmp
         open_store(path).fetch(0, 4, "sequence")
 
 
-def test_damaged_offsets_are_an_error_and_never_another_document(make_store):
+def test_offsets_that_point_outside_the_shard_are_an_error(make_store):
     """[S.f]"""
     path, _, _ = make_store("web", [4, 3])
     file = path / "shard-00000" / "documents.bin"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
@@ -110,12 +111,9 @@ class BlockStream(io.RawIOBase):
 def _without_mark(lines: Iterable[bytes], unit: Unit) -> Iterator[bytes]:
     """Drop the byte order mark that some programs put at the start of a file."""
     rest = iter(lines)
-    if unit.begin == 0:
-        first = next(rest, None)
-        if first is None:
-            return
-        yield first.removeprefix(_BYTE_ORDER_MARK)
-    yield from rest
+    if unit.begin > 0:
+        return rest
+    return chain((first.removeprefix(_BYTE_ORDER_MARK) for first in islice(rest, 1)), rest)
 
 
 def _batches(lines: Iterator[bytes], options: ReadOptions, position: Callable[[], int]) -> Iterator[DocumentBatch]:

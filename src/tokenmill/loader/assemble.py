@@ -81,11 +81,7 @@ class Block:
         self._held: list[tuple[MapCache, list[MappedFile]]] = []
         self._whole: Batch | None = None
         pieces = self._find(index, row_ids)
-        self._spans = np.zeros((sum(piece.spans.length.size for piece in pieces), 3), np.int64)
-        for piece in pieces:
-            end = piece.offset + piece.spans.length.size
-            self._spans[piece.offset : end, WIDTH] = piece.store.dtype(piece.store.keys[0]).itemsize
-            self._spans[piece.offset : end, LENGTH] = piece.spans.length
+        self._spans = np.empty((sum(piece.spans.length.size for piece in pieces), 3), np.int64)
         needs = [(piece, distinct(piece.spans.shard)) for piece in pieces]
         if sum(shards.size for _, shards in needs) <= max_maps:
             for piece, shards in needs:
@@ -134,17 +130,16 @@ class Block:
         self._held.append((store.maps, files))
         bases = np.array([file.address for file in files], np.int64)
         width = store.dtype(store.keys[0]).itemsize
-        local = np.searchsorted(shards, spans.shard)
-        local[local == shards.size] = 0
-        here = shards[local] == spans.shard
-        addresses = np.where(here, bases[local] + spans.token * width, 0)
-        self._spans[piece.offset : piece.offset + spans.length.size, ADDRESS] = addresses
+        point_spans(self._spans[piece.offset :], spans.shard, spans.token, spans.length, shards, bases, width)
 
     def _copy_in_turns(self, needs: list[tuple[_Piece, npt.NDArray[np.int64]]], max_maps: int) -> None:
         whole = {
             name: np.empty(shape, dtype)
             for name, (shape, dtype) in layout(self.arrays, self.num_rows, self.seq_len).items()
         }
+        nothing = np.empty(0, np.int64)
+        for piece, _ in needs:
+            self._point(piece, nothing)
         for piece, shards in needs:
             for group in _chunks(shards, max_maps):
                 self._spans[:, ADDRESS] = 0
@@ -186,6 +181,25 @@ _NO_DOCUMENTS = np.empty((0, 0), np.int32)
 def _chunks(shards: npt.NDArray[np.int64], size: int) -> Iterator[npt.NDArray[np.int64]]:
     for begin in range(0, shards.size, size):
         yield shards[begin : begin + size]
+
+
+@numba.njit(cache=True, nogil=True)
+def point_spans(
+    out: npt.NDArray[np.int64],
+    span_shards: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    shards: npt.NDArray[np.int64],
+    bases: npt.NDArray[np.int64],
+    width: int,
+) -> None:
+    """Write address, width and length of every span; the address is 0 where its shard is not among `shards`."""
+    for i in range(lengths.size):
+        local = np.searchsorted(shards, span_shards[i])
+        here = local < shards.size and shards[local] == span_shards[i]
+        out[i, ADDRESS] = bases[local] + tokens[i] * width if here else 0
+        out[i, WIDTH] = width
+        out[i, LENGTH] = lengths[i]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.stages import Stage
     from tokenmill.types import Batch
 
-BLOCK_ROWS = 1024
+BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
 
 

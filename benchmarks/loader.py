@@ -1,0 +1,167 @@
+"""Tokens a second that a loader delivers, against the kernel limit and against peers, in one run.
+
+    python benchmarks/loader.py [--peers] [--json]
+
+The limit: random windows of uint16 tokens widened into preallocated int64 inputs and labels by one
+compiled loop. Everything runs on one core, limit and loader in turns, and rates are per CPU-second,
+so that other work on the machine weighs on both. The loader delivers int64 input_ids and labels,
+shuffled, with the labels of document ends set to -100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from tokenmill.loader import Loader, LoaderOptions, RankSlice
+from tokenmill.packing import ConcatRows
+from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.store import StoreSpec, StoreWriter, open_store
+
+SEQ_LEN = 2048
+TOKENS = 200_000_000
+VOCAB = 50_000
+ROUNDS = 7
+
+
+def make_lengths(tokens: int) -> np.ndarray:
+    """Log-normal document lengths: median 400 tokens, tail to 100,000."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(400), 1.2, tokens // 700).astype(np.int64), 1, 100_000)
+    return lengths[: int(np.searchsorted(np.cumsum(lengths), tokens))]
+
+
+def make_store(path: Path) -> None:
+    """Write a store of random ids; the content does not matter to any loader."""
+    offsets = np.concatenate([[0], np.cumsum(make_lengths(TOKENS))])
+    ids = np.random.default_rng(1).integers(0, VOCAB, int(offsets[-1]), dtype=np.uint16)
+    spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer={"vocab_size": VOCAB}, recipe={})
+    with StoreWriter(path, spec) as writer:
+        writer.append({"sequence": ids}, offsets)
+        writer.commit()
+
+
+@numba.njit(nogil=True)
+def copy_windows(tokens, starts, inputs, labels):
+    for i in range(starts.size):
+        window = tokens[starts[i] : starts[i] + inputs.shape[1] + 1]
+        following = window[1:]
+        row, after = inputs[i], labels[i]
+        for k in range(row.size):
+            row[k] = window[k]
+        for k in range(after.size):
+            after[k] = following[k]
+
+
+def limit_stream(tokens: np.ndarray, batch: int) -> Iterator[None]:
+    starts = np.random.default_rng(2).integers(0, tokens.size - SEQ_LEN - 1, (4096, batch))
+    inputs = np.empty((batch, SEQ_LEN), np.int64)
+    labels = np.empty((batch, SEQ_LEN), np.int64)
+    for chosen in itertools.cycle(starts):
+        copy_windows(tokens, chosen, inputs, labels)
+        yield
+
+
+def our_stream(path: Path, batch: int, arrays: tuple[str, ...] = ("input_ids", "labels")) -> Iterator[object]:
+    rows = ConcatRows(store=open_store(path), seq_len=SEQ_LEN)
+    spec = StageSpec(
+        name="bench",
+        start_step=0,
+        global_batch_size=batch,
+        seq_len=SEQ_LEN,
+        seed=1,
+        shuffle=Shuffle(),
+        weights={"web": 1},
+        rows={"web": rows},
+    )
+    plan = compile_plan([spec], sources=["web"], steps=10**7)
+    return iter(
+        Loader(plan, RankSlice(rank=0, world_size=1, micro_batch=batch), LoaderOptions(arrays=arrays, threads=0))
+    )
+
+
+def rate(stream: Iterator[object], batches: int, batch: int) -> float:
+    """Return tokens per CPU-second of this thread."""
+    begin = time.process_time()
+    deque(itertools.islice(stream, batches), maxlen=0)  # takes each batch and drops it
+    return batches * batch * SEQ_LEN / (time.process_time() - begin)
+
+
+def compare(
+    name: str, make: Callable[[], Iterator[object]], tokens: np.ndarray, batch: int, batches: int, warm_up: int = 50
+) -> dict:
+    """Measure limit, loader, limit in turns; return medians and the ratio."""
+    limit, stream = limit_stream(tokens, batch), make()
+    rate(limit, 50, batch)
+    rate(stream, warm_up, batch)
+    ratios, rates, limits = [], [], []
+    for _ in range(ROUNDS):
+        before = rate(limit, 2000 // batch * 8, batch)
+        own = rate(stream, batches, batch)
+        after = rate(limit, 2000 // batch * 8, batch)
+        rates.append(own)
+        limits.append((before + after) / 2)
+        ratios.append(own / limits[-1])
+    return {
+        "loader": name,
+        "batch": batch,
+        "mtok_per_cpu_s": round(statistics.median(rates) / 1e6, 1),
+        "limit_mtok_per_cpu_s": round(statistics.median(limits) / 1e6, 1),
+        "share_of_limit": round(statistics.median(ratios), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "tokenmill-bench")
+    parser.add_argument("--peers", action="store_true", help="also measure what is installed of the peers")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    store = options.cache / "store"
+    if not (store / "manifest.json").exists():
+        make_store(store)
+    tokens = np.memmap(store / "shard-00000" / "sequence.bin", np.uint16, mode="r")
+    tokens = np.asarray(tokens)
+    warm = tokens.sum()  # every page of the mapping is touched once, as a first epoch would
+    assert warm
+    every = ("input_ids", "labels", "position_ids", "doc_ids")
+    results = []
+    for batch in (8, 32):
+        count, epoch = 8000 // batch, tokens.size // SEQ_LEN // batch
+        for name, arrays in (("tokenmill", every[:2]), ("tokenmill, with position_ids, doc_ids", every)):
+            make = functools.partial(our_stream, store, batch, arrays)
+            results.append(compare(name, make, tokens, batch, count, warm_up=epoch))
+    if options.peers:
+        from peers import peer_streams
+
+        for name, make in peer_streams(options.cache, tokens, SEQ_LEN):
+            results += [
+                compare(name, lambda b=batch, m=make: m(b), tokens, batch, 800 // batch) for batch in (8, 32)
+            ]
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    print(f"{'loader':<42}{'batch':>6}{'Mtok/CPU-s':>12}{'limit':>9}{'share of limit':>16}")
+    for line in results:
+        print(
+            f"{line['loader']:<42}{line['batch']:>6}{line['mtok_per_cpu_s']:>12}"
+            f"{line['limit_mtok_per_cpu_s']:>9}{line['share_of_limit']:>15.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

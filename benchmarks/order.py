@@ -1,0 +1,129 @@
+"""What the order costs: nanoseconds a row, and time and memory to the first rows of a huge plan.
+
+    python benchmarks/order.py [--json]
+
+Stage, mixture and shuffle together, vectorised, one core, at 10^9 rows a source. Start and resume run
+in fresh processes: from an opened plan (modules imported, kernels compiled) to the first row ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.plan.order import rows_at
+
+ROWS = 10**9
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A source known by its size alone, as the plan needs it."""
+
+    num_rows: int
+    seq_len: int = 2048
+
+    @property
+    def description(self):
+        return {"rows": self.num_rows}
+
+
+def make_plan(sources: int, mode: str = "full"):
+    names = [f"source{i}" for i in range(sources)]
+    weights = {name: 1 / (i + 1) for i, name in enumerate(names)}
+    stages = [
+        StageSpec(
+            name=f"stage{start}",
+            start_step=start,
+            global_batch_size=1024,
+            seq_len=2048,
+            seed=1,
+            shuffle=Shuffle(mode=mode),
+            weights=weights,
+            rows={name: Rows(ROWS) for name in names},
+        )
+        for start in (0, 500_000)
+    ]
+    return compile_plan(stages, sources=names, steps=10**7)
+
+
+def nanoseconds_a_row(sources: int, mode: str) -> float:
+    plan = make_plan(sources, mode)
+    index = np.arange(1 << 18)
+    rounds = []
+    for start in range(12):
+        stage = plan.at(600_000 + start * 1000)
+        steps = index // 1024 + 600_000 + start * 1000
+        begin = time.process_time()
+        rows_at(stage, steps, index % 1024)
+        rounds.append((time.process_time() - begin) / index.size * 1e9)
+    return statistics.median(rounds[2:])
+
+
+PROBE = """
+import resource, sys, time
+sys.path.insert(0, {folder!r})
+from order import make_plan
+make_plan(2).rows(0)  # imports, and kernels from the cache
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+begin = time.perf_counter()
+plan = make_plan(8)
+compiled = time.perf_counter()
+plan.rows({step})
+plan.fingerprint_at({step})
+end = time.perf_counter()
+print((compiled - begin) * 1e3, (end - compiled) * 1e3, peak() - before)
+"""
+
+
+def fresh_process(step: int) -> tuple[float, float, float]:
+    """Return (ms to compile, ms to the rows and fingerprint of a step, MB of peak memory gained); medians of 5."""
+    folder = __file__.rsplit("/", 1)[0]
+    runs = [
+        [
+            float(number)
+            for number in subprocess.run(
+                [sys.executable, "-c", PROBE.format(folder=folder, step=step)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split()
+        ]
+        for _ in range(5)
+    ]
+    compile_ms, first_ms, memory = (statistics.median(column) for column in zip(*runs, strict=True))
+    return compile_ms, first_ms, memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, object] = {}
+    for sources in (1, 2, 8, 64):
+        for mode in ("full", "block"):
+            results[f"ns a row, {sources} sources, {mode}"] = round(nanoseconds_a_row(sources, mode), 1)
+    for name, step in (("first rows", 0), ("rows after resume at step 10^6", 10**6)):
+        compile_ms, first_ms, memory = fresh_process(step)
+        results[f"{name}: ms to compile a plan of 8 sources x 10^9 rows"] = round(compile_ms, 2)
+        results[f"{name}: ms from the plan to row ids"] = round(first_ms, 2)
+        results[f"{name}: MB beyond the import"] = round(memory, 2)
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    for name, value in results.items():
+        print(f"{name:<70}{value:>10}")
+
+
+if __name__ == "__main__":
+    main()
