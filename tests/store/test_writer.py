@@ -236,35 +236,81 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert verify(tmp_path / "web").shards == 3
 
 
-@pytest.mark.parametrize("point", range(40))
-def test_a_build_killed_at_any_write_to_the_disk_leaves_no_store_or_a_whole_one(tmp_path, point):
-    """[C1.a]"""
-    events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-    path = tmp_path / "web"
-    child = os.fork()
-    if child == 0:
-        left = [point]
+KILLED_BUILDS = """
+import os, shutil, signal, sys
+from pathlib import Path
+import numpy as np
+from tokenmill.errors import StoreMissingError
+from tokenmill.store import StoreSpec, StoreWriter, verify
 
-        def hook(event, arguments):
-            if event in events and str(tmp_path) in str(arguments[0]):
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
+folder = Path(sys.argv[1])
+spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer={"vocab_size": 300}, recipe={}, max_tokens_per_shard=4)
+events = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
-        sys.addaudithook(hook)
-        try:
-            write(path, [3, 5, 2], size=4)
-        finally:
+def build(path):
+    with StoreWriter(path, spec, rebuild=True) as writer:
+        for i in range(3):
+            writer.append({"sequence": np.full(3 + i, i, "<u2")}, np.array([0, 3 + i]))
+        writer.commit()
+
+def files(path):
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+def build_until(left, path):
+    def hook(event, arguments):
+        nonlocal left
+        if event in events and str(folder) in str(arguments[0]):
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+    sys.addaudithook(hook)
+    build(path)
+
+build(folder / "whole")
+for old in (False, True):
+    for point in range(1000):
+        path = folder / f"{old}-{point}"
+        if old:
+            shutil.copytree(folder / "whole", path)
+        child = os.fork()
+        if child == 0:
+            build_until(point, path)
             os._exit(0)
-    os.waitpid(child, 0)
-    try:
-        assert verify(path).documents == 3
-    except StoreMissingError:
-        write(path, [3, 5, 2], size=4)
-    else:
-        assert point > 10
-    write(tmp_path / "fresh", [3, 5, 2], size=4)
-    assert files_of(path) == files_of(tmp_path / "fresh")
+        _, status = os.waitpid(child, 0)
+        try:
+            verify(path)
+            state = "whole"
+        except StoreMissingError:
+            state = "none"
+        build(path)
+        assert files(path) == files(folder / "whole"), point
+        print(old, state, "done" if status == 0 else "killed")
+        if status == 0:
+            break
+"""
+
+
+def test_a_build_killed_before_any_change_of_a_folder_leaves_no_store_or_a_whole_one(tmp_path):
+    """[C1.a, C1.d]"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED_BUILDS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    fresh = [line for line in lines if line.startswith("False")]
+    replaced = [line for line in lines if line.startswith("True")]
+    assert len(fresh) > 15
+    # Without an old store: none, until the manifest has its name; then only the folder's sync can still be cut short.
+    kinds = [line.split()[1] for line in fresh]
+    assert kinds == ["none"] * kinds.count("none") + ["whole"] * kinds.count("whole")
+    assert 1 <= kinds.count("whole") <= 2
+    # With an old one: the old, then none, then the new one; never a mixture.
+    kinds = [line.split()[1] for line in replaced]
+    first, last = kinds.index("none"), len(kinds) - kinds[::-1].index("none")
+    assert kinds == ["whole"] * first + ["none"] * (last - first) + ["whole"] * (len(kinds) - last)
 
 
 def test_a_build_touches_nothing_in_the_folder_that_is_not_its_own(tmp_path):

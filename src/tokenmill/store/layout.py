@@ -97,6 +97,25 @@ def key_file(key: str) -> str:
     return f"{key}.bin"
 
 
+def is_key(name: str) -> bool:
+    """Whether an array may have this name: a plain one whose file is not that of the documents."""
+    return _NAME.fullmatch(name) is not None and key_file(name) != DOCUMENTS
+
+
+def shard_name(index: int) -> str:
+    """Return the name that the writer gives to a shard.
+
+    >>> shard_name(7)
+    'shard-00007'
+    """
+    return f"shard-{index:05d}"
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a name could have been given to a shard by the writer."""
+    return re.fullmatch(r"shard-[0-9]{5,}", name) is not None
+
+
 def num_anchors(tokens: int) -> int:
     """Return how many anchors stand behind the offsets of a shard with so many tokens."""
     return -(-tokens // ANCHOR_TOKENS)
@@ -227,8 +246,7 @@ def _check(manifest: Manifest, body: Mapping[str, Any], file: Path) -> None:
 
     require(bool(manifest.keys), "keys must not be empty", dict(manifest.keys))
     for key, dtype in manifest.keys.items():
-        plain = _NAME.fullmatch(key) is not None and key_file(key) != DOCUMENTS
-        require(plain, f"a key must be a plain name other than that of {DOCUMENTS}", key)
+        require(is_key(key), f"a key must be a plain name and not that of {DOCUMENTS}", key)
         require(dtype in TOKEN_DTYPES, f"a dtype must be one of {TOKEN_DTYPES}", dtype)
     for name, total in (("documents", manifest.documents), ("tokens", manifest.tokens)):
         require(body.get(name) == total < _MAX_COUNT, f"{name} must be the sum over shards", body.get(name))

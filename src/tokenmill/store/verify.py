@@ -20,6 +20,7 @@ from tokenmill.store.layout import (
     OFFSET_DTYPE,
     Manifest,
     ShardInfo,
+    is_shard_name,
     key_file,
     manifest_bytes,
     read_manifest,
@@ -80,7 +81,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] = la
 def _check_names(store: Path, manifest: Manifest) -> None:
     listed = {shard.name for shard in manifest.shards}
     for child in sorted(store.iterdir()):
-        if child.is_symlink() or (child.name.startswith("shard-") and child.name not in listed):
+        if child.is_symlink() or (is_shard_name(child.name) and child.name not in listed):
             raise StoreCorruptError(
                 f"{child}: must be listed in {MANIFEST}, got a stranger; remove it, or {_WAY_OUT}"
             )

@@ -24,8 +24,11 @@ from tokenmill.store.layout import (
     FileInfo,
     Manifest,
     ShardInfo,
+    is_key,
+    is_shard_name,
     key_file,
     manifest_bytes,
+    shard_name,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +49,9 @@ class StoreSpec:
     max_tokens_per_shard: int = MAX_TOKENS_PER_SHARD
 
     def __post_init__(self) -> None:
+        odd = [key for key in self.keys if not is_key(key)]
+        if odd:
+            raise StoreError(f"store keys: must be plain names of files, got {odd[0]!r}; use letters, digits and _")
         bad = {key: dtype for key, dtype in self.keys.items() if dtype not in TOKEN_DTYPES}
         if bad or not self.keys:
             raise StoreError(
@@ -141,7 +147,7 @@ class StoreWriter:
             )
 
     def _new_shard(self) -> _ShardWriter:
-        return _ShardWriter(self.path, f"shard-{len(self._shards):05d}", self.spec.keys)
+        return _ShardWriter(self.path, shard_name(len(self._shards)), self.spec.keys)
 
     def _close_shard(self) -> None:
         if self._open is not None:
@@ -236,7 +242,13 @@ def sync_folder(path: Path) -> None:
 
 def _clear(path: Path) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
+    left = [child for child in path.iterdir() if child.name.startswith(".tmp-") or is_shard_name(child.name)]
+    for child in left:
+        strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin")
+        if strangers and is_shard_name(child.name):
+            raise StoreError(
+                f"{child}: a folder of this name must be a shard, got {strangers[0]}; choose another path"
+            )
     (path / MANIFEST).unlink(missing_ok=True)
-    for child in path.iterdir():
-        if child.name.startswith((".tmp-", "shard-")):
-            shutil.rmtree(child) if child.is_dir() else child.unlink()
+    for child in left:
+        shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
