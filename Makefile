@@ -12,12 +12,15 @@ JOBS   ?= 2
 .PHONY: demo test test-deep lint types bench clean
 
 demo: $(VENV)/core.stamp
+	$(BIN)/python tools/fresh_kernels.py
 	$(BIN)/tokenmill demo
 
 test: lint types
+	$(BIN)/python tools/fresh_kernels.py
 	$(BIN)/python -m pytest -n $(JOBS) -m "not deep"
 
 test-deep: $(VENV)/dev.stamp
+	$(BIN)/python tools/fresh_kernels.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(VENV)/dev.stamp
@@ -28,7 +31,10 @@ types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/tokenmill bench
+	$(BIN)/python benchmarks/order.py
+	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/prepare.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

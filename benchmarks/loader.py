@@ -5,7 +5,8 @@
 The limit: random windows of uint16 tokens widened into preallocated int64 inputs and labels by one
 compiled loop. Everything runs on one core, limit and loader in turns, and rates are per CPU-second,
 so that other work on the machine weighs on both. The loader delivers int64 input_ids and labels,
-shuffled, with the labels of document ends set to -100.
+shuffled, with the labels of document ends set to -100. Each peer of peers.py has a process of its own, so that
+the threads and modules of one do not weigh on the next.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -92,11 +95,13 @@ def our_stream(path: Path, batch: int, arrays: tuple[str, ...] = ("input_ids", "
     )
 
 
-def rate(stream: Iterator[object], batches: int, batch: int) -> float:
-    """Return tokens per CPU-second of this thread."""
-    begin = time.process_time()
+def rate(
+    stream: Iterator[object], batches: int, batch: int, clock: Callable[[], float] = time.process_time
+) -> float:
+    """Return tokens per CPU-second of this process, all threads together, or as `clock` counts."""
+    begin = clock()
     deque(itertools.islice(stream, batches), maxlen=0)  # takes each batch and drops it
-    return batches * batch * SEQ_LEN / (time.process_time() - begin)
+    return batches * batch * SEQ_LEN / (clock() - begin)
 
 
 def compare(
@@ -104,13 +109,13 @@ def compare(
 ) -> dict:
     """Measure limit, loader, limit in turns; return medians and the ratio."""
     limit, stream = limit_stream(tokens, batch), make()
-    rate(limit, 50, batch)
+    # Of this thread alone, as those of a peer may be at work behind the limit's back.
+    of_limit = functools.partial(rate, limit, 2000 // batch * 8, batch, time.thread_time)
+    of_limit()
     rate(stream, warm_up, batch)
     ratios, rates, limits = [], [], []
     for _ in range(ROUNDS):
-        before = rate(limit, 2000 // batch * 8, batch)
-        own = rate(stream, batches, batch)
-        after = rate(limit, 2000 // batch * 8, batch)
+        before, own, after = of_limit(), rate(stream, batches, batch), of_limit()
         rates.append(own)
         limits.append((before + after) / 2)
         ratios.append(own / limits[-1])
@@ -123,40 +128,79 @@ def compare(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "tokenmill-bench")
-    parser.add_argument("--peers", action="store_true", help="also measure what is installed of the peers")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    store = options.cache / "store"
+def open_tokens(cache: Path) -> np.ndarray:
+    """Return the tokens of the store, which is made at the first call, with every page of the mapping touched."""
+    store = cache / "store"
     if not (store / "manifest.json").exists():
         make_store(store)
-    tokens = np.memmap(store / "shard-00000" / "sequence.bin", np.uint16, mode="r")
-    tokens = np.asarray(tokens)
-    warm = tokens.sum()  # every page of the mapping is touched once, as a first epoch would
-    assert warm
+    tokens = np.asarray(np.memmap(store / "shard-00000" / "sequence.bin", np.uint16, mode="r"))
+    assert tokens.sum()
+    return tokens
+
+
+def measure_ours(cache: Path, tokens: np.ndarray) -> list[dict]:
     every = ("input_ids", "labels", "position_ids", "doc_ids")
     results = []
     for batch in (8, 32):
         count, epoch = 8000 // batch, tokens.size // SEQ_LEN // batch
         for name, arrays in (("tokenmill", every[:2]), ("tokenmill, with position_ids, doc_ids", every)):
-            make = functools.partial(our_stream, store, batch, arrays)
+            make = functools.partial(our_stream, cache / "store", batch, arrays)
             results.append(compare(name, make, tokens, batch, count, warm_up=epoch))
-    if options.peers:
-        from peers import peer_streams
+    return results
 
-        for name, make in peer_streams(options.cache, tokens, SEQ_LEN):
-            results += [
-                compare(name, lambda b=batch, m=make: m(b), tokens, batch, 800 // batch) for batch in (8, 32)
-            ]
+
+def measure_peer(name: str, cache: Path, tokens: np.ndarray) -> list[dict]:
+    from peers import peer_streams
+
+    make = dict(peer_streams(cache, tokens, SEQ_LEN))[name]
+    results = []
+    for batch in (8, 32):
+        try:
+            results.append(compare(name, functools.partial(make, batch), tokens, batch, 3200 // batch))
+        except Exception as error:  # whatever a peer raises is its result
+            results.append({"loader": name, "batch": batch, "error": f"{type(error).__name__}: {error}"})
+    return results
+
+
+def measure_peers(cache: Path, tokens: np.ndarray) -> list[dict]:
+    from peers import peer_streams
+
+    results = []
+    for name, _ in peer_streams(cache, tokens, SEQ_LEN):
+        command = [sys.executable, "-W", "ignore", __file__, "--cache", str(cache), "--peer", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            results += json.loads(done.stdout.splitlines()[-1])
+        except (IndexError, ValueError):
+            ending = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            results.append({"loader": name, "batch": 0, "error": f"exit code {done.returncode}: {ending}"})
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "tokenmill-bench")
+    parser.add_argument("--peers", action="store_true", help="also measure what is installed of the peers")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    tokens = open_tokens(options.cache)
+    if options.peer:
+        print(json.dumps(measure_peer(options.peer, options.cache, tokens)))
+        return
+    results = measure_ours(options.cache, tokens)
+    if options.peers:
+        results += measure_peers(options.cache, tokens)
     if options.json:
         print(json.dumps(results, indent=2))
         return
     print(f"{'loader':<42}{'batch':>6}{'Mtok/CPU-s':>12}{'limit':>9}{'share of limit':>16}")
     for line in results:
+        if "error" in line:
+            print(f"{line['loader']:<42}{line['batch']:>6}  failed: {line['error']}")
+            continue
         print(
             f"{line['loader']:<42}{line['batch']:>6}{line['mtok_per_cpu_s']:>12}"
             f"{line['limit_mtok_per_cpu_s']:>9}{line['share_of_limit']:>15.1%}"

@@ -30,6 +30,7 @@ class Rows:
 
     num_rows: int
     seq_len: int = 2048
+    num_rest: int = 0
 
     @property
     def description(self):

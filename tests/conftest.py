@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, settings
 
 from tokenmill.store import StoreSpec, StoreWriter
 
-# A fixture such as tmp_path is one folder for all examples of a test; what they write there replaces what was there.
+# A fixture such as tmp_path is one folder for all examples of a test: what one writes there, the next replaces.
 _CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "fast", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=_CHECKS
 )
-settings.register_profile("deep", max_examples=1000, deadline=None, suppress_health_check=_CHECKS)
+settings.register_profile("deep", max_examples=300, deadline=None, suppress_health_check=_CHECKS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 MadeStore = tuple[Path, npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]

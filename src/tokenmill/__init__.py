@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenmill.config import Config as Config
-    from tokenmill.encode import open_tokenizer as open_tokenizer
+    from tokenmill.encode.load import open_tokenizer as open_tokenizer
     from tokenmill.errors import ConfigError as ConfigError
     from tokenmill.errors import ResumeError as ResumeError
     from tokenmill.errors import StoreError as StoreError
@@ -42,7 +42,7 @@ _HOMES = {
     "StoreError": "tokenmill.errors",
     "TokenmillError": "tokenmill.errors",
     "open_store": "tokenmill.store",
-    "open_tokenizer": "tokenmill.encode",
+    "open_tokenizer": "tokenmill.encode.load",
     "prepare": "tokenmill.prepare",
     "verify": "tokenmill.store",
 }

@@ -11,7 +11,10 @@ from typing import Any, TypeVar, get_type_hints
 
 from tokenmill.errors import ConfigError, nearest
 
-PACKINGS = ("concat",)
+PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
+SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
+CROPS = ("return", "discard")
+ON_CHANGE = ("unseen", "restart")
 T = TypeVar("T")
 
 
@@ -45,7 +48,12 @@ class StageConfig:
     global_batch_size: int | None = None
     seq_len: int | None = None
     packing: str | None = None
+    split: str | None = None
+    crop: str | None = None
     shuffle: str | None = None
+    on_change: str = "unseen"
+    """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
+    `restart` the sources."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +65,13 @@ class RunConfig:
     """Rows of one optimizer step, over all ranks."""
     seq_len: int
     seed: int = 0
-    packing: str = "concat"
+    packing: str = "best_fit"
+    """How documents become rows: `best_fit`, `bos_best_fit`, `padded` or `concat`."""
+    split: str = "allow"
+    """What happens to a document longer than a row (best_fit, padded): it is cut into rows (`allow`), refused
+    (`forbid`), or loses its beginning (`truncate_start`) or its end (`truncate_end`)."""
+    crop: str = "return"
+    """What bos_best_fit does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
     cross_document_labels: bool = False
     """Whether the last token of a document is trained to predict the first token of the next."""
     shuffle: str = "full"
@@ -69,11 +83,13 @@ class RunConfig:
     """Share of rows of each source, for stages that do not say; need not sum to 1."""
     arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
     """What a batch delivers."""
+    positions: str = "document"
+    """Where position_ids start from 0: at every `document`, or only at the start of the `row`."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "seq_len"):
             _check_positive("run", name, getattr(self, name))
-        _check_choice("run", "packing", self.packing, PACKINGS)
+        _check_packing("run", self.packing, self.split, self.crop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,25 +137,28 @@ class Config:
             weights = {self.sources[0].name: 1.0}
         self._check_weights(where, weights)
         packing = stage.packing or self.run.packing
-        _check_choice(where, "packing", packing, PACKINGS)
+        split = stage.split or (self.run.split if packing in ("best_fit", "padded") else "allow")
+        crop = stage.crop or (self.run.crop if packing == "bos_best_fit" else "return")
+        _check_packing(where, packing, split, crop)
+        if self.run.cross_document_labels and packing != "concat":
+            raise ConfigError(
+                f"{where}: cross_document_labels is for packing concat, got it with {packing!r}; "
+                "leave it out, or use packing = concat"
+            )
+        _check_choice(where, "on_change", stage.on_change, ON_CHANGE)
         return StageConfig(
             name=stage.name,
             start_step=stage.start_step,
             weights=weights,
             seed=self.run.seed if stage.seed is None else stage.seed,
             global_batch_size=stage.global_batch_size or self.run.global_batch_size,
-            seq_len=self._same_seq_len(where, stage.seq_len),
+            seq_len=stage.seq_len or self.run.seq_len,
             packing=packing,
+            split=split,
+            crop=crop,
             shuffle=stage.shuffle or self.run.shuffle,
+            on_change=stage.on_change,
         )
-
-    def _same_seq_len(self, where: str, seq_len: int | None) -> int:
-        if seq_len not in (None, self.run.seq_len):
-            raise ConfigError(
-                f"{where}: seq_len must be that of [run], {self.run.seq_len}, in this version, got {seq_len}; "
-                "use one run per sequence length"
-            )
-        return self.run.seq_len
 
     def _check_weights(self, where: str, weights: Mapping[str, float]) -> None:
         for name in weights:
@@ -240,6 +259,18 @@ def _check_keys(where: str, table: Mapping[str, Any], known: tuple[str, ...]) ->
 def _check_positive(where: str, name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{where}: {name} must be at least 1, got {value}; raise it")
+
+
+def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
+    _check_choice(where, "packing", packing, PACKINGS)
+    _check_choice(where, "split", split, SPLITS)
+    _check_choice(where, "crop", crop, CROPS)
+    if split != "allow" and packing not in ("best_fit", "padded"):
+        raise ConfigError(
+            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
+        )
+    if crop != "return" and packing != "bos_best_fit":
+        raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
 
 
 def _check_choice(where: str, name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from tokenmill.fingerprint import first_difference
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
-    from tokenmill.packing import ConcatRows
+    from tokenmill.packing import ConcatRows, PackedRows, Policy
     from tokenmill.plan import Plan, StageSpec
     from tokenmill.store import Store
 
@@ -45,17 +45,21 @@ class Run:
         return stores
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, int], ConcatRows]:
+    def _rows(self) -> dict[tuple[str, int, Policy], ConcatRows | PackedRows]:
         return {}
 
-    def rows(self, source: str, seq_len: int) -> ConcatRows:
-        """Return the rows of a source at a sequence length."""
-        from tokenmill.packing import ConcatRows
+    def rows(self, source: str, seq_len: int, policy: Policy) -> ConcatRows | PackedRows:
+        """Return the rows of a source at a sequence length under a policy."""
+        from tokenmill.packing import ConcatRows, pack_rows
 
-        key = (source, seq_len)
+        key = (source, seq_len, policy)
         if key not in self._rows:
             crossing = self.config.run.cross_document_labels
-            self._rows[key] = ConcatRows(store=self.stores[source], seq_len=seq_len, cross_document_labels=crossing)
+            store = self.stores[source]
+            if policy.name == "concat":
+                self._rows[key] = ConcatRows(store=store, seq_len=seq_len, cross_document_labels=crossing)
+            else:
+                self._rows[key] = pack_rows(store, seq_len=seq_len, policy=policy, cross_document_labels=crossing)
         return self._rows[key]
 
     def plan(self) -> Plan:
@@ -89,11 +93,17 @@ class Run:
         return Loader(
             plan,
             RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
-            LoaderOptions(arrays=tuple(arrays or self.config.run.arrays), threads=threads, prefetch=prefetch),
+            LoaderOptions(
+                arrays=tuple(arrays or self.config.run.arrays),
+                threads=threads,
+                prefetch=prefetch,
+                positions=self.config.run.positions,
+            ),
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )
 
     def _stage(self, stage: StageConfig) -> StageSpec:
+        from tokenmill.packing import Policy
         from tokenmill.plan import Shuffle, StageSpec
 
         # resolved_stages() has filled everything in.
@@ -101,6 +111,10 @@ class Run:
         assert stage.seed is not None
         assert stage.global_batch_size is not None
         assert stage.seq_len is not None
+        assert stage.packing is not None
+        assert stage.split is not None
+        assert stage.crop is not None
+        policy = Policy(name=stage.packing, split=stage.split, crop=stage.crop)
         return StageSpec(
             name=stage.name,
             start_step=stage.start_step,
@@ -113,7 +127,8 @@ class Run:
                 window_blocks=self.config.run.window_blocks,
             ),
             weights=dict(stage.weights),
-            rows={name: self.rows(name, stage.seq_len) for name in stage.weights},
+            rows={name: self.rows(name, stage.seq_len, policy) for name in stage.weights},
+            on_change=stage.on_change,
         )
 
     def _record(self, plan: Plan) -> None:

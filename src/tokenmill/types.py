@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "dict[str, npt.NDArray[Any]]"
 """One micro-batch: array name -> array."""
 
-Whole: TypeAlias = "int | np.int64"
-"""A whole number, as Python or a kernel has it."""
+Whole: TypeAlias = Any
+"""A whole number inside a kernel, where the integers of Python and of numpy are one."""
 
 State: TypeAlias = "Mapping[str, int | str]"
 """Where a run stands: small, the same on every rank, JSON."""
@@ -75,3 +75,25 @@ class Spans:
             Span(document=int(self.document[i]), start=int(self.start[i]), length=int(self.length[i]))
             for i in range(begin, begin + int(self.count[index]))
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fates:
+    """What becomes of the tokens of some rows, or of a whole source in one epoch."""
+
+    rows: int
+    tokens: int
+    """Tokens that went in, each counted once."""
+    trained: int
+    """Tokens that are a label."""
+    masked: int
+    """Tokens that are delivered but are no label: the first of a document, before which nothing stands."""
+    dropped: Mapping[str, int]
+    """Tokens that no row holds, by reason."""
+    padding: int
+    """Input slots that hold no token."""
+    added: int = 0
+    """BOS that were put before rests of documents; they are not among the tokens that went in."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens == self.trained + self.masked + sum(self.dropped.values()), self

@@ -94,9 +94,22 @@ def test_units_of_a_file_sum_to_its_size_and_compressed_files_are_one(write):
 
 
 def test_batches_are_bounded_by_text_and_by_documents(write):
-    path = write(lines_of(["x" * 100] * 50))
-    assert [len(batch.texts) for batch in read(path, batch_bytes=1000)] == [10] * 5
-    assert [len(batch.texts) for batch in read(path, batch_documents=20)] == [20, 20, 10]
+    texts = ["x" * 100] * 500
+    path = write(lines_of(texts))
+    by_text = read(path, batch_bytes=1000)
+    assert texts_of(by_text) == texts
+    assert all(1000 <= sum(map(len, batch.texts)) <= 2000 for batch in by_text[:-1])
+    by_count = read(path, batch_documents=20)
+    assert texts_of(by_count) == texts
+    assert all(20 <= len(batch.texts) < 40 for batch in by_count[:-1])
+
+
+def test_bad_and_blank_lines_do_not_hide_the_good_ones_around_them(write):
+    good = lines_of(["good"])
+    path = write((good * 3 + b"broken\n" + good + b"\n" + good * 2) * 50)
+    batches = read(path, batch_bytes=40, batch_documents=7)
+    assert texts_of(batches) == ["good"] * 300
+    assert [line for line, _, _ in bad_of(batches)] == [8 * time + 3 for time in range(50)]
 
 
 def test_dotted_field_goes_down(write):

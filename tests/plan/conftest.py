@@ -14,6 +14,7 @@ class NumberedRows:
     num_rows: int
     name: str = "rows"
     seq_len: int = 8
+    num_rest: int = 0
 
     @property
     def description(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -39,16 +40,24 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one message, not a traceback."""
+    """Run the command line; an error of ours, or of a path, is one message and not a traceback."""
     try:
         app()
     except TokenmillError as error:
-        errors.print("error:", style="bold red", end=" ")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(str(error))
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: the system must allow its use, got {error.strerror}; fix the path or its rights")
+
+
+def _fail(message: str) -> NoReturn:
+    errors.print("error:", style="bold red", end=" ")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

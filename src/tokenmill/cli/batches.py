@@ -43,7 +43,7 @@ def batches(
 
     opened = Run.from_toml(run)
     compiled = opened.plan()
-    micro = micro_batch or _whole_slice(opened, world_size)
+    micro = _whole_slice(opened, world_size) if micro_batch is None else micro_batch
     ranks = range(world_size) if rank is None else [rank]
     loaders = [
         opened.loader(
@@ -94,6 +94,8 @@ def _whole_slice(run: Run, world_size: int) -> int:
     """Return the largest micro-batch that fits every stage: the whole slice, where all batches are alike."""
     from math import gcd
 
+    if world_size < 1:
+        raise ConfigError(f"--world-size: must be at least 1, got {world_size}; leave it out for 1")
     sizes = [stage.global_batch_size or 0 for stage in run.config.resolved_stages()]
     return max(1, gcd(*sizes) // world_size)
 
@@ -116,6 +118,11 @@ def _start(file: Path | None, fingerprint: str, loader: Loader, first: int) -> d
             saved: dict[str, Any] = orjson.loads(file.read_bytes())
         except orjson.JSONDecodeError as error:
             raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
+        if isinstance(saved, dict) and saved.get("batches"):
+            raise ResumeError(
+                f"{file}: must stand between two steps, got {saved['batches']} micro-batches into step "
+                f"{saved.get('step')}; use a state that was saved after a whole step"
+            )
         return saved
     prefix = loader.plan.fingerprint_at(first)
     return {"version": 1, "step": first, "fingerprint": prefix, "plan": fingerprint[:16]}

@@ -9,7 +9,9 @@ from typing import Any
 import orjson
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 console = Console()
 errors = Console(stderr=True)
@@ -21,14 +23,14 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Make a table; numbers stand to the right, other cells to the left."""
+    """Make a table; numbers stand to the right, other cells to the left, and none is read as markup."""
     lines = [list(row) for row in rows]
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
         made.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for line in lines:
-        made.add_row(*(cell(value) for value in line))
+        made.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in line))
     return made
 
 

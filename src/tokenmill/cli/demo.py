@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from tokenmill.cli.console import console, table
 from tokenmill.errors import TokenmillError
@@ -28,7 +29,7 @@ seed = 1234
 steps = {STEPS}
 global_batch_size = 16
 seq_len = 128
-packing = "concat"
+packing = "best_fit"
 shuffle = "full"
 
 [[sources]]
@@ -53,6 +54,7 @@ weights = {{ prose = 0.7, code = 0.3 }}
 name = "talk"
 start_step = 40
 global_batch_size = 8
+seq_len = 256
 weights = {{ prose = 0.2, code = 0.2, dialogue = 0.6 }}
 """
 
@@ -74,10 +76,11 @@ def demo(
             _prove_provenance(run),
         ]
         console.print(
-            table("Proved", ("claim", "how", "result"), [(*proof, "[green]holds[/]") for proof in proofs])
+            table("Proved", ("claim", "how", "result"), [(*proof, Text("holds", "green")) for proof in proofs])
         )
         if out is not None:
-            console.print(f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`", highlight=False)
+            hint = f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`"
+            console.print(hint, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -121,8 +124,7 @@ def _plan(folder: Path) -> Run:
     file = folder / "run.toml"
     file.write_text(RUN_TOML, encoding="utf-8")
     run = Run.from_toml(file)
-    dropped = {kind: run.rows(kind, run.config.run.seq_len).dropped_tokens for kind in KINDS}
-    for made in tables(report(run.plan()), dropped):
+    for made in tables(report(run.plan())):
         console.print(made)
     return run
 

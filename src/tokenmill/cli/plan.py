@@ -10,6 +10,8 @@ import typer
 from tokenmill.cli.console import console, print_json, table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tokenmill.plan.report import PlanReport
 
 
@@ -21,24 +23,17 @@ def plan(
     from tokenmill.plan.report import report
     from tokenmill.run import Run
 
-    opened = Run.from_toml(run)
-    compiled = opened.plan()
-    facts = report(compiled)
-    dropped = {
-        name: opened.rows(name, stage.spec.seq_len).dropped_tokens
-        for stage in compiled.stages
-        for name in stage.names
-    }
+    facts = report(Run.from_toml(run).plan())
     if json:
-        print_json(facts.to_json() | {"dropped_tokens": dropped})
+        print_json(facts.to_json())
         return
-    for made in tables(facts, dropped):
+    for made in tables(facts):
         console.print(made)
     console.print(f"plan {facts.fingerprint}  {facts.steps:,} steps, {facts.rows:,} rows, {facts.tokens:,} tokens")
 
 
-def tables(facts: PlanReport, dropped: dict[str, int]) -> list[object]:
-    """Return the report as tables: stages, shares of sources by stage, sources over the whole run."""
+def tables(facts: PlanReport) -> list[Table]:
+    """Return the report as tables: stages, what they draw, sources over the whole run, the fate of their tokens."""
     return [
         table(
             "Stages",
@@ -50,18 +45,41 @@ def tables(facts: PlanReport, dropped: dict[str, int]) -> list[object]:
         ),
         table(
             "Mixture",
-            ("stage", "source", "asked %", "realised %", "rows", "tokens", "epochs so far"),
+            ("stage", "source", "asked %", "realised %", "rows", "trained", "padding %", "epochs so far"),
             [
-                (s.stage, s.source, 100 * s.asked, 100 * s.realised, s.rows, s.tokens, round(s.epochs, 4))
+                (
+                    s.stage,
+                    s.source,
+                    100 * s.asked,
+                    100 * s.realised,
+                    s.rows,
+                    s.trained if s.counted else f"about {s.trained:,}",
+                    round(100 * s.padding / max(1, s.tokens), 4),
+                    round(s.epochs, 4),
+                )
                 for s in facts.shares
             ],
         ),
         table(
             "Sources",
-            ("source", "rows an epoch", "rows drawn", "epochs", "first repeat at step", "tokens in no row"),
+            ("source", "rows an epoch", "rows drawn", "epochs", "first repeat at step"),
+            [(s.name, s.rows, s.drawn, round(s.epochs, 4), s.first_repeat) for s in facts.sources],
+        ),
+        table(
+            "Fate of the tokens of an epoch",
+            ("source", "tokens", "= trained", "+ first of a document", "+ dropped", "why", "padding"),
             [
-                (s.name, s.rows, s.drawn, round(s.epochs, 4), s.first_repeat, dropped.get(s.name))
+                (
+                    s.name,
+                    s.fates.tokens,
+                    s.fates.trained,
+                    s.fates.masked,
+                    sum(s.fates.dropped.values()),
+                    ", ".join(f"{reason} {number:,}" for reason, number in s.fates.dropped.items()) or "–",
+                    s.fates.padding,
+                )
                 for s in facts.sources
+                if s.fates
             ],
         ),
     ]

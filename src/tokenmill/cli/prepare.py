@@ -51,7 +51,7 @@ def prepare(
         options=PrepareOptions(
             text_field=text_field,
             on_error=on_error,
-            max_tokens_per_shard=max_tokens_per_shard or MAX_TOKENS_PER_SHARD,
+            max_tokens_per_shard=MAX_TOKENS_PER_SHARD if max_tokens_per_shard is None else max_tokens_per_shard,
             add_bos=bos,
             add_eos=eos,
             engine=engine,

@@ -31,12 +31,12 @@ def what(
     plan = opened.plan()
     uses = plan.what(step)
     if rank is not None:
-        share = len(uses) // world_size
         if not 0 <= rank < world_size or len(uses) % world_size:
             raise ConfigError(
                 f"--rank: must lie within 0:world_size, and world_size divide {len(uses)} rows, "
                 f"got {rank} and {world_size}; fix one of them"
             )
+        share = len(uses) // world_size
         uses = uses[rank * share : (rank + 1) * share]
     tokenizers = {name: tokenizer_of(store) if text else None for name, store in opened.stores.items()}
     lines = [

@@ -37,4 +37,6 @@ def excerpt(store: Store, span: Span, tokenizer: Tokenizer | None) -> str | None
     length = min(span.length, EXCERPT_TOKENS)
     ids = store.fetch(begin + span.start, begin + span.start + length, store.keys[0])
     more = "…" if span.length > length else ""
-    return tokenizer.decode(ids).replace("\n", "⏎").replace("\t", "→") + more
+    text = tokenizer.decode(ids).replace("\n", "⏎").replace("\t", "→")
+    # Documents are not to be trusted with the terminal: no escape sequences, no bells, no reversed text.
+    return "".join(character if character.isprintable() else "\ufffd" for character in text) + more

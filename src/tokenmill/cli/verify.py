@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from tokenmill.cli.console import console, errors, megabytes, print_json
 
@@ -40,7 +41,8 @@ def verify(
         )
         return
     console.print(
-        f"[bold green]ok[/]  {store}: {report.files} files in {report.shards} shards, {megabytes(report.bytes)}, "
-        f"{report.documents:,} documents, {report.tokens:,} tokens; checksums, offsets and ids are right",
+        f"[bold green]ok[/]  {escape(str(store))}: {report.files} files in {report.shards} shards, "
+        f"{megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
+        "checksums, offsets and ids are right",
         soft_wrap=True,
     )

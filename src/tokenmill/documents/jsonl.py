@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
@@ -32,8 +33,8 @@ class PlainJsonl:
     def read(self, unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
         """Read the lines that start in the unit's range."""
         with _open(unit.file.path) as file:
-            lines = _range_lines(file, unit)
-            yield from _batches(_without_mark(lines, unit), options, lambda: file.tell() - unit.begin)
+            blocks = _range_lines(file, unit, min(_BUFFER_BYTES, options.batch_bytes))
+            yield from _batches(_without_mark(blocks, unit), options, lambda: file.tell() - unit.begin)
 
 
 class CompressedJsonl:
@@ -49,9 +50,10 @@ class CompressedJsonl:
     def read(self, unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
         """Read all lines."""
         with _open(unit.file.path) as file:
-            blocks = self._blocks(file, unit.file.path)
-            with io.BufferedReader(BlockStream(blocks), _BUFFER_BYTES) as lines:
-                yield from _batches(_without_mark(lines, unit), options, file.tell)
+            stream = BlockStream(self._blocks(file, unit.file.path))
+            with io.BufferedReader(stream, _BUFFER_BYTES) as lines:
+                blocks = iter(partial(lines.readlines, min(_BUFFER_BYTES, options.batch_bytes)), [])
+                yield from _batches(_without_mark(blocks, unit), options, file.tell)
 
 
 def _open(path: str) -> BinaryIO:
@@ -61,9 +63,9 @@ def _open(path: str) -> BinaryIO:
         raise DocumentError(f"{path}: must be readable, got {error.strerror}; fix the path or its rights") from None
 
 
-def _range_lines(file: BinaryIO, unit: Unit) -> Iterator[bytes]:
-    """Yield the lines that start in the unit's range, with their ends; the last one may reach beyond it."""
-    position = unit.begin
+def _range_lines(file: BinaryIO, unit: Unit, block_bytes: int) -> Iterator[list[bytes]]:
+    """Yield the lines that start in the unit's range, some at a time; the last one may reach beyond it."""
+    position, size = unit.begin, unit.file.bytes
     if position:
         # From the byte before: if it ends a line, the next line starts right at `begin`.
         file.seek(position - 1)
@@ -71,16 +73,19 @@ def _range_lines(file: BinaryIO, unit: Unit) -> Iterator[bytes]:
         if not earlier.endswith(b"\n"):
             return  # a line that started earlier fills the whole range
         position += len(earlier) - 1
-    readline, size = file.readline, unit.file.bytes
     while position < unit.end:
-        line = readline(size - position)
-        position += len(line)
-        if position < size and not line.endswith(b"\n"):
+        # `readlines` stops once it has more bytes than it is asked for, and takes 0 for no limit.
+        most = min(block_bytes, unit.end - position) - 1
+        lines = file.readlines(most) if most else [file.readline()]
+        position += sum(map(len, lines))
+        if position > size:  # the file has grown at the end of its last line
+            lines[-1] = lines[-1][: size - position]
+        elif not lines or (position < size and not lines[-1].endswith(b"\n")):
             raise DocumentError(
                 f"{unit.file.path}: must keep its {size} bytes while it is read, got fewer; "
                 "let nothing write to it and start again"
             )
-        yield line
+        yield lines
 
 
 class BlockStream(io.RawIOBase):
@@ -108,37 +113,59 @@ class BlockStream(io.RawIOBase):
         return size
 
 
-def _without_mark(lines: Iterable[bytes], unit: Unit) -> Iterator[bytes]:
+def _without_mark(blocks: Iterator[list[bytes]], unit: Unit) -> Iterator[list[bytes]]:
     """Drop the byte order mark that some programs put at the start of a file."""
-    rest = iter(lines)
-    if unit.begin > 0:
-        return rest
-    return chain((first.removeprefix(_BYTE_ORDER_MARK) for first in islice(rest, 1)), rest)
+    if unit.begin == 0:
+        for lines in islice(blocks, 1):
+            lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
+            yield lines
+    yield from blocks
 
 
-def _batches(lines: Iterator[bytes], options: ReadOptions, position: Callable[[], int]) -> Iterator[DocumentBatch]:
+def _batches(
+    blocks: Iterator[list[bytes]], options: ReadOptions, position: Callable[[], int]
+) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     bad: list[BadRecord] = []
     size = first = line = 0
-    loads = orjson.loads
-    field, *rest = options.text_field.split(".")
-    for line, raw in enumerate(lines, 1):
-        try:
-            text = loads(raw)[field]
-            for name in rest:
-                text = text[name]
-        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
-            text = None
-        if type(text) is str:
-            texts.append(text)
-            size += len(text)
-        elif raw.strip():
-            bad.append(_explain(raw, line - 1, options.text_field))
-        if size >= options.batch_bytes or len(texts) + len(bad) >= options.batch_documents:
-            yield DocumentBatch(texts=texts, bad=bad, num_lines=line - first, position=position())
-            texts, bad, size, first = [], [], 0, line
+    most = options.batch_documents
+    for block in blocks:
+        for lines in [block] if len(block) <= most else [block[i : i + most] for i in range(0, len(block), most)]:
+            try:
+                found = _texts(lines, options.text_field)
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                found = _good_texts(lines, line, options.text_field, bad)
+            texts += found
+            size += sum(map(len, found))
+            line += len(lines)
+            if size >= options.batch_bytes or len(texts) + len(bad) >= most:
+                yield DocumentBatch(texts=texts, bad=bad, num_lines=line - first, position=position())
+                texts, bad, size, first = [], [], 0, line
     if line > first:
         yield DocumentBatch(texts=texts, bad=bad, num_lines=line - first, position=position())
+
+
+def _texts(lines: list[bytes], text_field: str) -> list[str]:
+    """Return the texts of lines that are all good, else raise; one loop in C, as short lines are many."""
+    field, *rest = text_field.split(".")
+    texts = [record[field] for record in map(orjson.loads, lines)]
+    for name in rest:
+        texts = [text[name] for text in texts]
+    if not set(map(type, texts)) <= {str}:
+        raise TypeError
+    return texts
+
+
+def _good_texts(lines: list[bytes], first: int, text_field: str, bad: list[BadRecord]) -> list[str]:
+    """Return the texts of the good lines, and list the others; blank lines are neither."""
+    texts: list[str] = []
+    for line, raw in enumerate(lines, first):
+        try:
+            texts += _texts([raw], text_field)
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            if raw.strip():
+                bad.append(_explain(raw, line, text_field))
+    return texts
 
 
 def _explain(raw: bytes, line: int, text_field: str) -> BadRecord:

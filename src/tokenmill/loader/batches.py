@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.loader.assemble import ARRAYS, Block, StoredRows, layout
+from tokenmill.loader.assemble import ARRAYS, LOSS_MASK, Block, StoredRows, layout
 from tokenmill.loader.buffers import BufferPool
 from tokenmill.loader.state import Explain, Position, load_state, save_state
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from tokenmill.loader.slices import RankSlice
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
@@ -26,15 +28,20 @@ BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
 
 
+POSITIONS = ("document", "row")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """What a loader delivers and how it works ahead; no option changes the content of a batch."""
+    """What a loader delivers and how it works ahead; neither changes which tokens a batch holds."""
 
     arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
     threads: int = 1
     """Threads that assemble batches ahead of the caller; 0 assembles each one when it is asked for."""
     prefetch: int = 8
     """Micro-batches that are kept ready."""
+    positions: str = "document"
+    """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
 
     def __post_init__(self) -> None:
         for name in self.arrays:
@@ -42,8 +49,16 @@ class LoaderOptions:
                 raise ConfigError(
                     f"arrays: must be among {', '.join(ARRAYS)}, got {name!r}; {nearest(name, ARRAYS)}"
                 )
-        if not self.arrays or len(set(self.arrays)) != len(self.arrays):
-            raise ConfigError(f"arrays: must name each array once, got {list(self.arrays)}; name at least one")
+        if len(set(self.arrays)) != len(self.arrays) or not layout(self.arrays, 1, 1):
+            raise ConfigError(
+                f"arrays: must name each array once, and one that has a line for every row, "
+                f"got {list(self.arrays)}; name input_ids and labels at least"
+            )
+        if self.positions not in POSITIONS:
+            raise ConfigError(
+                f"positions: must be one of {', '.join(POSITIONS)}, got {self.positions!r}; "
+                f"{nearest(self.positions, POSITIONS)}"
+            )
         if self.threads < 0 or self.prefetch < 1:
             raise ConfigError(
                 f"loader: threads must be at least 0 and prefetch at least 1, "
@@ -119,10 +134,28 @@ class Loader:
         return Position(step=stage.spec.start_step + steps, batch=batch)
 
     def _block(self, stage: Stage, first: int, count: int) -> Block:
-        index = {self.plan.sources.index(name): cast(StoredRows, rows) for name, rows in stage.spec.rows.items()}
+        block = self._find(stage, self.part.places(stage, first, count), self.options.arrays)
+        if "num_loss_tokens" in self.options.arrays:
+            block.set_loss_tokens({step: self._count_labels(stage, step) for step in block.steps})
+        return block
+
+    def _find(
+        self, stage: Stage, places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], arrays: Sequence[str]
+    ) -> Block:
+        index = {self.plan.sources.index(name): cast(StoredRows, rows) for name, rows in stage.rows.items()}
         # Half of the maps are for tokens; the rest are for the documents' offsets, which are held only briefly.
         maps = next(iter(index.values())).store.maps.limit // 2
-        return Block(stage, index, self.part.places(stage, first, count), self.options.arrays, maps)
+        return Block(stage, index, places, arrays, maps, continuous=self.options.positions == "row")
+
+    def _count_labels(self, stage: Stage, step: int) -> int:
+        """Count the labels of the global batch of a step: what the loss of all ranks together is divided by."""
+        slots = np.arange(stage.spec.global_batch_size)
+        masked = any(LOSS_MASK in cast(StoredRows, rows).store.keys for rows in stage.rows.values())
+        block = self._find(stage, (np.full_like(slots, step), slots), ("labels",) if masked else ("source",))
+        try:
+            return block.count_labels()
+        finally:
+            block.release()
 
     def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
         """Yield (stage, its first micro-batch, number of them) for the blocks from a point of the run on."""

@@ -1,12 +1,17 @@
 """Rows as spans of documents.
 
-1. In: an open store and a sequence length T.
-2. Does: says which spans of which documents make up each row of T + 1 tokens; tokens are never rewritten, so one
-   store serves any T.
-3. Out: a row index: number of rows, the spans of any rows, the rows of any document, what is dropped.
+1. In: an open store, a sequence length T, and a policy: `concat` (the stream, cut), `best_fit` (whole documents,
+   packed in windows), `bos_best_fit` (every row starts with BOS and is full), `padded` (a document a row).
+2. Does: says which spans of which documents make up each row of T + 1 tokens. Tokens are never rewritten, so one
+   store serves any T. `concat` is closed form; the others pack windows of documents, each a function of its lengths
+   alone, into an index of a few bytes a document. When T or the policy changes in the middle of an epoch, what is
+   left of it is packed anew (`following`).
+3. Out: a row index: number of rows, the spans of any rows, the rows of any document, and what every token comes to.
 4. Must not know: the order in which rows are read, ranks, or what a batch delivers.
 """
 
 from tokenmill.packing.concat import ConcatRows
+from tokenmill.packing.packed import PackedRows, pack_rows
+from tokenmill.packing.policy import Policy
 
-__all__ = ["ConcatRows"]
+__all__ = ["ConcatRows", "PackedRows", "Policy", "pack_rows"]

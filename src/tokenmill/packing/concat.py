@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numba
 import numpy as np
 
-from tokenmill.errors import PlanError
+from tokenmill.errors import PlanError, StoreCorruptError
 from tokenmill.packing.distinct import distinct
+from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.store.memory import view_uint32, view_uint64
-from tokenmill.types import Spans
+from tokenmill.types import Fates, Spans
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from tokenmill.plan.rows import RowIndex, Seen
     from tokenmill.store.reader import Store
     from tokenmill.types import Whole
 
@@ -36,6 +38,8 @@ class ConcatRows:
     cross_document_labels: bool = False
     """Whether the first token of a document is a label of the last token of the one before it."""
 
+    num_rest: ClassVar[int] = 0
+
     @property
     def num_rows(self) -> int:
         """How many whole rows the stream has."""
@@ -46,15 +50,35 @@ class ConcatRows:
         """Tokens of the last partial row, which no row holds."""
         return self.store.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
 
+    def fates(self) -> Fates:
+        """Return what becomes of every token of the source in an epoch; reads where documents begin, in parts."""
+        held = self.store.num_tokens - self.dropped_tokens
+        masked = 1 if held and self.cross_document_labels else _count_starts(self.store, held)
+        return Fates(
+            rows=self.num_rows,
+            tokens=self.store.num_tokens,
+            trained=held - masked,
+            masked=masked,
+            dropped={"last partial row": self.dropped_tokens} if self.dropped_tokens else {},
+            padding=0,
+        )
+
     @property
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows."""
         return {
             "store": self.store.manifest.fingerprint,
             "packing": "concat",
+            "seq_len": self.seq_len,
             "cross_document_labels": self.cross_document_labels,
             "rows": self.num_rows,
         }
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
+        from tokenmill.packing.following import follow
+
+        return follow(self, previous, seen, Policy(name="concat"))
 
     def rows_of(self, document: int) -> npt.NDArray[np.int64]:
         """Return the rows that hold a token of a document, in ascending order; none for an empty document."""
@@ -120,9 +144,25 @@ class ConcatRows:
                     count,
                     out,
                 )
+                if needed < 0:
+                    raise StoreCorruptError(
+                        f"{store.file(-1 - needed, DOCUMENTS).path}: offsets and anchors must fit the shard, "
+                        "got others; run `tokenmill verify`, then copy or prepare the store again"
+                    )
                 if needed <= capacity:
                     return out[:needed]
                 capacity = int(needed)
+
+
+def _count_starts(store: Store, end: int) -> int:
+    """Return how many documents with tokens begin before token `end` of the stream."""
+    found = 0
+    for begin in range(0, store.num_documents, 1 << 20):
+        offsets = store.document_offsets(begin, min(begin + (1 << 20), store.num_documents))
+        found += int(((offsets[1:] > offsets[:-1]) & (offsets[:-1] < end)).sum())
+        if int(offsets[-1]) >= end:
+            break
+    return found
 
 
 def _groups(
@@ -160,7 +200,10 @@ def _find_spans(
     count: npt.NDArray[np.int64],
     out: npt.NDArray[np.int64],
 ) -> Whole:
-    """Write the spans of rows that begin at given tokens; return how many there are, even if `out` is too small."""
+    """Write the spans of rows that begin at given tokens; return how many there are, even if `out` is too small.
+
+    A negative number says that the documents of a shard cannot be right: -1 less the shard.
+    """
     begins, locals_, chosen = rows
     numbers, addresses, token_begins, document_begins = shards
     filled: Whole = 0
@@ -182,6 +225,8 @@ def _find_spans(
                     out,
                     filled,
                 )
+                if filled < 0:
+                    return -1 - shard
                 position = base + stop
             local += 1
         count[chosen[i]] = filled - first[chosen[i]]
@@ -202,8 +247,8 @@ def _shard_spans(
     num_anchors = (shard_tokens + ANCHOR_TOKENS - 1) // ANCHOR_TOKENS
     anchors = view_uint32(address + np.uint64(8 * (documents + 1)), num_anchors)
     block = token // ANCHOR_TOKENS
-    low = np.int64(anchors[block])
-    high = np.int64(anchors[block + 1]) if block + 1 < anchors.size else documents - 1
+    low = min(np.int64(anchors[block]), documents - 1)
+    high = min(np.int64(anchors[block + 1]), documents - 1) if block + 1 < anchors.size else documents - 1
     while low < high:
         middle = (low + high + 1) >> 1
         if np.int64(offsets[middle]) <= token:
@@ -211,7 +256,11 @@ def _shard_spans(
         else:
             high = middle - 1
     document = low
+    if np.int64(offsets[document]) > token:
+        return -1
     while token < stop:
+        if document == documents:
+            return -1
         end = min(stop, np.int64(offsets[document + 1]))
         if end > token:
             if filled < out.shape[0]:

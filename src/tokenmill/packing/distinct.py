@@ -22,8 +22,9 @@ def distinct(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         lowest = min(lowest, value)
         highest = max(highest, value)
     if highest - lowest > 16 * values.size:
-        return np.unique(values)  # type: ignore[no-any-return]
+        return np.unique(values)
     present = np.zeros(highest - lowest + 1, np.bool_)
     for value in values:
         present[value - lowest] = True
-    return np.flatnonzero(present) + lowest
+    found: npt.NDArray[np.int64] = np.flatnonzero(present) + lowest
+    return found

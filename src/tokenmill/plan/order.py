@@ -18,6 +18,7 @@ from tokenmill.plan.stages import (
     OLD_EPOCH,
     OLD_MODE,
     OLD_WINDOW_BLOCKS,
+    REST,
     SIZE,
     SOURCE,
     WINDOW_BLOCKS,
@@ -32,9 +33,23 @@ def rows_at(
     stage: Stage, steps: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (source, row) for many (step, slot of the global batch) of one stage."""
+    return _rows_at(stage, steps, slots, rotate=stage.rotate)
+
+
+def rows_in_order(
+    stage: Stage, positions: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (source, row) for many positions of a stage, in the order in which the mixture draws them."""
+    batch = stage.spec.global_batch_size
+    return _rows_at(stage, positions // batch + stage.spec.start_step, positions % batch, rotate=False)
+
+
+def _rows_at(
+    stage: Stage, steps: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], *, rotate: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     sources = np.empty(steps.size, np.int64)
     rows = np.empty(steps.size, np.int64)
-    shape = (stage.spec.start_step, stage.spec.global_batch_size, int(stage.rotate))
+    shape = (stage.spec.start_step, stage.spec.global_batch_size, int(rotate))
     _rows(steps, slots, shape, (stage.mixture.nodes, stage.table, stage.keys, stage.rotation_key), sources, rows)
     return sources, rows
 
@@ -65,8 +80,14 @@ def _rows(
         line, drawn = draw((step - start_step) * batch + slot, nodes)
         ordinal = table[line, CARRY] + drawn
         size = table[line, SIZE]
-        epoch = ordinal // size
-        place = ordinal - epoch * size
+        first = np.int64(0)
+        epoch = (ordinal - table[line, REST]) // size
+        place = ordinal - table[line, REST] - epoch * size
+        if ordinal < table[line, REST]:
+            first = size
+            size = table[line, REST]
+            epoch = np.int64(-1)
+            place = ordinal
         if epoch == table[line, OLD_EPOCH]:
             key = derive(keys[line, 1], epoch)
             mode, block, window = table[line, OLD_MODE], table[line, OLD_BLOCK_ROWS], table[line, OLD_WINDOW_BLOCKS]
@@ -74,7 +95,7 @@ def _rows(
             key = derive(keys[line, 0], epoch)
             mode, block, window = table[line, MODE], table[line, BLOCK_ROWS], table[line, WINDOW_BLOCKS]
         sources[i] = table[line, SOURCE]
-        rows[i] = shuffle_row(place, size, key, mode, block, window)
+        rows[i] = first + shuffle_row(place, size, key, mode, block, window)
 
 
 def uses_in_stage(
@@ -82,13 +103,13 @@ def uses_in_stage(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (step, slot, row) of every use of the given rows of one source in a stage, by step and slot."""
     line = stage.names.index(name)
-    carry, size = int(stage.table[line, CARRY]), int(stage.table[line, SIZE])
+    carry, rest, size = (int(stage.table[line, column]) for column in (CARRY, REST, SIZE))
     end = carry + stage.draws[name]
-    found = [
-        (places + epoch * size, rows)
-        for epoch in range(carry // size, -(-end // size))
-        for places in [_places(stage, line, epoch, rows)]
-    ]
+    epochs = range(max(0, carry - rest) // size, max(0, -(-(end - rest) // size)))
+    full, left = rows[rows < size], rows[rows >= size]
+    found = [(_places(stage, line, epoch, full, size) + rest + epoch * size, full) for epoch in epochs if full.size]
+    if left.size:
+        found.append((_places(stage, line, -1, left - size, rest), left))
     if not found:
         empty = np.empty(0, np.int64)
         return empty, empty, empty
@@ -106,14 +127,12 @@ def uses_in_stage(
     return steps[order], slots[order], used[order]
 
 
-def _places(stage: Stage, line: int, epoch: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _places(stage: Stage, line: int, epoch: int, rows: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
     old = epoch == stage.table[line, OLD_EPOCH]
     columns = (OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS) if old else (MODE, BLOCK_ROWS, WINDOW_BLOCKS)
     mode, block, window = (int(stage.table[line, column]) for column in columns)
-    key = derive(stage.keys[line, 1 if old else 0], epoch)
-    places: npt.NDArray[np.int64] = unshuffle_rows(
-        rows, int(stage.table[line, SIZE]), np.uint64(key), mode, block, window
-    )
+    key = np.uint64(derive(stage.keys[line, 1 if old else 0], epoch))
+    places: npt.NDArray[np.int64] = unshuffle_rows(rows, size, key, mode, block, window)
     return places
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,15 +115,16 @@ def _check(stages: Sequence[StageSpec], steps: int) -> None:
 
 def _check_epochs(plan: Plan) -> None:
     """Refuse a plan that needs a source more often than the run allows, and say by how much."""
+    read: dict[str, Fraction] = {}
     for stage in plan.stages:
         for name, drawn in stage.draws.items():
+            index = stage.rows[name]
+            read[name] = read.get(name, Fraction(0)) + Fraction(drawn, index.num_rows)
             allowed = plan.max_epochs.get(name)
-            index = stage.spec.rows[name]
-            total = stage.carry(name) + drawn
-            if allowed is not None and total > int(allowed * index.num_rows):
-                over = total - int(allowed * index.num_rows)
+            if allowed is not None and read[name] > Fraction(allowed):
+                over = ceil((read[name] - Fraction(allowed)) * index.num_rows)
                 raise ConfigError(
-                    f"source {name!r}: max_epochs must not be passed, got {total / index.num_rows:.3f} epochs "
+                    f"source {name!r}: max_epochs must not be passed, got {float(read[name]):.3f} epochs "
                     f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "
                     f"({over * index.seq_len} tokens) too many; lower its weight, add documents or raise max_epochs"
                 )

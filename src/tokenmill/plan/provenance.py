@@ -35,7 +35,7 @@ def what(stage: Stage, step: int, sources: tuple[str, ...]) -> tuple[RowUse, ...
     spans: dict[int, tuple[Span, ...]] = {}
     for source in np.unique(source_ids):
         chosen = np.flatnonzero(source_ids == source)
-        found = stage.spec.rows[sources[source]].spans(rows[chosen])
+        found = stage.rows[sources[source]].spans(rows[chosen])
         spans |= {int(slot): found.row(i) for i, slot in enumerate(chosen)}
     return tuple(
         RowUse(
@@ -50,7 +50,7 @@ def when(stages: tuple[Stage, ...], source: str, document: int) -> Iterator[RowU
     for stage in stages:
         if source not in stage.names:
             continue
-        index = stage.spec.rows[source]
+        index = stage.rows[source]
         rows = index.rows_of(document)
         if not rows.size:
             continue

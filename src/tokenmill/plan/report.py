@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenmill.plan.mixture import positions_of
+from tokenmill.plan.order import rows_in_order
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
+    from tokenmill.types import Fates, Spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +33,12 @@ class SourceShare:
     """Input tokens."""
     epochs: float
     """How often the source has been read by the end of the stage."""
+    trained: int
+    """Labels that the rows have."""
+    padding: int
+    """Input slots of the rows that hold no token."""
+    counted: bool
+    """Whether `trained` and `padding` were counted row by row, or taken from the mean of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +65,8 @@ class SourceFacts:
     epochs: float
     first_repeat: int | None
     """Step at which a row of the source is seen for the second time."""
+    fates: Fates | None
+    """What becomes of its tokens in an epoch, as the last stage that uses it packs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +95,7 @@ def report(plan: Plan) -> PlanReport:
         rows=sum(stage.rows for stage in stages),
         tokens=sum(stage.tokens for stage in stages),
         stages=stages,
-        shares=tuple(share for stage in plan.stages for share in _shares(stage)),
+        shares=_shares(plan),
         sources=tuple(_source_facts(plan, name) for name in plan.sources),
     )
 
@@ -100,39 +112,86 @@ def _stage_facts(stage: Stage) -> StageFacts:
     )
 
 
-def _shares(stage: Stage) -> list[SourceShare]:
-    # What the user asked for, before rounding to whole weights.
-    total = sum(stage.spec.weights.values())
-    return [
-        SourceShare(
-            stage=stage.spec.name,
-            source=name,
-            asked=stage.spec.weights[name] / total,
-            realised=drawn / stage.num_positions,
-            rows=drawn,
-            tokens=drawn * stage.spec.seq_len,
-            epochs=(stage.carry(name) + drawn) / stage.spec.rows[name].num_rows,
-        )
-        for name, drawn in stage.draws.items()
-    ]
+def _shares(plan: Plan) -> tuple[SourceShare, ...]:
+    shares = []
+    epochs: dict[str, float] = {}
+    for stage in plan.stages:
+        total = sum(stage.spec.weights.values())
+        for name, drawn in stage.draws.items():
+            epochs[name] = epochs.get(name, 0.0) + drawn / stage.rows[name].num_rows
+            shares.append(
+                SourceShare(
+                    stage=stage.spec.name,
+                    source=name,
+                    asked=stage.spec.weights[name] / total,
+                    realised=drawn / stage.num_positions,
+                    rows=drawn,
+                    tokens=drawn * stage.spec.seq_len,
+                    epochs=epochs[name],
+                    **_held(stage, name, drawn),
+                )
+            )
+    return tuple(shares)
 
 
 def _source_facts(plan: Plan, name: str) -> SourceFacts:
     using = [stage for stage in plan.stages if name in stage.names]
-    if not using:
-        return SourceFacts(name=name, rows=0, drawn=0, epochs=0.0, first_repeat=None)
-    size = using[-1].spec.rows[name].num_rows
-    drawn = sum(stage.draws[name] for stage in using)
     return SourceFacts(
-        name=name, rows=size, drawn=drawn, epochs=drawn / size, first_repeat=_first_repeat(using, name, size)
+        name=name,
+        rows=using[-1].rows[name].num_rows if using else 0,
+        drawn=sum(stage.draws[name] for stage in using),
+        epochs=sum(stage.draws[name] / stage.rows[name].num_rows for stage in using),
+        first_repeat=_first_repeat(using, name),
+        fates=using[-1].rows[name].fates() if using else None,
     )
 
 
-def _first_repeat(using: list[Stage], name: str, size: int) -> int | None:
+COUNTED_ROWS = 1 << 20
+"""Up to so many rows of a stage are counted one by one; beyond, only what is not a whole epoch would be."""
+
+
+def _held(stage: Stage, name: str, drawn: int) -> dict[str, Any]:
+    """Return what the rows that a stage draws from a source hold."""
+    index = stage.rows[name]
+    if drawn > COUNTED_ROWS:
+        fates = index.fates()
+        scale = drawn / max(1, fates.rows)
+        return {"trained": round(fates.trained * scale), "padding": round(fates.padding * scale), "counted": False}
+    trained = padding = 0
+    line = stage.names.index(name)
+    for begin in range(0, drawn, _BLOCK):
+        numbers = np.arange(begin, min(begin + _BLOCK, drawn))
+        positions = positions_of(line, numbers, stage.mixture.nodes, stage.mixture.leaf_parent)
+        _, rows = rows_in_order(stage, positions)
+        spans = index.spans(rows)
+        used = _sums(spans.length, spans)
+        joined = np.zeros(spans.length.size, np.int64)
+        joined[1:] = spans.document[1:] == spans.document[:-1]
+        joined[spans.first] = 0
+        crossing = bool(index.description.get("cross_document_labels", False))
+        segments = np.ones_like(spans.count) if crossing else spans.count - _sums(joined, spans)
+        trained += int((used - segments).sum())
+        padding += int(np.maximum(0, index.seq_len - used).sum())
+    return {"trained": trained, "padding": padding, "counted": True}
+
+
+_BLOCK = 1 << 16
+
+
+def _sums(values: npt.NDArray[np.int64], spans: Spans) -> npt.NDArray[np.int64]:
+    """Add up the values of the spans of each row."""
+    ends = np.concatenate([[0], np.cumsum(values)])
+    sums: npt.NDArray[np.int64] = ends[spans.first + spans.count] - ends[spans.first]
+    return sums
+
+
+def _first_repeat(using: list[Stage], name: str) -> int | None:
+    """Return the first step at which a row, or a token of one, is drawn that was drawn before."""
     for stage in using:
-        earlier = size - stage.carry(name)
-        if 0 <= earlier < stage.draws[name]:
+        earlier = max(0, stage.repeats_from[name] - stage.carry(name))
+        if earlier < stage.draws[name]:
             line = stage.names.index(name)
-            position = positions_of(line, np.array([earlier]), stage.mixture.nodes, stage.mixture.leaf_parent)[0]
+            drawn = np.array([earlier])
+            position = positions_of(line, drawn, stage.mixture.nodes, stage.mixture.leaf_parent)[0]
             return int(position) // stage.spec.global_batch_size + stage.spec.start_step
     return None

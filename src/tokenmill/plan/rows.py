@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from tokenmill.plan.shuffle import MODES, Shuffle, unshuffle_rows
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
-    from tokenmill.types import Spans
+    from tokenmill.types import Fates, Spans
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """How far an epoch has been read when the rows of a source change in the middle of it."""
+
+    rest: bool
+    """Whether it was the rest of an earlier epoch that was being read."""
+    size: int
+    """Rows of the epoch."""
+    drawn: int
+    """How many of them were drawn."""
+    key: int
+    """Key of the epoch's order."""
+    shuffle: Shuffle
+
+    def unseen(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Say which rows, numbered within the epoch, were not drawn yet."""
+        mode, block, window = MODES[self.shuffle.mode], self.shuffle.block_rows, self.shuffle.window_blocks
+        places: npt.NDArray[np.int64] = unshuffle_rows(rows, self.size, np.uint64(self.key), mode, block, window)
+        return places >= self.drawn
+
+    def describe(self) -> dict[str, int | str | bool]:
+        """Return what decides which rows were drawn, as JSON."""
+        return {
+            "rest": self.rest,
+            "size": self.size,
+            "drawn": self.drawn,
+            "key": f"{self.key:016x}",
+            **self.shuffle.describe(),
+        }
 
 
 class RowIndex(Protocol):
@@ -21,6 +56,14 @@ class RowIndex(Protocol):
         ...
 
     @property
+    def num_rest(self) -> int:
+        """How many rows come before the first epoch: what a stage before left of the source, packed anew.
+
+        They are numbered from `num_rows` on.
+        """
+        ...
+
+    @property
     def seq_len(self) -> int:
         """How many tokens of a row are inputs; it holds one more, so that every label exists."""
         ...
@@ -28,6 +71,14 @@ class RowIndex(Protocol):
     @property
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows, as JSON: equal descriptions mean equal rows."""
+        ...
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
+        ...
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token of the source in an epoch."""
         ...
 
     def spans(self, rows: npt.NDArray[np.int64]) -> Spans:

@@ -42,6 +42,12 @@ class Shuffle:
             if value < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {value}; leave it out for the default")
 
+    def describe(self) -> dict[str, int | str]:
+        """Return what decides the order, as JSON."""
+        if self.mode != "block":
+            return {"mode": self.mode}
+        return {"mode": self.mode, "block_rows": self.block_rows, "window_blocks": self.window_blocks}
+
 
 @numba.njit(cache=True, nogil=True)
 def shuffle_row(

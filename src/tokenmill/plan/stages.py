@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, PlanError
-from tokenmill.fingerprint import digest, key64
+from tokenmill.errors import ConfigError, PlanError, nearest
+from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import Mixture, build_mixture, integer_weights
+from tokenmill.plan.permute import derive
+from tokenmill.plan.rows import Seen
 from tokenmill.plan.shuffle import MODES, Shuffle
 
 if TYPE_CHECKING:
@@ -36,27 +38,39 @@ class StageSpec:
     """Share of rows drawn from each source; need not sum to 1."""
     rows: Mapping[str, RowIndex]
     """The rows of each source that has a weight."""
+    on_change: str = "unseen"
+    """Where the rows of a source are not those of the stage before (another sequence length or packing): go on with
+    what that stage has not used (`unseen`), or `restart` the source."""
+
+    def __post_init__(self) -> None:
+        if self.on_change not in ON_CHANGE:
+            raise ConfigError(
+                f"stage {self.name!r}: on_change must be one of {', '.join(ON_CHANGE)}, got {self.on_change!r}; "
+                f"{nearest(self.on_change, ON_CHANGE)}"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the batches of the stage, as JSON. Its name does not."""
-        shuffle: dict[str, Any] = {"mode": self.shuffle.mode}
-        if self.shuffle.mode == "block":
-            shuffle |= {"block_rows": self.shuffle.block_rows, "window_blocks": self.shuffle.window_blocks}
         return {
             "start_step": self.start_step,
             "global_batch_size": self.global_batch_size,
             "seq_len": self.seq_len,
             "seed": self.seed,
-            "shuffle": shuffle,
+            "shuffle": self.shuffle.describe(),
+            "on_change": self.on_change,
             "weights": {name: float(weight) for name, weight in self.weights.items()},
             "sources": {name: dict(self.rows[name].description) for name in self.weights},
         }
 
 
-SOURCE, CARRY, SIZE, MODE, BLOCK_ROWS, WINDOW_BLOCKS = range(6)
-OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(6, 10)
-"""Columns of a stage's table: one line a source. An epoch that was under way when the stage began ends in
-the order in which it began (OLD_...), so that a change of seed or shuffle loses and repeats no row."""
+ON_CHANGE = ("unseen", "restart")
+
+SOURCE, CARRY, REST, SIZE, MODE, BLOCK_ROWS, WINDOW_BLOCKS = range(7)
+OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(7, 11)
+"""Columns of a stage's table: one line a source. Its rows are the REST of an earlier epoch, which counts as epoch
+-1, then epochs of SIZE rows. An epoch that was under way when the stage began ends in the order in which it began
+(OLD_...), so that a change of seed or shuffle loses and repeats no row."""
+NO_EPOCH = -2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +85,10 @@ class Stage:
     mixture: Mixture
     names: tuple[str, ...]
     """Sources of the mixture, in the order of `table`."""
+    rows: Mapping[str, RowIndex]
+    """The rows of each source, after what earlier stages used."""
+    repeats_from: Mapping[str, int]
+    """How many rows of a source may be drawn before one is seen for the second time, counted as `table` counts."""
     table: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint64]
     """For each source: the key of epochs that begin in this stage, and of the one under way before it."""
@@ -102,9 +120,26 @@ class Stage:
 class _Progress:
     """How far a source has been read, and the order of the epoch that is under way."""
 
+    index: RowIndex
+    repeats_from: int
     consumed: int = 0
     key: int = 0
     shuffle: Shuffle | None = None
+
+    def epoch(self) -> tuple[int, int, int]:
+        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1."""
+        if self.consumed < self.index.num_rest:
+            return -1, self.index.num_rest, self.consumed
+        epoch, drawn = divmod(self.consumed - self.index.num_rest, self.index.num_rows)
+        return epoch, self.index.num_rows, drawn
+
+    def seen(self) -> Seen | None:
+        """Return how far the epoch under way was read; None between two epochs."""
+        epoch, size, drawn = self.epoch()
+        if not drawn or self.shuffle is None:
+            return None
+        key = int(derive(np.uint64(self.key), epoch))
+        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
 
 
 def compile_stages(specs: Sequence[StageSpec], sources: Sequence[str], steps: int) -> tuple[Stage, ...]:
@@ -114,44 +149,75 @@ def compile_stages(specs: Sequence[StageSpec], sources: Sequence[str], steps: in
     position = 0
     for index, spec in enumerate(specs):
         end = specs[index + 1].start_step if index + 1 < len(specs) else steps
-        stage = _compile_stage(spec, index, end, position, (progress, sources))
+        for name in spec.weights:
+            progress[name] = _arrive(progress.get(name), spec, name)
+        stage = _compile_stage(spec, (index, end, position), progress, sources)
         stages.append(stage)
         position += stage.num_positions
         for line, (name, drawn) in enumerate(stage.draws.items()):
-            _advance(progress[_identity(spec, name)], stage, line, drawn)
+            _advance(progress[name], stage, line, drawn)
     return tuple(stages)
 
 
+def _arrive(before: _Progress | None, spec: StageSpec, name: str) -> _Progress:
+    """Return where a source stands at the start of a stage."""
+    index = spec.rows[name]
+    if index.num_rows < 1:
+        raise ConfigError(
+            f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
+            f"got none from {name!r}; shorten seq_len or add documents"
+        )
+    if before is None:
+        return _Progress(index=index, repeats_from=index.num_rows)
+    if dict(getattr(before.index, "full", before.index).description) == dict(index.description):
+        return before
+    if spec.on_change == "restart":
+        return _Progress(index=index, repeats_from=0)
+    untouched = before.consumed == 0
+    seen = before.seen()
+    if seen is None:
+        return _Progress(index=index, repeats_from=index.num_rows if untouched else 0)
+    following = index.following(before.index, seen)
+    return _Progress(
+        index=following,
+        repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
+    )
+
+
 def _compile_stage(
-    spec: StageSpec, index: int, end: int, position: int, context: tuple[dict[str, _Progress], Sequence[str]]
+    spec: StageSpec, place: tuple[int, int, int], progress: Mapping[str, _Progress], sources: Sequence[str]
 ) -> Stage:
-    progress, sources = context
+    number, end, position = place
     # Sorted by name, so that the order in which a config lists its sources does not matter.
     names = tuple(sorted(spec.weights))
     whole = integer_weights(spec.weights)
-    table = np.zeros((len(names), 10), np.int64)
+    table = np.zeros((len(names), 11), np.int64)
     keys = np.zeros((len(names), 2), np.uint64)
     for line, name in enumerate(names):
-        if spec.rows[name].num_rows < 1:
-            raise ConfigError(
-                f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
-                f"got none from {name!r}; shorten seq_len or add documents"
-            )
-        here = progress.setdefault(_identity(spec, name), _Progress())
-        size = spec.rows[name].num_rows
-        table[line, :OLD_EPOCH] = [sources.index(name), here.consumed, size, *_shuffle_numbers(spec.shuffle)]
-        table[line, OLD_EPOCH] = -1
+        here = progress[name]
+        index = here.index
+        table[line, :OLD_EPOCH] = [
+            sources.index(name),
+            here.consumed,
+            index.num_rest,
+            index.num_rows,
+            *_shuffle_numbers(spec.shuffle),
+        ]
+        table[line, OLD_EPOCH] = NO_EPOCH
         keys[line] = key64(spec.seed, "rows", name)
-        if here.consumed % size and here.shuffle is not None:
-            table[line, OLD_EPOCH:] = [here.consumed // size, *_shuffle_numbers(here.shuffle)]
+        epoch, _, drawn = here.epoch()
+        if drawn and here.shuffle is not None:
+            table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(here.shuffle)]
             keys[line, 1] = here.key
     return Stage(
         spec=spec,
-        index=index,
+        index=number,
         end_step=end,
         first_position=position,
         mixture=build_mixture(tuple(whole[name] for name in names)),
         names=names,
+        rows={name: progress[name].index for name in names},
+        repeats_from={name: progress[name].repeats_from for name in names},
         table=table,
         keys=keys,
         rotation_key=np.uint64(key64(spec.seed, "rotation")),
@@ -159,19 +225,17 @@ def _compile_stage(
     )
 
 
-def _identity(spec: StageSpec, name: str) -> str:
-    return digest([name, dict(spec.rows[name].description)])
-
-
 def _shuffle_numbers(shuffle: Shuffle) -> tuple[int, int, int]:
     return MODES[shuffle.mode], shuffle.block_rows, shuffle.window_blocks
 
 
 def _advance(progress: _Progress, stage: Stage, line: int, drawn: int) -> None:
-    size = int(stage.table[line, SIZE])
-    old_epoch = int(stage.table[line, OLD_EPOCH])
-    progress.consumed += drawn
-    if drawn and (progress.consumed - 1) // size != old_epoch:
+    if not drawn:
+        return
+    progress.consumed += drawn - 1
+    epoch, _, _ = progress.epoch()
+    progress.consumed += 1
+    if epoch != int(stage.table[line, OLD_EPOCH]):
         progress.key = int(stage.keys[line, 0])
         progress.shuffle = stage.spec.shuffle
 

@@ -8,8 +8,23 @@
 4. Must not know: rows, plans, training. It is the only offline place that joins `documents`, `encode` and `store`.
 """
 
+import sys
+from types import ModuleType
+
 from tokenmill.prepare.build import prepare
 from tokenmill.prepare.options import PrepareOptions
 from tokenmill.prepare.report import PrepareReport
 
 __all__ = ["PrepareOptions", "PrepareReport", "prepare"]
+
+
+class _CallableModule(ModuleType):
+    """Lets `tokenmill.prepare(...)` be called whether the name stands for the function or for this package.
+
+    Importing a package binds its name in the parent, over the function of the same name.
+    """
+
+    __call__ = staticmethod(prepare)
+
+
+sys.modules[__name__].__class__ = _CallableModule

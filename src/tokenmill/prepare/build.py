@@ -122,6 +122,7 @@ def _store_spec(job: Job, opened: Tokenizer, warning: str | None) -> StoreSpec:
         recipe={
             "name": "text",
             "text_field": job.options.text_field,
+            "tokenizer": job.tokenizer,
             "on_error": job.options.on_error,
             "max_tokens_per_shard": job.options.max_tokens_per_shard,
             "engine": opened.engine,

@@ -74,7 +74,8 @@ def _run(
             part.append({key: encoded.ids}, encoded.offsets)
             tokens += encoded.ids.size
         documents += len(batch.texts)
-        text_bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
+        text_bytes += sum(map(len, batch.texts))
+        text_bytes += sum(len(text.encode()) - len(text) for text in batch.texts if not text.isascii())
         lines += batch.num_lines
         part.tell_progress(min(batch.position, unit.bytes), documents, tokens)
         after_batch()

@@ -35,22 +35,22 @@ def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ANN401, ARG001 
 @numba.njit(cache=True, nogil=True, inline="always")
 def view_uint8(address: np.uint64, size: Whole) -> npt.NDArray[np.uint8]:
     """View `size` numbers of 8 bits at an address."""
-    return carray(_pointer(address), size, np.uint8)  # type: ignore[call-arg,arg-type]
+    return carray(_pointer(address), size, np.uint8)  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def view_uint16(address: np.uint64, size: Whole) -> npt.NDArray[np.uint16]:
     """View `size` numbers of 16 bits at an address."""
-    return carray(_pointer(address), size, np.uint16)  # type: ignore[call-arg,arg-type]
+    return carray(_pointer(address), size, np.uint16)  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def view_uint32(address: np.uint64, size: Whole) -> npt.NDArray[np.uint32]:
     """View `size` numbers of 32 bits at an address."""
-    return carray(_pointer(address), size, np.uint32)  # type: ignore[call-arg,arg-type]
+    return carray(_pointer(address), size, np.uint32)  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def view_uint64(address: np.uint64, size: Whole) -> npt.NDArray[np.uint64]:
     """View `size` numbers of 64 bits at an address."""
-    return carray(_pointer(address), size, np.uint64)  # type: ignore[call-arg,arg-type]
+    return carray(_pointer(address), size, np.uint64)  # type: ignore[call-arg]

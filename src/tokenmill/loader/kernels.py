@@ -1,0 +1,243 @@
+"""The kernels that fill the arrays of a batch, all from the spans of its rows.
+
+A segment is what attends to itself: a span, with the spans of the same document that follow it in the row
+(the rest of a document behind its BOS), or the padding of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from tokenmill.store.memory import view_uint8, view_uint16, view_uint32
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.types import Whole
+
+IGNORE = -100
+"""The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
+
+ADDRESS, WIDTH, LENGTH, DOCUMENT, MASK = range(5)
+"""Columns of a span: address and width of its tokens, their number, its document, address of its loss mask or 0."""
+
+
+@numba.njit(cache=True, nogil=True)
+def describe_spans(
+    out: npt.NDArray[np.int64], documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], width: int
+) -> None:
+    """Write what is known of spans before their shards are mapped."""
+    for i in range(lengths.size):
+        out[i, ADDRESS] = 0
+        out[i, WIDTH] = width
+        out[i, LENGTH] = lengths[i]
+        out[i, DOCUMENT] = documents[i]
+        out[i, MASK] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def point_spans(
+    out: npt.NDArray[np.int64],
+    places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    shards: npt.NDArray[np.int64],
+    bases: npt.NDArray[np.int64],
+    column: int,
+    width: int,
+) -> None:
+    """Write the address of every span at (shard, token); 0 where its shard is not among `shards`."""
+    span_shards, tokens = places
+    for i in range(tokens.size):
+        local = np.searchsorted(shards, span_shards[i])
+        here = local < shards.size and shards[local] == span_shards[i]
+        out[i, column] = bases[local] + tokens[i] * width if here else 0
+
+
+@numba.njit(cache=True, nogil=True)
+def copy_rows(
+    rows: npt.NDArray[np.int64],
+    spans: npt.NDArray[np.int64],
+    shape: tuple[int, int, int, int],
+    input_ids: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+    position_ids: npt.NDArray[np.int64],
+    doc_ids: npt.NDArray[np.int32],
+) -> None:
+    """Fill the arrays that are not empty, from row `begin` on.
+
+    shape is (begin, labels cross documents, positions run through the row, pad id). A span whose address is 0
+    leaves its tokens alone.
+    """
+    begin, crossing, continuous, pad = shape
+    count = max(input_ids.shape[0], labels.shape[0], position_ids.shape[0], doc_ids.shape[0])
+    for i in range(count):
+        first = rows[begin + i, 0]
+        last = first + rows[begin + i, 1]
+        if input_ids.size or labels.size:
+            _copy_tokens(spans[first:last], _row(input_ids, i), _row(labels, i), (crossing, pad))
+        if position_ids.size:
+            _count_positions(spans[first:last] if not continuous else spans[:0], position_ids[i])
+        if doc_ids.size:
+            _count_documents(spans[first:last], doc_ids[i])
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _row(array: npt.NDArray[np.int64], row: Whole) -> npt.NDArray[np.int64]:
+    return array[row] if array.size else array[0:0].ravel()
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy_tokens(
+    spans: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], shape: tuple[int, int]
+) -> None:
+    crossing, pad = shape
+    column: Whole = 0
+    span: Whole = 0
+    while span < spans.shape[0]:
+        # Neighbours in memory are copied as one run: a row of `concat` is one, whatever its documents.
+        start = span
+        address = spans[span, ADDRESS]
+        width = spans[span, WIDTH]
+        length = spans[span, LENGTH]
+        span += 1
+        while span < spans.shape[0] and address and spans[span, ADDRESS] == address + length * width:
+            length += spans[span, LENGTH]
+            span += 1
+        if address:
+            _copy_run(np.uint64(address), width, length, ids[column:], labels[column:])
+        if labels.size:
+            _mark_labels(spans, (start, span), labels, column, crossing)
+        column += length
+    for k in range(column, ids.size):
+        ids[k] = pad
+    for k in range(max(0, column - 1), labels.size):
+        labels[k] = IGNORE
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy_run(
+    address: np.uint64, width: Whole, length: Whole, ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
+) -> None:
+    if width == 2:
+        _widen(view_uint16(address, length), ids, labels)
+    elif width == 4:
+        _widen(view_uint32(address, length), ids, labels)
+    else:
+        _widen(view_uint8(address, length), ids, labels)
+
+
+@numba.njit(cache=True, nogil=True)
+def _widen(
+    tokens: npt.NDArray[np.unsignedinteger], ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
+) -> None:
+    for k in range(min(ids.size, tokens.size)):
+        ids[k] = tokens[k]
+    # Labels begin one token after the inputs; the label of a run's last token is in the next run, if anywhere.
+    following = tokens[1:]
+    for k in range(min(labels.size, following.size)):
+        labels[k] = following[k]
+
+
+@numba.njit(cache=True, nogil=True)
+def _mark_labels(
+    spans: npt.NDArray[np.int64],
+    run: tuple[Whole, Whole],
+    labels: npt.NDArray[np.int64],
+    column: Whole,
+    crossing: Whole,
+) -> None:
+    """Correct the labels of a run of spans: at its joints, and where its loss mask says 0."""
+    first, last = run
+    for number in range(first, last):
+        length = spans[number, LENGTH]
+        joined = number > 0 and spans[number, DOCUMENT] == spans[number - 1, DOCUMENT]
+        if column:
+            if not (joined or crossing):
+                labels[column - 1] = IGNORE
+            elif number == first and spans[number, ADDRESS]:
+                labels[column - 1] = _first_token(np.uint64(spans[number, ADDRESS]), spans[number, WIDTH])
+        if spans[number, MASK]:
+            mask = view_uint8(np.uint64(spans[number, MASK]), length)
+            # The token at column c is the label at column c - 1.
+            for k in range(0 if column else 1, min(length, labels.size + 1 - column)):
+                if mask[k] == 0:
+                    labels[column + k - 1] = IGNORE
+        column += length
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_token(address: np.uint64, width: Whole) -> Whole:
+    if width == 2:
+        return np.int64(view_uint16(address, 1)[0])
+    if width == 4:
+        return np.int64(view_uint32(address, 1)[0])
+    return np.int64(view_uint8(address, 1)[0])
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_positions(spans: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+    """Count from 0 in every segment."""
+    column: Whole = 0
+    base: Whole = 0
+    for number in range(spans.shape[0]):
+        if number == 0 or spans[number, DOCUMENT] != spans[number - 1, DOCUMENT]:
+            base = column
+        part = positions[column : column + spans[number, LENGTH]]
+        begin = column - base
+        for k in range(part.size):
+            part[k] = begin + k
+        column += spans[number, LENGTH]
+    for k in range(column, positions.size):
+        positions[k] = k - column
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]) -> None:
+    """Give the segments of a row their numbers; padding is -1."""
+    column: Whole = 0
+    document: Whole = -1
+    for number in range(spans.shape[0]):
+        if number == 0 or spans[number, DOCUMENT] != spans[number - 1, DOCUMENT]:
+            document += 1
+        documents[column : column + spans[number, LENGTH]] = document
+        column += spans[number, LENGTH]
+    documents[column:] = -1
+
+
+@numba.njit(cache=True, nogil=True)
+def segment_bounds(
+    rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int, out: npt.NDArray[np.int32]
+) -> tuple[Whole, Whole]:
+    """Write where segments begin in the rows end to end, and the end; return (how many, longest segment)."""
+    filled: Whole = 0
+    longest: Whole = 0
+    for i in range(rows.shape[0]):
+        column: Whole = 0
+        for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
+            begins = number == rows[i, 0] or spans[number, DOCUMENT] != spans[number - 1, DOCUMENT]
+            if begins and column < seq_len:
+                out[filled] = i * seq_len + column
+                filled += 1
+            column += spans[number, LENGTH]
+        if column < seq_len:
+            out[filled] = i * seq_len + column
+            filled += 1
+    out[filled] = rows.shape[0] * seq_len
+    for k in range(filled):
+        longest = max(longest, np.int64(out[k + 1] - out[k]))
+    return filled + 1, longest
+
+
+@numba.njit(cache=True, nogil=True)
+def count_labels(rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], crossing: int) -> Whole:
+    """Return how many labels the rows have where no loss mask says otherwise."""
+    total: Whole = 0
+    for i in range(rows.shape[0]):
+        for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
+            total += spans[number, LENGTH]
+            joined = number > rows[i, 0] and spans[number, DOCUMENT] == spans[number - 1, DOCUMENT]
+            if number == rows[i, 0] or not (joined or crossing):
+                total -= 1
+    return total

@@ -1,0 +1,137 @@
+"""Row indexes kept in files: built once, by one of many processes, and mapped by all.
+
+A file is written under a name of its own, synced and renamed, so what has the final name is whole. Its
+name is a digest of everything that decides its content. A lock keeps other processes from building the same
+again; where locks do not work, they build it and the last rename wins, with the same bytes. The lock goes with its
+process, so a killed builder leaves nothing that needs to be cleaned up.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import orjson
+import xxhash
+
+from tokenmill.errors import StoreCorruptError
+from tokenmill.fingerprint import digest
+from tokenmill.packing.index import PackedWindow, WindowIndex, build_index
+from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.writer import sync_folder
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+FORMAT = "tokenmill-rows-1"
+FOLDER = ".rows"
+_END = 16
+"""Bytes at the end of a file: size of the footer, and its checksum."""
+
+
+def cached_index(
+    store: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]
+) -> WindowIndex:
+    """Return the index that `description` stands for, from its file; build the file if there is none."""
+    name = f"{digest(dict(description))}.rows"
+    for folder in (store / FOLDER, _private_folder()):
+        if (folder / name).exists():
+            return _read(folder / name, description)
+    folder = _writable(store / FOLDER) or _private_folder()
+    file = folder / name
+    with _lock(file):
+        if not file.exists():
+            _build(file, description, packed)
+    return _read(file, description)
+
+
+def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", suffix=".rows", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
+            table, counts = build_index(packed(), out.write)
+            out.write(b"\0" * (-out.tell() % 8))
+            _write_footer(out, description, table, counts)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+        sync_folder(file.parent)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _write_footer(
+    out: BinaryIO, description: Mapping[str, Any], table: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> None:
+    out.write(table.tobytes())
+    footer = orjson.dumps(
+        {
+            "format": FORMAT,
+            "description": dict(description),
+            "windows": len(table) - 1,
+            "counts": counts.tolist(),
+            "table": xxhash.xxh3_64_hexdigest(table.tobytes()),
+        }
+    )
+    out.write(footer)
+    out.write(len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
+
+
+def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex:
+    """Map an index; its footer and table are checked by their checksums, its size by both."""
+    try:
+        data = map_file(FileRequest(file, file.stat().st_size)).data
+        size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little")
+        text = data[data.size - _END - size : -_END].tobytes()
+        if size > data.size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
+            raise ValueError("a footer that is cut or changed")
+        footer = orjson.loads(text)
+        if footer["format"] != FORMAT or footer["description"] != dict(description):
+            raise ValueError("the index of something else")
+        begin = data.size - _END - size - 32 * (footer["windows"] + 1)
+        raw = data[begin : data.size - _END - size].tobytes()
+        if xxhash.xxh3_64_hexdigest(raw) != footer["table"]:
+            raise ValueError("a table that has changed")
+        table = np.frombuffer(raw, np.int64).reshape(-1, 4)
+        if begin - int(table[-1, 1]) not in range(8):
+            raise ValueError("sections that do not fit the table")
+    except (ValueError, KeyError, IndexError) as error:
+        raise StoreCorruptError(
+            f"{file}: must be a whole index of rows, got {error}; delete it, it will be built again"
+        ) from None
+    return WindowIndex(table=table, data=data[:begin], counts=np.array(footer["counts"], np.int64))
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Hold the right to build a file; go on without where the file system has no locks."""
+    with (file.parent / f".{file.name}.lock").open("wb") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass
+        yield
+
+
+def _writable(folder: Path) -> Path | None:
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return None
+
+
+def _private_folder() -> Path:
+    """Return a folder of this user's for indexes of stores that cannot be written to."""
+    folder = Path(tempfile.gettempdir()) / f"tokenmill-rows-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

@@ -1,0 +1,292 @@
+"""Rows made by packing windows of documents: `best_fit`, `bos_best_fit` and `padded`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from tokenmill.errors import ConfigError, PlanError, StoreCorruptError
+from tokenmill.packing.cache import cached_index
+from tokenmill.packing.index import (
+    BYTE,
+    CUTS,
+    PIECES,
+    ROW,
+    PackedWindow,
+    WindowFragments,
+    WindowIndex,
+    build_index,
+    num_windows,
+    pack_all,
+    pack_one,
+    whole_documents,
+)
+from tokenmill.packing.window import (
+    BOS,
+    BOS_ADDED,
+    CROPPED,
+    CUT,
+    FIRST,
+    ID_MASK,
+    MAX_DOCUMENTS,
+    PADDING,
+    ROWS,
+    TOKENS,
+    TRAINED,
+    TRUNCATED,
+)
+from tokenmill.store.locate import locate
+from tokenmill.types import Fates, Spans
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.packing.policy import Policy
+    from tokenmill.plan.rows import RowIndex, Seen
+    from tokenmill.store.reader import Store
+    from tokenmill.types import Whole
+
+IN_MEMORY_DOCUMENTS = 1 << 21
+"""Up to so many documents are packed anew by every process, in a fraction of a second; more are kept in a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """The rows of a store under a policy that packs windows."""
+
+    store: Store
+    seq_len: int
+    policy: Policy
+    index: WindowIndex
+    description: Mapping[str, int | str | bool]
+    cross_document_labels: bool = False
+    num_rest: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return self.index.num_rows
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token in an epoch, as counted when the rows were packed."""
+        counts = [int(number) for number in self.index.counts]
+        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED]}
+        return Fates(
+            rows=counts[ROWS],
+            tokens=counts[TOKENS],
+            trained=counts[TRAINED],
+            masked=counts[FIRST],
+            dropped={reason: number for reason, number in dropped.items() if number},
+            padding=counts[PADDING],
+            added=counts[BOS_ADDED],
+        )
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
+        from tokenmill.packing.following import follow
+
+        return follow(self, previous, seen, self.policy)
+
+    def rows_of(self, document: int) -> npt.NDArray[np.int64]:
+        """Return the rows that hold a token of a document, in ascending order."""
+        if not 0 <= document < self.store.num_documents:
+            raise PlanError(
+                f"{self.store.path}: a document must lie within 0:{self.store.num_documents}, got {document}; "
+                "count from 0"
+            )
+        window, local = divmod(document, MAX_DOCUMENTS)
+        begin, end = int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW])
+        rows = np.arange(begin, end)
+        return rows[_rows_with(self.index.table[window], end - begin, self.index.data, local)]
+
+    def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
+        """Return what the given rows are made of, in the order given."""
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
+            raise PlanError(
+                f"{self.store.path}: rows must lie within 0:{self.num_rows}, "
+                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
+            )
+        windows = np.searchsorted(self.index.table[:, ROW], rows, side="right") - 1
+        first = np.empty(rows.size, np.int64)
+        count = np.empty(rows.size, np.int64)
+        capacity = 4 * rows.size + 64
+        while True:
+            out = np.empty((capacity, 3), np.int64)
+            needed = int(_find_pieces(rows, windows, self.index.table, self.index.data, (first, count, out)))
+            if needed < 0:
+                raise StoreCorruptError(
+                    f"{self.store.path}: the index of its rows must be whole, got a broken window {-1 - needed}; "
+                    "delete its folder .rows, it will be built again"
+                )
+            if needed <= capacity:
+                break
+            capacity = needed
+        document, start, length = (np.ascontiguousarray(column) for column in out[:needed].T)
+        shard, token, whole = locate(self.store, document)
+        length = np.where(length < 0, whole, length)
+        if bool((start + length > whole).any()):
+            raise StoreCorruptError(
+                f"{self.store.path}: the index of its rows must fit its documents, got pieces past their ends; "
+                "delete its folder .rows, it will be built again"
+            )
+        return Spans(
+            first=first,
+            count=count,
+            document=document,
+            start=start,
+            length=length,
+            shard=shard,
+            token=token + start,
+        )
+
+
+def pack_rows(
+    store: Store,
+    *,
+    seq_len: int,
+    policy: Policy,
+    cross_document_labels: bool = False,
+    fragments_of: WindowFragments | None = None,
+    after: str = "",
+) -> PackedRows:
+    """Pack a store, or what `fragments_of` leaves of it (`after` then says after what, for the description)."""
+    if policy.name == "bos_best_fit" and not store.manifest.tokenizer.get("add_bos"):
+        raise ConfigError(
+            f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
+            "prepare it with --bos, or use packing = best_fit"
+        )
+    described: dict[str, int | str | bool] = {
+        "store": store.manifest.fingerprint,
+        **policy.describe(),
+        "seq_len": seq_len,
+        "cross_document_labels": cross_document_labels,
+    }
+    if after:
+        described["after"] = after
+    index = _index(store, described, fragments_of or whole_documents(store), seq_len, policy)
+    return PackedRows(
+        store=store,
+        seq_len=seq_len,
+        policy=policy,
+        index=index,
+        description={**described, "rows": index.num_rows},
+        cross_document_labels=cross_document_labels,
+    )
+
+
+def _index(
+    store: Store,
+    described: Mapping[str, int | str | bool],
+    fragments_of: WindowFragments,
+    seq_len: int,
+    policy: Policy,
+) -> WindowIndex:
+    windows = num_windows(store)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def packed() -> Iterator[PackedWindow]:
+        return pack_all(windows, lambda w: pack_one(w, fragments_of, seq_len, policy, str(store.path)), threads)
+
+    if store.num_documents > IN_MEMORY_DOCUMENTS:
+        return cached_index(store.path, described, packed)
+    parts: list[bytes] = []
+    table, counts = build_index(packed(), parts.append)
+    return WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
+
+
+@numba.njit(cache=True, nogil=True)
+def _section(
+    line: npt.NDArray[np.int64], num_rows: Whole, data: npt.NDArray[np.uint8]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
+    """Return (first piece of each row, pieces, cuts) of a window."""
+    begin = line[BYTE]
+    rows = data[begin : begin + 4 * num_rows].view(np.uint32)
+    begin += 4 * num_rows
+    pieces = data[begin : begin + 2 * line[PIECES]].view(np.uint16)
+    begin += 2 * (line[PIECES] + (line[PIECES] & 1))
+    return rows, pieces, data[begin : begin + 12 * line[CUTS]].view(np.uint32)
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_pieces(
+    rows: npt.NDArray[np.int64],
+    windows: npt.NDArray[np.int64],
+    table: npt.NDArray[np.int64],
+    data: npt.NDArray[np.uint8],
+    out: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
+) -> Whole:
+    """Write (document, first token, number of tokens or -1 for all) of every piece; return how many there are.
+
+    A negative number says that the section of a window cannot be right: -1 less the window.
+    """
+    first, count, found = out
+    filled = 0
+    for i in range(rows.size):
+        window = windows[i]
+        num_rows = table[window + 1, ROW] - table[window, ROW]
+        starts, pieces, cuts = _section(table[window], num_rows, data)
+        row = rows[i] - table[window, ROW]
+        begin = np.int64(starts[row])
+        end = np.int64(starts[row + 1]) if row + 1 < num_rows else pieces.size
+        if begin > end or end > pieces.size:
+            return -1 - window
+        first[i] = filled
+        cut = _first_cut(cuts, begin)
+        for number in range(begin, end):
+            piece = pieces[number]
+            document = window * MAX_DOCUMENTS + (piece & ID_MASK)
+            start, length = np.int64(0), np.int64(-1)
+            if piece & CUT:
+                if 3 * cut + 2 >= cuts.size or cuts[3 * cut] != number:
+                    return -1 - window
+                start, length = np.int64(cuts[3 * cut + 1]), np.int64(cuts[3 * cut + 2])
+                cut += 1
+            if piece & BOS:
+                filled = _put(found, filled, document, 0, 1)
+            if length:
+                filled = _put(found, filled, document, start, length)
+        count[i] = filled - first[i]
+    return filled
+
+
+@numba.njit(cache=True, nogil=True)
+def _put(found: npt.NDArray[np.int64], filled: Whole, document: Whole, start: Whole, length: Whole) -> Whole:
+    if filled < found.shape[0]:
+        found[filled, 0] = document
+        found[filled, 1] = start
+        found[filled, 2] = length
+    return filled + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_cut(cuts: npt.NDArray[np.uint32], piece: Whole) -> Whole:
+    """Return the index of the first cut whose piece is not before `piece`."""
+    low, high = 0, cuts.size // 3
+    while low < high:
+        middle = (low + high) >> 1
+        if cuts[3 * middle] < piece:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@numba.njit(cache=True, nogil=True)
+def _rows_with(
+    line: npt.NDArray[np.int64], num_rows: Whole, data: npt.NDArray[np.uint8], document: Whole
+) -> npt.NDArray[np.bool_]:
+    """Say for each row of a window whether it holds a piece of a document."""
+    starts, pieces, _ = _section(line, num_rows, data)
+    found = np.zeros(num_rows, np.bool_)
+    row = 0
+    for number in range(pieces.size):
+        while row + 1 < num_rows and starts[row + 1] <= number:
+            row += 1
+        if pieces[number] & ID_MASK == document:
+            found[row] = True
+    return found

@@ -1,0 +1,94 @@
+"""How documents become rows: the choices of a user, and the packing of one window by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.packing.best_fit import pack_best_fit
+from tokenmill.packing.bos_best_fit import pack_bos_best_fit
+from tokenmill.packing.stream import pack_stream
+from tokenmill.packing.window import FORBID, SPLIT, TOKENS, TRUNCATE_END, TRUNCATE_START, count_window
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.packing.window import Fragments, Output, Written
+    from tokenmill.types import Whole
+
+CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED = range(4)
+POLICIES = {"concat": CONCAT, "best_fit": BEST_FIT, "bos_best_fit": BOS_BEST_FIT, "padded": PADDED}
+SPLITS = {"allow": SPLIT, "forbid": FORBID, "truncate_start": TRUNCATE_START, "truncate_end": TRUNCATE_END}
+CROPS = ("return", "discard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How documents become rows."""
+
+    name: str = "best_fit"
+    split: str = "allow"
+    """What happens to a document longer than a row: it is cut into rows (`allow`), refused (`forbid`), or loses
+    its beginning (`truncate_start`) or end (`truncate_end`). `padded` never cuts: there `allow` means `forbid`."""
+    crop: str = "return"
+    """What `bos_best_fit` does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
+
+    def __post_init__(self) -> None:
+        for field, value, known in (
+            ("packing", self.name, tuple(POLICIES)),
+            ("split", self.split, tuple(SPLITS)),
+            ("crop", self.crop, CROPS),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"{field}: must be one of {', '.join(known)}, got {value!r}; {nearest(value, known)}"
+                )
+
+    @property
+    def split_mode(self) -> int:
+        """The number of `split` for the kernels."""
+        return FORBID if self.name == "padded" and self.split == "allow" else SPLITS[self.split]
+
+    def describe(self) -> dict[str, int | str | bool]:
+        """Return what decides the rows, as JSON."""
+        described: dict[str, int | str | bool] = {"packing": self.name}
+        if self.name in ("best_fit", "padded"):
+            described["split"] = self.split
+        if self.name == "bos_best_fit":
+            described["crop"] = self.crop
+        return described
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Return (policy, split, discard) for the kernels."""
+        return POLICIES[self.name], self.split_mode, int(self.crop == "discard")
+
+
+@numba.njit(cache=True, nogil=True)
+def pack_window(
+    fragments: Fragments,
+    lengths: npt.NDArray[np.int32],
+    shape: tuple[int, int, int, int],
+    out: Output,
+    counts: npt.NDArray[np.int64],
+) -> Written:
+    """Pack the fragments of one window into `out`; shape is (seq_len, policy, split, discard)."""
+    seq_len, policy, split, discard = shape
+    if policy == BOS_BEST_FIT:
+        written = pack_bos_best_fit(fragments, lengths, (seq_len, discard == 1), out, counts)
+    elif policy == CONCAT:
+        written = pack_stream(fragments, lengths, seq_len, out)
+    else:
+        written = pack_best_fit(fragments, lengths, (seq_len, split, policy == PADDED), out, counts)
+    _, starts, sizes = fragments
+    tokens: Whole = 0
+    for i in range(sizes.size):
+        # A fragment from within a document begins with a token that was trained before, and is here for context;
+        # with BOS before it, it needs none.
+        tokens += np.int64(sizes[i]) - (starts[i] > 0 and policy != BOS_BEST_FIT)
+    counts[TOKENS] += tokens
+    count_window((seq_len, split), lengths, out, written, counts)
+    return written

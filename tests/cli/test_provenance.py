@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenmill.run import Run
+
+ENTRY = Path(sys.executable).parent / "tokenmill"
+
+
+def test_what_names_the_rows_of_the_global_batch_in_order(tokenmill, run_toml):
+    """[O1.a]"""
+    run = Run.from_toml(run_toml)
+    plan, loader = run.plan(), run.loader(arrays=("input_ids",))
+    for step in (0, 5, 6, 9):
+        sources, rows = plan.rows(step)
+        spans = tokenmill("what", run_toml, "--step", step, "--json").json
+        seen = list(dict.fromkeys((span["slot"], span["source"], span["row"]) for span in spans))
+        assert seen == [
+            (slot, plan.sources[source], row)
+            for slot, (source, row) in enumerate(zip(sources.tolist(), rows.tolist(), strict=True))
+        ]
+        ids = loader[step]["input_ids"]
+        for slot in range(len(rows)):
+            found: list[int] = []
+            for span in spans:
+                if span["slot"] == slot:
+                    document = run.stores[span["source"]].fetch_record(span["document"], "sequence")
+                    found += document[span["start"] : span["start"] + span["length"]].tolist()
+            # A row has one token more than it has inputs: the last label.
+            assert found[:-1] == ids[slot].tolist()
+
+
+def test_what_shows_the_text_of_each_span(tokenmill, run_toml, folder):
+    """[O1.a]"""
+    texts = {
+        name: [json.loads(line)["text"] for line in (folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        for name in ("web", "books")
+    }
+    spans = tokenmill("what", run_toml, "--step", 3, "--json").json
+    for span in spans:
+        framed = [b"<|bos|>", *(bytes([b]) for b in texts[span["source"]][span["document"]].encode()), b"<|eos|>"]
+        piece = b"".join(framed[span["start"] : span["start"] + min(span["length"], 16)]).decode(errors="replace")
+        shown = piece.replace("\n", "⏎").replace("\t", "→").replace("\x1b", "\ufffd")
+        assert span["text"].removesuffix("…") == shown
+
+
+def test_what_of_a_rank_is_its_slice(tokenmill, run_toml):
+    """[O1.a]"""
+    whole = tokenmill("what", run_toml, "--step", 2, "--json").json
+    parts = [
+        tokenmill("what", run_toml, "--step", 2, "--rank", rank, "--world-size", 4, "--json").json
+        for rank in range(4)
+    ]
+    assert [span for part in parts for span in part] == whole
+    assert [sorted({span["slot"] for span in part}) for part in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_what_as_a_table_shows_documents_as_they_are(tokenmill, run_toml):
+    done = tokenmill("what", run_toml, "--step", 7)
+    assert (done.code, done.err) == (0, "")
+    assert done.lines[0].strip() == "Step 7, stage 'late'"
+    assert "[bold]" in done.out
+    assert "\x1b" not in done.out
+    without = tokenmill("what", run_toml, "--step", 7, "--no-text")
+    assert without.code == 0
+    assert "[bold]" not in without.out
+
+
+def test_when_is_the_inverse_of_what(tokenmill, run_toml):
+    """[O1.b]"""
+    uses: dict[tuple[str, int], list[dict[str, object]]] = {}
+    for step in range(10):
+        for span in tokenmill("what", run_toml, "--step", step, "--no-text", "--json").json:
+            places = uses.setdefault((span["source"], span["document"]), [])
+            place = {"step": step, "slot": span["slot"], "row": span["row"]}
+            spans = {"start": span["start"], "length": span["length"]}
+            if places and {key: places[-1][key] for key in place} == place:
+                places[-1]["spans"].append(spans)
+            else:
+                places.append({**place, "spans": [spans]})
+    for name, count in (("web", 60), ("books", 25)):
+        for document in range(count):
+            found = tokenmill("when", run_toml, "--source", name, "--document", document, "--json").json
+            assert found == uses.get((name, document), [])
+
+
+def test_when_as_a_table(tokenmill, run_toml):
+    found = tokenmill("when", run_toml, "--source", "web", "--document", 4, "--json").json
+    done = tokenmill("when", run_toml, "--source", "web", "--document", 4)
+    assert (done.code, done.err) == (0, "")
+    assert done.lines[0].strip() == f"Document 4 of 'web': {len(found)} uses"
+    rows = [
+        tuple(map(int, match)) for match in re.findall(r"^\s*(\d+)\s+(\d+)\s+(\d+)\s+\d+:", done.out, re.MULTILINE)
+    ]
+    assert rows == [(use["step"], use["slot"], use["row"]) for use in found]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["what", "--step", 10], r"step: must lie within 0:10, got 10; .*"),
+        (["what", "--step", -1], r"step: must lie within 0:10, got -1; .*"),
+        (["what", "--step", 0, "--rank", 4, "--world-size", 4], r"--rank: must lie within .*, got 4 and 4; fix .*"),
+        (["what", "--step", 0, "--rank", 0, "--world-size", 3], r"--rank: .* divide 8 rows, got 0 and 3; fix .*"),
+        (["what", "--step", 0, "--rank", 0, "--world-size", 0], r"--rank: must lie within .*, got 0 and 0; fix .*"),
+        (["when", "--source", "wbe", "--document", 0], r"source: must be .*, got 'wbe'; did you mean 'web'\?"),
+        (
+            ["when", "--source", "web", "--document", 60],
+            r".*stores/web: documents must lie within 0:60, got 60:.*; .*",
+        ),
+        (
+            ["when", "--source", "web", "--document", -1],
+            r".*stores/web: documents must lie within 0:60, got -1:.*; .*",
+        ),
+    ],
+)
+def test_a_step_source_or_document_outside_the_plan_is_refused(tokenmill, run_toml, arguments, message):
+    done = tokenmill(arguments[0], run_toml, *arguments[1:])
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(f"error: {message}\n", done.err)
+
+
+def test_the_process_tells_an_error_by_its_exit_code(run_toml):
+    done = subprocess.run([ENTRY, "what", run_toml, "--step", "99"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"error: step: must lie within 0:10, got 99; .*\n", done.stderr)

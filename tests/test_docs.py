@@ -1,0 +1,304 @@
+"""What the documents say is run: code blocks, commands, figures, links, doctests."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))) if page.exists()]
+LINKED = [*PAGES, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+SHELLS = {"bash", "sh", "console"}
+SHOWN = {"", "text", "json", "toml"}
+"""Languages of blocks that show something and have nothing to run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+    """Line of its first line of code, from 1."""
+    note: str = ""
+    """The HTML comment right before it."""
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """Find the fenced blocks of a page, in order."""
+    lines = page.splitlines()
+    number = 0
+    before = ""
+    while number < len(lines):
+        fence = re.fullmatch(r"(`{3,})(\w*)\s*", lines[number])
+        if fence:
+            end = next(i for i in range(number + 1, len(lines)) if lines[i].rstrip() == fence[1])
+            note = re.fullmatch(r"<!--\s*(.*?)\s*-->", before)
+            yield Block(
+                language=fence[2],
+                text="\n".join(lines[number + 1 : end]) + "\n",
+                line=number + 2,
+                note=note[1] if note else "",
+            )
+            number, before = end, ""
+        elif lines[number].strip():
+            before = lines[number].strip()
+        number += 1
+
+
+def commands_of(block: Block) -> list[str]:
+    """Return the commands of a block, without prompts, comments and what the commands print."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if any(line.startswith("$ ") for line in lines):
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [line.strip() for line in lines if shlex.split(line, comments=True)]
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def run_command(command: str, folder: Path) -> None:
+    """Run one command of ours as a reader would; check that one of make exists."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        missing = [word for word in words[1:] if "=" not in word and word not in make_targets()]
+        assert not missing, f"Makefile has no target {missing[0]}"
+        return
+    assert words[0] == "tokenmill", f"{command!r} cannot be run here: put <!-- not run: reason --> before the block"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+def run_page(page: str, name: str, folder: Path) -> dict[str, Any]:
+    """Run the blocks of a page in order, in the working directory `folder`; return what its Python has defined."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        if block.note.startswith("not run:"):
+            assert block.note.removeprefix("not run:").strip(), f"{name}:{block.line}: say why it is not run"
+        elif block.note.startswith("file:"):
+            file = (folder / block.note.removeprefix("file:").strip()).resolve()
+            assert file.is_relative_to(folder.resolve()), f"{name}:{block.line}: files belong into the folder"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            # So that an error names the line of the page.
+            code = compile("\n" * (block.line - 1) + block.text, name, "exec")
+            exec(code, namespace)
+        elif block.language in SHELLS:
+            for command in commands_of(block):
+                run_command(command, folder)
+        else:
+            assert block.language in SHOWN, f"{name}:{block.line}: nobody runs blocks of {block.language!r}"
+    return namespace
+
+
+def figures_of(page: str) -> list[str]:
+    """Return the rows with numbers of tables under a heading that says Figures or Measured."""
+    rows, wanted, header = [], False, True
+    for line in page.splitlines():
+        if line.startswith("#"):
+            wanted = re.search(r"figures|measured", line, re.IGNORECASE) is not None
+        if not line.startswith("|"):
+            header = True
+        elif re.fullmatch(r"[|\s:-]+", line):
+            header = False
+        elif wanted and not header and re.search(r"\d", line):
+            rows.append(line)
+    return rows
+
+
+def script_of(row: str) -> str:
+    """Return the script that a row of figures names; it must exist."""
+    found = re.search(r"benchmarks/[\w/]+\.py", row)
+    assert found, f"a row of figures must name its script under benchmarks/: {row}"
+    assert (ROOT / found[0]).is_file(), f"{found[0]} does not exist"
+    return found[0]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """Make a working directory as the documents assume it: a small corpus in corpus/."""
+    shutil.copytree(ROOT / "src" / "tokenmill" / "demo" / "corpus", tmp_path / "corpus")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_runs(page, workplace):
+    """[A1.c]"""
+    # In an interpreter of its own, as a reader has it: nothing is imported yet.
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", __file__, str(page)],
+        cwd=workplace,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_figure_names_the_script_behind_it(page):
+    for row in figures_of(page.read_text(encoding="utf-8")):
+        script_of(row)
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_within_the_project_leads_somewhere(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    local = [target for target in targets if target and "://" not in target and not target.startswith("mailto:")]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+SOURCE = ROOT / "src"
+MODULES = [
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((SOURCE / "tokenmill").rglob("*.py"))
+    if path.name != "__main__.py"
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_hold(name):
+    failed, _ = doctest.testmod(importlib.import_module(name), raise_on_error=False)
+    assert failed == 0
+
+
+# The runner itself.
+
+SAMPLE = """\
+# A page
+
+<!-- file: conf/run.toml -->
+```toml
+[run]
+steps = 3
+```
+
+```python
+from pathlib import Path
+
+steps = Path("conf/run.toml").read_text().split()[-1]
+```
+
+Some words.
+
+```console
+$ tokenmill \\
+    --version
+tokenmill 0.1.0
+$ make test JOBS=1   # a target of the Makefile
+```
+
+<!-- not run: needs a GPU -->
+```python
+raise SystemExit
+```
+
+```text
+nothing to run
+```
+
+```python
+steps = int(steps) + 1
+```
+"""
+
+
+def test_the_runner_finds_blocks_with_their_notes_and_lines():
+    assert [(block.language, block.note, block.line) for block in blocks_of(SAMPLE)] == [
+        ("toml", "file: conf/run.toml", 5),
+        ("python", "", 10),
+        ("console", "", 18),
+        ("python", "not run: needs a GPU", 26),
+        ("text", "", 30),
+        ("python", "", 34),
+    ]
+
+
+def test_the_runner_runs_a_page_in_order_in_one_namespace(workplace):
+    assert run_page(SAMPLE, "sample", workplace)["steps"] == 4
+    assert (workplace / "corpus" / "prose.jsonl").is_file()
+
+
+@pytest.mark.parametrize("page", ["", "# Title\n\nwords only\n", "| a |\n|---|\n| 1 |\n"])
+def test_the_runner_does_without_blocks(tmp_path, page):
+    assert list(run_page(page, "empty", tmp_path)) == ["__name__"]
+    assert figures_of(page) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("```python\nassert 1 == 2, 'so it is'\n```\n", "so it is"),
+        ("```bash\ntokenmill verify nowhere\n```\n", "nowhere: a store must be a folder"),
+        ("```bash\nmake nonsense\n```\n", "no target nonsense"),
+        ("```bash\nrm -rf build\n```\n", "not run: reason"),
+        ("<!-- not run: -->\n```bash\nrm -rf build\n```\n", "say why"),
+        ("```ruby\nputs 1\n```\n", "nobody runs blocks of 'ruby'"),
+        ("<!-- file: ../x -->\n```toml\n```\n", "files belong into the folder"),
+    ],
+)
+def test_the_runner_fails_where_a_page_is_wrong(tmp_path, page, message):
+    with pytest.raises(AssertionError, match=message):
+        run_page(page, "wrong", tmp_path)
+
+
+def test_the_commands_of_a_block_are_those_after_a_prompt_or_all_lines():
+    with_prompt = Block(language="console", text="$ tokenmill a\nout # put\n$ tokenmill b\n", line=1)
+    without = Block(language="bash", text="# first\ntokenmill a   # why\n\ntokenmill b \\\n  --c\n", line=1)
+    assert commands_of(with_prompt) == ["tokenmill a", "tokenmill b"]
+    assert [shlex.split(command, comments=True) for command in commands_of(without)] == [
+        ["tokenmill", "a"],
+        ["tokenmill", "b", "--c"],
+    ]
+
+
+def test_the_figures_are_rows_with_numbers_under_their_heading():
+    page = """
+## Words
+| a | b |
+|---|---|
+| 1 | x |
+
+## Measured in 2025
+| what 1 | script |
+|:--|--:|
+| 3 ns | `benchmarks/order.py` |
+| none | – |
+
+## More
+| 4 |
+"""
+    assert figures_of(page) == ["| 3 ns | `benchmarks/order.py` |"]
+    with pytest.raises(AssertionError, match="must name its script"):
+        script_of("| 3 ns | – |")
+    with pytest.raises(AssertionError, match="does not exist"):
+        script_of("| 3 ns | benchmarks/nonsense.py |")
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]).read_text(encoding="utf-8"), sys.argv[1], Path.cwd())

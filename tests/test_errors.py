@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tokenmill import errors
+from tokenmill.errors import TokenmillError, nearest
+
+PACKAGE = Path(errors.__file__).parent
+CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TokenmillError)]
+
+
+def test_the_drawn_tree_is_the_tree_of_classes():
+    drawn: dict[str, tuple[str, str]] = {}
+    parents: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"([ │├└─]+)(\w+Error)(?:\((\w+)\))?", line)
+        if found:
+            depth = (len(found[1]) - 4) // 4
+            parents[depth:] = [found[2]]
+            drawn[found[2]] = (parents[depth - 1] if depth else "Exception", found[3] or "")
+    real = {}
+    for kind in CLASSES:
+        first, *others = kind.__bases__
+        real[kind.__name__] = (first.__name__, "".join(other.__name__ for other in others))
+    assert drawn == real
+
+
+def test_errors_of_ours_are_caught_as_the_builtins_that_they_are():
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.StoreMissingError, FileNotFoundError)
+    assert issubclass(errors.StoreExistsError, FileExistsError)
+    assert issubclass(errors.PlanError, IndexError)
+    assert all(issubclass(kind, TokenmillError) and kind.__doc__ for kind in CLASSES)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_an_error_prints_its_message_and_nothing_else(kind):
+    # An OSError with one argument does; with two it would print [Errno ...].
+    assert str(kind("a.bin: must be there, got nothing; look elsewhere")) == (
+        "a.bin: must be there, got nothing; look elsewhere"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "text"),
+    [
+        ("seqlen", ["seq_len", "seed"], "did you mean 'seq_len'?"),
+        ("zzz", ["seq_len", "seed"], "known: seq_len, seed"),
+        ("seed", iter(["seq_len", "seeds"]), "did you mean 'seeds'?"),
+        ("x", [], "known: "),
+    ],
+)
+def test_nearest_names_the_known_one_or_all(name, known, text):
+    assert nearest(name, known) == text
+
+
+def messages() -> list[tuple[str, str]]:
+    """Return every message that is raised, with {...} for what is filled in."""
+    found = []
+    names = {kind.__name__ for kind in CLASSES}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                text = node.exc.args[0]
+                if ast.unparse(node.exc.func) in names and isinstance(text, ast.JoinedStr | ast.Constant):
+                    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                    shown = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)
+                    found.append((f"{path.relative_to(PACKAGE)}:{node.lineno}", shown))
+    return found
+
+
+def test_every_message_says_where_the_rule_the_value_and_the_way_out():
+    """[A1.a]"""
+    all_messages = messages()
+    assert len(all_messages) > 50
+    # A rule may be filled in as a whole, with its value.
+    form = re.compile(r".+?: (.*\b(got|but)\b|\{\}).*; .+", re.DOTALL)
+    assert [(place, text) for place, text in all_messages if not form.match(text)] == []
