@@ -40,14 +40,22 @@ def test_sources_of_two_tokenizers_are_refused_with_the_difference(make_run, mak
 
 
 def test_compiling_reads_no_token(make_run, make_store):
-    """[A1.a] All shard files are gone, the manifest is enough."""
+    """[A1.a] Where documents begin is enough; the tokens are gone."""
     path, _, _ = make_store("web", [50] * 10, max_tokens_per_shard=100)
-    for folder in path.glob("shard-*"):
-        shutil.rmtree(folder)
+    for file in path.glob("shard-*/sequence.bin"):
+        file.unlink()
     plan = make_run("web").plan()
     assert plan.rows(9)[1].size == 4
     with pytest.raises(ConfigError, match="global_batch_size must be divisible"):
         make_run("web").loader(world_size=3)
+
+
+def test_a_plan_by_concat_reads_manifests_only(make_run, make_store):
+    """[S1.a]"""
+    path, _, _ = make_store("web", [50] * 10, max_tokens_per_shard=100)
+    for folder in path.glob("shard-*"):
+        shutil.rmtree(folder)
+    assert make_run("web", packing="concat").plan().rows(9)[1].size == 4
 
 
 def test_a_store_may_be_moved(make_run, make_store, tmp_path):

@@ -64,13 +64,15 @@ class Run:
 
     def plan(self) -> Plan:
         """Compile and check the plan; no token is read."""
-        from tokenmill.plan import compile_plan
+        from tokenmill.plan.plan import check_order, compile_plan
 
         limits = {source.name: source.max_epochs for source in self.config.sources}
+        stages, steps = self.config.resolved_stages(), self.config.run.steps
+        check_order([(stage.name, stage.start_step) for stage in stages], steps)  # before any row is packed
         return compile_plan(
-            [self._stage(stage) for stage in self.config.resolved_stages()],
+            [self._stage(stage) for stage in stages],
             sources=self.config.source_names,
-            steps=self.config.run.steps,
+            steps=steps,
             max_epochs={name: limit for name, limit in limits.items() if limit is not None},
         )
 

@@ -9,6 +9,7 @@ seed = {seed}
 steps = 30
 global_batch_size = 12
 seq_len = 16
+packing = "{packing}"
 shuffle = "{shuffle}"
 cross_document_labels = {crossing}
 
@@ -29,6 +30,7 @@ weights = {{ web = 0.7, books = {books} }}
 name = "talk"
 start_step = {edge}
 global_batch_size = 24
+seq_len = {late_seq_len}
 weights = {{ web = 0.2, books = 0.8 }}
 """
 
@@ -37,16 +39,19 @@ weights = {{ web = 0.2, books = 0.8 }}
 def make_run(make_store, tmp_path):
     """Make a run of two sources and two stages over real stores with documents of all lengths, in many shards."""
 
-    def make(name="run", *, seed=1, shuffle="full", crossing="false", books=0.3, edge=17, **store_options):
+    def make(name="run", **options):
+        values = {"seed": 1, "shuffle": "full", "crossing": "false", "books": 0.3, "edge": 17, "packing": "concat"}
+        values |= {"late_seq_len": 16}
+        values |= {key: options.pop(key) for key in list(options) if key in values}
         rng = np.random.default_rng(0)
         folder = tmp_path
         for source, count in (("web", 150), ("books", 60)):
             if not (folder / source).exists():
                 lengths = [int(n) for n in rng.integers(0, 50, count)]
-                path, _, _ = make_store(source, lengths, **({"max_tokens_per_shard": 700} | store_options))
+                path, _, _ = make_store(source, lengths, **({"max_tokens_per_shard": 700} | options))
                 assert path == folder / source
         file = folder / f"{name}.toml"
-        file.write_text(TOML.format(seed=seed, shuffle=shuffle, crossing=crossing, books=books, edge=edge))
+        file.write_text(TOML.format(**values))
         return Run.from_toml(file)
 
     return make

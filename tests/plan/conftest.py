@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
-from tokenmill.types import Spans
+from tokenmill.types import Fates, Spans
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,16 @@ class NumberedRows:
             length=ones * (self.seq_len + 1),
             shard=ones * 0,
             token=rows * (self.seq_len + 1),
+        )
+
+    def fates(self):
+        return Fates(
+            rows=self.num_rows,
+            tokens=self.num_rows * (self.seq_len + 1),
+            trained=self.num_rows * self.seq_len,
+            masked=self.num_rows,
+            dropped={},
+            padding=0,
         )
 
     def rows_of(self, document):

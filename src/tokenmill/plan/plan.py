@@ -82,7 +82,7 @@ def compile_plan(
     max_epochs: Mapping[str, float] | None = None,
 ) -> Plan:
     """Compile stages into a plan; contradictions are refused here, before the first step."""
-    _check(stages, steps)
+    check_order([(stage.name, stage.start_step) for stage in stages], steps)
     plan = Plan(
         sources=tuple(sources),
         stages=compile_stages(stages, sources, steps),
@@ -92,23 +92,26 @@ def compile_plan(
     return plan
 
 
-def _check(stages: Sequence[StageSpec], steps: int) -> None:
+def check_order(stages: Sequence[tuple[str, int]], steps: int) -> None:
+    """Refuse stages, given as (name, start_step), that do not follow one another from step 0 to the last."""
     if not stages:
         raise ConfigError("stages: a run must have at least one, got none; add [[stages]] or sources with weights")
-    if stages[0].start_step != 0:
+    name, start = stages[0]
+    if start != 0:
         raise ConfigError(
-            f"stage {stages[0].name!r}: the first stage must start at step 0, got {stages[0].start_step}; "
+            f"stage {name!r}: the first stage must start at step 0, got {start}; "
             "start it at 0 or put a stage before it"
         )
-    for before, after in pairwise(stages):
-        if after.start_step <= before.start_step:
+    for (before, earlier), (after, later) in pairwise(stages):
+        if later <= earlier:
             raise ConfigError(
-                f"stage {after.name!r}: start_step must be above {before.start_step} of stage {before.name!r}, "
-                f"got {after.start_step}; order the stages by start_step"
+                f"stage {after!r}: start_step must be above {earlier} of stage {before!r}, got {later}; "
+                "order the stages by start_step"
             )
-    if stages[-1].start_step >= steps:
+    name, start = stages[-1]
+    if start >= steps:
         raise ConfigError(
-            f"stage {stages[-1].name!r}: start_step must be below run.steps {steps}, got {stages[-1].start_step}; "
+            f"stage {name!r}: start_step must be below run.steps {steps}, got {start}; "
             "raise run.steps or remove the stage"
         )
 
