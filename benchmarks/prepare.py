@@ -198,10 +198,12 @@ def two_workers(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with whole:
-        prepare(corpus, out=work, tokenizer=tokenizer, workers=2, progress=False)
-    done.set()
-    watcher.join()
+    try:
+        with whole:
+            prepare(corpus, out=work, tokenizer=tokenizer, workers=2, progress=False)
+    finally:
+        done.set()
+        watcher.join()
     return {"wall": whole.wall, "worker_peak_mb": peak[0]}
 
 

@@ -62,16 +62,21 @@ def make_store(
         dtype: str = "<u2",
         vocab_size: int | None = None,
         seed: int = 0,
+        add_bos: bool = False,
     ) -> MadeStore:
         size = vocab_size or {"|u1": 256, "<u2": 50_000, "<u4": 200_000}[dtype]
         offsets = np.cumsum([0, *lengths], dtype=np.int64)
         tokens = np.random.default_rng(seed).integers(0, size, int(offsets[-1])).astype(dtype)
+        identity = tokenizer_identity(size)
+        if add_bos:
+            identity |= {"add_bos": True, "bos_id": 1}
+            tokens[offsets[:-1][np.diff(offsets) > 0]] = 1
         path = tmp_path / name
         if path.exists():
             shutil.rmtree(path)
         spec = StoreSpec(
             keys={"sequence": dtype},
-            tokenizer=tokenizer_identity(size),
+            tokenizer=identity,
             recipe={"kind": "text"},
             max_tokens_per_shard=max_tokens_per_shard,
         )

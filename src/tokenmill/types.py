@@ -55,7 +55,8 @@ class Span:
 class Spans:
     """The spans of several rows, as arrays: the one source of truth for everything a batch delivers.
 
-    Row i is made of spans `first[i]` to `first[i] + count[i]`, in that order.
+    Row i is made of spans `first[i]` to `first[i] + count[i]`, in that order. Each is a segment of its own, which
+    attends to itself alone, but for the rest of a document, which is joined to the BOS put before it.
     """
 
     first: npt.NDArray[np.int64]
@@ -67,6 +68,15 @@ class Spans:
     shard: npt.NDArray[np.int64]
     token: npt.NDArray[np.int64]
     """First token of the span, counted from the shard's first."""
+
+    @property
+    def joined(self) -> npt.NDArray[np.bool_]:
+        """Say of each span whether it goes on behind the BOS of its document, which is the span before it."""
+        after = np.zeros(self.length.size, np.bool_)
+        bos = (self.start[:-1] == 0) & (self.length[:-1] == 1)
+        after[1:] = bos & (self.document[1:] == self.document[:-1]) & (self.start[1:] > 0)
+        after[self.first[self.count > 0]] = False
+        return after
 
     def row(self, index: int) -> tuple[Span, ...]:
         """Return the spans of one row as objects."""

@@ -41,13 +41,13 @@ def make_run(make_store, tmp_path):
 
     def make(name="run", **options):
         values = {"seed": 1, "shuffle": "full", "crossing": "false", "books": 0.3, "edge": 17, "packing": "concat"}
-        values |= {"late_seq_len": 16}
+        values |= {"late_seq_len": 16, "lengths": 50}
         values |= {key: options.pop(key) for key in list(options) if key in values}
         rng = np.random.default_rng(0)
         folder = tmp_path
         for source, count in (("web", 150), ("books", 60)):
             if not (folder / source).exists():
-                lengths = [int(n) for n in rng.integers(0, 50, count)]
+                lengths = [int(n) for n in rng.integers(0, values["lengths"], count)]
                 path, _, _ = make_store(source, lengths, **({"max_tokens_per_shard": 700} | options))
                 assert path == folder / source
         file = folder / f"{name}.toml"

@@ -43,6 +43,39 @@ def test_all_divisors_of_the_batch_give_the_same_global_batches(make_run, global
                 assert global_batches(run, world_size=world_size, **options) == reference
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "bos_best_fit", "concat"])
+@pytest.mark.parametrize(("world_size", "micro_batch", "threads"), [(1, 12, 1), (2, 3, 8), (4, 1, 0), (12, 1, 1)])
+def test_elastic_with_every_packing_through_a_change_of_length(
+    make_run, global_batches, packing, world_size, micro_batch, threads
+):
+    """[E1.a] Mixing, packing and shuffling all on, the sequence length changes at step 17."""
+    run = make_run(packing=packing, late_seq_len=24, add_bos=True)
+    reference = global_batches(run, micro_batch=12, threads=0)
+    assert global_batches(run, world_size=world_size, micro_batch=micro_batch, threads=threads) == reference
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "bos_best_fit", "padded"])
+def test_every_step_resumes_exactly_with_every_packing(make_run, packing):
+    """[R1.a, R1.b] From every step, on and beside the change of length, at another world size."""
+    late = 16 if packing == "padded" else 24
+    run = make_run(packing=packing, late_seq_len=late, add_bos=True, lengths=15 if packing == "padded" else 50)
+    whole = run.loader(micro_batch=12, threads=0)
+    stream = iter(whole)
+    states = [whole.state_dict()]
+    for _ in range(17 + 26):
+        next(stream)
+        if "batches" not in whole.state_dict():
+            states.append(whole.state_dict())
+    for state in states[:-1]:
+        loader = run.loader(rank=1, world_size=2, micro_batch=6, threads=0)
+        loader.load_state_dict(state)
+        step = int(state["step"])
+        batch = next(iter(loader))
+        rows = whole[step]["labels"].shape[0] // 2
+        for name, array in batch.items():
+            assert np.array_equal(array, whole[step][name][rows : rows + 6])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 def test_every_rank_gets_the_same_number_of_batches(make_run, world_size):
     """[C2.a]"""

@@ -111,7 +111,7 @@ class Block:
         self._spans = np.empty((sum(piece.spans.length.size for piece in pieces), 5), np.int64)
         for piece in pieces:
             width = piece.store.dtype(piece.store.keys[0]).itemsize
-            describe_spans(self._spans[piece.offset :], piece.spans.document, piece.spans.length, width)
+            describe_spans(self._spans[piece.offset :], piece.spans.joined, piece.spans.length, width)
         self._masked = any(piece.masked for piece in pieces)
         if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
             self._map(pieces, max_maps)

@@ -1,7 +1,6 @@
 """The kernels that fill the arrays of a batch, all from the spans of its rows.
 
-A segment is what attends to itself: a span, with the spans of the same document that follow it in the row
-(the rest of a document behind its BOS), or the padding of a row.
+A segment is what attends to itself: a span, the rest of a document with the BOS before it, or the padding of a row.
 """
 
 from __future__ import annotations
@@ -21,20 +20,21 @@ if TYPE_CHECKING:
 IGNORE = -100
 """The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
 
-ADDRESS, WIDTH, LENGTH, DOCUMENT, MASK = range(5)
-"""Columns of a span: address and width of its tokens, their number, its document, address of its loss mask or 0."""
+ADDRESS, WIDTH, LENGTH, JOINED, MASK = range(5)
+"""Columns of a span: address and width of its tokens, their number, whether it is joined to the span before it in
+its row, and the address of its loss mask or 0."""
 
 
 @numba.njit(cache=True, nogil=True)
 def describe_spans(
-    out: npt.NDArray[np.int64], documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], width: int
+    out: npt.NDArray[np.int64], joined: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], width: int
 ) -> None:
     """Write what is known of spans before their shards are mapped."""
     for i in range(lengths.size):
         out[i, ADDRESS] = 0
         out[i, WIDTH] = width
         out[i, LENGTH] = lengths[i]
-        out[i, DOCUMENT] = documents[i]
+        out[i, JOINED] = joined[i]
         out[i, MASK] = 0
 
 
@@ -152,7 +152,7 @@ def _mark_labels(
     first, last = run
     for number in range(first, last):
         length = spans[number, LENGTH]
-        joined = number > 0 and spans[number, DOCUMENT] == spans[number - 1, DOCUMENT]
+        joined = spans[number, JOINED]
         if column:
             if not (joined or crossing):
                 labels[column - 1] = IGNORE
@@ -182,7 +182,7 @@ def _count_positions(spans: npt.NDArray[np.int64], positions: npt.NDArray[np.int
     column: Whole = 0
     base: Whole = 0
     for number in range(spans.shape[0]):
-        if number == 0 or spans[number, DOCUMENT] != spans[number - 1, DOCUMENT]:
+        if not spans[number, JOINED]:
             base = column
         part = positions[column : column + spans[number, LENGTH]]
         begin = column - base
@@ -199,7 +199,7 @@ def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int
     column: Whole = 0
     document: Whole = -1
     for number in range(spans.shape[0]):
-        if number == 0 or spans[number, DOCUMENT] != spans[number - 1, DOCUMENT]:
+        if not spans[number, JOINED]:
             document += 1
         documents[column : column + spans[number, LENGTH]] = document
         column += spans[number, LENGTH]
@@ -216,8 +216,7 @@ def segment_bounds(
     for i in range(rows.shape[0]):
         column: Whole = 0
         for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
-            begins = number == rows[i, 0] or spans[number, DOCUMENT] != spans[number - 1, DOCUMENT]
-            if begins and column < seq_len:
+            if not spans[number, JOINED] and column < seq_len:
                 out[filled] = i * seq_len + column
                 filled += 1
             column += spans[number, LENGTH]
@@ -237,7 +236,6 @@ def count_labels(rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], cros
     for i in range(rows.shape[0]):
         for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
             total += spans[number, LENGTH]
-            joined = number > rows[i, 0] and spans[number, DOCUMENT] == spans[number - 1, DOCUMENT]
-            if number == rows[i, 0] or not (joined or crossing):
+            if number == rows[i, 0] or not (spans[number, JOINED] or crossing):
                 total -= 1
     return total

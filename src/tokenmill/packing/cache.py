@@ -44,14 +44,17 @@ def cached_index(
             return _read(folder / name, description)
     folder = _writable(store / FOLDER) or _private_folder()
     file = folder / name
-    with _lock(file):
+    with _lock(file) as alone:
         if not file.exists():
+            if alone:
+                for left in folder.glob(f".tmp-{file.stem}-*"):
+                    left.unlink()  # what a killed builder left
             _build(file, description, packed)
     return _read(file, description)
 
 
 def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", suffix=".rows", dir=file.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
             table, counts = build_index(packed(), out.write)
@@ -109,16 +112,17 @@ def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex:
 
 
 @contextmanager
-def _lock(file: Path) -> Iterator[None]:
-    """Hold the right to build a file; go on without where the file system has no locks."""
+def _lock(file: Path) -> Iterator[bool]:
+    """Hold the right to build a file; False where the file system has no locks."""
     with (file.parent / f".{file.name}.lock").open("wb") as lock:
         try:
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)
+            alone = True
         except (ImportError, OSError):
-            pass
-        yield
+            alone = False
+        yield alone
 
 
 def _writable(folder: Path) -> Path | None:

@@ -165,10 +165,8 @@ def _owed(
     """Return (document of the window, first label, end of labels) for the spans that lie in it."""
     order = np.repeat(spans.first, spans.count) + _counting(spans.count)
     document, start, length = spans.document[order], spans.start[order], spans.length[order]
-    first_of_row = _counting(spans.count) == 0
-    # Behind a span of the same document, which is the BOS that was put there, all tokens are labels.
-    joined = np.zeros(document.size, np.bool_)
-    joined[1:] = (document[1:] == document[:-1]) & ~first_of_row[1:]
+    # Behind the BOS that was put before it, all tokens of a rest are labels.
+    joined = spans.joined[order]
     inside = (document >= begin) & (document < end)
     local = document[inside] - begin
     first = (start + ~joined)[inside].astype(np.int64)

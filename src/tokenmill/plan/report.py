@@ -165,11 +165,10 @@ def _held(stage: Stage, name: str, drawn: int) -> dict[str, Any]:
         _, rows = rows_in_order(stage, positions)
         spans = index.spans(rows)
         used = _sums(spans.length, spans)
-        joined = np.zeros(spans.length.size, np.int64)
-        joined[1:] = spans.document[1:] == spans.document[:-1]
-        joined[spans.first] = 0
         crossing = bool(index.description.get("cross_document_labels", False))
-        segments = np.ones_like(spans.count) if crossing else spans.count - _sums(joined, spans)
+        segments = (
+            np.ones_like(spans.count) if crossing else spans.count - _sums(spans.joined.astype(np.int64), spans)
+        )
         trained += int((used - segments).sum())
         padding += int(np.maximum(0, index.seq_len - used).sum())
     return {"trained": trained, "padding": padding, "counted": True}

@@ -1,0 +1,177 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenmill.config import parse_config
+from tokenmill.errors import ConfigError
+from tokenmill.run import Run
+
+PACKINGS = ["best_fit", "bos_best_fit", "concat", "padded"]
+
+
+def make_run(folder, stages, *, steps, batch=4, shuffle="full", seed=3):
+    """Make a run over the store `web` with stages given as (start_step, seq_len, packing, on_change)."""
+    tables = {
+        "run": {"steps": steps, "global_batch_size": batch, "seq_len": 8, "shuffle": shuffle, "seed": seed},
+        "sources": [{"name": "web", "store": "web"}],
+        "stages": [
+            {
+                "name": f"s{start}",
+                "start_step": start,
+                "seq_len": seq_len,
+                "packing": packing,
+                "on_change": on_change,
+                **({"split": "truncate_end"} if packing == "padded" else {}),
+            }
+            for start, seq_len, packing, on_change in stages
+        ],
+    }
+    return Run(config=parse_config(tables), folder=folder)
+
+
+def labels_by_step(run, offsets):
+    """Yield for every step the tokens of the stream that are labels in it."""
+    plan = run.plan()
+    for step in range(plan.steps):
+        tokens = []
+        for use in plan.what(step):
+            bos = None
+            for span in use.spans:
+                begin = int(offsets[span.document]) + span.start
+                joined = bos == span.document and span.start > 0
+                tokens += range(begin + (not joined), begin + span.length)
+                bos = span.document if (span.start, span.length) == (0, 1) else None
+        yield tokens
+
+
+LENGTHS = np.random.default_rng(5).integers(0, 45, 150).tolist()
+
+
+@pytest.mark.parametrize("first", ["best_fit", "bos_best_fit", "concat"])
+@pytest.mark.parametrize("second", ["best_fit", "bos_best_fit", "concat"])
+@pytest.mark.parametrize("edge", [1, 13, 40])
+def test_no_token_is_trained_twice_before_all_are_trained_once(make_store, tmp_path, first, second, edge):
+    """[M1.c] Across a change of sequence length and packing, wherever in the epoch it comes."""
+    _, _, offsets = make_store("web", LENGTHS, add_bos=True, max_tokens_per_shard=400)
+    stages = [(0, 12, first, "unseen"), (edge, 20, second, "unseen")]
+    run = make_run(tmp_path, stages, steps=edge + 120)
+    counts = np.zeros(int(offsets[-1]), np.int64)
+    trainable = np.ones(int(offsets[-1]), bool)
+    trainable[offsets[:-1][np.diff(offsets) > 0]] = False
+    if "concat" in (first, second):
+        trainable[-12:] = False  # the last partial row of the stream
+    complete = False
+    for tokens in labels_by_step(run, offsets):
+        for token in tokens:
+            counts[token] += 1
+        if not complete:
+            done = counts[trainable].min() >= 1
+            if not done:
+                # Within the step that completes the pass the next one may begin.
+                assert counts.max() <= 1
+            complete = done
+    assert complete
+
+
+@given(
+    edges=st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True),
+    seq_lens=st.lists(st.integers(3, 40), min_size=5, max_size=5),
+    packings=st.lists(st.sampled_from(["best_fit", "bos_best_fit", "concat"]), min_size=5, max_size=5),
+    shuffle=st.sampled_from(["full", "block", "none"]),
+)
+@settings(max_examples=25)
+def test_chains_of_changes_repeat_nothing_early(make_store, tmp_path, edges, seq_lens, packings, shuffle):
+    _, _, offsets = make_store("web", LENGTHS, add_bos=True)
+    stages = [
+        (start, seq_len, packing, "unseen")
+        for start, seq_len, packing in zip([0, *sorted(edges)], seq_lens, packings, strict=False)
+    ]
+    run = make_run(tmp_path, stages, steps=90, batch=2, shuffle=shuffle)
+    plan = run.plan()
+    counts = np.zeros(int(offsets[-1]), np.int64)
+    facts = {source.name: source.first_repeat for source in _report(plan).sources}
+    for step, tokens in enumerate(labels_by_step(run, offsets)):
+        for token in tokens:
+            counts[token] += 1
+        if facts["web"] is None or step < facts["web"]:
+            assert counts.max() <= 1
+    if facts["web"] is None:
+        assert counts.max() <= 1
+
+
+def _report(plan):
+    from tokenmill.plan.report import report
+
+    return report(plan)
+
+
+def test_restart_reads_the_source_afresh(make_store, tmp_path):
+    _, _, offsets = make_store("web", LENGTHS)
+    run = make_run(tmp_path, [(0, 12, "best_fit", "unseen"), (13, 20, "best_fit", "restart")], steps=200)
+    plan = run.plan()
+    assert plan.stages[1].rows["web"].num_rest == 0
+    counts = np.zeros(int(offsets[-1]), np.int64)
+    epoch = plan.stages[1].rows["web"].num_rows // 4
+    for step, tokens in enumerate(labels_by_step(run, offsets)):
+        if 13 <= step < 13 + epoch:
+            counts[tokens] += 1
+    assert counts.max() == 1
+
+
+def test_an_unchanged_stage_goes_on_with_the_rest(make_store, tmp_path):
+    """A stage that changes nothing in the middle of the rest does not pack it again."""
+    make_store("web", LENGTHS)
+    stages = [(0, 12, "best_fit", "unseen"), (13, 20, "best_fit", "unseen"), (17, 20, "best_fit", "unseen")]
+    plan = make_run(tmp_path, stages, steps=100).plan()
+    straight = make_run(tmp_path, stages[:2], steps=100).plan()
+    assert plan.stages[2].rows["web"] is plan.stages[1].rows["web"]
+    for step in range(100):
+        assert plan.rows(step)[1].tolist() == straight.rows(step)[1].tolist()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_what_and_when_are_inverse_through_changes(make_store, tmp_path, packing):
+    """[O1.b]"""
+    make_store("web", LENGTHS, add_bos=True, max_tokens_per_shard=300)
+    stages = [(0, 12, packing, "unseen"), (13, 20, packing, "unseen"), (40, 9, "best_fit", "restart")]
+    plan = make_run(tmp_path, stages, steps=80).plan()
+    seen: dict[int, list] = {}
+    for step in range(80):
+        for use in plan.what(step):
+            for span in use.spans:
+                seen.setdefault(span.document, []).append((step, use.slot, use.row, span))
+    for document in range(0, 150, 3):
+        found = [(use.step, use.slot, use.row, span) for use in plan.when("web", document) for span in use.spans]
+        assert found == seen.get(document, [])
+
+
+def test_the_report_counts_trained_tokens_and_padding(make_store, tmp_path):
+    _, _, offsets = make_store("web", LENGTHS, add_bos=True)
+    for packing in ("best_fit", "bos_best_fit", "concat"):
+        run = make_run(tmp_path, [(0, 12, packing, "unseen"), (13, 20, packing, "unseen")], steps=60)
+        plan = run.plan()
+        counted = [0, 0]
+        for step, tokens in enumerate(labels_by_step(run, offsets)):
+            counted[plan.at(step).index] += len(tokens)
+        facts = _report(plan)
+        assert [share.trained for share in facts.shares] == counted
+        loader = run.loader(arrays=("doc_ids",))
+        padding = [0, 0]
+        for step in range(60):
+            padding[plan.at(step).index] += int((loader[step]["doc_ids"] < 0).sum())
+        assert [share.padding for share in facts.shares] == padding
+
+
+def test_a_source_must_keep_its_store(make_store):
+    from tokenmill.packing import Policy, pack_rows
+    from tokenmill.plan import Shuffle
+    from tokenmill.plan.rows import Seen
+    from tokenmill.store import open_store
+
+    one, _, _ = make_store("one", LENGTHS, seed=1)
+    other, _, _ = make_store("other", LENGTHS, seed=2)
+    rows = [pack_rows(open_store(path), seq_len=8, policy=Policy()) for path in (one, other)]
+    seen = Seen(rest=False, size=rows[0].num_rows, drawn=3, key=1, shuffle=Shuffle())
+    with pytest.raises(ConfigError, match="a source must keep its store from stage to stage"):
+        rows[1].following(rows[0], seen)
