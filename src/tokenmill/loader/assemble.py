@@ -144,12 +144,15 @@ class Block:
         """Say how many labels the global batch of each step has."""
         self._loss_tokens = counts
 
-    def count_labels(self) -> int:
-        """Return how many labels all rows of the block have; reads tokens only where a store has a loss mask."""
-        if not self._masked:
-            return int(count_labels(self._rows, self._spans, self._crossing))
-        out = {"labels": np.empty((self.num_rows, self.seq_len), np.int64)}
-        return int((self.copy(0, out)["labels"] != IGNORE).sum())
+    def labels_by_step(self) -> dict[int, int]:
+        """Return how many labels its rows have in each step; reads tokens only where a store has a loss mask."""
+        if self._masked:
+            out = {"labels": np.empty((self.num_rows, self.seq_len), np.int64)}
+            self._fill(0, out) if self._whole is None else out.update(labels=self._whole["labels"])
+            counts = (out["labels"] != IGNORE).sum(axis=1)
+        else:
+            counts = count_labels(self._rows, self._spans, self._crossing)
+        return {step: int(counts[self._steps == step].sum()) for step in self.steps}
 
     def release(self) -> None:
         """Give the maps back; nothing can be copied afterwards."""

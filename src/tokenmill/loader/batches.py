@@ -136,7 +136,7 @@ class Loader:
     def _block(self, stage: Stage, first: int, count: int) -> Block:
         block = self._find(stage, self.part.places(stage, first, count), self.options.arrays)
         if "num_loss_tokens" in self.options.arrays:
-            block.set_loss_tokens({step: self._count_labels(stage, step) for step in block.steps})
+            block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
 
     def _find(
@@ -147,15 +147,20 @@ class Loader:
         maps = next(iter(index.values())).store.maps.limit // 2
         return Block(stage, index, places, arrays, maps, continuous=self.options.positions == "row")
 
-    def _count_labels(self, stage: Stage, step: int) -> int:
-        """Count the labels of the global batch of a step: what the loss of all ranks together is divided by."""
-        slots = np.arange(stage.spec.global_batch_size)
+    def _count_labels(self, stage: Stage, block: Block, first: int, count: int) -> dict[int, int]:
+        """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""
+        per_step = self.part.batches(stage)
         masked = any(LOSS_MASK in cast(StoredRows, rows).store.keys for rows in stage.rows.values())
-        block = self._find(stage, (np.full_like(slots, step), slots), ("labels",) if masked else ("source",))
+        if self.part.world_size == 1 and first % per_step == 0 and count % per_step == 0 and not masked:
+            return block.labels_by_step()  # it holds the whole of its steps
+        steps = np.array(block.steps)
+        batch = stage.spec.global_batch_size
+        places = (np.repeat(steps, batch), np.tile(np.arange(batch), steps.size))
+        whole = self._find(stage, places, ("labels",) if masked else ("source",))
         try:
-            return block.count_labels()
+            return whole.labels_by_step()
         finally:
-            block.release()
+            whole.release()
 
     def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
         """Yield (stage, its first micro-batch, number of them) for the blocks from a point of the run on."""

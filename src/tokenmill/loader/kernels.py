@@ -230,12 +230,11 @@ def segment_bounds(
 
 
 @numba.njit(cache=True, nogil=True)
-def count_labels(rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], crossing: int) -> Whole:
-    """Return how many labels the rows have where no loss mask says otherwise."""
-    total: Whole = 0
+def count_labels(rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], crossing: int) -> npt.NDArray[np.int64]:
+    """Return how many labels each row has where no loss mask says otherwise."""
+    counts = np.zeros(rows.shape[0], np.int64)
     for i in range(rows.shape[0]):
         for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
-            total += spans[number, LENGTH]
-            if number == rows[i, 0] or not (spans[number, JOINED] or crossing):
-                total -= 1
-    return total
+            first = number == rows[i, 0]
+            counts[i] += spans[number, LENGTH] - (first or not (spans[number, JOINED] or crossing))
+    return counts

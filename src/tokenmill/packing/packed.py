@@ -112,36 +112,28 @@ class PackedRows:
                 f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
             )
         windows = np.searchsorted(self.index.table[:, ROW], rows, side="right") - 1
-        first = np.empty(rows.size, np.int64)
-        count = np.empty(rows.size, np.int64)
+        first, count = np.empty((2, rows.size), np.int64)
         capacity = 4 * rows.size + 64
         while True:
-            out = np.empty((capacity, 3), np.int64)
-            needed = int(_find_pieces(rows, windows, self.index.table, self.index.data, (first, count, out)))
+            found = np.empty((3, capacity), np.int64)
+            needed = int(_find_pieces(rows, windows, self.index.table, self.index.data, (first, count, found)))
             if needed < 0:
-                raise StoreCorruptError(
-                    f"{self.store.path}: the index of its rows must be whole, got a broken window {-1 - needed}; "
-                    "delete its folder .rows, it will be built again"
-                )
+                raise self._corrupt(f"a broken window {-1 - needed}")
             if needed <= capacity:
                 break
             capacity = needed
-        document, start, length = (np.ascontiguousarray(column) for column in out[:needed].T)
+        document, start, length = found[0, :needed], found[1, :needed], found[2, :needed]
         shard, token, whole = locate(self.store, document)
-        length = np.where(length < 0, whole, length)
-        if bool((start + length > whole).any()):
-            raise StoreCorruptError(
-                f"{self.store.path}: the index of its rows must fit its documents, got pieces past their ends; "
-                "delete its folder .rows, it will be built again"
-            )
+        if not _finish(start, length, token, whole):
+            raise self._corrupt("pieces past the ends of documents")
         return Spans(
-            first=first,
-            count=count,
-            document=document,
-            start=start,
-            length=length,
-            shard=shard,
-            token=token + start,
+            first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
+        )
+
+    def _corrupt(self, problem: str) -> StoreCorruptError:
+        return StoreCorruptError(
+            f"{self.store.path}: the index of its rows must fit its documents, got {problem}; "
+            "delete its folder .rows, it will be built again"
         )
 
 
@@ -256,11 +248,28 @@ def _find_pieces(
 
 @numba.njit(cache=True, nogil=True)
 def _put(found: npt.NDArray[np.int64], filled: Whole, document: Whole, start: Whole, length: Whole) -> Whole:
-    if filled < found.shape[0]:
-        found[filled, 0] = document
-        found[filled, 1] = start
-        found[filled, 2] = length
+    if filled < found.shape[1]:
+        found[0, filled] = document
+        found[1, filled] = start
+        found[2, filled] = length
     return filled + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _finish(
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    documents: npt.NDArray[np.int64],
+) -> bool:
+    """Put whole documents for -1, and first tokens of pieces for those of documents; False if one is too long."""
+    for i in range(starts.size):
+        if lengths[i] < 0:
+            lengths[i] = documents[i]
+        if starts[i] + lengths[i] > documents[i]:
+            return False
+        tokens[i] += starts[i]
+    return True
 
 
 @numba.njit(cache=True, nogil=True)

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tokenmill.store.reader import Store
+    from tokenmill.types import Whole
 
 
 def locate(
     store: Store, documents: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (shard, first token within the shard, number of tokens) of each document."""
-    shards = np.searchsorted(store.document_begins, documents, side="right") - 1
+    if store.num_shards == 1:
+        shards = np.zeros(documents.size, np.int64)
+    else:
+        shards = np.searchsorted(store.document_begins, documents, side="right") - 1
     begins = np.empty(documents.size, np.int64)
     lengths = np.empty(documents.size, np.int64)
     needed = np.unique(shards) if store.num_shards > 1 else np.zeros(1, np.int64)
@@ -31,13 +35,11 @@ def locate(
         with store.maps.borrow([store.file(int(shard), DOCUMENTS) for shard in group]) as files:
             addresses = np.array([file.address for file in files], np.uint64)
             _gather(documents, shards, group, addresses, store.document_begins, begins, lengths)
-    tokens = np.diff(store.token_begins)[shards]
-    wrong = (begins < 0) | (lengths < 0) | (begins + lengths > tokens)
-    if bool(wrong.any()):
-        shard = int(shards[np.flatnonzero(wrong)[0]])
+    wrong = int(_first_wrong(shards, begins, lengths, store.token_begins))
+    if wrong >= 0:
         raise StoreCorruptError(
-            f"{store.file(shard, DOCUMENTS).path}: offsets must not decrease nor pass the shard's end, got others; "
-            "run `tokenmill verify`, then copy or prepare the store again"
+            f"{store.file(int(shards[wrong]), DOCUMENTS).path}: offsets must not decrease nor pass the shard, "
+            "got others; run `tokenmill verify`, then copy or prepare the store again"
         )
     return shards, begins, lengths
 
@@ -60,3 +62,18 @@ def _gather(
             offsets = view_uint64(addresses[local], document + 2)
             begins[i] = np.int64(offsets[document])
             lengths[i] = np.int64(offsets[document + 1]) - begins[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_wrong(
+    shards: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    token_begins: npt.NDArray[np.int64],
+) -> Whole:
+    """Return the first document that cannot be where its shard says, or -1."""
+    for i in range(shards.size):
+        tokens = token_begins[shards[i] + 1] - token_begins[shards[i]]
+        if begins[i] < 0 or lengths[i] < 0 or begins[i] + lengths[i] > tokens:
+            return i
+    return -1

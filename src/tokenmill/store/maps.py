@@ -118,6 +118,25 @@ class MapCache:
 
 def map_file(request: FileRequest) -> MappedFile:
     """Map a whole file, after checking that it has the size that the manifest promises."""
+    with _open_checked(request) as descriptor:
+        if request.bytes == 0:
+            return MappedFile(request.path, np.empty(0, np.uint8), 0)
+        data = np.frombuffer(mmap.mmap(descriptor, request.bytes, access=mmap.ACCESS_READ), np.uint8)
+    return MappedFile(request.path, data, int(data.ctypes.data))
+
+
+def read_range(request: FileRequest, begin: int, size: int) -> npt.NDArray[np.uint8]:
+    """Read bytes of a file without mapping it: what is read once should not stay in this process's memory."""
+    with _open_checked(request) as descriptor:
+        data = os.pread(descriptor, size, begin)
+    if len(data) != size:
+        raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {_WAY_OUT}")
+    return np.frombuffer(data, np.uint8)
+
+
+@contextmanager
+def _open_checked(request: FileRequest) -> Iterator[int]:
+    """Open a file that is what the manifest says: a plain file of the store, of that size."""
     try:
         if request.path.parent.is_symlink():
             raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {_WAY_OUT}")
@@ -134,12 +153,10 @@ def map_file(request: FileRequest) -> MappedFile:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise StoreCorruptError(f"{request.path}: must be a plain file, got another kind; {_WAY_OUT}")
-        size = status.st_size
-        if size != request.bytes:
-            raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got {size}; {_WAY_OUT}")
-        if size == 0:
-            return MappedFile(request.path, np.empty(0, np.uint8), 0)
-        data = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), np.uint8)
+        if status.st_size != request.bytes:
+            raise StoreCorruptError(
+                f"{request.path}: must have {request.bytes} bytes, got {status.st_size}; {_WAY_OUT}"
+            )
+        yield descriptor
     finally:
         os.close(descriptor)
-    return MappedFile(request.path, data, int(data.ctypes.data))

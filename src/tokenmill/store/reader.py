@@ -12,7 +12,7 @@ import numpy as np
 
 from tokenmill.errors import PlanError, StoreError, nearest
 from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, Manifest, key_file, read_manifest
-from tokenmill.store.maps import FileRequest, MapCache
+from tokenmill.store.maps import FileRequest, MapCache, read_range
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -110,11 +110,10 @@ class Store:
             )
         parts = []
         for shard, first, last in _pieces(self.document_begins, begin, end):
-            with self.maps.borrow([self.file(shard, DOCUMENTS)]) as (mapped,):
-                offsets = mapped.data[: (self.manifest.shards[shard].documents + 1) * 8].view(OFFSET_DTYPE)
-                parts.append(offsets[first:last].astype(np.int64) + self.token_begins[shard])
-                tail = int(offsets[last]) + int(self.token_begins[shard])
-        return np.concatenate([*parts, np.array([tail])])
+            data = read_range(self.file(shard, DOCUMENTS), 8 * first, 8 * (last - first + 1))
+            parts.append(data.view(OFFSET_DTYPE).astype(np.int64) + self.token_begins[shard])
+        # The end of a shard's last document is the start of the next shard's first.
+        return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
     def _fetch_key(self, begin: int, end: int, key: str) -> npt.NDArray[Any]:
         dtype = self.dtype(key)
