@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.stages import Stage
     from tokenmill.types import Batch
 
+FIRST_BLOCK_ROWS = 32
 BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
 
@@ -163,12 +164,18 @@ class Loader:
             whole.release()
 
     def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
-        """Yield (stage, its first micro-batch, number of them) for the blocks from a point of the run on."""
-        size = max(1, BLOCK_ROWS // self.part.micro_batch)
+        """Yield (stage, its first micro-batch, number of them) for the blocks from a point of the run on.
+
+        The first ones are small, so that the first batch does not wait for rows that are needed much later.
+        """
+        rows = FIRST_BLOCK_ROWS
         for stage, begin in zip(self.plan.stages, self._first_batch.tolist(), strict=False):
-            end = stage.num_steps * self.part.batches(stage)
-            for first in range(max(0, drawn - begin), end, size):
-                yield stage, first, min(size, end - first)
+            first, end = max(0, drawn - begin), stage.num_steps * self.part.batches(stage)
+            while first < end:
+                count = min(end - first, max(1, rows // self.part.micro_batch))
+                yield stage, first, count
+                first += count
+                rows = min(BLOCK_ROWS, 4 * rows)
 
     def _pool(self, stage: Stage) -> BufferPool:
         pool = self._pools.get(stage.spec.seq_len)

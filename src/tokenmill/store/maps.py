@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_MAPS = 64
+LARGE_BYTES = 1 << 28
+"""Of a larger file only the pages that are used are read and mapped, not their neighbours as well: rows are read in
+random order, and reading ahead would read and hold many times what they need."""
 # No link is followed out of the store, and a pipe in place of a file does not make us wait for its other end.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _WAY_OUT = "copy the store again from where it is intact, or prepare it again"
@@ -121,7 +124,10 @@ def map_file(request: FileRequest) -> MappedFile:
     with _open_checked(request) as descriptor:
         if request.bytes == 0:
             return MappedFile(request.path, np.empty(0, np.uint8), 0)
-        data = np.frombuffer(mmap.mmap(descriptor, request.bytes, access=mmap.ACCESS_READ), np.uint8)
+        mapped = mmap.mmap(descriptor, request.bytes, access=mmap.ACCESS_READ)
+        if request.bytes > LARGE_BYTES and hasattr(mmap, "MADV_RANDOM"):
+            mapped.madvise(mmap.MADV_RANDOM)
+        data = np.frombuffer(mapped, np.uint8)
     return MappedFile(request.path, data, int(data.ctypes.data))
 
 
