@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,8 +16,8 @@ from tokenmill.loader.kernels import (
     copy_rows,
     count_labels,
     describe_spans,
+    find_segments,
     point_spans,
-    segment_bounds,
 )
 from tokenmill.packing.distinct import distinct
 from tokenmill.plan.order import rows_at
@@ -126,14 +127,17 @@ class Block:
         """The steps that its rows belong to."""
         return [int(step) for step in distinct(self._steps)]
 
-    def copy(self, begin: int, out: Batch) -> Batch:
-        """Fill the arrays of `out` with the rows from `begin` on, add those of no fixed shape, and return it."""
-        rows = next(iter(out.values())).shape[0]
-        if self._whole is not None:
-            for name, array in out.items():
-                array[:] = self._whole[name][begin : begin + rows]
-        else:
+    def fill(self, begin: int, out: Batch) -> Batch:
+        """Fill the arrays of `out` with the rows from `begin` on, and return it."""
+        if self._whole is None:
             self._fill(begin, out)
+        else:
+            for name, array in out.items():
+                array[:] = self._whole[name][begin : begin + array.shape[0]]
+        return out
+
+    def complete(self, begin: int, rows: int, out: Batch) -> Batch:
+        """Add the arrays that have no line for every row to a batch of rows from `begin` on, and return it."""
         if "cu_seqlens" in self.arrays or "max_seqlen" in self.arrays:
             self._add_segments(begin, rows, out)
         if "num_loss_tokens" in self.arrays:
@@ -152,7 +156,8 @@ class Block:
             counts = (out["labels"] != IGNORE).sum(axis=1)
         else:
             counts = count_labels(self._rows, self._spans, self._crossing)
-        return {step: int(counts[self._steps == step].sum()) for step in self.steps}
+        sums = np.bincount(self._steps - self._steps[0], weights=counts)
+        return {step: int(sums[step - self._steps[0]]) for step in self.steps}
 
     def release(self) -> None:
         """Give the maps back; nothing can be copied afterwards."""
@@ -216,20 +221,26 @@ class Block:
             labels,
             out.get("position_ids", _NOTHING),
             out.get("doc_ids", _NO_DOCUMENTS),
+            out.get("loss_mask", _NO_MASK),
         )
-        if "loss_mask" in out:
-            np.not_equal(labels, IGNORE, out=out["loss_mask"])
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
+    @cached_property
+    def _segments(self) -> tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]:
+        starts, first, longest = find_segments(self._rows, self._spans, self.seq_len)
+        return starts, first.tolist(), longest
+
     def _add_segments(self, begin: int, rows: int, out: Batch) -> None:
-        part = self._rows[begin : begin + rows]
-        bounds = np.empty(int(part[:, 1].sum()) + rows + 1, np.int32)
-        number, longest = segment_bounds(part, self._spans, self.seq_len, bounds)
+        starts, first, longest = self._segments
         if "cu_seqlens" in self.arrays:
-            out["cu_seqlens"] = bounds[:number]
+            begin_segment, end_segment = first[begin], first[begin + rows]
+            bounds = np.empty(end_segment - begin_segment + 1, np.int32)
+            np.subtract(starts[begin_segment:end_segment], begin * self.seq_len, out=bounds[:-1])
+            bounds[-1] = rows * self.seq_len
+            out["cu_seqlens"] = bounds
         if "max_seqlen" in self.arrays:
-            out["max_seqlen"] = np.array(longest, np.int32)
+            out["max_seqlen"] = np.asarray(np.maximum.reduce(longest[begin : begin + rows]))
 
 
 def layout(arrays: Sequence[str], rows: int, seq_len: int) -> Layout:
@@ -256,6 +267,7 @@ def pad_id(store: Store) -> int:
 
 _NOTHING = np.empty((0, 0), np.int64)
 _NO_DOCUMENTS = np.empty((0, 0), np.int32)
+_NO_MASK = np.empty((0, 0), np.bool_)
 
 
 def _chunks(shards: npt.NDArray[np.int64], size: int) -> Iterator[npt.NDArray[np.int64]]:

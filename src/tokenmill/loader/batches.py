@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tokenmill.types import Batch
 
 FIRST_BLOCK_ROWS = 32
+BLOCK_TOKENS = 1 << 24
 BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
 
@@ -84,7 +85,7 @@ class Loader:
         self.options = options or LoaderOptions()
         self._explain = explain
         self._first_batch = np.cumsum([0, *(stage.num_steps * part.batches(stage) for stage in plan.stages)])
-        self._pools: dict[int, BufferPool] = {}
+        self._pools: dict[tuple[int, int], BufferPool] = {}
         self._drawn = 0
         self._jumps = 0
 
@@ -99,7 +100,8 @@ class Loader:
         block = self._block(stage, first, self.part.batches(stage))
         try:
             shapes = layout(self.options.arrays, block.num_rows, block.seq_len)
-            return block.copy(0, {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()})
+            out = block.fill(0, {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()})
+            return block.complete(0, block.num_rows, out)
         finally:
             block.release()
 
@@ -175,13 +177,24 @@ class Loader:
                 count = min(end - first, max(1, rows // self.part.micro_batch))
                 yield stage, first, count
                 first += count
-                rows = min(BLOCK_ROWS, 4 * rows)
+                rows = min(self._block_rows(stage), 4 * rows)
 
-    def _pool(self, stage: Stage) -> BufferPool:
-        pool = self._pools.get(stage.spec.seq_len)
+    def _block_rows(self, stage: Stage) -> int:
+        """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""
+        stores = {id(store): store for store in (cast(StoredRows, rows).store for rows in stage.rows.values())}
+        crowded = sum(store.num_shards for store in stores.values()) > next(iter(stores.values())).maps.limit // 2
+        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.spec.seq_len))
+
+    def _batch(self, block: Block, number: int) -> Batch:
+        """Return a micro-batch of a block, in memory that is used again when nobody holds it any more."""
+        micro = self.part.micro_batch
+        out = block.fill(number * micro, self._pool(block.seq_len, micro).batch())
+        return block.complete(number * micro, micro, out)
+
+    def _pool(self, seq_len: int, rows: int) -> BufferPool:
+        pool = self._pools.get((seq_len, rows))
         if pool is None:
-            shapes = layout(self.options.arrays, self.part.micro_batch, stage.spec.seq_len)
-            pool = self._pools[stage.spec.seq_len] = BufferPool(shapes)
+            pool = self._pools[seq_len, rows] = BufferPool(layout(self.options.arrays, rows, seq_len))
         return pool
 
 
@@ -216,26 +229,23 @@ class _Batches(Iterator["Batch"]):
 
 def _inline(loader: Loader) -> Iterator[Batch]:
     """Assemble each batch when it is asked for."""
-    micro = loader.part.micro_batch
     for stage, first, count in loader._runs(loader._drawn):
         block = loader._block(stage, first, count)
-        pool = loader._pool(stage)
         try:
-            for begin in range(0, count * micro, micro):
-                yield block.copy(begin, pool.batch())
+            for number in range(count):
+                yield loader._batch(block, number)
         finally:
             block.release()
 
 
 def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     """Assemble batches in threads, a bounded number of them, and hand them out in order."""
-    micro = loader.part.micro_batch
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
     waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
 
-    def copy(block: Future[Block], pool: BufferPool, begin: int, end: int) -> list[Batch]:
-        return [block.result().copy(batch * micro, pool.batch()) for batch in range(begin, end)]
+    def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
+        return [loader._batch(block.result(), number) for number in range(begin, end)]
 
     def take() -> list[Batch]:
         block, batches, last = waiting.popleft()
@@ -249,7 +259,7 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
         block = executor.submit(loader._block, stage, first, count)
         for begin in range(0, count, size):
             end = min(begin + size, count)
-            batches = executor.submit(copy, block, loader._pool(stage), begin, end)
+            batches = executor.submit(copy, block, begin, end)
             waiting.append((block, batches, end == count))
             if len(waiting) * size >= loader.options.prefetch:
                 yield from take()

@@ -64,8 +64,9 @@ def copy_rows(
     labels: npt.NDArray[np.int64],
     position_ids: npt.NDArray[np.int64],
     doc_ids: npt.NDArray[np.int32],
+    loss_mask: npt.NDArray[np.bool_],
 ) -> None:
-    """Fill the arrays that are not empty, from row `begin` on.
+    """Fill the arrays that are not empty, from row `begin` on; loss_mask only beside labels.
 
     shape is (begin, labels cross documents, positions run through the row, pad id). A span whose address is 0
     leaves its tokens alone.
@@ -77,6 +78,10 @@ def copy_rows(
         last = first + rows[begin + i, 1]
         if input_ids.size or labels.size:
             _copy_tokens(spans[first:last], _row(input_ids, i), _row(labels, i), (crossing, pad))
+        if loss_mask.size:
+            flags, row_labels = loss_mask[i], labels[i]
+            for k in range(flags.size):
+                flags[k] = row_labels[k] != IGNORE
         if position_ids.size:
             _count_positions(spans[first:last] if not continuous else spans[:0], position_ids[i])
         if doc_ids.size:
@@ -207,26 +212,30 @@ def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int
 
 
 @numba.njit(cache=True, nogil=True)
-def segment_bounds(
-    rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int, out: npt.NDArray[np.int32]
-) -> tuple[Whole, Whole]:
-    """Write where segments begin in the rows end to end, and the end; return (how many, longest segment)."""
+def find_segments(
+    rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Return where segments begin in all rows end to end, the first of each row and the end, each row's longest."""
+    starts = np.empty(rows[:, 1].sum() + rows.shape[0], np.int32)
+    first = np.empty(rows.shape[0] + 1, np.int64)
+    longest = np.zeros(rows.shape[0], np.int32)
     filled: Whole = 0
-    longest: Whole = 0
     for i in range(rows.shape[0]):
+        first[i] = filled
         column: Whole = 0
         for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
             if not spans[number, JOINED] and column < seq_len:
-                out[filled] = i * seq_len + column
+                starts[filled] = i * seq_len + column
                 filled += 1
             column += spans[number, LENGTH]
         if column < seq_len:
-            out[filled] = i * seq_len + column
+            starts[filled] = i * seq_len + column
             filled += 1
-    out[filled] = rows.shape[0] * seq_len
-    for k in range(filled):
-        longest = max(longest, np.int64(out[k + 1] - out[k]))
-    return filled + 1, longest
+        for k in range(first[i], filled):
+            end = starts[k + 1] if k + 1 < filled else (i + 1) * seq_len
+            longest[i] = max(longest[i], end - starts[k])
+    first[rows.shape[0]] = filled
+    return starts[:filled], first, longest
 
 
 @numba.njit(cache=True, nogil=True)
