@@ -63,7 +63,11 @@ class Run:
         return self._rows[key]
 
     def plan(self) -> Plan:
-        """Compile and check the plan; no token is read."""
+        """Compile and check the plan, once; no token is read."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> Plan:
         from tokenmill.plan.plan import check_order, compile_plan
 
         limits = {source.name: source.max_epochs for source in self.config.sources}

@@ -202,3 +202,17 @@ def test_a_state_that_lacks_a_key_is_refused(make_run):
         loader.load_state_dict(state)
     with pytest.raises(ResumeError, match="must be the dict that state_dict"):
         loader.load_state_dict("state")
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_seek_goes_to_a_step_before_and_during_an_iteration(make_run, threads):
+    loader = make_run().loader(micro_batch=12, threads=threads)
+    stream = iter(loader)
+    next(stream)
+    loader.seek(9)
+    assert contents(next(stream)) == contents(loader[9])
+    assert loader.step == 10
+    loader.seek(30)
+    assert list(stream) == []
+    with pytest.raises(IndexError, match="step: must lie within 0:30, got 31"):
+        loader.seek(31)

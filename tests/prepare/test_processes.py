@@ -28,9 +28,9 @@ prepare(sys.argv[1], out=sys.argv[2], workers=2, options=PrepareOptions(chunk_by
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """About 40 MB, a second of work: enough to be killed in the middle."""
+    """About 80 MB, two seconds of work: enough to be killed in the middle."""
     path = tmp_path_factory.mktemp("corpus") / "input.jsonl"
-    return write_file(path, some_texts(5000) * 40)
+    return write_file(path, some_texts(5000) * 80)
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def is_gone(pid):
 
 
 def amid_work(process, store):
-    """Wait until the first units of a build are done, and return its workers."""
-    wait_for(lambda: (store / ".tmp-parts" / "00000002").exists() or process.poll() is not None)
+    """Wait until a build has begun to write parts, and return its workers."""
+    wait_for(lambda: list((store / ".tmp-parts").glob("*")) or process.poll() is not None)
     assert process.poll() is None
     return wait_for(lambda: children_of(process.pid))
 

@@ -52,8 +52,9 @@ def batches(
         for r in ranks
     ]
     first, last = _range(steps, compiled.steps)
+    saved = _read_state(state, steps)
     for loader in loaders:
-        loader.load_state_dict(_start(state, compiled.fingerprint, loader, first))
+        loader.load_state_dict(saved) if saved else loader.seek(first)
     _draw(loaders, last, digest, state)
 
 
@@ -112,17 +113,21 @@ def _range(text: str, end: int) -> tuple[int, int]:
     return begin, stop
 
 
-def _start(file: Path | None, fingerprint: str, loader: Loader, first: int) -> dict[str, Any]:
-    if file is not None and file.exists():
-        try:
-            saved: dict[str, Any] = orjson.loads(file.read_bytes())
-        except orjson.JSONDecodeError as error:
-            raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
-        if isinstance(saved, dict) and saved.get("batches"):
-            raise ResumeError(
-                f"{file}: must stand between two steps, got {saved['batches']} micro-batches into step "
-                f"{saved.get('step')}; use a state that was saved after a whole step"
-            )
-        return saved
-    prefix = loader.plan.fingerprint_at(first)
-    return {"version": 1, "step": first, "fingerprint": prefix, "plan": fingerprint[:16]}
+def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
+    """Return the state to resume from, if there is one."""
+    if file is None or not file.exists():
+        return None
+    if steps.partition(":")[0]:
+        raise ConfigError(
+            f"--steps: must be :b where {file} says where to start, got {steps}; leave out the first step"
+        )
+    try:
+        saved: dict[str, Any] = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
+    if isinstance(saved, dict) and saved.get("batches"):
+        raise ResumeError(
+            f"{file}: must stand between two steps, got {saved['batches']} micro-batches into step "
+            f"{saved.get('step')}; use a state that was saved after a whole step"
+        )
+    return saved

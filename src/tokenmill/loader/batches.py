@@ -119,7 +119,15 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration goes on from there."""
-        position = load_state(state, self.plan, self.part, self._explain)
+        self._go_to(load_state(state, self.plan, self.part, self._explain))
+
+    def seek(self, step: int) -> None:
+        """Go to the start of a step, or to the end of the run; a running iteration goes on from there."""
+        if step != self.plan.steps:
+            self.plan.at(step)
+        self._go_to(Position(step=step))
+
+    def _go_to(self, position: Position) -> None:
         if position.step == self.plan.steps:
             self._drawn = len(self)
         else:

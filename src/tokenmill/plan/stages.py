@@ -244,6 +244,7 @@ def stage_at(stages: Sequence[Stage], step: int) -> Stage:
     """Return the stage that `step` belongs to; a boundary belongs to the new stage."""
     last = stages[-1].end_step
     if not 0 <= step < last:
-        raise PlanError(f"step: must lie within 0:{last}, got {step}; raise run.steps to go on")
+        way_out = "count from 0" if step < 0 else "raise run.steps to go on"
+        raise PlanError(f"step: must lie within 0:{last}, got {step}; {way_out}")
     starts = [stage.spec.start_step for stage in stages]
     return stages[bisect_right(starts, step) - 1]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import (
     ANCHOR_DTYPE,
     ANCHOR_TOKENS,
@@ -137,7 +137,7 @@ def _check_ids(store: Path, shard: ShardInfo, manifest: Manifest) -> None:
     for begin in range(0, ids.size, _BLOCK):
         largest = int(ids[begin : begin + _BLOCK].max())
         if largest >= vocab_size:
-            raise StoreError(
+            raise StoreCorruptError(
                 f"{path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
                 "prepare the store again with the right tokenizer"
             )
