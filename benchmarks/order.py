@@ -36,6 +36,10 @@ class Rows:
     def description(self):
         return {"rows": self.num_rows}
 
+    @property
+    def epoch_description(self):
+        return self.description
+
 
 def make_plan(sources: int, mode: str = "full"):
     names = [f"source{i}" for i in range(sources)]

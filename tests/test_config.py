@@ -145,3 +145,39 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path):
 def test_run_must_be_there():
     with pytest.raises(ConfigError, match=r"table \[run\] must be there"):
         parse_config({"sources": [WEB]})
+
+
+def test_every_key_is_documented():
+    from dataclasses import fields
+    from pathlib import Path
+
+    from tokenmill.config import RunConfig, SourceConfig, StageConfig
+
+    page = (Path(__file__).parent.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")
+    for kind, section in ((RunConfig, sections[1]), (SourceConfig, sections[2]), (StageConfig, sections[3])):
+        missing = [field.name for field in fields(kind) if f"`{field.name}`" not in section]
+        assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arrays": ["input_id"]}, r"run: arrays must be one of .*, got 'input_id'; did you mean 'input_ids'\?"),
+        ({"positions": "rows"}, r"run: positions must be one of .*did you mean 'row'\?"),
+        ({"seed": 2**63}, "run: seed must lie within 0 and"),
+        ({"seed": -1}, "run: seed must lie within 0 and"),
+        ({"seq_len": 10**12}, "run: seq_len must be at most"),
+        ({"split": "truncate_end", "packing": "concat"}, "split is for packing best_fit and padded"),
+        ({"crop": "discard"}, "crop is for packing bos_best_fit, got 'discard' with 'best_fit'"),
+    ],
+)
+def test_run_options_are_checked_without_a_loader(changes, message):
+    """[A1.a]"""
+    with pytest.raises(ConfigError, match=message):
+        config(run=RUN | changes)
+
+
+def test_labels_cross_documents_with_concat_only():
+    with pytest.raises(ConfigError, match="cross_document_labels is for packing concat, got it with 'best_fit'"):
+        config(run=RUN | {"cross_document_labels": True}).resolved_stages()

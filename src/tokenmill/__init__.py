@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenmill.errors import TokenmillError as TokenmillError
     from tokenmill.loader import Loader as Loader
     from tokenmill.plan import Plan as Plan
+    from tokenmill.prepare import PrepareOptions as PrepareOptions
     from tokenmill.prepare import prepare as prepare
     from tokenmill.run import Run as Run
     from tokenmill.store import Store as Store
@@ -36,6 +37,7 @@ _HOMES = {
     "ConfigError": "tokenmill.errors",
     "Loader": "tokenmill.loader",
     "Plan": "tokenmill.plan",
+    "PrepareOptions": "tokenmill.prepare",
     "ResumeError": "tokenmill.errors",
     "Run": "tokenmill.run",
     "Store": "tokenmill.store",

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tokenmill.errors import ConfigError, nearest
+from tokenmill.types import ARRAYS, POSITIONS
 
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
 SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
 CROPS = ("return", "discard")
 ON_CHANGE = ("unseen", "restart")
+MAX_SEQ_LEN = 1 << 24
+MAX_NUMBER = 1 << 40
+"""Steps and rows of a batch, so that positions of a run fit 64 bits many times over."""
 T = TypeVar("T")
 
 
@@ -31,7 +35,7 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise ConfigError(f"sources.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
-        if self.max_epochs is not None and not self.max_epochs > 0:
+        if self.max_epochs is not None and not 0 < self.max_epochs < float("inf"):
             raise ConfigError(
                 f"source {self.name!r}: max_epochs must be positive, got {self.max_epochs}; omit it for no limit"
             )
@@ -89,7 +93,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "seq_len"):
             _check_positive("run", name, getattr(self, name))
+        if self.seq_len > MAX_SEQ_LEN:
+            raise ConfigError(f"run: seq_len must be at most {MAX_SEQ_LEN}, got {self.seq_len}; shorten it")
+        _check_seed("run", self.seed)
         _check_packing("run", self.packing, self.split, self.crop)
+        _check_choice("run", "positions", self.positions, POSITIONS)
+        for name in self.arrays:
+            _check_choice("run", "arrays", name, ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +135,10 @@ class Config:
         for name in ("global_batch_size", "seq_len"):
             if getattr(stage, name) is not None:
                 _check_positive(where, name, getattr(stage, name))
+        if stage.seq_len is not None and stage.seq_len > MAX_SEQ_LEN:
+            raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {stage.seq_len}; shorten it")
+        if stage.seed is not None:
+            _check_seed(where, stage.seed)
         if stage.start_step < 0:
             raise ConfigError(f"{where}: start_step must not be negative, got {stage.start_step}; count from 0")
         weights = stage.weights if stage.weights is not None else self.run.weights
@@ -259,6 +273,13 @@ def _check_keys(where: str, table: Mapping[str, Any], known: tuple[str, ...]) ->
 def _check_positive(where: str, name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{where}: {name} must be at least 1, got {value}; raise it")
+    if value > MAX_NUMBER:
+        raise ConfigError(f"{where}: {name} must be at most {MAX_NUMBER}, got {value}; lower it")
+
+
+def _check_seed(where: str, seed: int) -> None:
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"{where}: seed must lie within 0 and 2^63, got {seed}; choose a smaller one")
 
 
 def _check_packing(where: str, packing: str, split: str, crop: str) -> None:

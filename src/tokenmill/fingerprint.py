@@ -57,7 +57,7 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
     ('stages[0].w', 1, 2)
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
+        for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in _TELLING, key)):
             inner = f"{path}.{key}" if path else str(key)
             found = first_difference(old.get(key, _ABSENT), new.get(key, _ABSENT), inner)
             if found:
@@ -75,3 +75,5 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
 
 
 _ABSENT = "(absent)"
+_TELLING = ("kind", "content", "store", "packing", "seq_len", "weights")
+"""Keys that are compared before the others, as they say best what is different."""

@@ -78,6 +78,7 @@ class Run:
             sources=self.config.source_names,
             steps=steps,
             max_epochs={name: limit for name, limit in limits.items() if limit is not None},
+            contract={"positions": self.config.run.positions},
         )
 
     def loader(

@@ -14,6 +14,21 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "dict[str, npt.NDArray[Any]]"
 """One micro-batch: array name -> array."""
 
+ARRAYS = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "doc_ids",
+    "loss_mask",
+    "source",
+    "cu_seqlens",
+    "max_seqlen",
+    "num_loss_tokens",
+)
+"""What a batch can deliver."""
+POSITIONS = ("document", "row")
+"""Where position_ids can start from 0."""
+
 Whole: TypeAlias = Any
 """A whole number inside a kernel, where the integers of Python and of numpy are one."""
 

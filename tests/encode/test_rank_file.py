@@ -124,3 +124,10 @@ def test_decode_replaces_what_is_not_utf8(opened):
     tokenizer = opened("r50k")
     half = tokenizer.encode(["\U00016d40"]).ids[:1]
     assert tokenizer.decode(half) == "\ufffd"
+
+
+def test_an_encoding_that_the_bytes_contradict_is_refused(specs):
+    """T2.a."""
+    path = specs["p50k"].partition("?")[0]
+    with pytest.raises(TokenizerError, match="must be p50k_base or p50k_edit, as its bytes say, got 'o200k_base'"):
+        open_tokenizer(f"{path}?encoding=o200k_base")

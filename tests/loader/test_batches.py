@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, ResumeError
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
@@ -192,3 +192,55 @@ def test_every_saved_state_resumes_exactly_in_a_fresh_process(make_run):
 
 def loader_file(make_run):
     return make_run().folder / "run.toml"
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_newer_iteration_ends_the_older_one(make_run, threads):
+    """[A1.a] Two at once would both move the one place that a state saves."""
+    loader = make_run().loader(micro_batch=12, threads=threads)
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    second = next(new)
+    with pytest.raises(ConfigError, match="one iteration at a time, got a newer one"):
+        next(old)
+    assert np.array_equal(second["labels"], loader[1]["labels"])
+    assert loader.step == 2
+
+
+def test_iterations_that_are_given_up_keep_no_maps(make_run):
+    """[C1.d, S1.a]"""
+    run = make_run(max_tokens_per_shard=8)
+    loader = run.loader(micro_batch=12, threads=2)
+    for step in range(20):
+        loader.seek(step)
+        for _ in loader:
+            break
+    del loader
+    maps = run.stores["web"].maps
+    assert maps.num_open <= 64
+    assert not [file for file in maps._maps.values() if file.borrowers]
+
+
+def test_an_error_comes_again_and_is_no_end_of_the_run(make_run):
+    run = make_run()
+    for file in run.folder.glob("*/shard-*/sequence.bin"):
+        file.rename(file.with_suffix(".away"))
+    for threads in (0, 2):
+        stream = iter(run.loader(micro_batch=12, threads=threads))
+        for _ in range(3):
+            with pytest.raises(FileNotFoundError, match=r"sequence\.bin: must exist"):
+                next(stream)
+
+
+def test_sources_in_another_order_are_another_contract(make_run):
+    """The ids in `source` are the order of the config, so a state of another order is refused."""
+    old = make_run("old")
+    loader = old.loader(micro_batch=12)
+    next(iter(loader))
+    text = (old.folder / "old.toml").read_text()
+    web, books = (f'[[sources]]\nname = "{name}"\nstore = "{name}"\n' for name in ("web", "books"))
+    (old.folder / "new.toml").write_text(text.replace(web, "@").replace(books, web).replace("@", books))
+    new = type(old).from_toml(old.folder / "new.toml").loader(micro_batch=12)
+    with pytest.raises(ResumeError, match=r"first difference: stages\[0\]\.sources\.books\.id 1 -> 0"):
+        new.load_state_dict(loader.state_dict())

@@ -280,3 +280,48 @@ def test_a_loss_mask_in_the_store_is_honoured(tmp_path, tokenizer_identity):
 def test_bos_best_fit_needs_documents_that_start_with_bos(make_run):
     with pytest.raises(ConfigError, match="needs documents that start with BOS, got a store without"):
         make_run(packing="bos_best_fit").plan()
+
+
+def test_a_loss_mask_alone_is_right_when_shards_are_copied_in_turns(tmp_path, tokenizer_identity):
+    from tokenmill.config import parse_config
+    from tokenmill.run import Run
+    from tokenmill.store import StoreSpec, StoreWriter
+
+    rng = np.random.default_rng(0)
+    offsets = np.arange(0, 20 * 301, 20)
+    ids = rng.integers(0, 300, offsets[-1]).astype("<u2")
+    mask = rng.integers(0, 2, offsets[-1]).astype("u1")
+    spec = StoreSpec(
+        keys={"loss_mask": "|u1", "sequence": "<u2"},
+        tokenizer=tokenizer_identity(300),
+        recipe={},
+        max_tokens_per_shard=60,
+    )
+    with StoreWriter(tmp_path / "sft", spec) as writer:
+        writer.append({"sequence": ids, "loss_mask": mask}, offsets)
+        writer.commit()
+    tables = {
+        "run": {"steps": 3, "global_batch_size": 64, "seq_len": 32},
+        "sources": [{"name": "sft", "store": "sft"}],
+    }
+    run = Run(config=parse_config(tables), folder=tmp_path)
+    dirty = [np.full((64, 32), 7, np.int64) for _ in range(50)]
+    del dirty
+    for step in range(3):
+        labels = run.loader(arrays=("labels",))[step]["labels"]
+        assert np.array_equal(run.loader(arrays=("loss_mask",))[step]["loss_mask"], labels != IGNORE)
+        assert int(run.loader(arrays=("labels", "num_loss_tokens"))[step]["num_loss_tokens"]) == (labels >= 0).sum()
+        ids_drawn = run.loader(arrays=("input_ids",))[step]["input_ids"]
+        assert ids_drawn.max() > 1, "the token ids are those of `sequence`, whatever the order of the keys"
+
+
+def test_stacked_slices_are_the_global_batch(packed_run):
+    from tokenmill.loader import stack
+
+    run = packed_run("best_fit")
+    whole = run.loader(arrays=EVERY)[4]
+    parts = [run.loader(rank=rank, world_size=3, arrays=EVERY)[4] for rank in range(3)]
+    joined = stack(parts)
+    assert set(joined) == set(whole)
+    for name, array in whole.items():
+        assert np.array_equal(joined[name], array), name

@@ -146,7 +146,7 @@ def test_other_tokens_in_a_store_are_refused(make_run, make_store):
 
     shutil.rmtree(old.folder / "web")
     make_store("web", [20] * 150, seed=9)
-    with pytest.raises(ResumeError, match=r"first difference: stages\[0\]\.sources\.web\.rows"):
+    with pytest.raises(ResumeError, match=r"first difference: stages\[0\]\.sources\.web\.store"):
         make_run().loader().load_state_dict(state)
 
 

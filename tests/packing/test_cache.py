@@ -96,19 +96,35 @@ def test_a_killed_builder_leaves_nothing_that_is_trusted(small_store):
     assert not list((small_store / ".rows").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("where", ["end", "footer", "table", "cut"])
-def test_a_damaged_index_is_refused_with_the_way_out(small_store, where):
+@pytest.mark.parametrize("where", ["end", "footer", "table", "cut", "empty"])
+def test_a_damaged_index_is_built_again(small_store, where):
+    rows = all_spans(small_store)
+    file = small_store / ".rows" / files(small_store)[0]
+    whole = file.read_bytes()
+    data = bytearray(whole)
+    footer = 16 + int.from_bytes(data[-16:-8], "little")
+    if where in ("cut", "empty"):
+        data = data[:-100] if where == "cut" else bytearray()
+    else:
+        data[{"end": -1, "footer": -40, "table": -footer - 20}[where]] ^= 1
+    file.write_bytes(data)
+    assert all_spans(small_store) == rows
+    assert file.read_bytes() == whole
+
+
+def test_a_damaged_window_is_refused_with_the_way_out(small_store):
     all_spans(small_store)
     file = small_store / ".rows" / files(small_store)[0]
     data = bytearray(file.read_bytes())
-    if where == "cut":
-        data = data[:-100]
-    else:
-        footer = 16 + int.from_bytes(data[-16:-8], "little")
-        data[{"end": -1, "footer": -40, "table": -footer - 20}[where]] ^= 1
+    data[5000] ^= 1
     file.write_bytes(data)
-    with pytest.raises(StoreCorruptError, match=r"\.rows: must be a whole index of rows, .* delete it"):
+    with pytest.raises(StoreCorruptError, match=r"the index of its rows must fit .* delete its folder \.rows"):
         all_spans(small_store)
+
+
+def test_others_may_read_an_index(small_store):
+    all_spans(small_store)
+    assert (small_store / ".rows" / files(small_store)[0]).stat().st_mode & 0o444 == 0o444
 
 
 def test_a_store_that_cannot_be_written_to_is_packed_elsewhere(small_store, tmp_path, monkeypatch):

@@ -175,3 +175,84 @@ def test_a_source_must_keep_its_store(make_store):
     seen = Seen(rest=False, size=rows[0].num_rows, drawn=3, key=1, shuffle=Shuffle())
     with pytest.raises(ConfigError, match="a source must keep its store from stage to stage"):
         rows[1].following(rows[0], seen)
+
+
+def test_a_stage_that_draws_nothing_of_a_source_forgets_nothing_of_it(make_store, tmp_path):
+    """The rest that the first stage left is still owed after a stage that draws no row of the source."""
+    _, _, offsets = make_store("web", LENGTHS)
+    make_store("books", [30] * 400)
+    weights = {"web": 1e-6, "books": 1.0}
+    tables = {
+        "run": {"steps": 60, "global_batch_size": 4, "seq_len": 12},
+        "sources": [{"name": name, "store": name} for name in ("web", "books")],
+        "stages": [
+            {"name": "a", "start_step": 0, "weights": {"web": 1}},
+            {"name": "b", "start_step": 20, "weights": weights, "seq_len": 20},
+            {"name": "c", "start_step": 30, "weights": {"web": 1}, "seq_len": 9},
+        ],
+    }
+    run = Run(config=parse_config(tables), folder=tmp_path)
+    plan = run.plan()
+    assert plan.stages[1].draws["web"] == 0
+    assert plan.stages[2].rows["web"].num_rest > 0
+    counts = np.zeros(int(offsets[-1]), np.int64)
+    for step in [*range(20), *range(30, 60)]:
+        for use in plan.what(step):
+            for span in use.spans:
+                begin = int(offsets[span.document]) + span.start
+                counts[begin + 1 : begin + span.length] += 1
+    assert counts.max() == 1
+
+
+def test_documents_that_were_not_drawn_are_whole_at_the_new_length(make_store, tmp_path):
+    """What truncation would have dropped at the old length is not dropped at the new one."""
+    make_store("web", [30] * 40)
+    run = make_run(tmp_path, [(0, 8, "padded", "unseen"), (5, 40, "best_fit", "unseen")], steps=20)
+    plan = run.plan()
+    seen = {use.spans[0].document for step in range(5) for use in plan.what(step)}
+    rest = plan.stages[1].rows["web"]
+    spans = rest.spans(np.arange(rest.num_rows, rest.num_rows + rest.num_rest))
+    assert set(spans.document.tolist()) == set(range(40)) - seen
+    assert (spans.length == 30).all()
+
+
+def test_epochs_of_other_rows_have_orders_of_their_own(make_store, tmp_path):
+    make_store("web", [9] * 40)
+    stages = [(0, 8, "padded", "unseen"), (10, 9, "padded", "unseen"), (20, 8, "padded", "unseen")]
+    plan = make_run(tmp_path, stages, steps=30).plan()
+    orders = [[row for step in range(a, a + 10) for row in plan.rows(step)[1].tolist()] for a in (0, 10, 20)]
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert orders[0] != orders[1]
+    assert orders[0] != orders[2]
+
+
+def test_one_pass_through_a_change_is_one_epoch(make_store, tmp_path):
+    """[M1.d] The rest completes the epoch, however many rows it has."""
+    make_store("web", LENGTHS)
+    stages = [(0, 12, "best_fit", "unseen"), (13, 20, "best_fit", "unseen")]
+    plan = make_run(tmp_path, stages, steps=200).plan()
+    rest = plan.stages[1].rows["web"].num_rest
+    exact = make_run(tmp_path, stages, steps=13 + rest // 4).plan()
+    assert 0.95 < float(exact.stages[1].epochs("web")) <= 1
+    past = make_run(tmp_path, stages, steps=13 + -(-rest // 4) + 1).plan()
+    assert float(past.stages[1].epochs("web")) > 1
+    assert _report(past).sources[0].first_repeat is not None
+
+
+def test_labels_that_cross_documents_refuse_a_rest(make_store, tmp_path):
+    make_store("web", LENGTHS)
+    tables = {
+        "run": {
+            "steps": 40,
+            "global_batch_size": 4,
+            "seq_len": 12,
+            "packing": "concat",
+            "cross_document_labels": True,
+        },
+        "sources": [{"name": "web", "store": "web"}],
+        "stages": [{"name": "a", "start_step": 0}, {"name": "b", "start_step": 9, "seq_len": 20}],
+    }
+    with pytest.raises(ConfigError, match="cross_document_labels with a change of rows; use on_change = restart"):
+        Run(config=parse_config(tables), folder=tmp_path).plan()
+    tables["stages"][1]["on_change"] = "restart"
+    Run(config=parse_config(tables), folder=tmp_path).plan()

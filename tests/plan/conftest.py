@@ -32,6 +32,10 @@ class NumberedRows:
             token=rows * (self.seq_len + 1),
         )
 
+    @property
+    def epoch_description(self):
+        return self.description
+
     def fates(self):
         return Fates(
             rows=self.num_rows,

@@ -56,5 +56,5 @@ def test_an_unknown_mode_names_the_nearest():
 
 @pytest.mark.parametrize("name", ["block_rows", "window_blocks"])
 def test_empty_blocks_are_refused(name):
-    with pytest.raises(ConfigError, match=f"{name}: must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=f"{name}: must lie within 1 and 2\\^30, got 0"):
         Shuffle(**{name: 0})

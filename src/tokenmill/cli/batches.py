@@ -54,7 +54,7 @@ def batches(
     first, last = _range(steps, compiled.steps)
     saved = _read_state(state, steps)
     for loader in loaders:
-        loader.load_state_dict(saved) if saved else loader.seek(first)
+        loader.seek(first) if saved is None else loader.load_state_dict(saved)
     _draw(loaders, last, digest, state)
 
 

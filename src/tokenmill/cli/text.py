@@ -23,6 +23,7 @@ def tokenizer_of(store: Store) -> Tokenizer | None:
             str(store.manifest.recipe.get("tokenizer", "bytes")),
             add_bos=bool(identity["add_bos"]),
             add_eos=bool(identity["add_eos"]),
+            engine=str(store.manifest.recipe.get("engine", "auto")).split()[0],
         )
     except TokenizerError:
         return None
@@ -35,7 +36,7 @@ def excerpt(store: Store, span: Span, tokenizer: Tokenizer | None) -> str | None
         return None
     begin, _ = store.document_bounds(span.document)
     length = min(span.length, EXCERPT_TOKENS)
-    ids = store.fetch(begin + span.start, begin + span.start + length, store.keys[0])
+    ids = store.fetch(begin + span.start, begin + span.start + length, store.manifest.token_key)
     more = "…" if span.length > length else ""
     text = tokenizer.decode(ids).replace("\n", "⏎").replace("\t", "→")
     # Documents are not to be trusted with the terminal: no escape sequences, no bells, no reversed text.

@@ -149,16 +149,21 @@ def text_of(ids: npt.NDArray[Any], strings: Mapping[int, bytes]) -> str:
 
 
 def _recognise(data: bytes, path: Path, name: str | None) -> str:
+    if name is not None and name not in ENCODINGS:
+        raise TokenizerError(
+            f"tiktoken:{path}: its encoding must be known, got {name!r}; {nearest(name, ENCODINGS)}"
+        )
+    sha256 = hashlib.sha256(data).hexdigest()
+    same = [known for known, encoding in ENCODINGS.items() if encoding.sha256 == sha256]
     if name is not None:
-        if name not in ENCODINGS:
+        if same and name not in same:
             raise TokenizerError(
-                f"tiktoken:{path}: its encoding must be known, got {name!r}; {nearest(name, ENCODINGS)}"
+                f"tiktoken:{path}: its encoding must be {' or '.join(same)}, as its bytes say, got {name!r}; "
+                "leave ?encoding= out"
             )
         return name
-    sha256 = hashlib.sha256(data).hexdigest()
-    for known, encoding in ENCODINGS.items():
-        if encoding.sha256 == sha256:
-            return known
+    if same:
+        return same[0]
     for known in ENCODINGS:
         if path.name.removesuffix(".tiktoken") == known:
             return known

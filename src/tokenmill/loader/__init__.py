@@ -7,11 +7,11 @@
 4. Must not know: torch or any framework, files other than through a store, the environment.
 """
 
-from tokenmill.loader.assemble import ARRAYS
 from tokenmill.loader.batches import Loader, LoaderOptions, stack
 from tokenmill.loader.digest import DIGEST_ARRAYS, batch_digest, row_digests
 from tokenmill.loader.kernels import IGNORE
 from tokenmill.loader.slices import RankSlice
+from tokenmill.types import ARRAYS
 
 __all__ = [
     "ARRAYS",

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from tokenmill.store.reader import Store
     from tokenmill.types import Batch, Spans
 
-ARRAYS = (
-    "input_ids",
-    "labels",
-    "position_ids",
-    "doc_ids",
-    "loss_mask",
-    "source",
-    "cu_seqlens",
-    "max_seqlen",
-    "num_loss_tokens",
-)
-"""What a batch can deliver."""
 LOSS_MASK = "loss_mask"
 """Key of a store whose zeros say which tokens are not to be trained on."""
 
@@ -111,11 +99,15 @@ class Block:
         pieces = self._find(index, row_ids)
         self._spans = np.empty((sum(piece.spans.length.size for piece in pieces), 5), np.int64)
         for piece in pieces:
-            width = piece.store.dtype(piece.store.keys[0]).itemsize
+            width = piece.store.dtype(piece.store.manifest.token_key).itemsize
             describe_spans(self._spans[piece.offset :], piece.spans.joined, piece.spans.length, width)
         self._masked = any(piece.masked for piece in pieces)
         if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
-            self._map(pieces, max_maps)
+            try:
+                self._map(pieces, max_maps)
+            except BaseException:
+                self.release()
+                raise
 
     @property
     def num_rows(self) -> int:
@@ -189,7 +181,7 @@ class Block:
     def _point(self, piece: _Piece, shards: npt.NDArray[np.int64]) -> None:
         """Give the spans in these shards their addresses, and keep the shards mapped."""
         store, spans = piece.store, piece.spans
-        for key, column in ((store.keys[0], ADDRESS), (LOSS_MASK, MASK)):
+        for key, column in ((store.manifest.token_key, ADDRESS), (LOSS_MASK, MASK)):
             if key in store.keys:
                 files = store.maps.take([store.file(int(shard), key_file(key)) for shard in shards])
                 self._held.append((store.maps, files))
@@ -198,7 +190,9 @@ class Block:
                 point_spans(out, (spans.shard, spans.token), shards, bases, column, store.dtype(key).itemsize)
 
     def _copy_in_turns(self, needs: list[tuple[_Piece, npt.NDArray[np.int64]]], max_maps: int) -> None:
-        shapes = layout(self.arrays, self.num_rows, self.seq_len)
+        # The loss mask is made of the labels, which must outlive the turns.
+        kept = (*self.arrays, "labels") if "loss_mask" in self.arrays else self.arrays
+        shapes = layout(kept, self.num_rows, self.seq_len)
         whole = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
         for piece, shards in needs:
             for group in _chunks(shards, max_maps):
@@ -227,7 +221,7 @@ class Block:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
     @cached_property
-    def _segments(self) -> tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]:
+    def _segments(self) -> tuple[npt.NDArray[np.int64], list[int], npt.NDArray[np.int32]]:
         starts, first, longest = find_segments(self._rows, self._spans, self.seq_len)
         return starts, first.tolist(), longest
 
@@ -236,7 +230,9 @@ class Block:
         if "cu_seqlens" in self.arrays:
             begin_segment, end_segment = first[begin], first[begin + rows]
             bounds = np.empty(end_segment - begin_segment + 1, np.int32)
-            np.subtract(starts[begin_segment:end_segment], begin * self.seq_len, out=bounds[:-1])
+            np.subtract(
+                starts[begin_segment:end_segment], begin * self.seq_len, out=bounds[:-1], casting="same_kind"
+            )
             bounds[-1] = rows * self.seq_len
             out["cu_seqlens"] = bounds
         if "max_seqlen" in self.arrays:

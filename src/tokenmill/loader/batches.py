@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.loader.assemble import ARRAYS, LOSS_MASK, Block, StoredRows, layout
+from tokenmill.loader.assemble import LOSS_MASK, Block, StoredRows, layout
 from tokenmill.loader.buffers import BufferPool
 from tokenmill.loader.state import Explain, Position, load_state, save_state
+from tokenmill.types import ARRAYS, POSITIONS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,9 +30,6 @@ FIRST_BLOCK_ROWS = 32
 BLOCK_TOKENS = 1 << 24
 BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
-
-
-POSITIONS = ("document", "row")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +87,7 @@ class Loader:
         self._pools: dict[tuple[int, int], BufferPool] = {}
         self._drawn = 0
         self._jumps = 0
+        self._iterations = 0
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run; the same on every rank."""
@@ -106,7 +106,8 @@ class Loader:
             block.release()
 
     def __iter__(self) -> Iterator[Batch]:
-        return _Batches(self)
+        self._iterations += 1
+        return _Batches(self, self._iterations)
 
     @property
     def step(self) -> int:
@@ -165,13 +166,17 @@ class Loader:
         if self.part.world_size == 1 and first % per_step == 0 and count % per_step == 0 and not masked:
             return block.labels_by_step()  # it holds the whole of its steps
         steps = np.array(block.steps)
-        batch = stage.spec.global_batch_size
-        places = (np.repeat(steps, batch), np.tile(np.arange(batch), steps.size))
-        whole = self._find(stage, places, ("labels",) if masked else ("source",))
-        try:
-            return whole.labels_by_step()
-        finally:
-            whole.release()
+        slots = np.arange(stage.spec.global_batch_size)
+        counts: dict[int, int] = {}
+        # Labels under a mask are laid out to be counted: one step at a time, to bound the memory.
+        for part in np.split(steps, steps.size) if masked else [steps]:
+            places = (np.repeat(part, slots.size), np.tile(slots, part.size))
+            whole = self._find(stage, places, ("labels",) if masked else ("source",))
+            try:
+                counts |= whole.labels_by_step()
+            finally:
+                whole.release()
+        return counts
 
     def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
         """Yield (stage, its first micro-batch, number of them) for the blocks from a point of the run on.
@@ -209,18 +214,31 @@ class Loader:
 class _Batches(Iterator["Batch"]):
     """One iteration over a loader; follows it when a state is loaded meanwhile."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, number: int) -> None:
         self._loader = loader
+        self._number = number
         self._jumps = -1
         self._stream: Iterator[Batch] = iter(())
         self._stop: Callable[[], object] = lambda: None
 
     def __next__(self) -> Batch:
         loader = self._loader
+        if self._number != loader._iterations:
+            self._stop()
+            raise ConfigError(
+                "loader: there must be one iteration at a time, got a newer one; "
+                "go on with that, or make a second loader"
+            )
         if self._jumps != loader._jumps:
             self._jumps = loader._jumps
             self._start()
-        batch = next(self._stream)
+        try:
+            batch = next(self._stream)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._jumps = -1  # whoever tries again gets this batch, or the error again, not the end of the run
+            raise
         loader._drawn += 1
         return batch
 
@@ -251,31 +269,50 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
     waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
+    blocks: deque[Future[Block]] = deque()
 
     def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
         return [loader._batch(block.result(), number) for number in range(begin, end)]
 
     def take() -> list[Batch]:
-        block, batches, last = waiting.popleft()
-        try:
-            return batches.result()
-        finally:
-            if last:
-                block.result().release()
+        _, batches, last = waiting.popleft()
+        found = batches.result()
+        if last:
+            blocks.popleft().result().release()
+        return found
 
-    for stage, first, count in loader._runs(loader._drawn):
-        block = executor.submit(loader._block, stage, first, count)
-        for begin in range(0, count, size):
-            end = min(begin + size, count)
-            batches = executor.submit(copy, block, begin, end)
-            waiting.append((block, batches, end == count))
-            if len(waiting) * size >= loader.options.prefetch:
-                yield from take()
-    while waiting:
-        yield from take()
-    executor.shutdown(wait=False)
+    try:
+        for stage, first, count in loader._runs(loader._drawn):
+            blocks.append(executor.submit(loader._block, stage, first, count))
+            for begin in range(0, count, size):
+                end = min(begin + size, count)
+                waiting.append((blocks[-1], executor.submit(copy, blocks[-1], begin, end), end == count))
+                if len(waiting) * size >= loader.options.prefetch:
+                    yield from take()
+        while waiting:
+            yield from take()
+    finally:
+        # An iteration that is given up must not keep its maps; at the end of the interpreter nothing matters.
+        if not sys.is_finalizing():
+            executor.shutdown(wait=True, cancel_futures=True)
+            for block in blocks:
+                if not block.cancelled() and block.exception() is None:
+                    block.result().release()
 
 
 def stack(batches: Sequence[Batch]) -> Batch:
     """Join batches row by row, as the slices of all ranks make up the global batch."""
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    joined: Batch = {}
+    for name in batches[0]:
+        parts = [batch[name] for batch in batches]
+        if name == "cu_seqlens":
+            ends = np.cumsum([0, *(int(part[-1]) for part in parts)])
+            shifted = [part[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
+            joined[name] = np.concatenate([*shifted, ends[-1:]]).astype(np.int32)
+        elif name == "max_seqlen":
+            joined[name] = np.max(parts)
+        elif name == "num_loss_tokens":
+            joined[name] = parts[0]
+        else:
+            joined[name] = np.concatenate(parts)
+    return joined

@@ -32,29 +32,38 @@ class BufferPool:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._buffers: list[tuple[npt.NDArray[np.int64], Batch]] = []
+        self._buffers: list[npt.NDArray[np.int64]] = []
+        self._arrays: list[Batch] = []
+        self._idle: list[int] = []
+        """References to each buffer that are the pool's own, as `_references` counts them on this Python."""
         self._lock = threading.Lock()
 
     def batch(self) -> Batch:
         """Return arrays with undefined content."""
         with self._lock:
-            for buffer, arrays in self._buffers:
-                # Ours: the pool's, the loop variable's, getrefcount's own, and one of each array.
-                if sys.getrefcount(buffer) == 3 + len(arrays):
-                    return {name: array[:] for name, array in arrays.items()}
-            arrays = self._make()
+            for number, idle in enumerate(self._idle):
+                if _references(self._buffers, number) == idle:
+                    return {name: array[:] for name, array in self._arrays[number].items()}
+            buffer, arrays = self._make()
+            if len(self._buffers) < MAX_BUFFERS:
+                self._buffers.append(buffer)
+                self._arrays.append(arrays)
+                del buffer
+                self._idle.append(_references(self._buffers, len(self._buffers) - 1))
             return {name: array[:] for name, array in arrays.items()}
 
-    def _make(self) -> Batch:
+    def _make(self) -> tuple[npt.NDArray[np.int64], Batch]:
         sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._layout.values()]
         # Each array starts on a boundary of 64 bytes, a cache line.
         begins = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
         buffer = np.empty(int(begins[-1]) // 8, np.int64)
         arrays: dict[str, npt.NDArray[Any]] = {}
         for (name, (shape, dtype)), begin, size in zip(self._layout.items(), begins[:-1], sizes, strict=True):
-            arrays[name] = (
-                buffer[begin // 8 : -(-(begin + size) // 8)].view(dtype)[: int(np.prod(shape))].reshape(shape)
-            )
-        if len(self._buffers) < MAX_BUFFERS:
-            self._buffers.append((buffer, arrays))
-        return arrays
+            part = buffer[begin // 8 : -(-(begin + size) // 8)].view(dtype)
+            arrays[name] = part[: int(np.prod(shape))].reshape(shape)
+        return buffer, arrays
+
+
+def _references(buffers: list[npt.NDArray[np.int64]], number: int) -> int:
+    """Count the references to a buffer, always in the same way, so that counts can be compared."""
+    return sys.getrefcount(buffers[number])

@@ -214,9 +214,9 @@ def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int
 @numba.njit(cache=True, nogil=True)
 def find_segments(
     rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Return where segments begin in all rows end to end, the first of each row and the end, each row's longest."""
-    starts = np.empty(rows[:, 1].sum() + rows.shape[0], np.int32)
+    starts = np.empty(rows[:, 1].sum() + rows.shape[0], np.int64)
     first = np.empty(rows.shape[0] + 1, np.int64)
     longest = np.zeros(rows.shape[0], np.int32)
     filled: Whole = 0

@@ -19,17 +19,16 @@ import numpy as np
 import orjson
 import xxhash
 
-from tokenmill.errors import StoreCorruptError
+from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.index import PackedWindow, WindowIndex, build_index
 from tokenmill.store.maps import FileRequest, map_file
-from tokenmill.store.writer import sync_folder
+from tokenmill.store.writer import ROWS_FOLDER, sync_folder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 FORMAT = "tokenmill-rows-1"
-FOLDER = ".rows"
 _END = 16
 """Bytes at the end of a file: size of the footer, and its checksum."""
 
@@ -39,23 +38,28 @@ def cached_index(
 ) -> WindowIndex:
     """Return the index that `description` stands for, from its file; build the file if there is none."""
     name = f"{digest(dict(description))}.rows"
-    for folder in (store / FOLDER, _private_folder()):
-        if (folder / name).exists():
-            return _read(folder / name, description)
-    folder = _writable(store / FOLDER) or _private_folder()
+    for folder in (store / ROWS_FOLDER, _private_folder()):
+        found = _read(folder / name, description)
+        if found:
+            return found
+    folder = _writable(store / ROWS_FOLDER) or _private_folder()
     file = folder / name
     with _lock(file) as alone:
-        if not file.exists():
+        if not _read(file, description):
             if alone:
                 for left in folder.glob(f".tmp-{file.stem}-*"):
                     left.unlink()  # what a killed builder left
             _build(file, description, packed)
-    return _read(file, description)
+    built = _read(file, description)
+    if built is None:
+        raise StoreCorruptError(f"{file}: must be a whole index of rows once it is built, got none; check the disk")
+    return built
 
 
 def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
     try:
+        os.fchmod(descriptor, 0o644)  # others may read the store, so they may read its index
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
             table, counts = build_index(packed(), out.write)
             out.write(b"\0" * (-out.tell() % 8))
@@ -86,29 +90,32 @@ def _write_footer(
     out.write(len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
 
 
-def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex:
-    """Map an index; its footer and table are checked by their checksums, its size by both."""
+def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
+    """Map an index; None where there is none, or one that is cut or changed: it is only a cache, and made again."""
     try:
         data = map_file(FileRequest(file, file.stat().st_size)).data
-        size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little")
-        text = data[data.size - _END - size : -_END].tobytes()
-        if size > data.size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
-            raise ValueError("a footer that is cut or changed")
-        footer = orjson.loads(text)
-        if footer["format"] != FORMAT or footer["description"] != dict(description):
-            raise ValueError("the index of something else")
-        begin = data.size - _END - size - 32 * (footer["windows"] + 1)
-        raw = data[begin : data.size - _END - size].tobytes()
-        if xxhash.xxh3_64_hexdigest(raw) != footer["table"]:
-            raise ValueError("a table that has changed")
-        table = np.frombuffer(raw, np.int64).reshape(-1, 4)
-        if begin - int(table[-1, 1]) not in range(8):
-            raise ValueError("sections that do not fit the table")
-    except (ValueError, KeyError, IndexError) as error:
-        raise StoreCorruptError(
-            f"{file}: must be a whole index of rows, got {error}; delete it, it will be built again"
-        ) from None
-    return WindowIndex(table=table, data=data[:begin], counts=np.array(footer["counts"], np.int64))
+    except (OSError, StoreError):
+        return None
+    size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little")
+    text = data[max(0, data.size - _END - size) : -_END].tobytes()
+    if data.size < _END or len(text) != size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
+        return None
+    footer = orjson.loads(text)
+    if footer["format"] != FORMAT or footer["description"] != dict(description):
+        return None
+    begin = data.size - _END - size - 40 * (footer["windows"] + 1)
+    raw = data[max(0, begin) : data.size - _END - size].tobytes()
+    if begin < 0 or xxhash.xxh3_64_hexdigest(raw) != footer["table"]:
+        return None
+    table = np.frombuffer(raw, np.int64).reshape(-1, 5)
+    if begin - int(table[-1, 1]) not in range(8):
+        return None
+    return WindowIndex(
+        table=table,
+        data=data[:begin],
+        counts=np.array(footer["counts"], np.int64),
+        checked=np.zeros(footer["windows"], np.bool_),
+    )
 
 
 @contextmanager
@@ -136,6 +143,9 @@ def _writable(folder: Path) -> Path | None:
 
 def _private_folder() -> Path:
     """Return a folder of this user's for indexes of stores that cannot be written to."""
-    folder = Path(tempfile.gettempdir()) / f"tokenmill-rows-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"tokenmill-rows-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != user:
+        raise StoreError(f"{folder}: must be a folder of this user's, got another's; remove it, or set TMPDIR")
     return folder

@@ -50,6 +50,11 @@ class ConcatRows:
         """Tokens of the last partial row, which no row holds."""
         return self.store.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
 
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of an epoch."""
+        return self.description
+
     def fates(self) -> Fates:
         """Return what becomes of every token of the source in an epoch; reads where documents begin, in parts."""
         held = self.store.num_tokens - self.dropped_tokens
@@ -67,7 +72,7 @@ class ConcatRows:
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows."""
         return {
-            "store": self.store.manifest.fingerprint,
+            "store": self.store.fingerprint,
             "packing": "concat",
             "seq_len": self.seq_len,
             "cross_document_labels": self.cross_document_labels,
@@ -259,7 +264,8 @@ def _shard_spans(
     if np.int64(offsets[document]) > token:
         return -1
     while token < stop:
-        if document == documents:
+        # A document begins where the one before it ends.
+        if document == documents or (document > low and np.int64(offsets[document]) != token):
             return -1
         end = min(stop, np.int64(offsets[document + 1]))
         if end > token:

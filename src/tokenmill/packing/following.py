@@ -68,6 +68,11 @@ class FollowingRows:
         """What decides the content of the rows."""
         return {**self.full.description, "rest": digest(dict(self.rest.description))}
 
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of a whole epoch."""
+        return self.full.description
+
     def fates(self) -> Fates:
         """Return what becomes of every token of the source in a whole epoch."""
         return self.full.fates()
@@ -109,10 +114,15 @@ def _join(number: int, parts: list[tuple[npt.NDArray[np.int64], Spans]]) -> Span
 def follow(full: ConcatRows | PackedRows, previous: RowIndex, seen: Seen, policy: Policy) -> RowIndex:
     """Return `full`, preceded by what is left of the epoch of `previous` that was under way."""
     before = cast("ConcatRows | PackedRows | FollowingRows", previous)
-    if before.store.manifest.fingerprint != full.store.manifest.fingerprint:
+    if before.store.fingerprint != full.store.fingerprint:
         raise ConfigError(
             f"{full.store.path}: a source must keep its store from stage to stage, got another than "
             f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
+        )
+    if full.cross_document_labels:
+        raise ConfigError(
+            f"{full.store.path}: labels that cross documents know no rest of an epoch, got cross_document_labels "
+            "with a change of rows; use on_change = restart, or leave cross_document_labels out"
         )
     part = (before.rest if seen.rest else before.full) if isinstance(before, FollowingRows) else before
     after = digest({"rows": dict(part.description), "seen": dict(seen.describe())})
@@ -137,9 +147,12 @@ def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> Wind
         offsets = store.document_offsets(begin, end)
         lengths = np.diff(offsets)
         rows = _rows_of_window(part, window, offsets)
-        spans = part.spans(rows[seen.unseen(rows)])
-        labels = _owed(spans, begin, end, lengths)
-        documents, first, last = _merge(labels)
+        left = seen.unseen(rows)
+        # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
+        touched = np.full(lengths.size, seen.rest)
+        drawn = part.spans(rows[~left]).document
+        touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
+        documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)
         start = np.where(first > 1, first - context, 0)
         fragments = (documents.astype(np.int32), start.astype(np.int32), (last - start).astype(np.int32))
         return fragments, lengths.astype(np.int32)
@@ -184,10 +197,20 @@ def _counting(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def _merge(
     labels: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    touched: npt.NDArray[np.bool_],
+    lengths: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Join labels that lie side by side in a document."""
-    order = np.lexsort((labels[1], labels[0]))
-    document, first, last = (column[order] for column in labels)
+    """Join labels that lie side by side in a document; of a document that was never drawn all are owed.
+
+    The latter matters where rows do not hold whole documents: what truncation or cropping would have dropped of a
+    document need not be dropped at another length.
+    """
+    whole = np.flatnonzero(~touched & (lengths > 0))
+    mine = touched[labels[0]]
+    added = (whole, np.ones_like(whole), np.maximum(1, lengths[whole]))
+    document, first, last = (np.concatenate([a[mine], b]) for a, b in zip(labels, added, strict=True))
+    order = np.lexsort((first, document))
+    document, first, last = document[order], first[order], last[order]
     if not document.size:
         return document, first, last
     new = np.ones(document.size, np.bool_)

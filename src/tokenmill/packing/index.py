@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from tokenmill.errors import ConfigError
 from tokenmill.packing.policy import pack_window
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from tokenmill.packing.window import Fragments
     from tokenmill.store.reader import Store
 
-ROW, BYTE, PIECES, CUTS = range(4)
-"""Columns of the table: first row and first byte of a window, and how many pieces and cuts it has."""
+ROW, BYTE, PIECES, CUTS, CHECK = range(5)
+"""Columns of the table: first row and first byte of a window, how many pieces and cuts it has, its checksum."""
 
 WindowFragments = Callable[[int], "tuple[Fragments, npt.NDArray[np.int32]]"]
 """Window -> what is to be packed of it, and the lengths of its documents."""
@@ -49,10 +50,27 @@ class WindowIndex:
     counts: npt.NDArray[np.int64]
     """The sums over all windows of what a window counts."""
 
+    checked: npt.NDArray[np.bool_] | None = None
+    """Which windows of a file have been proved by their checksum; None where the index was made by this process."""
+
     @property
     def num_rows(self) -> int:
         """Number of rows of all windows."""
         return int(self.table[-1, ROW])
+
+    def broken(self, windows: npt.NDArray[np.int64]) -> int | None:
+        """Return a window among those given whose bytes are not what its checksum says, each checked once."""
+        if self.checked is None or self.checked[windows].all():
+            return None
+        for window in np.unique(windows[~self.checked[windows]]).tolist():
+            section = self.data[self.table[window, BYTE] : self.table[window + 1, BYTE]]
+            if (
+                int.from_bytes(xxhash.xxh3_64_digest(section.data), "little", signed=True)
+                != self.table[window, CHECK]
+            ):
+                return int(window)
+            self.checked[window] = True
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,10 +148,11 @@ def build_index(
     counts = np.zeros(NUM_COUNTS, np.int64)
     row = byte = 0
     for window in packed:
-        lines.append((row, byte, window.pieces, window.cuts))
+        check = int.from_bytes(xxhash.xxh3_64_digest(window.data), "little", signed=True)
+        lines.append((row, byte, window.pieces, window.cuts, check))
         write(window.data)
         row += window.rows
         byte += len(window.data)
         counts += window.counts
-    lines.append((row, byte, 0, 0))
+    lines.append((row, byte, 0, 0, 0))
     return np.array(lines, np.int64), counts

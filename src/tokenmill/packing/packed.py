@@ -72,6 +72,11 @@ class PackedRows:
         """How many rows there are."""
         return self.index.num_rows
 
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of an epoch."""
+        return self.description
+
     def fates(self) -> Fates:
         """Return what becomes of every token in an epoch, as counted when the rows were packed."""
         counts = [int(number) for number in self.index.counts]
@@ -100,6 +105,8 @@ class PackedRows:
                 "count from 0"
             )
         window, local = divmod(document, MAX_DOCUMENTS)
+        if self.index.broken(np.array([window])) is not None:
+            raise self._corrupt(f"other bytes than its checksum says in window {window}")
         begin, end = int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW])
         rows = np.arange(begin, end)
         return rows[_rows_with(self.index.table[window], end - begin, self.index.data, local)]
@@ -112,6 +119,9 @@ class PackedRows:
                 f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
             )
         windows = np.searchsorted(self.index.table[:, ROW], rows, side="right") - 1
+        broken = self.index.broken(windows)
+        if broken is not None:
+            raise self._corrupt(f"other bytes than its checksum says in window {broken}")
         first, count = np.empty((2, rows.size), np.int64)
         capacity = 4 * rows.size + 64
         while True:
@@ -123,6 +133,8 @@ class PackedRows:
                 break
             capacity = needed
         document, start, length = found[0, :needed], found[1, :needed], found[2, :needed]
+        if needed and int(document.max()) >= self.store.num_documents:
+            raise self._corrupt("documents past the last one")
         shard, token, whole = locate(self.store, document)
         if not _finish(start, length, token, whole):
             raise self._corrupt("pieces past the ends of documents")
@@ -153,7 +165,7 @@ def pack_rows(
             "prepare it with --bos, or use packing = best_fit"
         )
     described: dict[str, int | str | bool] = {
-        "store": store.manifest.fingerprint,
+        "store": store.fingerprint,
         **policy.describe(),
         "seq_len": seq_len,
         "cross_document_labels": cross_document_labels,

@@ -57,7 +57,7 @@ class Policy:
         """Return what decides the rows, as JSON."""
         described: dict[str, int | str | bool] = {"packing": self.name}
         if self.name in ("best_fit", "padded"):
-            described["split"] = self.split
+            described["split"] = next(name for name, mode in SPLITS.items() if mode == self.split_mode)
         if self.name == "bos_best_fit":
             described["crop"] = self.crop
         return described

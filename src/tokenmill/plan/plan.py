@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil
@@ -32,6 +32,8 @@ class Plan:
     """Names of all sources; `rows` speaks of them by index."""
     stages: tuple[Stage, ...]
     max_epochs: Mapping[str, float]
+    contract: Mapping[str, str] = field(default_factory=dict)
+    """Choices of delivery that change what a batch holds."""
 
     @property
     def steps(self) -> int:
@@ -62,7 +64,10 @@ class Plan:
         """Return what decides the batches before `step` (default: all of them), as JSON."""
         end = self.steps if step is None else step
         stages = [stage.spec.describe() for stage in self.stages if stage.spec.start_step < end]
-        return {"version": PLAN_VERSION, "stages": stages}
+        for stage in stages:
+            for name, source in stage["sources"].items():
+                source["id"] = self.sources.index(name)
+        return {"version": PLAN_VERSION, "contract": dict(self.contract), "stages": stages}
 
     def fingerprint_at(self, step: int) -> str:
         """Return the digest of what decides the batches before `step`: equal digests, equal batches."""
@@ -80,6 +85,7 @@ def compile_plan(
     sources: Sequence[str],
     steps: int,
     max_epochs: Mapping[str, float] | None = None,
+    contract: Mapping[str, str] | None = None,
 ) -> Plan:
     """Compile stages into a plan; contradictions are refused here, before the first step."""
     check_order([(stage.name, stage.start_step) for stage in stages], steps)
@@ -87,6 +93,7 @@ def compile_plan(
         sources=tuple(sources),
         stages=compile_stages(stages, sources, steps),
         max_epochs=dict(max_epochs or {}),
+        contract=dict(contract or {}),
     )
     _check_epochs(plan)
     return plan
@@ -118,16 +125,14 @@ def check_order(stages: Sequence[tuple[str, int]], steps: int) -> None:
 
 def _check_epochs(plan: Plan) -> None:
     """Refuse a plan that needs a source more often than the run allows, and say by how much."""
-    read: dict[str, Fraction] = {}
     for stage in plan.stages:
-        for name, drawn in stage.draws.items():
-            index = stage.rows[name]
-            read[name] = read.get(name, Fraction(0)) + Fraction(drawn, index.num_rows)
+        for name in stage.names:
             allowed = plan.max_epochs.get(name)
-            if allowed is not None and read[name] > Fraction(allowed):
-                over = ceil((read[name] - Fraction(allowed)) * index.num_rows)
+            if allowed is not None and stage.epochs(name) > Fraction(allowed):
+                index = stage.rows[name]
+                over = ceil((stage.epochs(name) - Fraction(allowed)) * index.num_rows)
                 raise ConfigError(
-                    f"source {name!r}: max_epochs must not be passed, got {float(read[name]):.3f} epochs "
+                    f"source {name!r}: max_epochs must not be passed, got {float(stage.epochs(name)):.3f} epochs "
                     f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "
                     f"({over * index.seq_len} tokens) too many; lower its weight, add documents or raise max_epochs"
                 )

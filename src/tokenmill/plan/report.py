@@ -114,11 +114,9 @@ def _stage_facts(stage: Stage) -> StageFacts:
 
 def _shares(plan: Plan) -> tuple[SourceShare, ...]:
     shares = []
-    epochs: dict[str, float] = {}
     for stage in plan.stages:
         total = sum(stage.spec.weights.values())
         for name, drawn in stage.draws.items():
-            epochs[name] = epochs.get(name, 0.0) + drawn / stage.rows[name].num_rows
             shares.append(
                 SourceShare(
                     stage=stage.spec.name,
@@ -127,7 +125,7 @@ def _shares(plan: Plan) -> tuple[SourceShare, ...]:
                     realised=drawn / stage.num_positions,
                     rows=drawn,
                     tokens=drawn * stage.spec.seq_len,
-                    epochs=epochs[name],
+                    epochs=float(stage.epochs(name)),
                     **_held(stage, name, drawn),
                 )
             )
@@ -140,7 +138,7 @@ def _source_facts(plan: Plan, name: str) -> SourceFacts:
         name=name,
         rows=using[-1].rows[name].num_rows if using else 0,
         drawn=sum(stage.draws[name] for stage in using),
-        epochs=sum(stage.draws[name] / stage.rows[name].num_rows for stage in using),
+        epochs=float(using[-1].epochs(name)) if using else 0.0,
         first_repeat=_first_repeat(using, name),
         fates=using[-1].rows[name].fates() if using else None,
     )

@@ -73,6 +73,11 @@ class RowIndex(Protocol):
         """What decides the content of the rows, as JSON: equal descriptions mean equal rows."""
         ...
 
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of a whole epoch: the description, less the rest before the first one."""
+        ...
+
     def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
         ...

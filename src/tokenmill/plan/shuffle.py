@@ -39,8 +39,8 @@ class Shuffle:
             )
         for name in ("block_rows", "window_blocks"):
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name}: must be at least 1, got {value}; leave it out for the default")
+            if not 1 <= value <= 1 << 30:
+                raise ConfigError(f"{name}: must lie within 1 and 2^30, got {value}; leave it out for the default")
 
     def describe(self) -> dict[str, int | str]:
         """Return what decides the order, as JSON."""

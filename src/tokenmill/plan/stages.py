@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,6 +91,8 @@ class Stage:
     """The rows of each source, after what earlier stages used."""
     repeats_from: Mapping[str, int]
     """How many rows of a source may be drawn before one is seen for the second time, counted as `table` counts."""
+    epochs_before: Mapping[str, Fraction]
+    """How often each source had been read when its rows last changed."""
     table: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint64]
     """For each source: the key of epochs that begin in this stage, and of the one under way before it."""
@@ -111,6 +115,17 @@ class Stage:
         """How many rows the stage draws from each source."""
         return dict(zip(self.names, self.mixture.counts(self.num_positions), strict=True))
 
+    def epochs(self, name: str) -> Fraction:
+        """Return how often a source has been read by the end of the stage; the rest of an epoch completes it."""
+        before, index = self.epochs_before[name], self.rows[name]
+        drawn = self.carry(name) + self.draws[name]
+        if not index.num_rest:
+            return before + Fraction(drawn, index.num_rows)
+        left = Fraction(floor(before) + 1) - before
+        if drawn <= index.num_rest:
+            return before + left * Fraction(drawn, index.num_rest)
+        return before + left + Fraction(drawn - index.num_rest, index.num_rows)
+
     def carry(self, name: str) -> int:
         """Return how many rows of a source were drawn before the stage."""
         return int(self.table[self.names.index(name), CARRY])
@@ -122,7 +137,11 @@ class _Progress:
 
     index: RowIndex
     repeats_from: int
+    era: int = 0
+    """How often the rows have changed; every epoch of every era has an order of its own."""
+    epochs_before: Fraction = Fraction(0)
     consumed: int = 0
+    epochs_read: Fraction = Fraction(0)
     key: int = 0
     shuffle: Shuffle | None = None
 
@@ -149,13 +168,15 @@ def compile_stages(specs: Sequence[StageSpec], sources: Sequence[str], steps: in
     position = 0
     for index, spec in enumerate(specs):
         end = specs[index + 1].start_step if index + 1 < len(specs) else steps
-        for name in spec.weights:
-            progress[name] = _arrive(progress.get(name), spec, name)
-        stage = _compile_stage(spec, (index, end, position), progress, sources)
+        arrived = {name: _arrive(progress.get(name), spec, name) for name in spec.weights}
+        stage = _compile_stage(spec, (index, end, position), arrived, sources)
         stages.append(stage)
         position += stage.num_positions
         for line, (name, drawn) in enumerate(stage.draws.items()):
-            _advance(progress[name], stage, line, drawn)
+            # A stage that draws nothing of a source leaves it as it was, with what is still owed of it.
+            if drawn or name not in progress:
+                _advance(arrived[name], stage, line, drawn)
+                progress[name] = arrived[name]
     return tuple(stages)
 
 
@@ -169,18 +190,19 @@ def _arrive(before: _Progress | None, spec: StageSpec, name: str) -> _Progress:
         )
     if before is None:
         return _Progress(index=index, repeats_from=index.num_rows)
-    if dict(getattr(before.index, "full", before.index).description) == dict(index.description):
+    if dict(before.index.epoch_description) == dict(index.description):
         return before
-    if spec.on_change == "restart":
-        return _Progress(index=index, repeats_from=0)
-    untouched = before.consumed == 0
+    if not before.consumed:
+        return _Progress(index=index, repeats_from=index.num_rows, era=before.era)
     seen = before.seen()
-    if seen is None:
-        return _Progress(index=index, repeats_from=index.num_rows if untouched else 0)
+    if spec.on_change == "restart" or seen is None:
+        return _Progress(index=index, repeats_from=0, era=before.era + 1, epochs_before=before.epochs_read)
     following = index.following(before.index, seen)
     return _Progress(
         index=following,
         repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
+        era=before.era + 1,
+        epochs_before=before.epochs_read,
     )
 
 
@@ -204,7 +226,7 @@ def _compile_stage(
             *_shuffle_numbers(spec.shuffle),
         ]
         table[line, OLD_EPOCH] = NO_EPOCH
-        keys[line] = key64(spec.seed, "rows", name)
+        keys[line] = key64(spec.seed, "rows", name, *([here.era] if here.era else []))
         epoch, _, drawn = here.epoch()
         if drawn and here.shuffle is not None:
             table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(here.shuffle)]
@@ -218,10 +240,11 @@ def _compile_stage(
         names=names,
         rows={name: progress[name].index for name in names},
         repeats_from={name: progress[name].repeats_from for name in names},
+        epochs_before={name: progress[name].epochs_before for name in names},
         table=table,
         keys=keys,
         rotation_key=np.uint64(key64(spec.seed, "rotation")),
-        rotate=len(names) > 1 and spec.shuffle.mode != "none",
+        rotate=len(names) > 1,
     )
 
 
@@ -235,6 +258,7 @@ def _advance(progress: _Progress, stage: Stage, line: int, drawn: int) -> None:
     progress.consumed += drawn - 1
     epoch, _, _ = progress.epoch()
     progress.consumed += 1
+    progress.epochs_read = stage.epochs(stage.names[line])
     if epoch != int(stage.table[line, OLD_EPOCH]):
         progress.key = int(stage.keys[line, 0])
         progress.shuffle = stage.spec.shuffle

@@ -80,6 +80,11 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     @property
+    def token_key(self) -> str:
+        """Name of the array that holds token ids, whatever the order in which the manifest lists its keys."""
+        return "sequence" if "sequence" in self.keys else min(self.keys)
+
+    @property
     def fingerprint(self) -> str:
         """Digest of what the tokens are; paths and other provenance play no part, so a store may be moved."""
         shards = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from tokenmill.errors import PlanError, StoreError, nearest
+from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest
 from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, Manifest, key_file, read_manifest
 from tokenmill.store.maps import FileRequest, MapCache, read_range
 
@@ -33,6 +33,8 @@ class Store:
     """First token of each shard in the whole stream, and the end of the last."""
     document_begins: npt.NDArray[np.int64]
     """First document of each shard, and the end of the last."""
+    fingerprint: str
+    """Digest of what the tokens are, computed once."""
     _requests: dict[tuple[int, str], FileRequest] = field(default_factory=dict)
 
     @property
@@ -111,7 +113,14 @@ class Store:
         parts = []
         for shard, first, last in _pieces(self.document_begins, begin, end):
             data = read_range(self.file(shard, DOCUMENTS), 8 * first, 8 * (last - first + 1))
-            parts.append(data.view(OFFSET_DTYPE).astype(np.int64) + self.token_begins[shard])
+            offsets = data.view(OFFSET_DTYPE).astype(np.int64)
+            tokens = self.manifest.shards[shard].tokens
+            if int(offsets[0]) < 0 or (np.diff(offsets) < 0).any() or int(offsets[-1]) > tokens:
+                raise StoreCorruptError(
+                    f"{self.file(shard, DOCUMENTS).path}: offsets must not decrease nor pass the shard, "
+                    "got others; run `tokenmill verify`, then copy or prepare the store again"
+                )
+            parts.append(offsets + self.token_begins[shard])
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
@@ -147,4 +156,5 @@ def open_store(path: str | os.PathLike[str], *, maps: MapCache | None = None) ->
         maps=maps or MapCache(),
         token_begins=tokens,
         document_begins=documents,
+        fingerprint=manifest.fingerprint,
     )

@@ -128,7 +128,7 @@ def _anchors_hold(offsets: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint3
 
 
 def _check_ids(store: Path, shard: ShardInfo, manifest: Manifest) -> None:
-    key = next(iter(manifest.keys))
+    key = manifest.token_key
     path = store / shard.name / key_file(key)
     ids: npt.NDArray[Any] = map_file(FileRequest(path, shard.files[key_file(key)].bytes)).data.view(
         manifest.keys[key]

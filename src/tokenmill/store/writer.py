@@ -34,6 +34,8 @@ from tokenmill.store.layout import (
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+ROWS_FOLDER = ".rows"
+"""Where row indexes of the store are kept; they can always be made again."""
 MAX_TOKENS_PER_SHARD = 1 << 29
 """About a GiB of 16-bit ids: large enough that a big corpus needs few maps, small enough to copy about."""
 
@@ -138,7 +140,7 @@ class StoreWriter:
             assert values.size == offsets[-1]
             if values.dtype != np.dtype(dtype):
                 raise StoreError(f"key {key!r}: ids must be {dtype}, got {values.dtype}; cast them first")
-        tokens = next(iter(arrays.values()))
+        tokens = arrays["sequence" if "sequence" in arrays else min(arrays)]
         vocab_size = int(self.spec.tokenizer["vocab_size"])
         if tokens.size and int(tokens.max()) >= vocab_size:
             raise StoreError(
@@ -242,7 +244,14 @@ def sync_folder(path: Path) -> None:
 
 def _clear(path: Path) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
-    left = [child for child in path.iterdir() if child.name.startswith(".tmp-") or is_shard_name(child.name)]
+    left = []
+    for child in sorted(path.iterdir()):
+        if child.name.startswith(".tmp-") or is_shard_name(child.name) or child.name == ROWS_FOLDER:
+            left.append(child)
+        elif child.name != MANIFEST:
+            raise StoreExistsError(
+                f"{path}: must be a folder of its own for the store, got {child.name!r} in it; choose another path"
+            )
     for child in left:
         strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin")
         if strangers and is_shard_name(child.name):
