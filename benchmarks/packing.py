@@ -186,8 +186,11 @@ def contract(cache: Path) -> list[dict]:
         return iter(Loader(plan, part, LoaderOptions(arrays=arrays, threads=0)))
 
     results = []
+    plain = ("input_ids", "labels")
+    extras = ("position_ids", "doc_ids", "loss_mask", "source", "cu_seqlens", "max_seqlen", "num_loss_tokens")
+    prices = {f"price of {extra}": (*plain, extra) for extra in extras}
     for batch in (8, 32):
-        for name, arrays in sets.items():
+        for name, arrays in (sets if batch == 8 else sets | prices).items():
             make = functools.partial(stream, batch, arrays)
             warm = tokens.size // loader.SEQ_LEN // batch
             results.append(loader.compare(name, make, tokens, batch, 8000 // batch, warm_up=warm))

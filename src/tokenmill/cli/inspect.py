@@ -9,6 +9,7 @@ import numpy as np
 import typer
 
 from tokenmill.cli.console import console, megabytes, print_json, table
+from tokenmill.cli.plan import fate_table
 from tokenmill.cli.text import excerpt, tokenizer_of
 
 if TYPE_CHECKING:
@@ -27,17 +28,24 @@ def inspect(
     from tokenmill.store import open_store
 
     if path.suffix == ".toml":
+        from tokenmill.plan.report import report
         from tokenmill.run import Run
 
-        stores = Run.from_toml(path).stores
+        run = Run.from_toml(path)
+        stores = run.stores
+        told = report(run.plan())
     else:
         stores = {path.name: open_store(path)}
+        told = None
     found = {name: facts(store) for name, store in stores.items()}
     if json:
-        print_json(found)
+        fates = {source.name: source.fates for source in told.sources} if told else {}
+        print_json({name: fact | ({"fates": fates[name]} if told else {}) for name, fact in found.items()})
         return
     for name, store in stores.items():
         _show(name, store, found[name])
+    if told:
+        console.print(fate_table(told))
 
 
 def facts(store: Store) -> dict[str, Any]:

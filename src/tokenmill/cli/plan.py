@@ -62,24 +62,29 @@ def tables(facts: PlanReport) -> list[Table]:
         ),
         table(
             "Sources",
-            ("source", "rows an epoch", "rows drawn", "epochs", "first repeat at step"),
+            ("source", "rows an epoch (last stage)", "rows drawn", "epochs", "first repeat at step"),
             [(s.name, s.rows, s.drawn, round(s.epochs, 4), s.first_repeat) for s in facts.sources],
         ),
-        table(
-            "Fate of the tokens of an epoch",
-            ("source", "tokens", "= trained", "+ first of a document", "+ dropped", "why", "padding"),
-            [
-                (
-                    s.name,
-                    s.fates.tokens,
-                    s.fates.trained,
-                    s.fates.masked,
-                    sum(s.fates.dropped.values()),
-                    ", ".join(f"{reason} {number:,}" for reason, number in s.fates.dropped.items()) or "–",
-                    s.fates.padding,
-                )
-                for s in facts.sources
-                if s.fates
-            ],
-        ),
+        fate_table(facts),
     ]
+
+
+def fate_table(facts: PlanReport) -> Table:
+    """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
+    return table(
+        "Fate of the tokens of an epoch",
+        ("source", "tokens", "= trained", "+ first of a document", "+ dropped", "why", "padding"),
+        [
+            (
+                s.name,
+                s.fates.tokens,
+                s.fates.trained,
+                s.fates.masked,
+                sum(s.fates.dropped.values()),
+                ", ".join(f"{reason} {number:,}" for reason, number in s.fates.dropped.items()) or "–",
+                s.fates.padding,
+            )
+            for s in facts.sources
+            if s.fates
+        ],
+    )
