@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.types import ARRAYS, POSITIONS
+from tokenmill.types import ARRAYS, CROPS, ON_CHANGE, PACKINGS, POSITIONS, SPLITS
 
-PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
-SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
-CROPS = ("return", "discard")
-ON_CHANGE = ("unseen", "restart")
 MAX_SEQ_LEN = 1 << 24
 MAX_NUMBER = 1 << 40
 """Steps and rows of a batch, so that positions of a run fit 64 bits many times over."""

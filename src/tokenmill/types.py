@@ -28,6 +28,14 @@ ARRAYS = (
 """What a batch can deliver."""
 POSITIONS = ("document", "row")
 """Where position_ids can start from 0."""
+PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
+"""How documents can become rows."""
+SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
+"""What can become of a document longer than a row."""
+CROPS = ("return", "discard")
+"""What can become of the rest of a cropped document."""
+ON_CHANGE = ("unseen", "restart")
+"""What a stage can do with a source whose rows are not those of the stage before."""
 
 Whole: TypeAlias = Any
 """A whole number inside a kernel, where the integers of Python and of numpy are one."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenmill.cli.console import console, megabytes, print_json, table
+
+if TYPE_CHECKING:
+    from tokenmill.prepare import PrepareReport
 
 
 def prepare(
@@ -59,7 +62,11 @@ def prepare(
     )
     if json:
         print_json(report.to_json())
-        return
+    else:
+        _show(out, report)
+
+
+def _show(out: Path, report: PrepareReport) -> None:
     rows: list[tuple[str, object]] = [
         ("documents", report.documents),
         ("tokens", report.tokens),

@@ -13,6 +13,7 @@ from tokenmill.packing.best_fit import pack_best_fit
 from tokenmill.packing.bos_best_fit import pack_bos_best_fit
 from tokenmill.packing.stream import pack_stream
 from tokenmill.packing.window import FORBID, SPLIT, TOKENS, TRUNCATE_END, TRUNCATE_START, count_window
+from tokenmill.types import CROPS, PACKINGS, SPLITS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
     from tokenmill.types import Whole
 
 CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED = range(4)
-POLICIES = {"concat": CONCAT, "best_fit": BEST_FIT, "bos_best_fit": BOS_BEST_FIT, "padded": PADDED}
-SPLITS = {"allow": SPLIT, "forbid": FORBID, "truncate_start": TRUNCATE_START, "truncate_end": TRUNCATE_END}
-CROPS = ("return", "discard")
+POLICIES = dict(zip(PACKINGS, (CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED), strict=True))
+SPLIT_MODES = dict(zip(SPLITS, (SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field, value, known in (
-            ("packing", self.name, tuple(POLICIES)),
-            ("split", self.split, tuple(SPLITS)),
+            ("packing", self.name, PACKINGS),
+            ("split", self.split, SPLITS),
             ("crop", self.crop, CROPS),
         ):
             if value not in known:
@@ -51,13 +51,13 @@ class Policy:
     @property
     def split_mode(self) -> int:
         """The number of `split` for the kernels."""
-        return FORBID if self.name == "padded" and self.split == "allow" else SPLITS[self.split]
+        return FORBID if self.name == "padded" and self.split == "allow" else SPLIT_MODES[self.split]
 
     def describe(self) -> dict[str, int | str | bool]:
         """Return what decides the rows, as JSON."""
         described: dict[str, int | str | bool] = {"packing": self.name}
         if self.name in ("best_fit", "padded"):
-            described["split"] = next(name for name, mode in SPLITS.items() if mode == self.split_mode)
+            described["split"] = next(name for name, mode in SPLIT_MODES.items() if mode == self.split_mode)
         if self.name == "bos_best_fit":
             described["crop"] = self.crop
         return described

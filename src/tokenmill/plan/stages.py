@@ -17,6 +17,7 @@ from tokenmill.plan.mixture import Mixture, build_mixture, integer_weights
 from tokenmill.plan.permute import derive
 from tokenmill.plan.rows import Seen
 from tokenmill.plan.shuffle import MODES, Shuffle
+from tokenmill.types import ON_CHANGE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -64,8 +65,6 @@ class StageSpec:
             "sources": {name: dict(self.rows[name].description) for name in self.weights},
         }
 
-
-ON_CHANGE = ("unseen", "restart")
 
 SOURCE, CARRY, REST, SIZE, MODE, BLOCK_ROWS, WINDOW_BLOCKS = range(7)
 OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(7, 11)
