@@ -51,7 +51,7 @@ def test_between_steps_a_state_says_nothing_of_ranks(make_run):
     cuts=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1, 2, 3, 4, 6, 12])), min_size=5, max_size=9),
     threads=st.sampled_from([0, 1, 3]),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_chains_of_resumes_at_other_world_sizes_give_the_same_stream(make_run, global_batches, cuts, threads):
     """[R1.b, E1.a] Draw some steps, save, load elsewhere at another world size, again and again."""
     run = make_run()

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.config import parse_config
@@ -80,7 +80,6 @@ def test_no_token_is_trained_twice_before_all_are_trained_once(make_store, tmp_p
     packings=st.lists(st.sampled_from(["best_fit", "bos_best_fit", "concat"]), min_size=5, max_size=5),
     shuffle=st.sampled_from(["full", "block", "none"]),
 )
-@settings(max_examples=25)
 def test_chains_of_changes_repeat_nothing_early(make_store, tmp_path, edges, seq_lens, packings, shuffle):
     _, _, offsets = make_store("web", LENGTHS, add_bos=True)
     stages = [
@@ -161,6 +160,9 @@ def test_the_report_counts_trained_tokens_and_padding(make_store, tmp_path):
         for step in range(60):
             padding[plan.at(step).index] += int((loader[step]["doc_ids"] < 0).sum())
         assert [share.padding for share in facts.shares] == padding
+        for share in facts.shares:
+            assert share.tokens == share.trained + share.unlabelled + share.padding
+            assert share.unlabelled >= 0
 
 
 def test_a_source_must_keep_its_store(make_store):

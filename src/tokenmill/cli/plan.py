@@ -45,7 +45,7 @@ def tables(facts: PlanReport) -> list[Table]:
         ),
         table(
             "Mixture",
-            ("stage", "source", "asked %", "realised %", "rows", "trained", "padding %", "epochs so far"),
+            ("stage", "source", "asked %", "realised %", "rows", "labels", "no label", "padding", "epochs so far"),
             [
                 (
                     s.stage,
@@ -54,7 +54,8 @@ def tables(facts: PlanReport) -> list[Table]:
                     100 * s.realised,
                     s.rows,
                     s.trained if s.counted else f"about {s.trained:,}",
-                    round(100 * s.padding / max(1, s.tokens), 4),
+                    s.unlabelled if s.counted else f"about {s.unlabelled:,}",
+                    s.padding if s.counted else f"about {s.padding:,}",
                     round(s.epochs, 4),
                 )
                 for s in facts.shares

@@ -30,11 +30,13 @@ class SourceShare:
     """Share of rows that the stage draws."""
     rows: int
     tokens: int
-    """Input tokens."""
+    """Input slots of the rows: trained + unlabelled + padding."""
     epochs: float
     """How often the source has been read by the end of the stage."""
     trained: int
     """Labels that the rows have."""
+    unlabelled: int
+    """Tokens whose next one is no label: the last of a document, or of a row that is not full."""
     padding: int
     """Input slots of the rows that hold no token."""
     counted: bool
@@ -154,7 +156,9 @@ def _held(stage: Stage, name: str, drawn: int) -> dict[str, Any]:
     if drawn > COUNTED_ROWS:
         fates = index.fates()
         scale = drawn / max(1, fates.rows)
-        return {"trained": round(fates.trained * scale), "padding": round(fates.padding * scale), "counted": False}
+        return _slots(
+            drawn * index.seq_len, round(fates.trained * scale), round(fates.padding * scale), counted=False
+        )
     trained = padding = 0
     line = stage.names.index(name)
     for begin in range(0, drawn, _BLOCK):
@@ -169,7 +173,16 @@ def _held(stage: Stage, name: str, drawn: int) -> dict[str, Any]:
         )
         trained += int((used - segments).sum())
         padding += int(np.maximum(0, index.seq_len - used).sum())
-    return {"trained": trained, "padding": padding, "counted": True}
+    return _slots(drawn * index.seq_len, trained, padding, counted=True)
+
+
+def _slots(slots: int, trained: int, padding: int, *, counted: bool) -> dict[str, Any]:
+    return {
+        "trained": trained,
+        "unlabelled": slots - trained - padding,
+        "padding": padding,
+        "counted": counted,
+    }
 
 
 _BLOCK = 1 << 16
