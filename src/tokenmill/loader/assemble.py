@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -96,6 +95,7 @@ class Block:
         self._held: list[tuple[MapCache, list[MappedFile]]] = []
         self._whole: Batch | None = None
         self._loss_tokens: Mapping[int, int] = {}
+        self._found: tuple[int, tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]] | None = None
         pieces = self._find(index, row_ids)
         self._spans = np.empty((sum(piece.spans.length.size for piece in pieces), 5), np.int64)
         for piece in pieces:
@@ -128,12 +128,16 @@ class Block:
                 array[:] = self._whole[name][begin : begin + array.shape[0]]
         return out
 
-    def complete(self, begin: int, rows: int, out: Batch) -> Batch:
-        """Add the arrays that have no line for every row to a batch of rows from `begin` on, and return it."""
+    def complete(self, number: int, rows: int, out: Batch) -> Batch:
+        """Add the arrays that have no line for every row to a batch, the `number`-th of so many rows; return it."""
         if "cu_seqlens" in self.arrays or "max_seqlen" in self.arrays:
-            self._add_segments(begin, rows, out)
+            bounds, first, longest = self._segments(rows)
+            if "cu_seqlens" in self.arrays:
+                out["cu_seqlens"] = bounds[first[number] : first[number + 1]]
+            if "max_seqlen" in self.arrays:
+                out["max_seqlen"] = longest[number, ...]
         if "num_loss_tokens" in self.arrays:
-            out["num_loss_tokens"] = np.array(self._loss_tokens[int(self._steps[begin])], np.int64)
+            out["num_loss_tokens"] = np.array(self._loss_tokens[int(self._steps[number * rows])], np.int64)
         return out
 
     def set_loss_tokens(self, counts: Mapping[int, int]) -> None:
@@ -220,23 +224,12 @@ class Block:
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
-    @cached_property
-    def _segments(self) -> tuple[npt.NDArray[np.int64], list[int], npt.NDArray[np.int32]]:
-        starts, first, longest = find_segments(self._rows, self._spans, self.seq_len)
-        return starts, first.tolist(), longest
-
-    def _add_segments(self, begin: int, rows: int, out: Batch) -> None:
-        starts, first, longest = self._segments
-        if "cu_seqlens" in self.arrays:
-            begin_segment, end_segment = first[begin], first[begin + rows]
-            bounds = np.empty(end_segment - begin_segment + 1, np.int32)
-            np.subtract(
-                starts[begin_segment:end_segment], begin * self.seq_len, out=bounds[:-1], casting="same_kind"
-            )
-            bounds[-1] = rows * self.seq_len
-            out["cu_seqlens"] = bounds
-        if "max_seqlen" in self.arrays:
-            out["max_seqlen"] = np.asarray(np.maximum.reduce(longest[begin : begin + rows]))
+    def _segments(self, rows: int) -> tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]:
+        """Return the segments of all batches of so many rows, found once."""
+        if self._found is None or self._found[0] != rows:
+            bounds, first, longest = find_segments(self._rows, self._spans, self.seq_len, rows)
+            self._found = rows, (bounds, first.tolist(), longest)
+        return self._found[1]
 
 
 def layout(arrays: Sequence[str], rows: int, seq_len: int) -> Layout:

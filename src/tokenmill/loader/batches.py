@@ -202,7 +202,7 @@ class Loader:
         """Return a micro-batch of a block, in memory that is used again when nobody holds it any more."""
         micro = self.part.micro_batch
         out = block.fill(number * micro, self._pool(block.seq_len, micro).batch())
-        return block.complete(number * micro, micro, out)
+        return block.complete(number, micro, out)
 
     def _pool(self, seq_len: int, rows: int) -> BufferPool:
         pool = self._pools.get((seq_len, rows))

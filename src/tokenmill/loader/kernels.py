@@ -213,29 +213,33 @@ def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int
 
 @numba.njit(cache=True, nogil=True)
 def find_segments(
-    rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return where segments begin in all rows end to end, the first of each row and the end, each row's longest."""
-    starts = np.empty(rows[:, 1].sum() + rows.shape[0], np.int64)
-    first = np.empty(rows.shape[0] + 1, np.int64)
-    longest = np.zeros(rows.shape[0], np.int32)
+    rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int, batch: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Cut rows into batches; return bounds of segments in each, where each batch starts in them, its longest."""
+    number = rows.shape[0] // batch
+    bounds = np.empty(rows[:, 1].sum() + rows.shape[0] + number, np.int32)
+    first = np.empty(number + 1, np.int64)
+    longest = np.zeros(number, np.int32)
     filled: Whole = 0
-    for i in range(rows.shape[0]):
-        first[i] = filled
-        column: Whole = 0
-        for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
-            if not spans[number, JOINED] and column < seq_len:
-                starts[filled] = i * seq_len + column
+    for k in range(number):
+        first[k] = filled
+        for i in range(batch):
+            line = rows[k * batch + i]
+            column: Whole = 0
+            for span in range(line[0], line[0] + line[1]):
+                if not spans[span, JOINED] and column < seq_len:
+                    bounds[filled] = i * seq_len + column
+                    filled += 1
+                column += spans[span, LENGTH]
+            if column < seq_len:
+                bounds[filled] = i * seq_len + column
                 filled += 1
-            column += spans[number, LENGTH]
-        if column < seq_len:
-            starts[filled] = i * seq_len + column
-            filled += 1
-        for k in range(first[i], filled):
-            end = starts[k + 1] if k + 1 < filled else (i + 1) * seq_len
-            longest[i] = max(longest[i], end - starts[k])
-    first[rows.shape[0]] = filled
-    return starts[:filled], first, longest
+        bounds[filled] = batch * seq_len
+        filled += 1
+        for segment in range(first[k], filled - 1):
+            longest[k] = max(longest[k], bounds[segment + 1] - bounds[segment])
+    first[number] = filled
+    return bounds[:filled], first, longest
 
 
 @numba.njit(cache=True, nogil=True)
