@@ -374,3 +374,16 @@ with StoreWriter(sys.argv[1], spec) as writer:
         subprocess.run([sys.executable, "-c", program, str(tmp_path / seed)], check=True, env=environment)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
     assert filecmp.cmp(tmp_path / "1" / "manifest.json", tmp_path / "2" / "manifest.json", shallow=False)
+
+
+def test_a_second_build_on_the_same_folder_is_refused(tmp_path):
+    """[C1.c] The first one goes on undisturbed; after it the way is free."""
+    with StoreWriter(tmp_path / "store", spec_of()) as writer:
+        with pytest.raises(StoreExistsError, match="only one build may write to it at a time"):
+            StoreWriter(tmp_path / "store", spec_of(), rebuild=True)
+        writer.commit()
+    with StoreWriter(tmp_path / "store", spec_of(), rebuild=True) as writer:
+        writer.commit()
+    StoreWriter(tmp_path / "other", spec_of())
+    with StoreWriter(tmp_path / "other", spec_of()) as writer:
+        writer.commit()

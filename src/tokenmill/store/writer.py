@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ class StoreWriter:
                 f"{self.path}: must not hold a finished store, got one; choose another path or --rebuild it"
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        self._unlock = weakref.finalize(self, os.close, _lock_folder(self.path))
         _clear(self.path)
         self._shards: list[ShardInfo] = []
         self._open: _ShardWriter | None = None
@@ -92,6 +94,7 @@ class StoreWriter:
     ) -> None:
         if self._open is not None:
             self._open.abandon()
+        self._unlock()
 
     def append(self, arrays: Mapping[str, npt.NDArray[Any]], offsets: npt.NDArray[np.integer[Any]]) -> None:
         """Add documents: for each key their values end to end, and where each starts (documents + 1 numbers)."""
@@ -129,6 +132,7 @@ class StoreWriter:
             skipped=dict(skipped or {}),
         )
         write_atomically(self.path / MANIFEST, manifest_bytes(manifest))
+        self._unlock()
         return manifest
 
     def _check(self, arrays: Mapping[str, npt.NDArray[Any]], offsets: npt.NDArray[np.int64]) -> None:
@@ -240,6 +244,24 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _lock_folder(path: Path) -> int:
+    """Keep other builds out of a folder until the descriptor that this returns is closed, if only by a kill."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StoreExistsError(
+            f"{path}: only one build may write to it at a time, got another under way; "
+            "wait for it, or choose another path"
+        ) from None
+    except (ImportError, OSError):
+        pass  # a file system without locks
+    return descriptor
 
 
 def _clear(path: Path) -> None:
