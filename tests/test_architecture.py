@@ -1,4 +1,4 @@
-"""The rules that keep the house in order, as shared/DESIGN.md has them."""
+"""The rules that keep the house in order: who may import whom, and how large things may grow."""
 
 from __future__ import annotations
 
