@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.plan.mixture import build_mixture, draw_all, integer_weights
 from tokenmill.plan.order import rows_at
+from tokenmill.plan.permute import permute_all
 
 ROWS = 10**9
 
@@ -60,6 +62,25 @@ def make_plan(sources: int, mode: str = "full"):
     return compile_plan(stages, sources=names, steps=10**7)
 
 
+def nanoseconds_alone(sources: int) -> dict[str, float]:
+    """Return what the permutation of 10^9 rows and the mixture cost on their own; medians of 10."""
+    weights = integer_weights({f"source{i}": 1 / (i + 1) for i in range(sources)})
+    nodes = build_mixture(tuple(weights.values())).nodes
+    index = np.arange(1 << 18) + 6 * 10**8
+    measured = {}
+    for name, work in (
+        ("permutation", lambda: permute_all(index, ROWS, np.uint64(5))),
+        (f"mixture of {sources}", lambda: draw_all(index, nodes)),
+    ):
+        rounds = []
+        for _ in range(12):
+            begin = time.process_time()
+            work()
+            rounds.append((time.process_time() - begin) / index.size * 1e9)
+        measured[f"ns a row, {name} alone"] = round(statistics.median(rounds[2:]), 1)
+    return measured
+
+
 def nanoseconds_a_row(sources: int, mode: str) -> float:
     plan = make_plan(sources, mode)
     index = np.arange(1 << 18)
@@ -74,12 +95,14 @@ def nanoseconds_a_row(sources: int, mode: str) -> float:
 
 
 PROBE = """
-import resource, sys, time
+import sys, time
 sys.path.insert(0, {folder!r})
 from order import make_plan
 make_plan(2).rows(0)  # imports, and kernels from the cache
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # ru_maxrss would be that of the parent process too, if that was larger.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 before = peak()
 begin = time.perf_counter()
 plan = make_plan(8)
@@ -115,6 +138,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results: dict[str, object] = {}
+    for sources in (2, 8, 64):
+        results |= nanoseconds_alone(sources)
     for sources in (1, 2, 8, 64):
         for mode in ("full", "block"):
             results[f"ns a row, {sources} sources, {mode}"] = round(nanoseconds_a_row(sources, mode), 1)

@@ -11,6 +11,7 @@ longest that fits, else the shortest cropped, the rest thrown away). --huge make
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -79,8 +80,11 @@ def pack(lengths: np.ndarray, seq_len: int, policy: Policy) -> dict:
     }
 
 
-def nanochat_loop(lengths: np.ndarray, seq_len: int, buffer_size: int = 1000) -> dict:
-    """Pack lengths as nanochat's loader does: a scan of the whole buffer for every document placed."""
+def nanochat_loop(lengths: np.ndarray, seq_len: int, buffer_size: int = 1000, refill: int = 128) -> dict:
+    """Pack lengths as nanochat's loader does: a scan of the whole buffer for every document placed.
+
+    Whenever it holds fewer than `buffer_size` documents, the buffer takes in a whole batch of the tokenizer's.
+    """
     room = seq_len + 1
     stream = iter(lengths.tolist())
     buffer: list[int] = []
@@ -91,11 +95,11 @@ def nanochat_loop(lengths: np.ndarray, seq_len: int, buffer_size: int = 1000) ->
         space = room
         while space > 0:
             while len(buffer) < buffer_size:
-                length = next(stream, None)
-                if length is None:
+                more = list(itertools.islice(stream, refill))
+                if not more:
                     done = True
                     break
-                buffer.append(length)
+                buffer += more
             if done:
                 break
             best, longest = -1, 0
@@ -117,6 +121,7 @@ def nanochat_loop(lengths: np.ndarray, seq_len: int, buffer_size: int = 1000) ->
         "seq_len": seq_len,
         "million_documents_per_cpu_s": round(placed / seconds / 1e6, 5),
         "padding_percent": 0.0,
+        # Of the tokens that have left the buffer; what is still in it at the end is neither used nor dropped.
         "dropped_percent": round(100 * cropped / (used + cropped), 2),
     }
 
@@ -198,7 +203,7 @@ def contract(cache: Path) -> list[dict]:
 
 
 PROBE = """
-import resource, sys, time
+import sys, time
 import numpy as np
 import tokenmill.packing.packed, tokenmill.loader, tokenmill.plan
 from tokenmill.run import Run
@@ -206,7 +211,9 @@ begin = time.perf_counter()
 run = Run.from_toml(sys.argv[1])
 batch = next(iter(run.loader(micro_batch=8, threads=0)))
 seconds = time.perf_counter() - begin
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+# ru_maxrss would be that of the parent process too, if that was larger.
+with open("/proc/self/status") as status:
+    print(seconds, next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024)
 """
 
 
@@ -281,7 +288,7 @@ def main() -> None:
         policies = (Policy(), Policy(name="bos_best_fit"), Policy(name="bos_best_fit", crop="discard"))
         for seq_len in (2048, 8192):
             results += [pack(lengths, seq_len, policy) for policy in policies]
-            results.append(nanochat_loop(lengths[:20_000], seq_len))
+            results += [nanochat_loop(lengths[:number], seq_len) for number in (20_000, 100_000)]
             results += [trl_packer(lengths[:20_000], seq_len, s) for s in ("bfd", "bfd_split")]
         results += contract(options.cache)
     results = [line for line in results if line]
