@@ -7,6 +7,8 @@ PYTHON ?= python3
 TORCH  := torch==2.13.0
 # Carries tiktoken's rank files and a real tokenizer.json; only its data files are used, so no dependencies.
 VOCABS := litellm==1.108.4
+# What tests compare with: chat templates, and the writers of other formats; no dependencies, so that little comes in.
+PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1
 JOBS   ?= 2
 
 .PHONY: demo test test-deep lint types bench clean
@@ -45,7 +47,7 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e ".[dev,torch]" $(TORCH)
-	$(BIN)/python -m pip install -q --no-deps $(VOCABS)
+	$(BIN)/python -m pip install -q --no-deps $(VOCABS) $(PEERS)
 	@touch $@ $(VENV)/core.stamp
 
 clean:

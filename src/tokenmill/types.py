@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -61,6 +61,47 @@ class Encoded:
     def num_documents(self) -> int:
         """How many documents there are."""
         return self.offsets.size - 1
+
+
+AXES: Mapping[str, Mapping[str, str]] = {
+    "seq": {"sequence": "documents"},
+    "sft": {"sequence": "documents", "loss_mask": "documents", "position_ids": "documents"},
+    "dpo": {"chosen": "chosen", "rejected": "rejected", "chosen_mask": "chosen", "rejected_mask": "rejected"},
+    "grpo": {"prompts": "prompts", "responses": "responses", "masks": "responses", "rewards": "groups"},
+}
+"""Training type -> array -> axis: arrays of one axis are of one length and are cut at the same places.
+
+Every axis is cut into records, but for `responses`: it is cut into responses, and `groups` cuts those into records.
+`position_ids` is optional.
+"""
+TOKEN_KEYS = ("sequence", "chosen", "rejected", "prompts", "responses")
+"""The arrays that hold token ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A record that could not be encoded."""
+
+    index: int
+    """Which of the records that were given, from 0."""
+    reason: str
+    """A word to count by."""
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Records:
+    """Several records of one training type, each array end to end."""
+
+    values: Mapping[str, npt.NDArray[Any]]
+    """Array name -> values."""
+    offsets: Mapping[str, npt.NDArray[np.int64]]
+    """Axis -> where each item starts in its arrays, and the end of the last."""
+    kept: npt.NDArray[np.int64]
+    """Which of the records that were given these are, in order."""
+    refused: Sequence[Refused] = ()
+    truncated: int = 0
+    """How many of them were cut short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
