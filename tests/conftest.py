@@ -70,6 +70,7 @@ def make_store(
         identity = tokenizer_identity(size)
         if add_bos:
             identity |= {"add_bos": True, "bos_id": 1}
+            tokens[tokens == 1] = 2
             tokens[offsets[:-1][np.diff(offsets) > 0]] = 1
         path = tmp_path / name
         if path.exists():

@@ -142,7 +142,7 @@ class Run:
         """Keep the description of the plan beside the config, so that a refused resume can say what changed."""
         import orjson
 
-        from tokenmill.store.writer import write_atomically
+        from tokenmill.store.durable import write_atomically
 
         file = self._record_file(plan.fingerprint[:16])
         try:

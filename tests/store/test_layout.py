@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store import Manifest, ShardInfo, open_store, read_manifest, verify
-from tokenmill.store.layout import FileInfo, document_file_bytes, manifest_bytes, num_anchors
+from tokenmill.store.layout import document_file_bytes, num_anchors
+from tokenmill.store.manifest import FileInfo, manifest_bytes
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 GOLDEN_DOCUMENTS = [
@@ -173,8 +174,8 @@ def test_random_bytes_are_no_manifest(tmp_path, text):
 
 
 def test_a_later_version_says_what_to_do(small_store, edit_manifest):
-    edit_manifest(small_store, lambda body: body.update(version=2))
-    with pytest.raises(StoreError, match=r"version 1, got 'tokenmill-store' version 2; open it with the tokenmill"):
+    edit_manifest(small_store, lambda body: body.update(version=3))
+    with pytest.raises(StoreError, match=r"version 1 to 2, got 'tokenmill-store' version 3; open it with the tokenmill"):
         read_manifest(small_store)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import StoreError, StoreExistsError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
-from tokenmill.store.writer import write_atomically
+from tokenmill.store.durable import write_atomically
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 
@@ -135,7 +135,7 @@ def test_an_id_outside_the_vocabulary_is_refused_at_write_time(tmp_path, vocab_s
             writer.commit()
         else:
             with pytest.raises(
-                StoreError, match=r"web: token ids must be below the vocabulary size 300, got 300; use"
+                StoreError, match=r"web.*: token ids must be below the vocabulary size 300, got 300; use"
             ):
                 writer.append(ids, np.array([0, 3]))
     assert (tmp_path / "web" / "manifest.json").exists() == ok
@@ -209,7 +209,7 @@ def test_a_writer_that_fails_leaves_no_store_and_no_temporary_file(tmp_path):
         open_store(tmp_path / "web")
     with pytest.raises(StoreMissingError):
         verify(tmp_path / "web")
-    assert sorted(os.listdir(tmp_path / "web")) == ["shard-00000"]
+    assert os.listdir(tmp_path / "web") == []
 
 
 @pytest.mark.parametrize("documents", [0, 1, 3])
@@ -303,10 +303,10 @@ def test_a_build_killed_before_any_change_of_a_folder_leaves_no_store_or_a_whole
     fresh = [line for line in lines if line.startswith("False")]
     replaced = [line for line in lines if line.startswith("True")]
     assert len(fresh) > 15
-    # Without an old store: none until the manifest has its name; after that only a sync can still be cut short.
+    # Without an old store: none until the manifest has its name; after that only tidying up can be cut short.
     kinds = [line.split()[1] for line in fresh]
     assert kinds == ["none"] * kinds.count("none") + ["whole"] * kinds.count("whole")
-    assert 1 <= kinds.count("whole") <= 2
+    assert kinds.count("whole") >= 1
     # With an old one: the old, then none, then the new one; never a mixture.
     kinds = [line.split()[1] for line in replaced]
     first, last = kinds.index("none"), len(kinds) - kinds[::-1].index("none")

@@ -63,7 +63,7 @@ _ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "source")
 
 def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) -> None:
     from tokenmill.loader import batch_digest, row_digests
-    from tokenmill.store.writer import write_atomically
+    from tokenmill.store.durable import write_atomically
 
     plan = loaders[0].plan
     streams = [iter(loader) for loader in loaders]

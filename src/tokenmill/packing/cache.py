@@ -22,8 +22,9 @@ import xxhash
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.index import PackedWindow, WindowIndex, build_index
+from tokenmill.store.durable import sync_folder
 from tokenmill.store.maps import FileRequest, map_file
-from tokenmill.store.writer import ROWS_FOLDER, sync_folder
+from tokenmill.store.writer import ROWS_FOLDER
 
 if TYPE_CHECKING:
     import numpy.typing as npt

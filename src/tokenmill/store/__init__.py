@@ -9,8 +9,9 @@
 `docs/format.md` is the byte layout.
 """
 
-from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
-from tokenmill.store.reader import Store, open_store
+from tokenmill.store.manifest import Manifest, ShardInfo, read_manifest
+from tokenmill.store.open import open_store
+from tokenmill.store.reader import Store
 from tokenmill.store.verify import VerifyReport, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -43,10 +43,31 @@ class MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """A file, and the size that the manifest promises."""
+    """A file or a part of one, and the size that the manifest promises."""
 
     path: Path
     bytes: int
+    """Size of the whole file."""
+    begin: int = 0
+    size: int | None = None
+    """How many bytes from `begin` on are wanted; None: all that there are."""
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes are wanted."""
+        return self.bytes - self.begin if self.size is None else self.size
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MemoryRequest:
+    """What stands for a file of a store but is held in memory."""
+
+    path: Path
+    """The file it was made from, for messages."""
+    data: npt.NDArray[np.uint8]
+
+
+Request: TypeAlias = FileRequest | MemoryRequest
 
 
 class MapCache:
@@ -60,7 +81,7 @@ class MapCache:
     def __init__(self, limit: int = MAX_MAPS) -> None:
         assert limit >= 2
         self.limit = limit
-        self._maps: OrderedDict[Path, MappedFile] = OrderedDict()
+        self._maps: OrderedDict[FileRequest, MappedFile] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -68,18 +89,22 @@ class MapCache:
         """How many files are mapped now."""
         return len(self._maps)
 
-    def take(self, requests: Sequence[FileRequest]) -> list[MappedFile]:
+    def take(self, requests: Sequence[Request]) -> list[MappedFile]:
         """Lend the maps of some files, in the order asked for, until they are given back."""
         with self._lock:
             files: list[MappedFile] = []
             try:
                 for request in requests:
-                    file = self._maps.get(request.path)
+                    if isinstance(request, MemoryRequest):
+                        files.append(in_memory(request))
+                        files[-1].borrowers += 1
+                        continue
+                    file = self._maps.get(request)
                     if file is None:
                         self._make_room()
-                        file = self._maps[request.path] = map_file(request)
+                        file = self._maps[request] = map_file(request)
                     else:
-                        self._maps.move_to_end(request.path)
+                        self._maps.move_to_end(request)
                     file.borrowers += 1
                     files.append(file)
             except BaseException:
@@ -93,7 +118,7 @@ class MapCache:
             self._return(files)
 
     @contextmanager
-    def borrow(self, requests: Sequence[FileRequest]) -> Iterator[list[MappedFile]]:
+    def borrow(self, requests: Sequence[Request]) -> Iterator[list[MappedFile]]:
         """Lend the maps of some files for the length of a `with` block."""
         files = self.take(requests)
         try:
@@ -112,29 +137,39 @@ class MapCache:
             self._close_idle()
 
     def _close_idle(self) -> bool:
-        for path, file in self._maps.items():
+        for request, file in self._maps.items():
             if not file.borrowers:
-                del self._maps[path]
+                del self._maps[request]
                 return True
         return False
 
 
 def map_file(request: FileRequest) -> MappedFile:
-    """Map a whole file, after checking that it has the size that the manifest promises."""
+    """Map a file or a part of it, after checking that it has the size that the manifest promises."""
     with _open_checked(request) as descriptor:
-        if request.bytes == 0:
+        if request.wanted == 0:
             return MappedFile(request.path, np.empty(0, np.uint8), 0)
-        mapped = mmap.mmap(descriptor, request.bytes, access=mmap.ACCESS_READ)
-        if request.bytes > LARGE_BYTES and hasattr(mmap, "MADV_RANDOM"):
+        before = request.begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            descriptor, before + request.wanted, access=mmap.ACCESS_READ, offset=request.begin - before
+        )
+        if request.wanted > LARGE_BYTES and hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
-        data = np.frombuffer(mapped, np.uint8)
+        data = np.frombuffer(mapped, np.uint8, request.wanted, before)
     return MappedFile(request.path, data, int(data.ctypes.data))
 
 
-def read_range(request: FileRequest, begin: int, size: int) -> npt.NDArray[np.uint8]:
+def in_memory(request: MemoryRequest) -> MappedFile:
+    """Hand out what is in memory as if it were mapped."""
+    return MappedFile(request.path, request.data, int(request.data.ctypes.data) if request.data.size else 0)
+
+
+def read_range(request: Request, begin: int, size: int) -> npt.NDArray[np.uint8]:
     """Read bytes of a file without mapping it: what is read once should not stay in this process's memory."""
+    if isinstance(request, MemoryRequest):
+        return request.data[begin : begin + size]
     with _open_checked(request) as descriptor:
-        data = os.pread(descriptor, size, begin)
+        data = os.pread(descriptor, size, request.begin + begin)
     if len(data) != size:
         raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {_WAY_OUT}")
     return np.frombuffer(data, np.uint8)
@@ -162,6 +197,11 @@ def _open_checked(request: FileRequest) -> Iterator[int]:
         if status.st_size != request.bytes:
             raise StoreCorruptError(
                 f"{request.path}: must have {request.bytes} bytes, got {status.st_size}; {_WAY_OUT}"
+            )
+        if request.begin + request.wanted > request.bytes:
+            raise StoreCorruptError(
+                f"{request.path}: a part must lie within its {request.bytes} bytes, "
+                f"got {request.begin}:{request.begin + request.wanted}; {_WAY_OUT}"
             )
         yield descriptor
     finally:

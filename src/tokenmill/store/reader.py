@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
 from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest
-from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, Manifest, key_file, read_manifest
-from tokenmill.store.maps import FileRequest, MapCache, read_range
+from tokenmill.store.layout import OFFSET_DTYPE, axes_of, axis_of, index_file, key_file
+from tokenmill.store.manifest import Manifest
+from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+Value: TypeAlias = "npt.NDArray[Any] | list[npt.NDArray[Any]]"
+"""One array of a record; of a group of responses, a list of arrays."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """Where the shards of one axis begin in the whole stream."""
+
+    items: npt.NDArray[np.int64]
+    """First item of each shard, and the end of the last."""
+    values: npt.NDArray[np.int64]
+    """First value of each shard, and the end of the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,23 +42,35 @@ class Store:
     path: Path
     manifest: Manifest
     maps: MapCache
-    token_begins: npt.NDArray[np.int64]
-    """First token of each shard in the whole stream, and the end of the last."""
-    document_begins: npt.NDArray[np.int64]
-    """First document of each shard, and the end of the last."""
+    axes: Mapping[str, Axis]
     fingerprint: str
     """Digest of what the tokens are, computed once."""
-    _requests: dict[tuple[int, str], FileRequest] = field(default_factory=dict)
+    requests: dict[tuple[int, str], Request] = field(default_factory=dict)
+    """Where each file of each shard is, filled as they are asked for; formats of others fill it at once."""
+
+    @property
+    def token_begins(self) -> npt.NDArray[np.int64]:
+        """First token of each shard in the whole stream, and the end of the last."""
+        return self._main.values
+
+    @property
+    def document_begins(self) -> npt.NDArray[np.int64]:
+        """First document of each shard, and the end of the last."""
+        return self._main.items
+
+    @property
+    def _main(self) -> Axis:
+        return self.axes[axis_of(self.manifest.kind, self.manifest.token_key)]
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
-        return int(self.document_begins[-1])
+        """Number of documents, or of records."""
+        return int(self._main.items[-1])
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
-        return int(self.token_begins[-1])
+        """Number of tokens of the stream that `fetch` reads."""
+        return int(self._main.values[-1])
 
     @property
     def num_shards(self) -> int:
@@ -54,7 +79,7 @@ class Store:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the arrays; the first holds the token ids."""
+        """Names of the arrays."""
         return tuple(self.manifest.keys)
 
     def dtype(self, key: str) -> np.dtype[Any]:
@@ -63,13 +88,22 @@ class Store:
             raise StoreError(f"{self.path}: key must be one of the store's, got {key!r}; {nearest(key, self.keys)}")
         return np.dtype(self.manifest.keys[key])
 
-    def file(self, shard: int, name: str) -> FileRequest:
+    def axis(self, key: str) -> str:
+        """Return the axis of an array."""
+        self.dtype(key)
+        return axis_of(self.manifest.kind, key)
+
+    def file(self, shard: int, name: str) -> Request:
         """Return where a file of a shard is, and the size it must have."""
-        request = self._requests.get((shard, name))
+        request = self.requests.get((shard, name))
         if request is None:
             info = self.manifest.shards[shard]
-            request = FileRequest(self.path / info.name / name, info.files[name].bytes)
-            self._requests[shard, name] = request
+            part = info.files[name]
+            if info.container is None:
+                request = FileRequest(self.path / info.name / name, part.bytes)
+            else:
+                request = FileRequest(self.path / info.name, info.container.bytes, part.begin, part.bytes)
+            self.requests[shard, name] = request
         return request
 
     @overload
@@ -79,48 +113,62 @@ class Store:
     def fetch(
         self, begin: int, end: int, keys: str | list[str] | tuple[str, ...]
     ) -> npt.NDArray[Any] | dict[str, npt.NDArray[Any]]:
-        """Return tokens `begin` to `end` (exclusive) of the whole stream, for one key or several."""
-        if not 0 <= begin <= end <= self.num_tokens:
-            raise PlanError(
-                f"{self.path}: a range must lie within 0:{self.num_tokens}, got {begin}:{end}; shorten it"
-            )
-        if isinstance(keys, str):
-            return self._fetch_key(begin, end, keys)
-        return {key: self._fetch_key(begin, end, key) for key in keys}
+        """Return values `begin` to `end` (exclusive) of the whole stream, for one key or several."""
+        if not isinstance(keys, str):
+            return {key: self.fetch(begin, end, key) for key in keys}
+        size = int(self.axes[self.axis(keys)].values[-1])
+        if not 0 <= begin <= end <= size:
+            raise PlanError(f"{self.path}: a range must lie within 0:{size}, got {begin}:{end}; shorten it")
+        return self._fetch_key(begin, end, keys)
 
     @overload
-    def fetch_record(self, index: int, keys: str) -> npt.NDArray[Any]: ...
+    def fetch_record(self, index: int, keys: str) -> Value: ...
     @overload
-    def fetch_record(self, index: int, keys: list[str] | tuple[str, ...]) -> dict[str, npt.NDArray[Any]]: ...
+    def fetch_record(self, index: int, keys: list[str] | tuple[str, ...] | None = None) -> dict[str, Value]: ...
     def fetch_record(
-        self, index: int, keys: str | list[str] | tuple[str, ...]
-    ) -> npt.NDArray[Any] | dict[str, npt.NDArray[Any]]:
-        """Return one document, for one key or several."""
-        begin, end = self.document_bounds(index)
-        return self.fetch(begin, end, keys)
+        self, index: int, keys: str | list[str] | tuple[str, ...] | None = None
+    ) -> Value | dict[str, Value]:
+        """Return one document or record, for one key, several, or all; responses come as a list of arrays."""
+        if not isinstance(keys, str):
+            return {key: self.fetch_record(index, key) for key in (self.keys if keys is None else keys)}
+        axis = self.axis(keys)
+        if axis != "responses":
+            begin, end = self.offsets(axis, index, index + 1).tolist()
+            return self._fetch_key(begin, end, keys)
+        first, last = self.offsets("groups", index, index + 1).tolist()
+        if first == last:
+            return []
+        starts = self.offsets(axis, first, last)
+        flat = self._fetch_key(int(starts[0]), int(starts[-1]), keys)
+        return np.split(flat, starts[1:-1] - starts[0])
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Return where a document begins and ends (exclusive) in the whole stream."""
-        offsets = self.document_offsets(document, document + 1)
-        return int(offsets[0]), int(offsets[1])
+        begin, end = self.document_offsets(document, document + 1).tolist()
+        return begin, end
 
     def document_offsets(self, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Return where documents `begin` to `end` (exclusive) start in the stream, and where the last one ends."""
-        if not 0 <= begin < end <= self.num_documents:
+        return self.offsets(axis_of(self.manifest.kind, self.manifest.token_key), begin, end)
+
+    def offsets(self, axis: str, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Return where items `begin` to `end` (exclusive) of an axis start in the stream, and where they end."""
+        items, values = self.axes[axis].items, self.axes[axis].values
+        if not 0 <= begin < end <= items[-1]:
             raise PlanError(
-                f"{self.path}: documents must lie within 0:{self.num_documents}, got {begin}:{end}; count from 0"
+                f"{self.path}: documents must lie within 0:{int(items[-1])}, got {begin}:{end}; count from 0"
             )
         parts = []
-        for shard, first, last in _pieces(self.document_begins, begin, end):
-            data = read_range(self.file(shard, DOCUMENTS), 8 * first, 8 * (last - first + 1))
-            offsets = data.view(OFFSET_DTYPE).astype(np.int64)
-            tokens = self.manifest.shards[shard].tokens
-            if int(offsets[0]) < 0 or (np.diff(offsets) < 0).any() or int(offsets[-1]) > tokens:
+        for shard, first, last in _pieces(items, begin, end):
+            request = self.file(shard, index_file(axis))
+            offsets = read_range(request, 8 * first, 8 * (last - first + 1)).view(OFFSET_DTYPE).astype(np.int64)
+            size = int(values[shard + 1] - values[shard])
+            if int(offsets[0]) < 0 or (np.diff(offsets) < 0).any() or int(offsets[-1]) > size:
                 raise StoreCorruptError(
-                    f"{self.file(shard, DOCUMENTS).path}: offsets must not decrease nor pass the shard, "
+                    f"{request.path}: offsets must not decrease nor pass the shard, "
                     "got others; run `tokenmill verify`, then copy or prepare the store again"
                 )
-            parts.append(offsets + self.token_begins[shard])
+            parts.append(offsets + values[shard])
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
@@ -128,7 +176,7 @@ class Store:
         dtype = self.dtype(key)
         # Memory is taken piece by piece, after the map has proved that the file is as large as the manifest says.
         parts = []
-        for shard, first, last in _pieces(self.token_begins, begin, end):
+        for shard, first, last in _pieces(self.axes[self.axis(key)].values, begin, end):
             with self.maps.borrow([self.file(shard, key_file(key))]) as (mapped,):
                 parts.append(mapped.data.view(dtype)[first:last].copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
@@ -145,16 +193,27 @@ def _pieces(begins: npt.NDArray[np.int64], begin: int, end: int) -> Iterator[tup
         shard += 1
 
 
-def open_store(path: str | os.PathLike[str], *, maps: MapCache | None = None) -> Store:
-    """Open the store at `path` by reading its manifest; `maps` is shared by the stores of a run."""
-    manifest = read_manifest(path)
-    tokens = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
-    documents = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
+def store_of(
+    path: Path,
+    manifest: Manifest,
+    maps: MapCache | None,
+    requests: dict[tuple[int, str], Request] | None = None,
+) -> Store:
+    """Make an open store of a manifest, read or made up; `requests` says where files are that it does not name."""
+    sizes = {
+        axis: [shard.size_of(axis) for shard in manifest.shards] for axis in axes_of(manifest.kind, manifest.keys)
+    }
     return Store(
-        path=Path(path),
+        path=path,
         manifest=manifest,
         maps=maps or MapCache(),
-        token_begins=tokens,
-        document_begins=documents,
+        axes={
+            axis: Axis(
+                items=np.cumsum([0, *(items for items, _ in size)], dtype=np.int64),
+                values=np.cumsum([0, *(values for _, values in size)], dtype=np.int64),
+            )
+            for axis, size in sizes.items()
+        },
         fingerprint=manifest.fingerprint,
+        requests=requests or {},
     )

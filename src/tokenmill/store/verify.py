@@ -15,16 +15,15 @@ from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import (
     ANCHOR_DTYPE,
     ANCHOR_TOKENS,
-    DOCUMENTS,
     MANIFEST,
     OFFSET_DTYPE,
-    Manifest,
-    ShardInfo,
+    axes_of,
+    index_file,
     is_shard_name,
     key_file,
-    manifest_bytes,
-    read_manifest,
+    token_keys,
 )
+from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest
 from tokenmill.store.maps import FileRequest, map_file
 
 if TYPE_CHECKING:
@@ -62,11 +61,16 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] = la
     _check_names(store, manifest)
     total = 0
     for shard in manifest.shards:
+        if shard.container is not None:
+            whole = FileRequest(store / shard.name, shard.container.bytes)
+            _check_checksum(whole, shard.container.xxh3, progress)
         for name, info in shard.files.items():
             total += info.bytes
-            _check_checksum(FileRequest(store / shard.name / name, info.bytes), info.xxh3, progress)
-        _check_documents(store, shard)
-        _check_ids(store, shard, manifest)
+            _check_checksum(_request(store, shard, name), info.xxh3, progress)
+        for axis in axes_of(manifest.kind, manifest.keys):
+            _check_index(_request(store, shard, index_file(axis)), *shard.size_of(axis))
+        for key in token_keys(manifest.keys):
+            _check_ids(_request(store, shard, key_file(key)), manifest.keys[key], manifest)
     return VerifyReport(
         path=store,
         shards=len(manifest.shards),
@@ -76,6 +80,13 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] = la
         tokens=manifest.tokens,
         fingerprint=manifest.fingerprint,
     )
+
+
+def _request(store: Path, shard: ShardInfo, name: str) -> FileRequest:
+    info = shard.files[name]
+    if shard.container is None:
+        return FileRequest(store / shard.name / name, info.bytes)
+    return FileRequest(store / shard.name, shard.container.bytes, info.begin, info.bytes)
 
 
 def _check_names(store: Path, manifest: Manifest) -> None:
@@ -98,10 +109,10 @@ def _check_checksum(request: FileRequest, expected: str, progress: Callable[[int
         raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {_WAY_OUT}")
 
 
-def _check_documents(store: Path, shard: ShardInfo) -> None:
-    path = store / shard.name / DOCUMENTS
-    data = map_file(FileRequest(path, shard.files[DOCUMENTS].bytes)).data
-    split = (shard.documents + 1) * OFFSET_DTYPE.itemsize
+def _check_index(request: FileRequest, items: int, values: int) -> None:
+    path = request.path
+    data = map_file(request).data
+    split = (items + 1) * OFFSET_DTYPE.itemsize
     offsets, anchors = data[:split].view(OFFSET_DTYPE), data[split:].view(ANCHOR_DTYPE)
 
     def require(ok: bool, rule: str) -> None:
@@ -109,7 +120,7 @@ def _check_documents(store: Path, shard: ShardInfo) -> None:
             raise StoreCorruptError(f"{path}: {rule}; {_WAY_OUT}")
 
     require(int(offsets[0]) == 0, f"offsets must start at 0, got {int(offsets[0])}")
-    require(int(offsets[-1]) == shard.tokens, f"offsets must end at {shard.tokens}, got {int(offsets[-1])}")
+    require(int(offsets[-1]) == values, f"offsets must end at {values}, got {int(offsets[-1])}")
     for begin in range(0, offsets.size, _BLOCK):
         block = offsets[begin : begin + _BLOCK + 1]
         require(bool((block[1:] >= block[:-1]).all()), "offsets must not decrease, got some that do")
@@ -127,17 +138,13 @@ def _anchors_hold(offsets: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint3
     return True
 
 
-def _check_ids(store: Path, shard: ShardInfo, manifest: Manifest) -> None:
-    key = manifest.token_key
-    path = store / shard.name / key_file(key)
-    ids: npt.NDArray[Any] = map_file(FileRequest(path, shard.files[key_file(key)].bytes)).data.view(
-        manifest.keys[key]
-    )
+def _check_ids(request: FileRequest, dtype: str, manifest: Manifest) -> None:
+    ids: npt.NDArray[Any] = map_file(request).data.view(dtype)
     vocab_size = int(manifest.tokenizer["vocab_size"])
     for begin in range(0, ids.size, _BLOCK):
         largest = int(ids[begin : begin + _BLOCK].max())
         if largest >= vocab_size:
             raise StoreCorruptError(
-                f"{path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
+                f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
                 "prepare the store again with the right tokenizer"
             )
