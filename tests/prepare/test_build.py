@@ -15,9 +15,15 @@ from tokenmill.store import open_store, read_manifest, verify
 TEXTS = some_texts(600)
 
 
-def build(inputs, out, *, workers=1, rebuild=False, **options):
+def build(inputs, out, *, workers=1, rebuild=False, recipe="text", **options):
     return prepare(
-        inputs, out=out, workers=workers, rebuild=rebuild, progress=False, options=PrepareOptions(**options)
+        inputs,
+        out=out,
+        workers=workers,
+        rebuild=rebuild,
+        recipe=recipe,
+        progress=False,
+        options=PrepareOptions(**options),
     )
 
 
@@ -45,31 +51,39 @@ def test_documents_are_in_the_store_in_the_natural_order_of_the_files(straight):
 
 def test_store_verifies_and_leaves_no_temporary_files(straight):
     assert verify(straight).documents == len(TEXTS)
-    assert [path.name for path in straight.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in straight.iterdir() if path.name.startswith(".")] == [".prepare"]
+    assert [path.name for path in (straight / ".prepare").iterdir()] == ["inputs.json"]
     assert len(read_manifest(straight).shards) > 1
 
 
-@pytest.mark.parametrize(
-    ("workers", "chunk_bytes"), [(1, 1 << 10), (1, 1 << 20), (2, 1 << 10), (3, 7777), (2, 1 << 20)]
-)
-def test_bytes_do_not_depend_on_workers_or_on_where_files_are_cut(corpus, straight, tmp_path, workers, chunk_bytes):
-    """Workers and chunks leave no trace, not even in the manifest [C1, D1.a]."""
-    other = tmp_path / "other"
-    build(corpus, other, workers=workers, chunk_bytes=chunk_bytes, max_tokens_per_shard=20_000)
-    assert files_of(other) == files_of(straight)
+@pytest.mark.parametrize("chunk_bytes", [1 << 10, 7777, 1 << 20, None])
+def test_bytes_do_not_depend_on_the_number_of_workers(corpus, tmp_path, chunk_bytes):
+    """Workers leave no trace, not even in the manifest [C1, D1.a]."""
+    stores = [tmp_path / "1", tmp_path / "3"]
+    for store in stores:
+        build(corpus, store, workers=int(store.name), chunk_bytes=chunk_bytes, max_tokens_per_shard=20_000)
+    assert files_of(stores[0]) == files_of(stores[1])
 
 
-def test_bytes_do_not_depend_on_compression(tmp_path):
-    stores = []
+@pytest.mark.parametrize("chunk_bytes", [1 << 10, 7777, 1 << 20])
+def test_documents_do_not_depend_on_where_files_are_cut(corpus, tmp_path, chunk_bytes):
+    build(corpus, tmp_path / "store", chunk_bytes=chunk_bytes)
+    assert texts_of(open_store(tmp_path / "store")) == TEXTS
+
+
+def test_small_files_share_a_shard_and_large_ones_are_cut(tmp_path):
+    for number in range(50):
+        write_file(tmp_path / "small" / f"{number}.jsonl", [f"document {number}"])
+    assert build(tmp_path / "small", tmp_path / "a").shards == 1
+    assert build(tmp_path / "small", tmp_path / "b", chunk_bytes=400).shards > 3
+    one = write_file(tmp_path / "large.jsonl", TEXTS)
+    assert build(one, tmp_path / "c", chunk_bytes=one.stat().st_size // 4).shards in (4, 5)
+
+
+def test_documents_do_not_depend_on_compression(tmp_path):
     for suffix in COMPRESS:
-        report = build(
-            write_file(tmp_path / f"input{suffix}", TEXTS), tmp_path / f"store{suffix}", chunk_bytes=1000
-        )
-        files = files_of(report.path)
-        manifest = orjson.loads(files.pop("manifest.json"))
-        stores.append((files, report.fingerprint, manifest["recipe"], manifest["shards"]))
-    assert stores[1] == stores[0]
-    assert stores[2] == stores[0]
+        report = build(write_file(tmp_path / f"input{suffix}", TEXTS), tmp_path / f"store{suffix}")
+        assert texts_of(open_store(report.path)) == TEXTS
 
 
 def test_report_and_manifest_tell_where_tokens_came_from(corpus, straight, tmp_path):
@@ -114,7 +128,6 @@ def test_first_bad_line_in_input_order_stops_with_file_and_line(bad_corpus, tmp_
         build(bad_corpus, tmp_path / "store", workers=workers, chunk_bytes=chunk_bytes)
     with pytest.raises(StoreMissingError):
         read_manifest(tmp_path / "store")
-    assert [path.name for path in (tmp_path / "store").iterdir()] == []
 
 
 def test_bad_line_of_a_compressed_file_has_its_line_number(bad_corpus, tmp_path):
@@ -174,9 +187,22 @@ def test_truncated_input_leaves_no_store_and_is_mended_by_a_rerun(corpus, straig
     assert files_of(tmp_path / "store") == files_of(straight)
 
 
+def test_a_mended_input_goes_on_with_what_the_other_files_gave(tmp_path):
+    """The units of files that did not change are not done again."""
+    good = write_file(tmp_path / "in" / "a.jsonl", TEXTS[:300])
+    bad = tmp_path / "in" / "b.jsonl"
+    bad.write_bytes(lines_of(TEXTS[300:310]) + b"broken\n" + lines_of(TEXTS[310:]))
+    chunk = good.stat().st_size
+    with pytest.raises(DocumentError, match=r"b\.jsonl:11"):
+        build(tmp_path / "in", tmp_path / "store", chunk_bytes=chunk)
+    write_file(bad, TEXTS[300:])
+    report = build(tmp_path / "in", tmp_path / "store", chunk_bytes=chunk)
+    assert (report.resumed_units, texts_of(open_store(tmp_path / "store"))) == (1, TEXTS)
+
+
 def test_finished_store_is_replaced_only_when_asked(corpus, straight):
     before = files_of(straight)
-    with pytest.raises(StoreExistsError, match="rebuild"):
+    with pytest.raises(StoreExistsError, match=r"max_tokens_per_shard 20000 -> None.*--rebuild"):
         build(corpus, straight)
     with pytest.raises(DocumentError):
         build(corpus / "missing.jsonl", straight, rebuild=True)
@@ -190,19 +216,19 @@ def test_finished_store_is_replaced_only_when_asked(corpus, straight):
 def test_left_overs_of_an_interrupted_build_are_removed(corpus, straight, tmp_path):
     """No clean-up by hand [C1.d]."""
     store = tmp_path / "store"
-    (store / ".tmp-parts" / "00000000").mkdir(parents=True)
-    (store / ".tmp-parts" / "00000000" / "sequence").write_bytes(b"rubbish")
+    (store / ".prepare" / "units" / "0123").mkdir(parents=True)
+    (store / ".prepare" / "units" / "0123" / "result.json").write_bytes(b"rubbish")
+    (store / ".prepare" / "units" / ".tmp-4567").mkdir()
     build(corpus, store, max_tokens_per_shard=20_000)
     assert files_of(store) == files_of(straight)
 
 
-def test_files_of_unknown_kind_in_a_folder_are_told_once(corpus, tmp_path):
-    (corpus / "part-3.parquet").touch()
-    told = []
-    prepare(corpus, out=tmp_path / "store", workers=1, warn=told.append)
-    assert len(told) == 1
-    assert "1 files in the given folders are not read" in told[0]
-    assert "part-3.parquet" in told[0]
+def test_files_of_unknown_kind_in_a_folder_are_told_once(corpus, tmp_path, capsys):
+    (corpus / "part-3.xml").touch()
+    build(corpus, tmp_path / "store")
+    told = capsys.readouterr().err
+    assert told.count("1 files in the given folders are not read") == 1
+    assert "part-3.xml" in told
 
 
 @pytest.mark.parametrize(
@@ -211,6 +237,7 @@ def test_files_of_unknown_kind_in_a_folder_are_told_once(corpus, tmp_path):
         ({"on_error": "skp"}, r"on_error: .*got 'skp'; did you mean 'skip'\?"),
         ({"chunk_bytes": 0}, r"chunk_bytes: must be at least 1, got 0"),
         ({"text_field": "a."}, r"text_field: must be a name"),
+        ({"text_unit": "lines"}, r"text_unit: .*did you mean 'line'\?"),
     ],
 )
 def test_impossible_option_is_refused_with_the_way_out(options, message):
@@ -260,7 +287,11 @@ def test_engine_is_recorded_and_plays_no_part_in_the_fingerprint(corpus, tmp_pat
         corpus, out=tmp_path / "fast", tokenizer=spec, workers=2, options=PrepareOptions(chunk_bytes=50_000)
     )
     slow = prepare(
-        corpus, out=tmp_path / "slow", tokenizer=spec, workers=1, options=PrepareOptions(engine="tiktoken")
+        corpus,
+        out=tmp_path / "slow",
+        tokenizer=spec,
+        workers=1,
+        options=PrepareOptions(engine="tiktoken", chunk_bytes=50_000),
     )
     assert slow.engine.startswith("tiktoken")
     assert read_manifest(tmp_path / "fast").recipe["engine"] == fast.engine

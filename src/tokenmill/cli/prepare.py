@@ -1,4 +1,4 @@
-"""`tokenmill prepare`: files of text -> a store."""
+"""`tokenmill prepare`: files of text or records -> a store."""
 
 from __future__ import annotations
 
@@ -16,18 +16,45 @@ if TYPE_CHECKING:
 def prepare(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="INPUT...", help="Files, globs or folders: .jsonl, .jsonl.gz, .jsonl.zst."),
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, globs, folders, or hf:NAME[:CONFIG[:SPLIT]]. "
+            "JSONL, JSON, CSV, TSV and text (also .gz, .zst), Parquet, Arrow, WebDataset tar.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the store to write.")],
+    out: Annotated[Path, typer.Option(help="Folder of the store to write or to add to.")],
     tokenizer: Annotated[
         str, typer.Option(help="bytes, a tokenizer.json, a folder with one, or tiktoken:RANKFILE.")
     ] = "bytes",
-    text_field: Annotated[str, typer.Option(help="Field that holds the text; dots go down.")] = "text",
+    recipe: Annotated[
+        str, typer.Option(help="text, chat, instruction, dpo, grpo, or a .json or .toml file.")
+    ] = "text",
+    text_field: Annotated[
+        str | None, typer.Option(help="Field that holds the text; dots go down. Default: text.")
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="Read all files as this: text, jsonl, json, parquet, arrow, csv, tsv, tar.")
+    ] = None,
+    text_unit: Annotated[str, typer.Option(help="What is a document of a text file: file, or line.")] = "file",
     on_error: Annotated[
-        str, typer.Option(help="What a bad line does: stop, or skip (counted and listed).")
+        str, typer.Option(help="What a bad record does: stop, or skip (counted and listed).")
     ] = "stop",
+    min_chars: Annotated[int | None, typer.Option(help="Leave out records with fewer characters.")] = None,
+    max_chars: Annotated[int | None, typer.Option(help="Leave out records with more characters.")] = None,
+    max_items: Annotated[int | None, typer.Option(help="Take only so many records, in input order.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Cut records with more tokens.")] = None,
+    domain_key: Annotated[
+        str | None, typer.Option(help="Field that names the domain: one store for each below OUT.")
+    ] = None,
+    deduplicate: Annotated[
+        bool | None, typer.Option("--deduplicate", help="Take of records with the same content only the first.")
+    ] = None,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share of records for OUT/val, the others to OUT/train.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
+    storage_format: Annotated[str | None, typer.Option(help="bin, or h5 for HDF5.")] = None,
     bos: Annotated[
         bool | None, typer.Option(help="Start every document with BOS; default: if the tokenizer has one.")
     ] = None,
@@ -40,21 +67,31 @@ def prepare(
     rebuild: Annotated[bool, typer.Option(help="Replace a finished store at OUT.")] = False,
     json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
 ) -> None:
-    """Tokenize files of text into a store."""
+    """Turn files of text or records into a store; go on with an interrupted one; add new files to a finished one."""
     from tokenmill.prepare import PrepareOptions
     from tokenmill.prepare.build import prepare as build
-    from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 
     report = build(
         inputs,
         out=out,
         tokenizer=tokenizer,
+        recipe=recipe,
         workers=workers,
         rebuild=rebuild,
         options=PrepareOptions(
             text_field=text_field,
+            format=format,
+            text_unit=text_unit,
             on_error=on_error,
-            max_tokens_per_shard=MAX_TOKENS_PER_SHARD if max_tokens_per_shard is None else max_tokens_per_shard,
+            min_chars=min_chars,
+            max_chars=max_chars,
+            max_items=max_items,
+            max_seq_len=max_seq_len,
+            domain_key=domain_key,
+            deduplicate=deduplicate,
+            val_fraction=val_fraction,
+            max_tokens_per_shard=max_tokens_per_shard,
+            storage_format=storage_format,
             add_bos=bos,
             add_eos=eos,
             engine=engine,
@@ -78,4 +115,14 @@ def _show(out: Path, report: PrepareReport) -> None:
         ("time", f"{report.seconds:.1f} s, {report.megabytes_per_second:.1f} MB of text a second"),
         ("fingerprint", report.fingerprint),
     ]
+    if report.truncated:
+        rows.insert(6, ("cut to max_seq_len", report.truncated))
+    if report.resumed_units:
+        rows.insert(0, ("went on with", f"{report.resumed_units} of {report.units} units done before"))
+    if report.new_files < report.files:
+        news = f"{report.new_files} files, {report.new_documents:,} documents, {report.new_tokens:,} tokens"
+        rows.insert(0, ("new", news if report.new_files else "nothing: all files are in the store already"))
     console.print(table(f"Store {out}", ("what", "value"), rows))
+    if len(report.stores) > 1 or report.stores[0].route:
+        each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
+        console.print(table("Stores", ("name", "documents", "tokens", "shards"), each))

@@ -1,28 +1,45 @@
 """Raw text from files.
 
-1. In: paths, globs and folders; which field of a record holds the text.
+1. In: paths, globs, folders and Hugging Face datasets; which field of a record holds the text.
 2. Does: lists the files in an order that any machine agrees on; cuts them into units of work that can be read
-   apart from each other; reads a unit as a stream, so that memory is bounded by a batch and the longest line.
-3. Out: batches of texts in input order, and the records that could not be read, by line and reason.
+   apart from each other; reads a unit as a stream, so that memory is bounded by a batch and the longest record.
+3. Out: batches of texts or records in input order, and the records that could not be read, by line and reason.
 4. Must not know: tokenizers, stores, processes.
 
-A new kind of file is one `Format` (see `units`) and its line in `formats`.
+A new kind of file is one `Format` (see `units`) and its line in `formats`. Formats share how files are opened
+(`opening`, `compressed`) and how raw values become documents (`lines`, `json_values`, `columns`).
 """
 
-from tokenmill.documents.formats import FORMATS, cut_files, read_unit
+from tokenmill.documents.formats import FORMATS, cut_files, place, read_unit
 from tokenmill.documents.inputs import Inputs, find_files
-from tokenmill.documents.units import REASONS, BadRecord, DocumentBatch, InputFile, ReadOptions, Unit
+from tokenmill.documents.opening import file_digest
+from tokenmill.documents.units import (
+    REASONS,
+    RULES,
+    BadRecord,
+    DocumentBatch,
+    InputFile,
+    Piece,
+    ReadOptions,
+    Unit,
+    chunk_size,
+)
 
 __all__ = [
     "FORMATS",
     "REASONS",
+    "RULES",
     "BadRecord",
     "DocumentBatch",
     "InputFile",
     "Inputs",
+    "Piece",
     "ReadOptions",
     "Unit",
+    "chunk_size",
     "cut_files",
+    "file_digest",
     "find_files",
+    "place",
     "read_unit",
 ]

@@ -1,43 +1,169 @@
-"""Which kinds of files are known, by the ending of their names."""
+"""Which kinds of files are known, by the ending of their names, and how units are cut and read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
-from tokenmill.documents.compressed import gzip_blocks, zstd_blocks
+from tokenmill.documents.arrow import Arrow
+from tokenmill.documents.compressed import Unfold, gzip_blocks, zstd_blocks
+from tokenmill.documents.delimited import Delimited
+from tokenmill.documents.json_file import JsonFile
 from tokenmill.documents.jsonl import CompressedJsonl, PlainJsonl
-from tokenmill.documents.units import DocumentBatch, Format, InputFile, ReadOptions, Unit
-from tokenmill.errors import ConfigError
+from tokenmill.documents.parquet import Parquet
+from tokenmill.documents.plain_text import PlainText
+from tokenmill.documents.units import BadRecord, DocumentBatch, Format, Group, InputFile, Piece, ReadOptions, Unit
+from tokenmill.documents.webdataset import WebDataset
+from tokenmill.errors import ConfigError, nearest
 
-CHUNK_BYTES = 16 << 20
+COMPRESSIONS: Mapping[str, Unfold] = {".gz": gzip_blocks, ".zst": zstd_blocks}
 
 FORMATS: Mapping[str, Format] = {
     ".jsonl": PlainJsonl(),
-    ".jsonl.gz": CompressedJsonl(gzip_blocks),
-    ".jsonl.zst": CompressedJsonl(zstd_blocks),
+    ".json": JsonFile(),
+    ".parquet": Parquet(),
+    ".arrow": Arrow(),
+    ".txt": PlainText(),
+    ".csv": Delimited(","),
+    ".tsv": Delimited("\t"),
+    ".tar": WebDataset(),
+    **{f".jsonl{ending}": CompressedJsonl(unfold) for ending, unfold in COMPRESSIONS.items()},
+    **{f".json{ending}": JsonFile(unfold) for ending, unfold in COMPRESSIONS.items()},
+    **{f".txt{ending}": PlainText(unfold) for ending, unfold in COMPRESSIONS.items()},
+    **{f".csv{ending}": Delimited(",", unfold) for ending, unfold in COMPRESSIONS.items()},
+    **{f".tsv{ending}": Delimited("\t", unfold) for ending, unfold in COMPRESSIONS.items()},
+    **{f".tar{ending}": WebDataset(unfold) for ending, unfold in COMPRESSIONS.items()},
 }
+
+NAMES: Mapping[str, str] = {
+    "jsonl": ".jsonl",
+    "json": ".json",
+    "parquet": ".parquet",
+    "arrow": ".arrow",
+    "text": ".txt",
+    "csv": ".csv",
+    "tsv": ".tsv",
+    "tar": ".tar",
+}
+"""What a user may call a format, whatever the endings of the files."""
+
+ENDINGS: Mapping[str, str] = {
+    **{suffix: suffix for suffix in NAMES.values()},
+    ".ndjson": ".jsonl",
+    ".feather": ".arrow",
+    ".text": ".txt",
+    ".md": ".txt",
+    ".tgz": ".tar.gz",
+}
+"""Endings of file names, before that of a compression, and the formats that they stand for."""
+
+MAX_PIECES = 16_384
+"""Of a unit: it is sent to a worker, and a folder may hold millions of empty files."""
 
 
 def known_suffix(name: str) -> str | None:
-    """Return the ending of a file name that says what is in it, None if no format has it.
+    """Return the key of `FORMATS` that the ending of a file name stands for, None if it is not known.
 
-    >>> known_suffix("part-0.JSONL.gz"), known_suffix("part-0.gz")
+    >>> known_suffix("part-0.NDJSON.gz"), known_suffix("part-0.gz")
     ('.jsonl.gz', None)
     """
-    return next((suffix for suffix in FORMATS if name.lower().endswith(suffix)), None)
+    name, compression = _without_compression(name.lower())
+    suffix = next((suffix for ending, suffix in ENDINGS.items() if name.endswith(ending)), None)
+    return None if suffix is None or suffix + compression not in FORMATS else suffix + compression
 
 
-def cut_files(files: Iterable[InputFile], *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Unit]:
-    """Cut files into units of work, in input order; a plain `.jsonl` into ranges of `chunk_bytes`."""
+def forced_suffix(name: str, format: str) -> str:
+    """Return the key of `FORMATS` for a file that is read as `format`; its name says how it is compressed."""
+    if format not in NAMES:
+        raise ConfigError(f"format: must be one of {', '.join(NAMES)}, got {format!r}; {nearest(format, NAMES)}")
+    stem, compression = _without_compression(name.lower())
+    suffix = NAMES[format] + (".gz" if stem.endswith(".tgz") else compression)
+    return suffix if suffix in FORMATS else NAMES[format]
+
+
+def _without_compression(name: str) -> tuple[str, str]:
+    compression = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
+    return name.removesuffix(compression), compression
+
+
+def cut_files(files: Iterable[InputFile], *, chunk_bytes: int) -> Iterator[Unit]:
+    """Cut files into units of work, in input order: consecutive pieces until they have `chunk_bytes`.
+
+    A plain `.jsonl` is cut into ranges of `chunk_bytes`, Parquet and Arrow files into runs of row groups and of
+    record batches; other files are one piece. The units depend on the files and `chunk_bytes` alone. A file is
+    looked into only when the iterator comes to it.
+    """
     if chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes: must be at least 1, got {chunk_bytes}; leave it out")
-    index = 0
+    index = size = 0
+    pieces: list[Piece] = []
     for file in files:
-        for begin, end, size in FORMATS[file.suffix].ranges(file, chunk_bytes):
-            yield Unit(index=index, file=file, begin=begin, end=end, bytes=size)
-            index += 1
+        for begin, end, num_bytes in FORMATS[file.suffix].ranges(file, chunk_bytes):
+            pieces.append(Piece(file=file, begin=begin, end=end, bytes=num_bytes))
+            size += num_bytes
+            if size >= chunk_bytes or len(pieces) >= MAX_PIECES:
+                yield Unit(index=index, pieces=tuple(pieces))
+                index += 1
+                size = 0
+                pieces = []
+    if pieces:
+        yield Unit(index=index, pieces=tuple(pieces))
 
 
 def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
-    """Read a unit as a stream of batches, in order."""
-    return FORMATS[unit.file.suffix].read(unit, options)
+    """Read a unit as a stream of batches, in order; a batch is of one piece."""
+    before = 0
+    for index, piece in enumerate(unit.pieces):
+        first = 0
+        for group in joined(FORMATS[piece.file.suffix].read(piece, options), options):
+            texts, records = (group.documents, ()) if options.text_field is not None else ((), group.documents)
+            yield DocumentBatch(
+                piece=index,
+                texts=cast("Sequence[str]", texts),
+                records=cast("Sequence[Mapping[str, Any]]", records),
+                lines=document_lines(group, first),
+                bad=[replace(record, line=first + record.line) for record in group.bad],
+                num_lines=group.num_lines,
+                position=before + min(group.position, piece.bytes),
+            )
+            first += group.num_lines
+        before += piece.bytes
+
+
+def joined(groups: Iterator[Group], options: ReadOptions) -> Iterator[Group]:
+    """Join groups until they are a batch."""
+    documents: list[Any] = []
+    bad: list[BadRecord] = []
+    blank: list[int] = []
+    size = line = position = 0
+    for group in groups:
+        documents += group.documents
+        bad += [replace(record, line=line + record.line) for record in group.bad]
+        blank += [line + index for index in group.blank]
+        size += group.size
+        line += group.num_lines
+        position = group.position
+        if size >= options.batch_bytes or len(documents) + len(bad) >= options.batch_documents:
+            yield Group(documents=documents, bad=bad, blank=blank, num_lines=line, size=size, position=position)
+            documents, bad, blank, size, line = [], [], [], 0, 0
+    if line:
+        yield Group(documents=documents, bad=bad, blank=blank, num_lines=line, size=size, position=position)
+
+
+def document_lines(group: Group, first: int) -> Sequence[int]:
+    """Return the line of each document of a group whose own first line is `first`."""
+    lines = range(first, first + group.num_lines)
+    if len(group.documents) == len(lines):
+        return lines
+    others = {*(record.line for record in group.bad), *group.blank}
+    return [first + line for line in range(group.num_lines) if line not in others]
+
+
+def place(piece: Piece, line: int) -> str:
+    """Name a record for people: `path:17` or `path row 17`, counted from 1.
+
+    `line` is counted from 0 at the start of the file: add the `num_lines` of its pieces before this one.
+    """
+    counts = FORMATS[piece.file.suffix].counts
+    return f"{piece.file.path}:{line + 1}" if counts == "line" else f"{piece.file.path} {counts} {line + 1}"

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import PurePath
 
-from tokenmill.documents.formats import FORMATS, known_suffix
+from tokenmill.documents.formats import COMPRESSIONS, ENDINGS, forced_suffix, known_suffix
+from tokenmill.documents.hugging_face import PREFIX, dataset_files, is_saved_note
 from tokenmill.documents.units import InputFile
 from tokenmill.errors import DocumentError
+
+_NOTES = ("readme", "license", "licence")
+"""Text files that tell of the data beside them and are no part of it."""
+_TEXT, _ARROW = ".txt", ".arrow"
+_SNIFFED_BYTES = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,34 +26,35 @@ class Inputs:
 
     files: tuple[InputFile, ...]
     passed_over: tuple[str, ...]
-    """Files in the given folders whose kind is not known, and that are not read."""
+    """Files in the given folders that are not read: of no known kind, notes beside data, or binary where text is
+    asked for."""
 
 
-def find_files(inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Inputs:
-    """List the files that paths, globs and folders (with all below) stand for.
+def find_files(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None
+) -> Inputs:
+    """List the files that paths, globs, folders (with all below) and `hf:name[:config[:split]]` stand for.
 
     The order is that of the whole paths, digits compared as numbers, whatever the order they were
     given in: a glob expanded by the shell gives the same as one expanded here. A file that is named
-    twice is read once. Hidden files of a folder are left alone.
+    twice is read once. Hidden files of a folder are left alone. `format` says how files are read, whatever their
+    endings: with `text`, every file of a folder that is UTF-8 is a document.
     """
     given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     if not given:
         raise DocumentError("inputs: must name at least one file, got an empty list; give a path, glob or folder")
+    if format is not None:
+        forced_suffix("", format)  # an unknown name is refused before anything is looked for
     found: dict[str, str] = {}
     passed_over: list[str] = []
     for item in given:
-        for path, named in _expand(os.fspath(item)):
-            suffix = known_suffix(path)
-            if suffix is not None:
-                found[os.path.abspath(path)] = suffix
-            elif named:
-                raise DocumentError(f"{path}: must end in {_known()}, got another ending; convert or rename it")
-            else:
-                passed_over.append(path)
+        of_item, others = _files_of(os.fspath(item), format)
+        found |= of_item
+        passed_over += others
     if not found:
         raise DocumentError(
             f"{', '.join(_shown(os.fspath(item)) for item in given)}: must hold files that end in {_known()}, "
-            f"got {len(passed_over)} with other endings; convert or rename them"
+            f"got {len(passed_over)} others; convert or rename them, or say their format"
         )
     folder = os.path.commonpath([os.path.dirname(path) for path in found])
     paths = sorted(found, key=lambda path: natural_key(os.path.relpath(path, folder)))
@@ -74,6 +81,33 @@ def natural_key(path: str) -> tuple[object, ...]:
         for part in PurePath(path).parts
     )
     return (parts, path)  # the path itself decides between a09 and a9
+
+
+def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]:
+    """Return the suffix by path of the files that one input stands for, and what is passed over."""
+    if item.startswith(PREFIX):
+        return {os.path.abspath(path): _ARROW for path in dataset_files(item)}, []
+    found: dict[str, str] = {}
+    passed_over: list[str] = []
+    inside: list[str] = []
+    for path, named in _expand(item):
+        suffix = known_suffix(path) if format is None else forced_suffix(path, format)
+        if named and suffix is None:
+            raise DocumentError(
+                f"{path}: must end in {_known()}, got another ending; convert or rename it, or say its format"
+            )
+        if suffix is None or (not named and not _is_input(path, suffix, format)):
+            passed_over.append(path)
+            continue
+        found[os.path.abspath(path)] = suffix
+        if not named:
+            inside.append(path)
+    if format is None and any(not suffix.startswith(_TEXT) for suffix in found.values()):
+        notes = [path for path in inside if _is_note(path)]
+        for path in notes:
+            del found[os.path.abspath(path)]
+        passed_over += notes
+    return found, passed_over
 
 
 def _expand(item: str) -> Iterator[tuple[str, bool]]:
@@ -109,8 +143,40 @@ def _below(folder: str) -> Iterator[str]:
                 yield os.path.join(here, name)
 
 
+def _is_input(path: str, suffix: str, format: str | None) -> bool:
+    """Tell whether a file in a folder is to be read: no broken link, pipe, or note of a saved dataset."""
+    if not os.path.isfile(path):
+        return False
+    if format == "text":
+        return _is_text(path, suffix)
+    return not is_saved_note(path)
+
+
+def _is_note(path: str) -> bool:
+    return os.path.basename(path).partition(".")[0].lower() in _NOTES and (known_suffix(path) or "").startswith(
+        _TEXT
+    )
+
+
+def _is_text(path: str, suffix: str) -> bool:
+    """Tell whether the start of a file is UTF-8 text."""
+    unfold = next((COMPRESSIONS[ending] for ending in COMPRESSIONS if suffix.endswith(ending)), None)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(_SNIFFED_BYTES) if unfold is None else next(unfold(file, path), b"")
+    except (OSError, DocumentError):
+        return False
+    start = start[:_SNIFFED_BYTES]
+    try:
+        start.decode()
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data" or len(start) < _SNIFFED_BYTES:
+            return False
+    return b"\0" not in start
+
+
 def _known() -> str:
-    return ", ".join(FORMATS)
+    return f"{', '.join(ENDINGS)} (but for columns also with {' or '.join(COMPRESSIONS)})"
 
 
 def _shown(item: str) -> str:

@@ -1,19 +1,39 @@
-"""Input files, the units of work they are cut into, and the batches read from a unit."""
+"""Input files, the pieces and units of work they are cut into, and the batches read from a unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, nearest
 
-REASONS = ("json", "utf8", "missing_field", "not_text")
-"""Why a record cannot be read: broken JSON, not UTF-8, no such field, a field that is not a string."""
+RULES: Mapping[str, str] = {
+    "json": "a line must be one JSON object",
+    "utf8": "a text must be UTF-8",
+    "surrogate": "a string must be Unicode text, without half of a surrogate pair",
+    "not_object": "a record must be a JSON object",
+    "missing_field": "a record must have the text field",
+    "not_text": "the text must be a string",
+    "too_long": "a record must not be larger than max_record_bytes",
+    "csv": "a row must be well-formed CSV",
+    "columns": "a row must have as many cells as the header",
+    "duplicate": "a record must have each field once",
+}
+"""Why a record cannot be read, and the rule that it breaks, as an error message has it after the place."""
+
+REASONS = tuple(RULES)
 
 BATCH_BYTES = 1 << 20
 """Texts and ids of a batch stay in the caches of a core: a tenth faster than 4 MiB (benchmarks/prepare.py)."""
 BATCH_DOCUMENTS = 4096
+MAX_RECORD_BYTES = 256 << 20
+TEXT_UNITS = ("file", "line")
+
+_UNITS = 24
+_MIN_CHUNK_BYTES = 4 << 20
+_MAX_CHUNK_BYTES = 1 << 30
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,21 +47,34 @@ class InputFile:
     bytes: int
     """Size on disk when the inputs were listed; more is not read, less is an error."""
     suffix: str
-    """The known ending that says what is in it, such as `.jsonl.gz`."""
+    """The key of `FORMATS` that says how it is read, such as `.jsonl.gz`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A part of one file that is read on its own."""
+
+    file: InputFile
+    begin: int
+    end: int
+    """What is read, end exclusive, in the measure of the format: bytes of lines, row groups, record batches; 0 to 1
+    for a whole file."""
+    bytes: int
+    """Its share of the file's bytes; the pieces of a file sum to its size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A part of a file that is read on its own."""
+    """Consecutive pieces that are read together, as one unit of work."""
 
     index: int
     """Place in the input order, from 0."""
-    file: InputFile
-    begin: int
-    end: int
-    """What is read of the file, end exclusive, in the measure of its format: bytes for lines, later row groups."""
-    bytes: int
-    """Its share of the file's bytes; the units of a file sum to its size."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Share of the bytes of the input."""
+        return sum(piece.bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +82,7 @@ class BadRecord:
     """A record that cannot be read."""
 
     line: int
-    """Counted from 0 at the first line of the unit."""
+    """Counted from 0 at the first line, row or record of the piece."""
     reason: str
     """One of `REASONS`."""
     detail: str
@@ -57,45 +90,106 @@ class BadRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentBatch:
-    """Some consecutive records of a unit."""
+    """Some consecutive records of one piece; either `texts` or `records` is used, as the options ask."""
 
+    piece: int
+    """Index into the pieces of the unit."""
     texts: Sequence[str]
+    records: Sequence[Mapping[str, Any]]
+    lines: Sequence[int]
+    """Of each text or record: where it is in the piece, counted as bad records are."""
     bad: Sequence[BadRecord]
     num_lines: int
-    """Lines that were read for this batch: documents, bad records and blank lines."""
+    """Lines, rows or records that were read for this batch: documents, bad records and blank lines."""
     position: int
-    """Bytes of the file that have been read so far for this unit; for progress, not exact."""
+    """Bytes of the unit that have been read so far; for progress, not exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """How records become texts."""
+    """How records become documents."""
 
-    text_field: str = "text"
-    """Where the text is in a record; dots go down: `a.b` is field b of the object in field a."""
+    text_field: str | None = "text"
+    """Where the text is in a record; dots go down: `a.b` is field b of the object in field a. None: documents are
+    whole records."""
+    fields: tuple[str, ...] | None = None
+    """With whole records: the fields that are needed, None for all. Columnar files read no others."""
     batch_bytes: int = BATCH_BYTES
     """A batch ends when its texts have this many characters; lines are taken some at a time, so it may have twice
     that, and more if one line has."""
     batch_documents: int = BATCH_DOCUMENTS
     """A batch ends when it has this many records; it has less than twice that."""
+    max_record_bytes: int = MAX_RECORD_BYTES
+    """A larger line, cell, member or text file is a bad record, and is not held in memory."""
+    text_unit: str = "file"
+    """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
 
     def __post_init__(self) -> None:
-        if not all(self.text_field.split(".")):
+        if self.text_field is not None and not all(self.text_field.split(".")):
             raise ConfigError(
                 f"text_field: must be a name or names joined by dots, got {self.text_field!r}; for example 'text'"
             )
-        if self.batch_bytes < 1 or self.batch_documents < 1:
+        if self.text_field is not None and self.fields is not None:
             raise ConfigError(
-                "batch_bytes, batch_documents: must be at least 1, "
-                f"got {self.batch_bytes}, {self.batch_documents}; leave them out"
+                f"fields: must be given for whole records only, got {self.fields} and text_field "
+                f"{self.text_field!r}; leave one of the two out"
             )
+        if self.batch_bytes < 1 or self.batch_documents < 1 or self.max_record_bytes < 1:
+            raise ConfigError(
+                "batch_bytes, batch_documents, max_record_bytes: must be at least 1, "
+                f"got {self.batch_bytes}, {self.batch_documents}, {self.max_record_bytes}; leave them out"
+            )
+        if self.text_unit not in TEXT_UNITS:
+            raise ConfigError(
+                f"text_unit: must be one of {', '.join(TEXT_UNITS)}, got {self.text_unit!r}; "
+                f"{nearest(self.text_unit, TEXT_UNITS)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Some consecutive records as a format reads them, before they are joined to batches."""
+
+    documents: Sequence[str] | Sequence[Mapping[str, Any]]
+    """Texts or whole records, as the options ask."""
+    bad: Sequence[BadRecord]
+    """Lines are counted from the first of the group."""
+    blank: Sequence[int]
+    """Lines that are neither documents nor bad, counted so too."""
+    num_lines: int
+    size: int
+    """Characters of the texts, or bytes of the records."""
+    position: int
+    """Bytes of the piece that have been read so far."""
 
 
 class Format(Protocol):
     """What is known of one kind of file."""
 
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a file: (begin, end, bytes) of each unit, in order."""
+    counts: str
+    """What records are counted in, for people: `line`, `row`, `record`, `member`."""
 
-    def read(self, unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
-        """Read a unit as a stream of batches; raises DocumentError where the file itself is broken."""
+    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Cut a file: (begin, end, bytes) of each piece, in order."""
+
+    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
+        """Read a piece as a stream of groups; raises DocumentError where the file itself is broken."""
+
+
+def whole(file: InputFile) -> Iterator[tuple[int, int, int]]:
+    """Take a file as one piece."""
+    yield 0, 1, file.bytes
+
+
+def chunk_size(total_bytes: int) -> int:
+    """Return how many bytes a unit of an input should have: a 24th of it, from 4 MiB to 1 GiB, in whole MiB.
+
+    Every unit becomes a shard, and a reader maps at most 64 shards at a time, so units are few and large; 24 of
+    them still keep the cores of a small machine busy to the end. Depends on the input alone: the same files give
+    the same units on any machine.
+
+    >>> chunk_size(10**6) >> 20, chunk_size(2_400 << 20) >> 20, chunk_size(10**15) >> 20
+    (4, 100, 1024)
+    """
+    size = min(max(total_bytes // _UNITS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    return -(-size // _MIB) * _MIB

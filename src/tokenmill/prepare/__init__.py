@@ -1,10 +1,10 @@
 """From files of text to a store.
 
-1. In: paths, globs or folders; the name of a tokenizer; options.
-2. Does: cuts the input into units of work, tokenizes units in worker processes, each into a part of its own on
-   disk, and appends the parts to the store in input order. Memory does not grow with the input.
-3. Out: a finished store, or none; a report. The bytes depend on the documents and the options, never on the
-   number of workers or on where files were cut.
+1. In: paths, globs, folders or datasets; the name of a tokenizer; a recipe; options.
+2. Does: cuts the input into units of work, each of which becomes a shard in a worker process, with a journal from
+   which any later call goes on; then makes the shards a store. Memory does not grow with the input.
+3. Out: a finished store, or one for each domain and split; a report. The bytes depend on the documents and the
+   options, never on the number of workers, or on how often the build was interrupted.
 4. Must not know: rows, plans, training. It is the only offline place that joins `documents`, `encode` and `store`.
 """
 

@@ -1,32 +1,33 @@
-"""The build: units out, parts in, in input order, into one store."""
+"""The build: inputs are cut into units, units become shards in worker processes, shards become stores."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.documents import InputFile, Unit, cut_files, find_files
+from tokenmill.documents import InputFile, find_files
 from tokenmill.errors import ConfigError
-from tokenmill.prepare.options import Job, PrepareOptions
-from tokenmill.prepare.part import read_part, read_progress
-from tokenmill.prepare.pool import run_here, run_in_processes
-from tokenmill.prepare.progress import ProgressBar, say_loudly
-from tokenmill.prepare.report import PrepareReport
+from tokenmill.prepare.bench import open_bench
+from tokenmill.prepare.drive import Crew, Outcome, drive
+from tokenmill.prepare.job import TEXT_KEY, Job, fast_text_field
+from tokenmill.prepare.journal import Entry, Journal, Ledger, refuse_strangers
+from tokenmill.prepare.options import PrepareOptions, RecipeSpec, settle_recipe
+from tokenmill.prepare.order import Order, place_order
+from tokenmill.prepare.progress import say_loudly
+from tokenmill.prepare.publish import begin_publish, finish_publish, published
+from tokenmill.prepare.report import PrepareReport, store_reports
 from tokenmill.prepare.sample import sample_texts
-from tokenmill.prepare.tally import Tally
-from tokenmill.prepare.work import UnitResult, part_folder
-from tokenmill.store import Manifest, StoreSpec, StoreWriter
+from tokenmill.prepare.unit import MAX_LISTED
+from tokenmill.store.durable import locked_folder
+from tokenmill.store.manifest import read_manifest, shard_to_json
 
 if TYPE_CHECKING:
+    from tokenmill.encode.recipe import Recipe
     from tokenmill.encode.tokenizer import Tokenizer
-
-PARTS = ".tmp-parts"
-KEY = "sequence"
 
 
 def prepare(
@@ -34,49 +35,57 @@ def prepare(
     *,
     out: str | os.PathLike[str],
     tokenizer: str = "bytes",
+    recipe: RecipeSpec = "text",
     workers: int | None = None,
     rebuild: bool = False,
     progress: bool | None = None,
-    warn: Callable[[str], None] = say_loudly,
     options: PrepareOptions | None = None,
 ) -> PrepareReport:
-    """Tokenize files of text into the store `out`.
+    """Turn files of text or records into the store `out`.
 
-    `inputs` are paths, globs and folders of `.jsonl`, `.jsonl.gz` and `.jsonl.zst`, read in natural order.
-    `tokenizer` is `bytes`, a `tokenizer.json`, a folder that holds one, or `tiktoken:<rank file>`. `workers` is
-    the number of processes, by default one a core; the store is the same for any number. A finished store at
-    `out` is replaced only with `rebuild`. The progress bar is shown on a terminal, or as `progress` says.
+    `inputs` are paths, globs, folders and `hf:` datasets, read in natural order. `tokenizer` is `bytes`, a
+    `tokenizer.json`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is `text`, `chat`,
+    `instruction`, `dpo`, `grpo`, the path of a recipe, or the recipe itself. `workers` is the number of processes,
+    by default one a core; the store is the same for any number.
+
+    A build that was interrupted goes on where it stopped. A finished store is added to: files that are in it
+    already are left alone. Another tokenizer, recipe or option than it was made with is refused, unless `rebuild`
+    is given, which replaces it at the end. The progress bar is shown on a terminal, or as `progress` says.
     """
     begin = time.monotonic()
     options = options or PrepareOptions()
     workers = _num_workers(workers)
-    found = find_files(inputs)
+    chosen = settle_recipe(recipe, options)
+    found = find_files(inputs, format=options.format)
     if found.passed_over:
-        warn(
+        say_loudly(
             f"{len(found.passed_over)} files in the given folders are not read, as their endings are not known: "
             f"{', '.join(found.passed_over[:3])}{', ...' if len(found.passed_over) > 3 else ''}"
         )
-    opened, warning = _open_tokenizer(tokenizer, options, found.files)
+    opened, warning = _open_tokenizer(tokenizer, chosen, options, found.files)
     if warning:
-        warn(warning)
-    path = Path(out).expanduser()
-    job = _job(path, tokenizer, opened, options)
-    tally = Tally(files=found.files)
-    with StoreWriter(path, _store_spec(job, opened, warning), rebuild=rebuild) as writer:
-        parts = Path(job.parts)
-        parts.mkdir()
-        bar = ProgressBar(tally.input_bytes, lambda: _so_far(tally, parts), shown=progress)
-        try:
-            with bar, closing(_results(job, opened, found.files, workers, bar.tick)) as results:
-                for unit, result in results:
-                    tally.add(unit, result, stop=options.on_error == "stop")
-                    _take_part(job, unit, writer)
-                    bar.tick()
-        finally:
-            shutil.rmtree(parts, ignore_errors=True)
-        tally.refuse_nothing()
-        manifest = writer.commit(inputs=tally.inputs(), skipped=tally.skipped())
-    return _report(path, manifest, tally, opened.engine, time.monotonic() - begin)
+        say_loudly(warning)
+    journal = Journal(Path(out).expanduser())
+    bench = open_bench(_job(journal, tokenizer, opened, chosen, options), opened)
+    journal.out.mkdir(parents=True, exist_ok=True)
+    with locked_folder(journal.out):
+        finish_publish(journal)
+        ledger = journal.ledger()
+        refuse_strangers(journal.out, ledger.routes if ledger else [])
+        identity = {
+            "tokenizer": opened.identity.to_json(),
+            "recipe": bench.encoder.to_json() if bench.encoder else chosen.to_json(),
+            "options": {name: getattr(options, name) for name in ("on_error", "format", "text_unit")},
+        }
+        order = place_order(journal, identity, found.files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
+        outcome = None
+        if order.files:
+            outcome = drive(order, chosen, Crew(bench=bench, workers=workers, progress=progress))
+            described = {"tokenizer": tokenizer, "engine": opened.engine}
+            if warning:
+                described["engine_warning"] = warning
+            _publish(order, outcome, bench.job, chosen, described)
+        return _report(order, outcome, chosen.kind, opened.engine, time.monotonic() - begin)
 
 
 def _num_workers(workers: int | None) -> int:
@@ -87,92 +96,113 @@ def _num_workers(workers: int | None) -> int:
     return workers
 
 
-def _open_tokenizer(spec: str, options: PrepareOptions, files: Sequence[InputFile]) -> tuple[Tokenizer, str | None]:
+def _open_tokenizer(
+    spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
+) -> tuple[Tokenizer, str | None]:
     from tokenmill.encode.agreement import trusted
     from tokenmill.encode.load import open_tokenizer
 
-    framing: dict[str, Any] = {
-        "add_bos": options.add_bos,
-        "add_eos": options.add_eos,
-        "bos_token": options.bos_token,
-        "eos_token": options.eos_token,
-    }
+    framing: dict[str, Any] = options.framing()
     if options.engine != "auto":
         return open_tokenizer(spec, engine=options.engine, **framing), None
-    return trusted(spec, sample=sample_texts(files, options.text_field), **framing)
+    return trusted(spec, sample=sample_texts(files, fast_text_field(recipe)), **framing)
 
 
-def _job(path: Path, spec: str, opened: Tokenizer, options: PrepareOptions) -> Job:
+def _job(journal: Journal, spec: str, opened: Tokenizer, recipe: Recipe, options: PrepareOptions) -> Job:
     from tokenmill.encode.frame import token_dtype
+    from tokenmill.encode.recipe import record_keys
 
+    vocab_size = opened.identity.vocab_size
+    fast = fast_text_field(recipe) is not None
     return Job(
-        parts=str((path / PARTS).absolute()),
+        folder=str(journal.units.absolute()),
         tokenizer=spec,
-        tokenizer_digest=opened.identity.digest,
+        identity=opened.identity.to_json(),
         engine=opened.engine.split()[0],
-        keys={KEY: token_dtype(opened.identity.vocab_size).str},
+        keys={TEXT_KEY: token_dtype(vocab_size).str} if fast else record_keys(recipe, vocab_size),
+        recipe=recipe.to_json(),
         options=options,
     )
 
 
-def _store_spec(job: Job, opened: Tokenizer, warning: str | None) -> StoreSpec:
-    return StoreSpec(
-        keys=job.keys,
-        tokenizer=opened.identity.to_json(),
-        recipe={
-            "name": "text",
-            "text_field": job.options.text_field,
-            "tokenizer": job.tokenizer,
-            "on_error": job.options.on_error,
-            "max_tokens_per_shard": job.options.max_tokens_per_shard,
-            "engine": opened.engine,
-            **({"engine_warning": warning} if warning else {}),
+def _publish(order: Order, outcome: Outcome, job: Job, recipe: Recipe, described: Mapping[str, str]) -> None:
+    """Make the finished units stores."""
+    base = order.base
+    begin_publish(
+        order.journal,
+        units=[result.to_json() for result in outcome.results],
+        base={
+            route: [shard_to_json(shard) for shard in read_manifest(order.journal.out / route).shards]
+            for route in (base.routes if base else ())
         },
-        max_tokens_per_shard=job.options.max_tokens_per_shard,
+        cleared=order.cleared,
+        manifest={
+            "kind": recipe.kind,
+            "keys": dict(job.keys),
+            "tokenizer": dict(job.identity),
+            "recipe": {
+                "name": recipe.name,
+                **described,
+                **order.identity["options"],
+                "recipe": order.identity["recipe"],
+            },
+        },
+        ledger=asdict(_ledger(order, outcome)),
+    )
+    finish_publish(order.journal)
+
+
+def _ledger(order: Order, outcome: Outcome) -> Ledger:
+    """Return what is in the store once the units are."""
+    tally, base = outcome.tally, order.base
+    counts = dict(base.counts) if base else {}
+    for reason, count in sorted(tally.reasons.items()):
+        counts[reason] = counts.get(reason, 0) + count
+    entries = [
+        Entry(
+            name=file.name,
+            bytes=file.bytes,
+            digest=order.digests[file.path],
+            documents=tally.documents[file.path],
+            tokens=tally.tokens[file.path],
+        )
+        for file in order.files
+    ]
+    return Ledger(
+        identity=order.identity,
+        routes=(),
+        inputs=[*(base.inputs if base else ()), *entries],
+        counts=counts,
+        listed=[*(base.listed if base else ()), *tally.listed][:MAX_LISTED],
+        truncated=tally.truncated + (base.truncated if base else 0),
+        text_bytes=tally.text_bytes + (base.text_bytes if base else 0),
+        scans=[*(base.scans if base else ()), *outcome.scans],
     )
 
 
-def _results(
-    job: Job, opened: Tokenizer, files: Sequence[InputFile], workers: int, tick: Callable[[], None]
-) -> Generator[tuple[Unit, UnitResult]]:
-    chunk_bytes = job.options.chunk_bytes
-    workers = min(workers, sum(1 for _ in cut_files(files, chunk_bytes=chunk_bytes)))
-    units = cut_files(files, chunk_bytes=chunk_bytes)
-    if workers <= 1:
-        return run_here(job, opened, units, tick)
-    return run_in_processes(job, units, workers, tick)
-
-
-def _take_part(job: Job, unit: Unit, writer: StoreWriter) -> None:
-    """Append a part to the store and delete it."""
-    folder = part_folder(job, unit)
-    for arrays, offsets in read_part(folder, job.keys):
-        writer.append(arrays, offsets)
-    shutil.rmtree(folder)
-
-
-def _so_far(tally: Tally, parts: Path) -> tuple[int, int, int]:
-    """Return (bytes, documents, tokens) of the store and of the parts that are waiting or being written."""
-    ahead = [read_progress(folder) for folder in parts.iterdir()]
-    done = (tally.done_bytes, sum(tally.documents.values()), sum(tally.tokens.values()))
-    return (
-        done[0] + sum(a[0] for a in ahead),
-        done[1] + sum(a[1] for a in ahead),
-        done[2] + sum(a[2] for a in ahead),
-    )
-
-
-def _report(path: Path, manifest: Manifest, tally: Tally, engine: str, seconds: float) -> PrepareReport:
+def _report(order: Order, outcome: Outcome | None, kind: str, engine: str, seconds: float) -> PrepareReport:
+    ledger = order.journal.ledger()
+    assert ledger is not None
+    stores = store_reports(order.journal.out, published(order.journal, ledger.routes))
+    tally = outcome.tally if outcome else None
     return PrepareReport(
-        path=path,
-        fingerprint=manifest.fingerprint,
-        documents=manifest.documents,
-        tokens=manifest.tokens,
-        shards=len(manifest.shards),
-        files=len(tally.files),
-        input_bytes=tally.input_bytes,
-        text_bytes=tally.text_bytes,
-        skipped=dict(sorted(tally.reasons.items())),
+        path=order.journal.out,
+        kind=kind,
+        stores=stores,
+        documents=sum(store.documents for store in stores),
+        tokens=sum(store.tokens for store in stores),
+        shards=sum(store.shards for store in stores),
+        files=len(ledger.inputs),
+        new_files=len(order.files),
+        new_documents=tally.documents.total() if tally else 0,
+        new_tokens=tally.tokens.total() if tally else 0,
+        units=len(outcome.results) if outcome else 0,
+        resumed_units=outcome.resumed if outcome else 0,
+        input_bytes=sum(file.bytes for file in order.files),
+        text_bytes=tally.text_bytes if tally else 0,
+        worked_bytes=tally.new_text_bytes if tally else 0,
+        skipped=dict(sorted(tally.reasons.items())) if tally else {},
+        truncated=tally.truncated if tally else 0,
         engine=engine,
         seconds=seconds,
     )

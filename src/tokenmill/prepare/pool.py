@@ -1,4 +1,4 @@
-"""Units of work in several processes, results in input order.
+"""Tasks in several processes, results in input order.
 
 Workers are fresh interpreters that are spoken to over pipes, and not a `ProcessPoolExecutor`: that one imports
 the user's main script again in each worker (which runs an unguarded script twice and loads all that it loads),
@@ -16,22 +16,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from tokenmill import errors
 from tokenmill.errors import TokenmillError
-from tokenmill.prepare.work import UnitResult, result_from_json, run_unit
+from tokenmill.prepare.task import Task, run_task
 
 if TYPE_CHECKING:
-    from tokenmill.documents import Unit
-    from tokenmill.encode.tokenizer import Tokenizer
-    from tokenmill.prepare.options import Job
+    from tokenmill.prepare.bench import Bench
+    from tokenmill.prepare.job import Job
 
-PARTS_PER_WORKER = 2
-"""How many units a worker may be ahead of the store: enough to keep it busy, few enough to bound the disk used."""
 TICK_SECONDS = 0.2
 ONE_CORE = {
     **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -42,29 +38,27 @@ ONE_CORE = {
 
 
 def run_here(
-    job: Job, tokenizer: Tokenizer, units: Iterable[Unit], tick: Callable[[], None]
-) -> Generator[tuple[Unit, UnitResult]]:
-    """Do all units in this process, in order."""
-    for unit in units:
-        yield unit, run_unit(job, tokenizer, unit, tick)
+    bench: Bench, tasks: Iterable[Task], tick: Callable[[], None]
+) -> Generator[tuple[Task, dict[str, Any]]]:
+    """Do all tasks in this process, in order."""
+    for task in tasks:
+        yield task, run_task(bench, task, tick)
 
 
 def run_in_processes(
-    job: Job, units: Iterable[Unit], workers: int, tick: Callable[[], None]
-) -> Generator[tuple[Unit, UnitResult]]:
-    """Do units in worker processes; results come in input order, errors too, so the first in order is raised.
+    job: Job, tasks: Iterable[Task], workers: int, tick: Callable[[], None]
+) -> Generator[tuple[Task, dict[str, Any]]]:
+    """Do tasks in worker processes; results come in input order, errors too, so the first in order is raised.
 
     `tick` is called a few times a second. No process outlives the iterator: close it.
     """
     pool = _Pool(job)
-    waiting: deque[tuple[Unit, Future[UnitResult]]] = deque()
+    waiting: deque[tuple[Task, Future[dict[str, Any]]]] = deque()
     threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenmill-prepare")
     try:
-        for unit in units:
-            waiting.append((unit, threads.submit(pool.run, unit)))
-            if len(waiting) >= workers * PARTS_PER_WORKER:
-                first, future = waiting.popleft()
-                yield first, _wait(future, tick)
+        # Tasks are handed over as workers are free; none waits for an earlier one that takes long.
+        for task in tasks:
+            waiting.append((task, threads.submit(pool.run, task)))
         while waiting:
             first, future = waiting.popleft()
             yield first, _wait(future, tick)
@@ -75,7 +69,7 @@ def run_in_processes(
         pool.close()
 
 
-def _wait(future: Future[UnitResult], tick: Callable[[], None]) -> UnitResult:
+def _wait(future: Future[dict[str, Any]], tick: Callable[[], None]) -> dict[str, Any]:
     while True:
         try:
             return future.result(timeout=TICK_SECONDS)
@@ -95,10 +89,10 @@ class _Pool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closed = False
 
-    def run(self, unit: Unit) -> UnitResult:
-        """Have this thread's process do a unit."""
+    def run(self, task: Task) -> dict[str, Any]:
+        """Have this thread's process do a task."""
         process: subprocess.Popen[bytes] | None = getattr(self._mine, "process", None)
-        message = orjson.dumps(asdict(unit)) + b"\n"
+        message = orjson.dumps(task.to_json()) + b"\n"
         if process is None:
             process = self._mine.process = self._start()
             message = self._job + message
@@ -111,10 +105,10 @@ class _Pool:
         except BrokenPipeError:
             line = b""
         if not line.endswith(b"\n"):
-            raise _death(process, unit)
+            raise _death(process, task)
         reply = orjson.loads(line)
         if "result" in reply:
-            return result_from_json(reply["result"])
+            return dict(reply["result"])
         raise getattr(errors, reply["error"])(reply["message"])
 
     def kill(self) -> None:
@@ -151,11 +145,12 @@ class _Pool:
         return process
 
 
-def _death(process: subprocess.Popen[bytes], unit: Unit) -> TokenmillError:
+def _death(process: subprocess.Popen[bytes], task: Task) -> TokenmillError:
     code = process.wait()
     how = f"exit code {code}" if code >= 0 else f"an end by {signal.Signals(-code).name}"
     why = " (the system does this when memory runs out)" if code == -signal.SIGKILL else ""
+    path = task.unit.pieces[0].file.path
     return TokenmillError(
-        f"{unit.file.path}: the worker process {process.pid} must live until its unit is done, got {how}{why}; "
+        f"{path}: the worker process {process.pid} must live until its unit is done, got {how}{why}; "
         "run again, with fewer workers if memory is short"
     )

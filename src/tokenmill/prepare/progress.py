@@ -18,8 +18,14 @@ class ProgressBar:
     """A bar on stderr: documents, MB/s, tokens/s, time left by bytes of input; nothing if not `shown`."""
 
     def __init__(
-        self, total_bytes: int, look: Callable[[], tuple[int, int, int]], *, shown: bool | None = None
+        self,
+        total_bytes: int,
+        look: Callable[[], tuple[int, int, int]],
+        *,
+        shown: bool | None = None,
+        what: str = "prepare",
     ) -> None:
+        self._what = what
         self._total_bytes = total_bytes
         self._look = look
         self._shown = sys.stderr.isatty() if shown is None else shown
@@ -33,7 +39,7 @@ class ProgressBar:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
-                TextColumn("prepare"),
+                TextColumn(self._what),
                 BarColumn(),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.fields[documents]:,} documents"),

@@ -1,11 +1,10 @@
-"""The worker process: units come in as lines of JSON, results go out as lines of JSON, until the input ends."""
+"""The worker process: tasks come in as lines of JSON, results go out as lines of JSON, until the input ends."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from dataclasses import asdict
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import orjson
 
 from tokenmill.errors import TokenmillError
-from tokenmill.prepare.options import Job
-from tokenmill.prepare.work import run_unit, unit_from_json
+from tokenmill.prepare.bench import Bench, open_bench
+from tokenmill.prepare.job import Job
+from tokenmill.prepare.task import Task, run_task
 
 
 def main() -> None:
@@ -25,12 +25,12 @@ def main() -> None:
         messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         Thread(target=_listen, args=(messages,), daemon=True).start()
         job = Job.from_json(messages.get())
-        tokenizer = None
+        bench: Bench | None = None
         while True:
-            unit = unit_from_json(messages.get())
+            task = Task.from_json(messages.get())
             try:
-                tokenizer = tokenizer or job.open_tokenizer()
-                reply = orjson.dumps({"result": asdict(run_unit(job, tokenizer, unit))})
+                bench = bench or open_bench(job)
+                reply = orjson.dumps({"result": run_task(bench, task)})
             except TokenmillError as error:
                 reply = orjson.dumps({"error": type(error).__name__, "message": str(error)})
             except Exception:  # a bug: the parent shows where

@@ -1,6 +1,6 @@
 """Token ids on disk.
 
-1. In: the tokens of documents, in order, as flat arrays with offsets.
+1. In: the tokens of documents, in order, as flat arrays with offsets; or files that other projects wrote.
 2. Does: writes them as shards of flat little-endian files, each with a checksum, and a manifest last;
    opens a store by reading its manifest alone; maps files when tokens are asked for, a bounded number at a time.
 3. Out: any run of tokens or any document, as arrays; addresses for the kernels of `packing` and `loader`.
@@ -9,6 +9,7 @@
 `docs/format.md` is the byte layout.
 """
 
+from tokenmill.store.foreign import ForeignOptions, ImportReport, detect_format, import_store
 from tokenmill.store.manifest import Manifest, ShardInfo, read_manifest
 from tokenmill.store.open import open_store
 from tokenmill.store.reader import Store
@@ -16,12 +17,16 @@ from tokenmill.store.verify import VerifyReport, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 
 __all__ = [
+    "ForeignOptions",
+    "ImportReport",
     "Manifest",
     "ShardInfo",
     "Store",
     "StoreSpec",
     "StoreWriter",
     "VerifyReport",
+    "detect_format",
+    "import_store",
     "open_store",
     "read_manifest",
     "verify",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenmill.errors import StoreExistsError
@@ -56,6 +58,16 @@ def unlock_folder(path: Path, descriptor: int) -> None:
         (path / OWNER).unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Keep other builds out of a folder for the length of a `with` block."""
+    descriptor = lock_folder(path)
+    try:
+        yield
+    finally:
+        unlock_folder(path, descriptor)
 
 
 def _owner(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where documents are: shard, first token and length of many documents at once."""
+"""Where documents, or the items of any axis, are: shard, first token and length of many at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.store.layout import DOCUMENTS
+from tokenmill.store.layout import index_file
 from tokenmill.store.memory import view_uint64
 
 if TYPE_CHECKING:
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 
 
 def locate(
-    store: Store, documents: npt.NDArray[np.int64]
+    store: Store, documents: npt.NDArray[np.int64], axis: str = "documents"
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (shard, first token within the shard, number of tokens) of each document."""
+    """Return (shard, first token within the shard, number of tokens) of each document, or item of another axis."""
+    items, values = store.axes[axis].items, store.axes[axis].values
+    name = index_file(axis)
     if store.num_shards == 1:
         shards = np.zeros(documents.size, np.int64)
     else:
-        shards = np.searchsorted(store.document_begins, documents, side="right") - 1
+        shards = np.searchsorted(items, documents, side="right") - 1
     begins = np.empty(documents.size, np.int64)
     lengths = np.empty(documents.size, np.int64)
     needed = np.unique(shards) if store.num_shards > 1 else np.zeros(1, np.int64)
     size = store.maps.limit // 4
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
-        with store.maps.borrow([store.file(int(shard), DOCUMENTS) for shard in group]) as files:
+        with store.maps.borrow([store.file(int(shard), name) for shard in group]) as files:
             addresses = np.array([file.address for file in files], np.uint64)
-            _gather(documents, shards, group, addresses, store.document_begins, begins, lengths)
-    wrong = int(_first_wrong(shards, begins, lengths, store.token_begins))
+            _gather(documents, shards, group, addresses, items, begins, lengths)
+    wrong = int(_first_wrong(shards, begins, lengths, values))
     if wrong >= 0:
         raise StoreCorruptError(
-            f"{store.file(int(shards[wrong]), DOCUMENTS).path}: offsets must not decrease nor pass the shard, "
+            f"{store.file(int(shards[wrong]), name).path}: offsets must not decrease nor pass the shard, "
             "got others; run `tokenmill verify`, then copy or prepare the store again"
         )
     return shards, begins, lengths

@@ -31,6 +31,7 @@ from tokenmill.store.layout import (
     key_file,
     token_keys,
 )
+from tokenmill.types import TOKEN_KEYS
 
 _MAX_COUNT = 2**53
 """No count of a manifest may be larger: up to here all readers of JSON agree on whole numbers."""
@@ -98,8 +99,8 @@ class Manifest:
 
     @property
     def token_key(self) -> str:
-        """Name of the array that holds token ids, whatever the order in which the manifest lists its keys."""
-        return "sequence" if "sequence" in self.keys else min(self.keys)
+        """Name of the array that holds token ids, or the first of several, however the manifest orders its keys."""
+        return next((key for key in TOKEN_KEYS if key in self.keys), min(self.keys))
 
     @property
     def storage(self) -> str:
@@ -275,6 +276,8 @@ def shard_problem(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> tuple
     said = set(shard.axes or ("documents",))
     if said != set(axes):
         return f"{shard.name} must say the sizes of {sorted(axes)}", sorted(said)
+    if "responses" in axes and "groups" not in axes:
+        return f"keys of {shard.name} must have rewards, which cut responses into records", sorted(keys)
     sizes = {key_file(key): shard.size_of(axis_of(kind, key))[1] * np.dtype(keys[key]).itemsize for key in keys}
     sizes |= {index_file(axis): document_file_bytes(*shard.size_of(axis)) for axis in axes}
     if set(shard.files) != set(sizes):

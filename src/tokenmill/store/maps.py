@@ -179,7 +179,8 @@ def read_range(request: Request, begin: int, size: int) -> npt.NDArray[np.uint8]
 def _open_checked(request: FileRequest) -> Iterator[int]:
     """Open a file that is what the manifest says: a plain file of the store, of that size."""
     try:
-        if request.path.parent.is_symlink():
+        # A part of a file lies in the store's own folder, which may be a link; a whole file in that of its shard.
+        if request.size is None and request.path.parent.is_symlink():
             raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {_WAY_OUT}")
         descriptor = os.open(request.path, _FLAGS)
     except (FileNotFoundError, NotADirectoryError):

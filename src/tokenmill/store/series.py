@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import axis_of, token_keys
 from tokenmill.store.manifest import ShardInfo, shard_from_json, shard_to_json
 from tokenmill.store.shard import ShardWriter, StoreSpec, num_records
@@ -59,9 +61,15 @@ class ShardSeries:
 
     @classmethod
     def reopen(cls, folder: Path, spec: StoreSpec, checkpoint: Mapping[str, Any]) -> ShardSeries:
-        """Go on from a checkpoint; StoreCorruptError if the files are not as it says."""
+        """Go on from a checkpoint; StoreCorruptError if the files are not as it says.
+
+        Of shards that were finished before it only the sizes are looked at; `verify` reads them.
+        """
         series = cls(folder, spec)
         series.shards = [shard_from_json(shard) for shard in checkpoint["shards"]]
+        for shard in series.shards:
+            _check_sizes(folder / shard.name, shard)
+        _drop_later(folder, len(series.shards) + (checkpoint["open"] is not None))
         if checkpoint["open"] is not None:
             series._open = ShardWriter.reopen(folder / str(len(series.shards)), spec, checkpoint["open"])
         return series
@@ -105,3 +113,21 @@ class ShardSeries:
         if self._open is not None:
             self.shards.append(self._open.commit())
             self._open = None
+
+
+def _check_sizes(path: Path, shard: ShardInfo) -> None:
+    """Refuse a finished shard whose files are gone or of another size."""
+    files = {path / name: info.bytes for name, info in shard.files.items()}
+    if shard.container is not None:
+        files = {path: shard.container.bytes}
+    for file, size in files.items():
+        if not file.is_file() or file.stat().st_size != size:
+            raise StoreCorruptError(f"{file}: must have {size} bytes to go on, got others; the unit is done again")
+
+
+def _drop_later(folder: Path, number: int) -> None:
+    """Remove shards that were begun after a checkpoint."""
+    for child in folder.glob("*") if folder.exists() else ():
+        name = child.name.removesuffix(".h5")
+        if name.isdigit() and int(name) >= number:
+            shutil.rmtree(child) if child.is_dir() else child.unlink()

@@ -63,6 +63,10 @@ class StoreSpec:
             raise StoreError(
                 f"store keys: dtypes must be among {TOKEN_DTYPES}, got {bad or 'no key'}; cast the ids first"
             )
+        if "responses" in self.axes and "groups" not in self.axes:
+            raise StoreError(
+                f"store keys: responses need rewards, which cut them into records, got {sorted(self.keys)}; add them"
+            )
         if self.max_tokens_per_shard < 1:
             raise StoreError(
                 f"max_tokens_per_shard: must be at least 1, got {self.max_tokens_per_shard}; leave it out"

@@ -12,6 +12,8 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError
+from tokenmill.store.foreign.files import is_ours
+from tokenmill.store.foreign.options import ForeignOptions, check_ours
 from tokenmill.store.layout import (
     ANCHOR_DTYPE,
     ANCHOR_TOKENS,
@@ -44,16 +46,30 @@ class VerifyReport:
     documents: int
     tokens: int
     fingerprint: str
+    checked: str = "checksums, offsets and ids are right"
+    """What was proven, in words."""
 
 
-def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] = lambda _bytes: None) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[int], None] = lambda _bytes: None,
+    options: ForeignOptions | None = None,
+) -> VerifyReport:
     """Read every byte of a store: checksums, sizes, order of offsets, ids below the vocabulary size.
+
+    Files of another project, for which `options` are, have no checksums; the report says what was checked of them.
 
     Raises StoreCorruptError with the file's name at the first thing that is wrong. `progress` is
     told the bytes read since its last call. Memory does not grow with the store.
     """
     store = Path(path)
+    if not is_ours(store):
+        from tokenmill.store.foreign.verify import verify_foreign
+
+        return verify_foreign(store, options or ForeignOptions(), progress=progress)
     manifest = read_manifest(store)
+    check_ours(store, manifest, options or ForeignOptions())
     if (store / MANIFEST).read_bytes() != manifest_bytes(manifest):
         raise StoreCorruptError(
             f"{store / MANIFEST}: must be as tokenmill writes it, got other white space; {_WAY_OUT}"
@@ -62,7 +78,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int], None] = la
     total = 0
     for shard in manifest.shards:
         if shard.container is not None:
-            whole = FileRequest(store / shard.name, shard.container.bytes)
+            whole = FileRequest(store / shard.name, shard.container.bytes, 0, shard.container.bytes)
             _check_checksum(whole, shard.container.xxh3, progress)
         for name, info in shard.files.items():
             total += info.bytes
@@ -94,7 +110,8 @@ def _check_names(store: Path, manifest: Manifest) -> None:
     for child in sorted(store.iterdir()):
         if child.is_symlink() or (is_shard_name(child.name) and child.name not in listed):
             raise StoreCorruptError(
-                f"{child}: must be listed in {MANIFEST}, got a stranger; remove it, or {_WAY_OUT}"
+                f"{child}: must be listed in {MANIFEST}, got a stranger; "
+                f"if `tokenmill prepare` was interrupted, run it again, else remove it, or {_WAY_OUT}"
             )
 
 

@@ -27,6 +27,8 @@ __all__ = ["MAX_TOKENS_PER_SHARD", "ROWS_FOLDER", "StoreSpec", "StoreWriter", "p
 
 ROWS_FOLDER = ".rows"
 """Where row indexes of the store are kept; they can always be made again."""
+JOURNAL_FOLDER = ".prepare"
+"""Where prepare keeps what it needs to add to the store later."""
 SHARDS_FOLDER = ".tmp-shards"
 
 
@@ -105,13 +107,14 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
     return named
 
 
-def clear(path: Path) -> None:
+def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
     left = []
     for child in sorted(path.iterdir()):
-        if child.name == OWNER:
+        if child.name == OWNER or child.name in keep:
             continue
-        if child.name.startswith(".tmp-") or is_shard_name(child.name) or child.name == ROWS_FOLDER:
+        ours = child.name in (ROWS_FOLDER, JOURNAL_FOLDER) or is_shard_name(child.name)
+        if ours or child.name.startswith(".tmp-"):
             left.append(child)
         elif child.name != MANIFEST:
             raise StoreExistsError(

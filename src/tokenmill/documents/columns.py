@@ -1,0 +1,212 @@
+"""Arrow columns as documents, for the formats that hold columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.documents.json_values import RecordError, utf8_detail
+from tokenmill.documents.units import BadRecord, Group, ReadOptions
+from tokenmill.errors import DocumentError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+_MAX_ROWS = 4096
+
+
+def wanted_columns(schema: pa.Schema, options: ReadOptions, path: str) -> list[str]:
+    """Return the top-level columns to read; raise where the text has none."""
+    if options.text_field is None:
+        return [name for name in schema.names if options.fields is None or name in options.fields]
+    top = text_path(schema, options.text_field)[0]
+    if top not in schema.names:
+        raise DocumentError(
+            f"{path}: must have a column {top!r}, got {', '.join(map(repr, schema.names)) or 'none'}; "
+            f"name it with text_field, {nearest(top, schema.names)}"
+        )
+    return [top]
+
+
+def text_path(schema: pa.Schema, text_field: str) -> list[str]:
+    """Return the names to go down by: a column may have a dot in its own name."""
+    return [text_field] if text_field in schema.names else text_field.split(".")
+
+
+def refuse_twins(schema: pa.Schema, path: str) -> None:
+    """Raise if two columns have one name: which is meant cannot be told."""
+    twins = [name for name in dict.fromkeys(schema.names) if schema.names.count(name) > 1]
+    if twins:
+        raise DocumentError(f"{path}: must name each column once, got {twins[0]!r} twice; rename one of them")
+
+
+def rows_at_once(num_rows: int, num_bytes: int, options: ReadOptions) -> int:
+    """Return how many rows together have about the size of a batch."""
+    each = max(num_bytes // max(num_rows, 1), 1)
+    return max(1, min(options.batch_bytes // each, options.batch_documents, _MAX_ROWS))
+
+
+def column_groups(batch: pa.RecordBatch, options: ReadOptions, path: str, position: int) -> Iterator[Group]:
+    """Read the documents of a record batch, a slice of rows at a time.
+
+    Nothing is taken from a column before it has been validated: a hostile offset would point anywhere in memory.
+    """
+    batch.validate()
+    if options.text_field is None:
+        intact = _is_valid(batch)
+        step = rows_at_once(batch.num_rows, batch.nbytes if intact else 0, options)
+        for begin in range(0, batch.num_rows, step):
+            rows = batch.slice(begin, step)
+            records, bad = _records(rows, options.max_record_bytes, intact=intact)
+            size = rows.nbytes if intact else 0
+            yield Group(documents=records, bad=bad, blank=(), num_lines=rows.num_rows, size=size, position=position)
+        return
+    column = _text_column(batch, options.text_field, path)
+    intact = _is_valid(column)
+    if not intact:
+        column = _as_bytes(column)
+        column.validate(full=True)
+    step = rows_at_once(len(column), column.nbytes, options)
+    for begin in range(0, len(column), step):
+        cells = column.slice(begin, step)
+        texts, bad = _texts(cells, options)
+        size = sum(map(len, texts))
+        yield Group(documents=texts, bad=bad, blank=(), num_lines=len(cells), size=size, position=position)
+
+
+def _is_valid(values: pa.Array | pa.RecordBatch) -> bool:
+    import pyarrow as pa
+
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _text_column(batch: pa.RecordBatch, text_field: str, path: str) -> pa.Array:
+    """Return the column at a dotted path; raise if there is none of strings or bytes."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    top, *rest = text_path(batch.schema, text_field)
+    column = batch.column(batch.schema.names.index(top))
+    for name in rest:
+        inner = column.type
+        if not pa.types.is_struct(inner) or inner.get_field_index(name) < 0:
+            known = [inner.field(i).name for i in range(inner.num_fields)] if pa.types.is_struct(inner) else []
+            raise DocumentError(
+                f"{path}: must have a column {text_field!r}, got no {name!r} in {top!r}; "
+                f"name it with text_field, {nearest(name, known) if known else f'such as {top!r}'}"
+            )
+        column = pc.struct_field(column, name)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not any(is_kind(kind) for is_kind in _text_kinds()):
+        raise DocumentError(
+            f"{path}: must have strings in column {text_field!r}, got {column.type}; name another text_field"
+        )
+    return column
+
+
+def _text_kinds() -> tuple[Any, ...]:
+    from pyarrow import types
+
+    return (
+        *(types.is_string, types.is_large_string, types.is_string_view),
+        *(types.is_binary, types.is_large_binary, types.is_binary_view, types.is_null),
+    )
+
+
+def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRecord]]:
+    """Return the texts of cells; nulls, cells that are not UTF-8 and those that are too long are bad."""
+    if cells.nbytes <= options.max_record_bytes:  # else one of them may be too long
+        texts = _values(cells)
+        if set(map(type, texts)) <= {str}:
+            return texts, []
+    good: list[str] = []
+    bad: list[BadRecord] = []
+    for line, value in enumerate(_values(_as_bytes(cells))):
+        try:
+            good.append(_text(value, options))
+        except RecordError as error:
+            bad.append(error.at(line))
+    return good, bad
+
+
+def _text(value: bytes | None, options: ReadOptions) -> str:
+    if value is None:
+        raise RecordError("not_text", f"field {options.text_field!r} is null")
+    if len(value) > options.max_record_bytes:
+        raise RecordError("too_long", f"{len(value)} bytes")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise RecordError("utf8", utf8_detail(error)) from None
+
+
+def _values(cells: pa.Array) -> list[Any]:
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(cells.type):
+        values: list[Any] = cells.to_pylist()
+        return values
+    # Rows share the strings of the dictionary: a few bytes may stand for a gigabyte of equal rows.
+    words = _Words(cells.dictionary)
+    return [None if index is None else words[index] for index in cells.indices.to_pylist()]
+
+
+class _Words(dict[int, Any]):
+    """The entries of a dictionary that are asked for, each made once."""
+
+    def __init__(self, dictionary: pa.Array) -> None:
+        super().__init__()
+        self._dictionary = dictionary
+
+    def __missing__(self, index: int) -> object:
+        value = self[index] = self._dictionary[index].as_py()
+        return value
+
+
+def _as_bytes(cells: pa.Array) -> pa.Array:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(cells.type):
+        return pa.DictionaryArray.from_arrays(cells.indices, _as_bytes(cells.dictionary))
+    kinds = (
+        (pa.string(), pa.binary()),
+        (pa.large_string(), pa.large_binary()),
+        (pa.string_view(), pa.binary_view()),
+    )
+    return next((cells.view(raw) for text, raw in kinds if cells.type == text), cells)
+
+
+def _records(
+    rows: pa.RecordBatch, max_bytes: int, *, intact: bool
+) -> tuple[list[Mapping[str, Any]], list[BadRecord]]:
+    if intact and rows.nbytes <= max_bytes:
+        return rows.to_pylist(), []
+    good: list[Mapping[str, Any]] = []
+    bad: list[BadRecord] = []
+    for line in range(rows.num_rows):
+        try:
+            good += _record(rows.slice(line, 1), max_bytes)
+        except RecordError as error:
+            bad.append(error.at(line))
+    return good, bad
+
+
+def _record(row: pa.RecordBatch, max_bytes: int) -> list[Mapping[str, Any]]:
+    import pyarrow as pa
+
+    try:
+        row.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        raise RecordError("utf8", str(error).strip()) from None
+    if row.nbytes > max_bytes:
+        raise RecordError("too_long", f"{row.nbytes} bytes")
+    record: list[Mapping[str, Any]] = row.to_pylist()
+    return record

@@ -1,0 +1,171 @@
+"""CSV and TSV: a header that names the columns, then a record a row, all values strings."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tokenmill.documents.compressed import Unfold
+from tokenmill.documents.json_values import RecordError
+from tokenmill.documents.lines import Unread, split_lines
+from tokenmill.documents.opening import BLOCK_BYTES, open_blocks
+from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions, whole
+from tokenmill.errors import DocumentError, nearest
+
+_ROWS = 256
+_CARRIAGE_RETURN = re.compile(r"(?<=\r)(?!\n)")
+
+
+class Delimited:
+    """Rows of cells between commas or tabs; a cell in quotes may hold newlines."""
+
+    counts = "row"
+
+    def __init__(self, delimiter: str, unfold: Unfold | None = None) -> None:
+        self._delimiter = delimiter
+        self._unfold = unfold
+
+    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
+        """Take the file whole."""
+        return whole(file)
+
+    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
+        """Read all rows below the header."""
+        with open_blocks(piece, self._unfold, block_bytes=min(BLOCK_BYTES, options.batch_bytes)) as (blocks, tell):
+            rows = _Rows(split_lines(blocks, options.max_record_bytes), self._delimiter, options.max_record_bytes)
+            header = _header(rows, piece.file.path)
+            if header is None:
+                return
+            table = _Table(header, options, piece.file.path)
+            while (group := _group(rows, table, options, tell)) is not None:
+                yield group
+
+
+def _group(rows: _Rows, table: _Table, options: ReadOptions, tell: Callable[[], int]) -> Group | None:
+    """Read some rows; None at the end."""
+    documents: list[Any] = []
+    bad: list[BadRecord] = []
+    blank: list[int] = []
+    size = 0
+    most = min(_ROWS, options.batch_documents)
+    while (num_lines := len(documents) + len(bad) + len(blank)) < most and size < options.batch_bytes:
+        try:
+            row = next(rows, None)
+            if row is None:
+                break
+            if row:
+                documents.append(table.document(row))
+                size += sum(map(len, row)) if options.text_field is None else len(documents[-1])
+            else:
+                blank.append(num_lines)
+        except RecordError as error:
+            bad.append(error.at(num_lines))
+    if not num_lines:
+        return None
+    return Group(documents=documents, bad=bad, blank=blank, num_lines=num_lines, size=size, position=tell())
+
+
+class _Table:
+    """What becomes of a row: the cell that is the text, or the cells by name."""
+
+    def __init__(self, header: list[str], options: ReadOptions, path: str) -> None:
+        self._header = header
+        self._fields = options.fields
+        self._text: int | None = None
+        wanted = header if options.text_field is None else [options.text_field]
+        if options.text_field is not None and options.text_field not in header:
+            raise DocumentError(
+                f"{path}: must have a column {options.text_field!r}, got {', '.join(map(repr, header))}; "
+                f"name it with text_field, {nearest(options.text_field, header)}"
+            )
+        twice = [name for name in dict.fromkeys(wanted) if header.count(name) > 1]
+        if twice:
+            raise DocumentError(
+                f"{path}: must name each column once in its header, got {twice[0]!r} twice; rename one of them"
+            )
+        if options.text_field is not None:
+            self._text = header.index(options.text_field)
+
+    def document(self, row: list[str]) -> str | Mapping[str, Any]:
+        if len(row) != len(self._header):
+            raise RecordError("columns", f"{len(row)} instead of {len(self._header)}")
+        if self._text is not None:
+            return row[self._text]
+        record = dict(zip(self._header, row, strict=True))
+        return record if self._fields is None else {n: record[n] for n in self._fields if n in record}
+
+
+def _header(rows: _Rows, path: str) -> list[str] | None:
+    try:
+        return next((row for row in rows if row), None)
+    except RecordError as error:
+        raise DocumentError(
+            f"{path}: must begin with a header row, got {error.reason}: {error.detail}; mend its first line"
+        ) from None
+
+
+class _Rows:
+    """The rows of lines, one by one; a bad one raises RecordError, and the next call goes on after it."""
+
+    def __init__(self, lines: Iterator[list[bytes]], delimiter: str, max_bytes: int) -> None:
+        # The limit is one for the whole process, so it is only ever raised: no other reader may be hurt by it.
+        csv.field_size_limit(max(csv.field_size_limit(), max_bytes))
+        self._lines = (line for some in lines for line in some)
+        self._max_bytes = max_bytes
+        self._delimiter = delimiter
+        self._reader = csv.reader(self._record_lines(), delimiter=delimiter)
+        self._begin_record()
+
+    def __iter__(self) -> _Rows:
+        return self
+
+    def __next__(self) -> list[str]:
+        self._begin_record()
+        try:
+            row = next(self._reader)
+        except csv.Error as error:
+            self._renew()
+            raise RecordError("csv", str(error)) from None
+        except RecordError:
+            self._renew()
+            raise
+        if self._not_utf8 is not None:
+            raise RecordError("utf8", self._not_utf8)
+        return row
+
+    def _begin_record(self) -> None:
+        self._size = 0
+        self._not_utf8: str | None = None
+
+    def _renew(self) -> None:
+        self._reader = csv.reader(self._record_lines(), delimiter=self._delimiter)
+
+    def _record_lines(self) -> Iterator[str]:
+        """Give the reader its lines; raise when the record that it is reading has grown too long."""
+        for raw in self._lines:
+            goes_on = self._size > 0
+            self._size += len(raw)
+            if isinstance(raw, Unread):
+                raise self._skip(raw.detail, goes_on ^ bool(raw.num_quotes % 2))
+            if self._size > self._max_bytes:
+                raise self._skip(f"more than {self._max_bytes} bytes", goes_on ^ bool(raw.count(b'"') % 2))
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                self._not_utf8 = f"{error.reason} at byte {error.start} of a line"
+                line = raw.decode(errors="replace")
+            if "\r" in line.removesuffix("\n").removesuffix("\r"):  # may end a row as well
+                yield from _CARRIAGE_RETURN.split(line)
+            else:
+                yield line
+        if self._size:
+            raise RecordError("csv", "a quoted cell that does not end")
+
+    def _skip(self, detail: str, in_quotes: bool) -> RecordError:
+        """Pass over the rest of a record: up to the line with the quote that ends its cell."""
+        while in_quotes and (raw := next(self._lines, None)) is not None:
+            quotes = raw.num_quotes if isinstance(raw, Unread) else raw.count(b'"')
+            in_quotes ^= bool(quotes % 2)
+        return RecordError("too_long", detail)

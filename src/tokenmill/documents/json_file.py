@@ -1,0 +1,177 @@
+"""JSON files: one object, a list of objects or of texts, or objects one after another, read as a stream."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+
+import orjson
+
+from tokenmill.documents.compressed import Unfold
+from tokenmill.documents.json_values import read_values
+from tokenmill.documents.jsonl import line_groups, value_group
+from tokenmill.documents.lines import BYTE_ORDER_MARK, Held, Unread
+from tokenmill.documents.opening import BLOCK_BYTES, open_blocks
+from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, whole
+
+_HEAD_BYTES = 1 << 20
+# A string with what it escapes, or what stands between strings. Nothing is tried twice, so that no input is slow.
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[{}\[\],]', re.DOTALL)
+_REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
+
+
+class JsonFile:
+    """A file that ends in `.json`, plain or compressed."""
+
+    counts = "record"
+
+    def __init__(self, unfold: Unfold | None = None) -> None:
+        self._unfold = unfold
+
+    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
+        """Take the file whole."""
+        return whole(file)
+
+    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
+        """Read all records; JSON lines, which are often named `.json`, are read as such."""
+        with open_blocks(piece, self._unfold, block_bytes=min(BLOCK_BYTES, options.batch_bytes)) as (blocks, tell):
+            head = _head(blocks)
+            start = b"".join(head).removeprefix(BYTE_ORDER_MARK)
+            if are_lines(start, whole=len(start) < _HEAD_BYTES):
+                yield from line_groups(chain(head, blocks), options, tell)
+                return
+            for values in _values(chain([start], blocks), options.max_record_bytes):
+                for begin in range(0, len(values), options.batch_documents):
+                    some = values[begin : begin + options.batch_documents]
+                    yield value_group(read_values(some, options, bare_strings=True), some, options, tell())
+
+
+def _head(blocks: Iterator[bytes]) -> list[bytes]:
+    head: list[bytes] = []
+    size = 0
+    for block in blocks:
+        head.append(block)
+        size += len(block)
+        if size >= _HEAD_BYTES:
+            break
+    return head
+
+
+def are_lines(start: bytes, *, whole: bool) -> bool:
+    r"""Tell JSON lines by the first two lines of a file; what is cut off at the end of `start` need not be whole.
+
+    >>> are_lines(b'{"a": 1}\n{"a": 2}', whole=True), are_lines(b'{"a": 1}\n{', whole=True)
+    (True, False)
+    """
+    lines = start.split(b"\n")
+    cut_off = None if whole else lines.pop()
+    first_two = [line for line in lines if line.strip()][:2]
+    if cut_off is not None and len(first_two) == 1 and cut_off.strip():
+        return _is_object(first_two[0]) and cut_off.lstrip()[:1] == b"{"
+    return bool(first_two) and all(map(_is_object, first_two))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _values(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
+    """Yield the raw records that end in each block."""
+    scanner = Scanner(max_bytes)
+    for block in blocks:
+        if found := scanner.feed(block):
+            yield found
+    if found := scanner.finish():
+        yield found
+
+
+class Scanner:
+    """Finds where the records of a JSON file begin and end, without parsing them.
+
+    What stands between records and is no white space is handed out as a record too, for the parser to refuse.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._held = Held(max_bytes)
+        self._depth = 0
+        self._level = 0
+        """Depth that records are at: 1 in a list."""
+        self._begun = False
+        self._in_string = False
+        self._escape = b""
+        self._found: list[bytes] = []
+
+    def feed(self, block: bytes) -> list[bytes]:
+        """Return the records that end in the next block of the file."""
+        block = self._escape + block
+        self._found = []
+        start = self._begin(block)
+        position = start
+        if self._in_string:
+            position = self._after_string(_REST_OF_STRING.match(block))
+        while not self._in_string and (match := _TOKEN.search(block, position)):
+            position = match.end()
+            token = block[match.start()]
+            if token == 0x22:  # "
+                self._after_string(match)
+            else:
+                start = self._structure(block, token, start, match.start())
+        # A backslash at the end belongs with what follows it.
+        self._escape = b"\\" if self._in_string and position < len(block) else b""
+        self._held.add(block[start : len(block) - len(self._escape)])
+        return self._found
+
+    def finish(self) -> list[bytes]:
+        """Return what is left at the end of the file: nothing, if it is whole."""
+        self._found = []
+        if self._level:
+            self._found.append(Unread("json", "a list that does not end"))
+        else:
+            self._cut(self._escape)
+        return self._found
+
+    def _begin(self, block: bytes) -> int:
+        """Go into the list that the file is, if it is one; return where records start."""
+        if self._begun or not (stripped := block.lstrip()):
+            return 0
+        self._begun = True
+        if stripped[:1] != b"[":
+            return 0
+        self._depth = self._level = 1
+        return len(block) - len(stripped) + 1
+
+    def _after_string(self, match: re.Match[bytes] | None) -> int:
+        assert match is not None  # the rest of a string may be empty
+        self._in_string = not match.group(1)
+        return match.end()
+
+    def _structure(self, block: bytes, token: int, start: int, place: int) -> int:
+        """Take note of a bracket or comma; return where the record that is being read starts in the block."""
+        if token == 0x2C:  # ,
+            if self._depth == self._level:
+                self._cut(block[start:place])
+                return place + 1
+        elif token in b"{[":
+            if self._depth == self._level == 0:
+                self._cut(block[start:place])
+                start = place
+            self._depth += 1
+        elif self._depth == self._level == 1:
+            self._cut(block[start:place])
+            self._depth = self._level = 0
+            return place + 1
+        elif self._depth:
+            self._depth -= 1
+            if self._depth == self._level == 0:
+                self._cut(block[start : place + 1])
+                return place + 1
+        return start
+
+    def _cut(self, last: bytes) -> None:
+        record = self._held.take(last)
+        if record.strip():
+            self._found.append(record)

@@ -1,0 +1,12 @@
+"""Conversations to ids and a loss mask: one render of a chat template, and spans that are proven on it.
+
+1. Comes in: conversations (messages, tools, options of the template); a chat template: a `.jinja` file, that of
+   a tokenizer's folder, or `"chatml"`; an open tokenizer.
+2. Does: renders each conversation in a sandbox (`sandbox`) with strings that know where each character came from
+   (`tracked`); finds what the assistant has to produce (`spans`), by `{% generation %}` blocks or by comparing
+   renders; places control ids only where the template wrote them (`tokens`).
+3. Goes out: `ChatEncoded`: ids, a mask of the same length, and every conversation that was refused, with why.
+   What cannot be proven is refused, never masked by guess.
+4. Must not know: where conversations come from, how ids are stored, what a step is. jinja2 is imported when a
+   template is loaded, not before.
+"""

@@ -1,0 +1,164 @@
+"""Conversations to ids and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.encode.chat.refusal import Refusal
+from tokenmill.encode.chat.render import NO_OPTIONS, Rendered, render
+from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.tokens import Ids, Mask, control_pattern, encode_all
+from tokenmill.encode.tokenizer import Tokenizer, join
+from tokenmill.errors import ConfigError
+from tokenmill.types import Encoded, Refused
+
+if TYPE_CHECKING:
+    import re
+
+    import numpy.typing as npt
+
+_TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a record, and what its template is told besides."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    kwargs: Mapping[str, Any] = NO_OPTIONS
+    """Names that the template reads; they go before those of the encoder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatEncoded:
+    """The conversations that could be encoded, and those that could not."""
+
+    encoded: Encoded
+    """Ids as uint32."""
+    masks: Mask
+    """One a token: 1 where it is trained on."""
+    kept: npt.NDArray[np.int64]
+    """Which of the conversations that were given these are, in order."""
+    refused: Sequence[Refused]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEncoder:
+    """Encodes conversations with one template and one tokenizer."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    train_on: tuple[str, ...] = field(default=("assistant",), kw_only=True)
+    """Roles whose messages are trained on."""
+    last_only: bool = field(default=False, kw_only=True)
+    """Whether only the last of them is."""
+    kwargs: Mapping[str, Any] = field(default=NO_OPTIONS, kw_only=True)
+    """Names that the template reads, such as `enable_thinking`; `now` is the date for templates that write one."""
+    _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pattern", control_pattern(self.tokenizer.special_ids))
+        if isinstance(self.train_on, str) or not self.train_on or not all(self.train_on):
+            raise ConfigError(
+                f"chat: train_on must name roles, got {self.train_on!r}; write train_on=('assistant',)"
+            )
+        self._refuse_taken(self.kwargs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that decides ids and masks, but for the tokenizer, which has an identity of its own."""
+        return {
+            "template": self.template.to_json(),
+            "train_on": sorted(self.train_on),
+            "last_only": self.last_only,
+            "kwargs": dict(self.kwargs),
+        }
+
+    def encode(self, conversations: Sequence[Conversation]) -> ChatEncoded:
+        """Render, cut and encode conversations; what cannot be proven right is refused, the rest kept.
+
+        A template that asks for today's date and was given none raises `ConfigError`.
+        """
+        rendered: list[Rendered] = []
+        places: list[int] = []
+        refused: list[Refused] = []
+        for index, conversation in enumerate(conversations):
+            try:
+                rendered.append(self._rendered(conversation))
+                places.append(index)
+            except Refusal as error:
+                refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
+        kept: list[int] = []
+        ids: list[Ids] = []
+        masks: list[Mask] = [np.empty(0, np.uint8)]
+        for index, result in zip(places, encode_all(rendered, self.tokenizer, self._pattern), strict=True):
+            try:
+                if isinstance(result, Refusal):
+                    raise result
+                one, mask = self._with_one_bos(*result)
+            except Refusal as error:
+                refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
+                continue
+            kept.append(index)
+            ids.append(one)
+            masks.append(mask)
+        return ChatEncoded(
+            encoded=join(ids),
+            masks=np.concatenate(masks),
+            kept=np.array(kept, np.int64),
+            refused=sorted(refused, key=lambda one: one.index),
+        )
+
+    def _rendered(self, conversation: Conversation) -> Rendered:
+        try:
+            self._refuse_taken(conversation.kwargs)
+        except ConfigError as error:
+            raise Refusal("options", str(error)) from error
+        return render(
+            self.template,
+            conversation.messages,
+            tools=conversation.tools,
+            kwargs={**self.kwargs, **conversation.kwargs},
+            train_on=self.train_on,
+            last_only=self.last_only,
+        )
+
+    def _refuse_taken(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name in _TAKEN or name in self.template.special_tokens:
+                raise ConfigError(
+                    f"chat: an option must not replace what the template is given, got {name!r}; leave it out"
+                )
+
+    def _with_one_bos(self, ids: Ids, mask: Mask) -> tuple[Ids, Mask]:
+        """See that a conversation starts with one BOS if the template writes it or the tokenizer adds it.
+
+        What the template wrote stands, so only a BOS that is missing is put in front, and of several at the start
+        one is left. Text of the record never gives the id.
+        """
+        identity = self.tokenizer.identity
+        if identity.bos_id is None:
+            return ids, mask
+        is_bos = ids == identity.bos_id
+        at_start = int(np.argmin(is_bos)) if not is_bos.all() else ids.size
+        if at_start > 1:
+            ids, mask = ids[at_start - 1 :], mask[at_start - 1 :]
+        elif at_start == 0 and identity.add_bos:
+            ids = np.concatenate([np.array([identity.bos_id], np.uint32), ids])
+            mask = np.concatenate([np.zeros(1, np.uint8), mask])
+        is_bos = ids == identity.bos_id
+        if np.any(is_bos[1:] & is_bos[:-1]):
+            raise Refusal("bos", "the template writes BOS twice in a row")
+        if is_bos[:1].any():
+            self._refuse_late_bos(ids, is_bos)
+        return ids, mask
+
+    def _refuse_late_bos(self, ids: Ids, is_bos: npt.NDArray[np.bool_]) -> None:
+        """Refuse a BOS that the template wrote behind white space, after the one that was put in front."""
+        others = np.flatnonzero(is_bos[1:])
+        if others.size and not self.tokenizer.decode(ids[1 : 1 + int(others[0])]).strip():
+            raise Refusal("bos", "the template writes white space before BOS, so that there would be two")

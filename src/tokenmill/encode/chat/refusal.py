@@ -1,0 +1,50 @@
+"""Why a conversation cannot be encoded, and how much work a template may do for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from tokenmill.errors import DocumentError
+
+MAX_STEPS = 4_000_000
+"""Loop rounds, calls and blocks of 256 characters that one render may take."""
+MAX_CHARS = 1 << 24
+"""Characters that one string of a render may have."""
+
+_left: ContextVar[int] = ContextVar("steps left", default=MAX_STEPS)
+
+
+class Refusal(DocumentError):
+    """A conversation that cannot be encoded: a word to count by, and what happened."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"conversation: refused as {reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@contextmanager
+def budget(steps: int = MAX_STEPS) -> Iterator[None]:
+    """Give a render so many steps."""
+    token = _left.set(steps)
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def charge(steps: int = 1) -> None:
+    """Take steps from the budget; refuse when it is used up."""
+    left = _left.get() - steps
+    if left < 0:
+        raise Refusal("too_long", "the template takes more steps than a render may")
+    _left.set(left)
+
+
+def charge_size(num_chars: int) -> None:
+    """Take the cost of making a string or list of this length; refuse one that is too long."""
+    if num_chars > MAX_CHARS:
+        raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
+    charge(1 + num_chars // 256)

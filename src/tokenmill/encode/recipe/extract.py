@@ -1,0 +1,276 @@
+"""What a recipe takes from each record: pieces of text that are trained or not, or a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from tokenmill.encode.recipe.messages import (
+    Message,
+    Problem,
+    joined,
+    kind_name,
+    messages_of,
+    texts_of,
+    tools_of,
+)
+from tokenmill.encode.recipe.recipe import JOINED, Recipe, Section, Source, Variant
+
+RULES: Mapping[str, str] = {
+    "missing_field": "a record must have the fields of the recipe",
+    "not_text": "a field without template must be a string",
+    "not_messages": "a field with template must be a list of messages",
+    "unknown_role": "the speaker of a message must be known",
+    "tools": "tools must be a list of objects, or the JSON of one",
+    "no_template": "messages must have a chat template",
+    "not_number": "rewards must be a list of finite numbers",
+    "empty_group": "a record must have at least one response",
+    "lengths_differ": "a record must have as many rewards as responses",
+    "prompts_differ": "the chat template must write the same prompt before every response",
+    "prompt_too_long": "a prompt must not be longer than max_seq_len",
+    "no_supervision": "a record must have a token to train on",
+    "utf8": "text must be valid Unicode",
+}
+"""Reason for which a record is refused -> the rule it breaks; the chat template has more of its own."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pieces:
+    """Plain texts in order, several of which make an item; grows while records are read."""
+
+    texts: list[str] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    """Of each piece, whether it is trained."""
+    anew: list[bool] = field(default_factory=list)
+    """Of each piece, whether it begins anew: BOS before it."""
+    counts: list[int] = field(default_factory=list)
+    """Of each item, how many pieces it has."""
+    owners: list[int] = field(default_factory=list)
+    """Of each item, the record that it belongs to."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Talks:
+    """Conversations in order; grows while records are read."""
+
+    messages: list[Sequence[Message]] = field(default_factory=list)
+    tools: list[Sequence[Message] | None] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    """Of each conversation, the record that it belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A source, with all that does not depend on the record worked out."""
+
+    sections: tuple[Section, ...]
+    paths: tuple[tuple[str, ...], ...]
+    trained: tuple[bool, ...]
+    anew: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, recipe: Recipe, source: Source) -> Part:
+        """Work it out."""
+        sections = source.sections
+        return cls(
+            sections=sections,
+            paths=tuple(section.path for section in sections),
+            trained=tuple(
+                recipe.trains(section.role) if section.action == "$role" else section.action == "train"
+                for section in sections
+            ),
+            anew=tuple(section.add_special_tokens for section in sections),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A variant, with all that does not depend on the record worked out."""
+
+    template: bool
+    fields: tuple[tuple[Section, bool, tuple[str, ...]], ...]
+    """Each field once: its section, whether it holds a list of items, and its path."""
+    parts: Mapping[str, Part]
+
+    @classmethod
+    def of(cls, recipe: Recipe, variant: Variant) -> Way:
+        """Work it out."""
+        once = {section.field: (section, listed, section.path) for section, listed in variant.sections()}
+        return cls(
+            template=variant.template,
+            fields=tuple(once.values()),
+            parts={name: Part.of(recipe, source) for name, source in variant.sources.items()},
+        )
+
+
+def look_up(record: Mapping[str, Any], path: tuple[str, ...]) -> Any:  # noqa: ANN401 - what JSON gives
+    """Return what a field holds; None where it is not there."""
+    value = record.get(path[0])
+    for name in path[1:]:
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value
+
+
+def choose(ways: Sequence[Way], record: Mapping[str, Any]) -> Way | Problem:
+    """Return the first way whose fields the record has, filled and of the right kind.
+
+    Where none fits, that whose fields are at least there, as it can say best what is wrong. With one way only there
+    is nothing to choose, and an empty text is a text.
+    """
+    if len(ways) == 1:
+        return ways[0]
+    there: Way | None = None
+    for way in ways:
+        fits = True
+        for section, listed, path in way.fields:
+            value = look_up(record, path)
+            if value is None or value in ("", []):
+                break
+            fits = fits and _suits(section, listed, value)
+        else:
+            if fits:
+                return way
+            there = there or way
+    if there is not None:
+        return there
+    wanted = [" + ".join(section.field for section, _, _ in way.fields) for way in ways]
+    some = list(record)[:12]
+    got = ", ".join(map(repr, some)) + (", ..." if len(record) > len(some) else "")
+    detail = f"fields {got}; wanted are {', or '.join(dict.fromkeys(wanted))}"
+    return Problem(reason="missing_field", detail=detail)
+
+
+def _suits(section: Section, listed: bool, value: object) -> bool:
+    if section.action == "value":
+        return True
+    if listed:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return False
+        return section.template or all(isinstance(item, str) for item in value)
+    if isinstance(value, str):
+        return not section.template or section.role is not None
+    return section.template and isinstance(value, Sequence)
+
+
+def add_texts(pieces: Pieces, owner: int, record: Mapping[str, Any], part: Part) -> Problem | None:
+    """Add an item: the texts of the part's fields."""
+    texts = []
+    for section, path in zip(part.sections, part.paths, strict=True):
+        value = look_up(record, path)
+        if not isinstance(value, str):
+            return _no_text(value, section.field)
+        texts.append(f"{section.prefix}{value}{section.suffix}" if section.prefix or section.suffix else value)
+    _add(pieces, owner, texts, part)
+    return None
+
+
+def add_listed_texts(pieces: Pieces, owner: int, record: Mapping[str, Any], part: Part) -> Problem | int:
+    """Add an item for every element of the part's field; return how many there are."""
+    (section,) = part.sections
+    values = _list_of(record, section)
+    if isinstance(values, Problem):
+        return values
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            return _no_text(value, f"{section.field}[{index}]")
+        _add(pieces, owner, [f"{section.prefix}{value}{section.suffix}"], part)
+    return len(values)
+
+
+def add_talk(
+    talks: Talks, owner: int, record: Mapping[str, Any], part: Part, tools_field: str | None
+) -> Problem | None:
+    """Add a conversation: the messages of all fields of the part."""
+    messages = _conversation(record, part)
+    tools = None if tools_field is None else tools_of(look_up(record, tuple(tools_field.split("."))), tools_field)
+    for found in (messages, tools):
+        if isinstance(found, Problem):
+            return found
+    assert not isinstance(messages, Problem)
+    assert not isinstance(tools, Problem)
+    talks.messages.append(messages)
+    talks.tools.append(tools)
+    talks.owners.append(owner)
+    return None
+
+
+def add_answers(
+    talks: Talks, owner: int, record: Mapping[str, Any], prompt: Part, answers: Part, tools_field: str | None
+) -> Problem | int:
+    """Add a conversation for every answer to a prompt; return how many there are."""
+    (section,) = answers.sections
+    values = _list_of(record, section)
+    if isinstance(values, Problem):
+        return values
+    asked = Talks()
+    problem = add_talk(asked, owner, record, prompt, tools_field)
+    if problem is not None:
+        return problem
+    for index, value in enumerate(values):
+        answer = messages_of(value, section.role, f"{section.field}[{index}]")
+        if isinstance(answer, Problem):
+            return answer
+        talks.messages.append([*asked.messages[0], *answer])
+        talks.tools.append(asked.tools[0])
+        talks.owners.append(owner)
+    return len(values)
+
+
+def numbers_of(record: Mapping[str, Any], section: Section) -> list[float] | Problem:
+    """Return the numbers of a field: one, or a list of them."""
+    value = look_up(record, section.path)
+    if value is None:
+        return _no_text(value, section.field)
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for item in values:
+        if not isinstance(item, int | float) or isinstance(item, bool) or not isfinite(item):
+            return Problem(reason="not_number", detail=f"field {section.field!r} holds {item!r}")
+    return [float(item) for item in values]
+
+
+def text_of(record: Mapping[str, Any], way: Way) -> str:
+    """Return the texts of all fields, each once, a line break between them."""
+    paths = [path for section, _, path in way.fields if section.action != "value"]
+    return "\n".join(text for path in paths for text in texts_of(look_up(record, path)))
+
+
+def _conversation(record: Mapping[str, Any], part: Part) -> list[Message] | Problem:
+    messages: list[Message] = []
+    for section, path in zip(part.sections, part.paths, strict=True):
+        value = look_up(record, path)
+        if value is None:
+            return _no_text(value, section.field)
+        more = messages_of(value, section.role, section.field)
+        if isinstance(more, Problem):
+            return more
+        messages = joined(messages, more, isinstance(value, str), JOINED)
+    return messages
+
+
+def _list_of(record: Mapping[str, Any], section: Section) -> Sequence[object] | Problem:
+    values = look_up(record, section.path)
+    if values is None:
+        return _no_text(values, section.field)
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return Problem(reason="not_text", detail=f"field {section.field!r} is {kind_name(values)}, no list")
+    if not values:
+        return Problem(reason="empty_group", detail=f"field {section.field!r} is an empty list")
+    return values
+
+
+def _add(pieces: Pieces, owner: int, texts: Iterable[str], part: Part) -> None:
+    pieces.texts.extend(texts)
+    pieces.trained.extend(part.trained)
+    pieces.anew.extend(part.anew)
+    pieces.counts.append(len(part.sections))
+    pieces.owners.append(owner)
+
+
+def _no_text(value: object, name: str) -> Problem:
+    if value is None:
+        return Problem(reason="missing_field", detail=f"no field {name!r}, or null")
+    return Problem(reason="not_text", detail=f"field {name!r} is {kind_name(value)}")

@@ -1,0 +1,161 @@
+"""Items of many records end to end: their tokens, which of them are trained, and whose they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.encode.recipe.extract import Pieces
+from tokenmill.types import Encoded
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ragged:
+    """Items end to end."""
+
+    ids: npt.NDArray[np.unsignedinteger[Any]]
+    mask: npt.NDArray[np.uint8]
+    """1 where a token is trained."""
+    offsets: npt.NDArray[np.int64]
+    """Where each item starts, and the end of the last."""
+    owners: npt.NDArray[np.int64]
+    """Which record each item belongs to; never less than the item before it."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each item."""
+        return np.diff(self.offsets)
+
+    @property
+    def trained(self) -> npt.NDArray[np.bool_]:
+        """Say of each item whether any of its tokens is trained."""
+        some = np.zeros(self.owners.size, np.bool_)
+        filled = np.flatnonzero(self.lengths)  # reduceat takes an empty run for its first neighbour
+        if filled.size:
+            some[filled] = np.maximum.reduceat(self.mask, self.offsets[filled]) > 0
+        return some
+
+    @property
+    def positions(self) -> npt.NDArray[np.uint32]:
+        """Of each token, how many of its item stand before it."""
+        lengths = self.lengths
+        return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], lengths)).astype("<u4")
+
+
+def ends_of(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where items of these lengths start, and the end of the last."""
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def lay_out(encoded: Encoded, pieces: Pieces, *, bos_id: int | None, eos_id: int | None) -> Ragged:
+    """Lay the pieces of every item end to end, a BOS before each that begins anew and an EOS where one ends.
+
+    An EOS shares the fate of the text before it; a BOS is never trained. A token cannot straddle two pieces, as
+    each piece was encoded on its own.
+    """
+    counts = np.array(pieces.counts, np.int64)
+    last = np.cumsum(counts) - 1
+    anew = np.array(pieces.anew, np.bool_)
+    ends = np.zeros(anew.size, np.bool_)
+    ends[:-1] = anew[1:]
+    ends[last] = True
+    before = anew & (bos_id is not None)
+    after = ends & (eos_id is not None)
+
+    piece_offsets = ends_of(np.diff(encoded.offsets) + before + after)
+    at_bos = piece_offsets[:-1][before]
+    at_eos = piece_offsets[1:][after] - 1
+    ids = np.empty(int(piece_offsets[-1]), encoded.ids.dtype)
+    bare = np.ones(ids.size, np.bool_)
+    bare[at_bos] = False
+    bare[at_eos] = False
+    ids[bare] = encoded.ids
+    ids[at_bos] = bos_id or 0
+    ids[at_eos] = eos_id or 0
+    mask = np.repeat(np.array(pieces.trained, np.uint8), np.diff(piece_offsets))
+    mask[at_bos] = 0
+    return Ragged(
+        ids=ids,
+        mask=mask,
+        offsets=np.concatenate([piece_offsets[:1], piece_offsets[last + 1]]),
+        owners=np.array(pieces.owners, np.int64),
+    )
+
+
+def merged(left: Ragged, right: Ragged) -> Ragged:
+    """Bring the items of two into the order of their records."""
+    if not right.owners.size:
+        return left
+    if not left.owners.size:
+        return right
+    both = Ragged(
+        ids=np.concatenate([left.ids, right.ids]),
+        mask=np.concatenate([left.mask, right.mask]),
+        offsets=np.concatenate([left.offsets, right.offsets[1:] + left.offsets[-1]]),
+        owners=np.concatenate([left.owners, right.owners]),
+    )
+    return taken(both, np.argsort(both.owners, kind="stable"))
+
+
+def taken(ragged: Ragged, items: npt.NDArray[np.int64]) -> Ragged:
+    """Return these items, in this order."""
+    if items.size == ragged.owners.size and np.array_equal(items, np.arange(items.size)):
+        return ragged
+    return replace(
+        sliced(ragged, items, ragged.offsets[items], ragged.offsets[items + 1]), owners=ragged.owners[items]
+    )
+
+
+def sliced(
+    ragged: Ragged, items: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> Ragged:
+    """Return a run of tokens of each of these items."""
+    offsets = ends_of(ends - starts)
+    index = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(int(offsets[-1]))
+    return Ragged(ids=ragged.ids[index], mask=ragged.mask[index], offsets=offsets, owners=ragged.owners[items])
+
+
+def shortened(ragged: Ragged, most: int, *, keep_end: bool, bos_id: int | None) -> Ragged:
+    """Cut every item to `most` tokens; one that began with BOS still does."""
+    long = ragged.lengths > most
+    if not long.any():
+        return ragged
+    starts, ends = ragged.offsets[:-1], ragged.offsets[1:]
+    if not keep_end:
+        return sliced(ragged, np.arange(long.size), starts, np.minimum(ends, starts + most))
+    cut = sliced(ragged, np.arange(long.size), np.maximum(starts, ends - most), ends)
+    if bos_id is not None:
+        began = long & (ragged.ids[np.minimum(starts, ragged.ids.size - 1)] == bos_id)
+        cut.ids[cut.offsets[:-1][began]] = bos_id
+        cut.mask[cut.offsets[:-1][began]] = 0
+    return cut
+
+
+def trained_run(ragged: Ragged) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return of each item where its first trained token is and where its last ends; every item must have one."""
+    trained = np.flatnonzero(ragged.mask)
+    first = trained[np.searchsorted(trained, ragged.offsets[:-1])]
+    last = trained[np.searchsorted(trained, ragged.offsets[1:]) - 1]
+    return first, last + 1
+
+
+def same_as_first(ragged: Ragged) -> npt.NDArray[np.bool_]:
+    """Say of each item whether it is, token for token, the first item of its record."""
+    _, first, inverse = np.unique(ragged.owners, return_index=True, return_inverse=True)
+    model = first[inverse.reshape(-1)]
+    lengths = ragged.lengths
+    same: npt.NDArray[np.bool_] = np.equal(lengths, lengths[model])
+    own = np.flatnonzero(same)
+    left = sliced(ragged, own, ragged.offsets[own], ragged.offsets[own + 1])
+    right = sliced(ragged, own, ragged.offsets[model[own]], ragged.offsets[model[own] + 1])
+    differs = np.zeros(left.ids.size + 1, np.int64)
+    np.cumsum(left.ids != right.ids, out=differs[1:])
+    same[own] = np.diff(differs[left.offsets]) == 0
+    return same

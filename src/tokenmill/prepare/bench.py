@@ -1,0 +1,132 @@
+"""What a worker opens once and uses for all its units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.documents import DocumentBatch, ReadOptions, Unit, read_unit
+from tokenmill.prepare.job import TEXT_KEY, Job
+from tokenmill.prepare.select import Rules
+from tokenmill.prepare.unit import Bad
+from tokenmill.store import StoreSpec
+from tokenmill.types import Records
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from tokenmill.encode.recipe import RecordEncoder
+    from tokenmill.encode.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """The tools of a worker."""
+
+    job: Job
+    tokenizer: Tokenizer
+    encoder: RecordEncoder | None
+    """None where records are nothing but a text."""
+    rules: Rules
+    reading: ReadOptions
+    spec: StoreSpec
+
+    def encode(self, batch: Joined, chosen: npt.NDArray[np.int64] | None) -> Records:
+        """Turn the chosen records of a batch into arrays; None chooses all."""
+        if self.encoder is not None:
+            records = batch.records if chosen is None else [batch.records[index] for index in chosen.tolist()]
+            return self.encoder.encode(records)
+        from tokenmill.encode.frame import frame
+
+        texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
+        encoded = frame(self.tokenizer.encode(texts), self.tokenizer.identity)
+        return Records(
+            values={TEXT_KEY: encoded.ids},
+            offsets={"documents": encoded.offsets},
+            kept=np.arange(len(texts)),
+        )
+
+    def contents(self, batch: Joined) -> Sequence[str]:
+        """Return of each record the text that filters, hashes and splits go by."""
+        if self.encoder is None:
+            return batch.texts
+        return [self.encoder.content(record) for record in batch.records]
+
+
+def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
+    """Open the tools of a worker; the parent hands in its own tokenizer where it works itself."""
+    recipe = job.load_recipe()
+    reading = job.reading(recipe)
+    opened = tokenizer or job.open_tokenizer()
+    return Bench(
+        job=job,
+        tokenizer=opened,
+        encoder=job.open_encoder(recipe, opened) if reading.text_field is None else None,
+        rules=Rules.of(recipe),
+        reading=reading,
+        spec=job.spec(recipe),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Joined:
+    """Consecutive batches as one: enough for the tokenizer, whatever the sizes of files."""
+
+    texts: list[str] = field(default_factory=list)
+    records: list[Mapping[str, Any]] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
+    runs: list[tuple[int, int, DocumentBatch]] = field(default_factory=list)
+    """Where each batch begins among the records, how many lines of its piece stand before it, and the batch."""
+    position: int = 0
+
+    @property
+    def num_records(self) -> int:
+        """Records that could be read."""
+        return len(self.texts) + len(self.records)
+
+    def add(self, batch: DocumentBatch, lines_before: int) -> None:
+        """Put a batch behind the others."""
+        self.runs.append((self.num_records, lines_before, batch))
+        self.texts += batch.texts
+        self.records += batch.records
+        self.bad += [Bad(piece=batch.piece, line=b.line, reason=b.reason, detail=b.detail) for b in batch.bad]
+        self.position = batch.position
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the piece of a record, and its line there; blank lines of the batch before it are not counted."""
+        begin, first, batch = next(run for run in reversed(self.runs) if run[0] <= index)
+        bad = {record.line for record in batch.bad}
+        lines = (line for line in count(first) if line not in bad)
+        return batch.piece, next(islice(lines, index - begin, None))
+
+    def by_piece(self, weights: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        """Yield for each batch its piece, and how many records with how much weight it has."""
+        for begin, _, batch in self.runs:
+            part = weights[begin : begin + len(batch.texts) + len(batch.records)]
+            yield batch.piece, int(np.count_nonzero(part >= 0)), int(part[part > 0].sum())
+
+
+def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
+    """Read a unit in batches that are large enough, also where its files are small."""
+    held = Joined()
+    characters = 0
+    lines = [0] * len(unit.pieces)
+    for batch in read_unit(unit, reading):
+        held.add(batch, lines[batch.piece])
+        lines[batch.piece] += batch.num_lines
+        characters += sum(map(len, batch.texts))
+        if (
+            characters >= reading.batch_bytes
+            or held.num_records + len(held.bad) >= reading.batch_documents
+            or (batch.records and len(unit.pieces) == 1)
+        ):
+            yield held
+            held, characters = Joined(), 0
+    if held.runs:
+        yield held

@@ -1,0 +1,143 @@
+"""Which records are taken, and which store each goes to."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.encode.recipe import Recipe
+
+ROUTE = ""
+"""The route of a build with one store: `out` itself."""
+SPLITS = ("train", "val")
+TAKEN, DUPLICATE, SURPLUS = range(3)
+_REASONS = (None, "duplicate", "max_items")
+_SEED = 0x746F6B656E6D696C
+"""Of the hash that sets records apart for validation, so that it is no other hash of the same content."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What became of some records."""
+
+    routes: Mapping[str, npt.NDArray[np.int64]]
+    """Store below `out` -> which records go there, in order."""
+    left_out: Mapping[str, int]
+    """Records that were left out on purpose, by reason."""
+    lost: Sequence[tuple[int, str]] = field(default_factory=list)
+    """Records that cannot be routed: index and what their domain is instead of a name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What decides over a record."""
+
+    min_chars: int
+    max_chars: int | None
+    val_fraction: float
+    domain: tuple[str, ...] | None
+    """Names of the fields to go down by."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Rules:
+        """Take them from a recipe."""
+        chosen = recipe.preprocessing
+        return cls(
+            min_chars=chosen.min_chars,
+            max_chars=chosen.max_chars,
+            val_fraction=chosen.val_fraction,
+            domain=tuple(chosen.domain_key.split(".")) if chosen.domain_key else None,
+        )
+
+    @property
+    def trivial(self) -> bool:
+        """Whether every record is taken and goes to one store."""
+        return self.min_chars <= 0 and self.max_chars is None and not self.val_fraction and self.domain is None
+
+    def too_short_or_long(self, content: str) -> str | None:
+        """Return why a record is left out, None if it is taken."""
+        if len(content) < self.min_chars:
+            return "min_chars"
+        return "max_chars" if self.max_chars is not None and len(content) > self.max_chars else None
+
+    def route(self, content: str, record: Mapping[str, Any] | None) -> str | None:
+        """Return the store of a record, None if its domain is no name."""
+        parts = []
+        if self.domain is not None:
+            name = domain_name(_at(record, self.domain))
+            if name is None:
+                return None
+            parts.append(name)
+        if self.val_fraction:
+            parts.append(SPLITS[is_validation(content, self.val_fraction)])
+        return "/".join(parts)
+
+
+def select(
+    contents: Sequence[str], records: Sequence[Mapping[str, Any]], rules: Rules, fates: npt.NDArray[np.uint8] | None
+) -> Selection:
+    """Decide over records by their content; `fates` is one of `TAKEN`, `DUPLICATE`, `SURPLUS` for each.
+
+    That is for each record that is long and short enough, in order; None takes them all.
+    """
+    routes: dict[str, list[int]] = {}
+    left_out: Counter[str] = Counter()
+    lost: list[tuple[int, str]] = []
+    place = 0
+    for index, content in enumerate(contents):
+        reason = rules.too_short_or_long(content)
+        if reason is None:
+            reason = None if fates is None else _REASONS[fates[place]]
+            place += 1
+        if reason is not None:
+            left_out[reason] += 1
+            continue
+        record = records[index] if records else None
+        route = rules.route(content, record)
+        if route is None:
+            lost.append((index, repr(_at(record, rules.domain or ()))[:80]))
+            continue
+        routes.setdefault(route, []).append(index)
+    return Selection(
+        routes={route: np.array(indices, np.int64) for route, indices in sorted(routes.items())},
+        left_out=left_out,
+        lost=lost,
+    )
+
+
+def is_validation(content: str, fraction: float) -> bool:
+    """Say whether a record is set apart: by its content alone, so that it stays when files are added."""
+    return xxhash.xxh3_64_intdigest(content.encode(errors="surrogatepass"), _SEED) < fraction * 2**64
+
+
+def domain_name(value: object) -> str | None:
+    """Return the name of the folder for a domain, None for what is no name.
+
+    Other characters than letters, digits, `.`, `_` and `-` become `_`, and a hash tells such names apart.
+
+    >>> domain_name("web"), domain_name("a/b")[:4], domain_name("..")[:3], domain_name(3)
+    ('web', 'a_b-', '_.-', '3')
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        return None
+    name = str(value)
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name[:1]) + re.sub(r"[^A-Za-z0-9._-]", "_", name[1:64])
+    if plain == name and not re.fullmatch(r"shard-[0-9]{5,}(\.h5)?|manifest\.json", name):
+        return name
+    return f"{plain}-{xxhash.xxh3_64_hexdigest(name.encode(errors='surrogatepass'))[:8]}"
+
+
+def _at(record: Mapping[str, Any] | None, path: tuple[str, ...]) -> object:
+    value: object = record
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

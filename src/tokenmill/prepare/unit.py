@@ -1,0 +1,211 @@
+"""The output of one unit of work: shards by route, counts, and checkpoints to go on from after a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.errors import StoreCorruptError
+from tokenmill.prepare.journal import CHECKPOINT, RESULT, read_signed, write_signed
+from tokenmill.store import StoreSpec
+from tokenmill.store.durable import sync_folder
+from tokenmill.store.manifest import shard_to_json
+from tokenmill.store.series import ShardSeries
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MAX_LISTED = 1000
+"""How many bad records are listed; all are counted."""
+_PROGRESS = struct.Struct("<3q")
+_ROUTES = "routes"
+_HERE = "store"
+"""Folder of the route without a name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bad:
+    """A record that could not be read or encoded."""
+
+    piece: int
+    """Of the unit."""
+    line: int
+    """Counted from 0 at the first line of the piece."""
+    reason: str
+    detail: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What became of the records of a unit so far."""
+
+    batches: int = 0
+    """Batches that were done; a unit is read in the same batches every time, so it is where to go on from."""
+    place: int = 0
+    """Records that passed the filters by length."""
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    truncated: int = 0
+    pieces: list[list[int]]
+    """Lines, documents and tokens of each piece."""
+    skipped: Counter[str]
+    bad: list[Bad]
+    """The first bad records, at most `MAX_LISTED`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them as a JSON object."""
+        return {**asdict(self), "skipped": dict(self.skipped)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Counts:
+        """Read what `to_json` wrote."""
+        return cls(**{**value, "skipped": Counter(value["skipped"]), "bad": [Bad(**bad) for bad in value["bad"]]})
+
+    def note_bad(self, bad: Sequence[Bad]) -> None:
+        """Count bad records, and list the first."""
+        self.skipped.update(one.reason for one in bad)
+        self.bad.extend(bad[: MAX_LISTED - len(self.bad)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitResult:
+    """What became of a unit."""
+
+    key: str
+    counts: Counts
+    shards: Mapping[str, Sequence[Mapping[str, Any]]]
+    """Route -> its shards, as a manifest has them; named after their files in the unit's folder."""
+    finished: bool = True
+    """False where a bad record stopped the unit: nothing of it may be used."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {
+            "key": self.key,
+            "counts": self.counts.to_json(),
+            "shards": {route: list(shards) for route, shards in self.shards.items()},
+            "finished": self.finished,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> UnitResult:
+        """Read what `to_json` wrote."""
+        return cls(**{**value, "counts": Counts.from_json(value["counts"])})
+
+
+class UnitWriter:
+    """Writes a unit under a temporary name; `commit` gives it its own."""
+
+    def __init__(self, units: Path, key: str, num_pieces: int, spec: StoreSpec) -> None:
+        self.key = key
+        self._final = units / key
+        self._folder = units / f".tmp-{key}"
+        self._spec = spec
+        self._series: dict[str, ShardSeries] = {}
+        self.counts = Counts(pieces=[[0, 0, 0] for _ in range(num_pieces)], skipped=Counter(), bad=[])
+        self._resume()
+        self._progress = open(self._folder / "progress", "wb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._saved = time.monotonic()
+
+    def append(
+        self, route: str, values: Mapping[str, npt.NDArray[Any]], offsets: Mapping[str, npt.NDArray[np.int64]]
+    ) -> None:
+        """Add records to the shards of a route."""
+        series = self._series.get(route)
+        if series is None:
+            # What stands there was begun after the checkpoint that this unit goes on from.
+            shutil.rmtree(route_folder(self._folder, route), ignore_errors=True)
+            series = self._series[route] = ShardSeries(route_folder(self._folder, route), self._spec)
+        series.append(values, offsets)
+
+    def checkpoint(self, every_seconds: float) -> None:
+        """Make all that was written so far durable, if the last time is long ago."""
+        if time.monotonic() - self._saved < every_seconds:
+            return
+        state = {
+            "counts": self.counts.to_json(),
+            "routes": {route: series.checkpoint() for route, series in self._series.items()},
+        }
+        write_signed(self._folder / CHECKPOINT, state)
+        self._saved = time.monotonic()
+
+    def tell_progress(self, position: int) -> None:
+        """Leave word of how far the unit has come, for whoever shows progress."""
+        self._progress.seek(0)
+        self._progress.write(_PROGRESS.pack(position, self.counts.documents, self.counts.tokens))
+
+    def commit(self) -> UnitResult:
+        """Finish all shards and give the unit its name: from here on it is done."""
+        shards = {
+            route: [shard_to_json(shard) for shard in series.finish()]
+            for route, series in sorted(self._series.items())
+        }
+        result = UnitResult(key=self.key, counts=self.counts, shards=shards)
+        self.close()
+        for name in ("progress", CHECKPOINT):
+            (self._folder / name).unlink(missing_ok=True)
+        for route in shards:
+            sync_folder(route_folder(self._folder, route))
+        write_signed(self._folder / RESULT, result.to_json())
+        shutil.rmtree(self._final, ignore_errors=True)
+        os.rename(self._folder, self._final)
+        sync_folder(self._final.parent)
+        return result
+
+    def close(self) -> None:
+        """Close all files as they are."""
+        self._progress.close()
+        for series in self._series.values():
+            series.abandon()
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint, where it and the files are whole; else begin anew."""
+        with suppress(StoreCorruptError, KeyError, TypeError, ValueError, OSError):
+            state = read_signed(self._folder / CHECKPOINT)
+            if state is not None:
+                self._series = {
+                    route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
+                    for route, saved in state["routes"].items()
+                }
+                self._drop_later(state["routes"])
+                self.counts = Counts.from_json(state["counts"])
+                return
+        self._series = {}
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+
+    def _drop_later(self, routes: Mapping[str, Any]) -> None:
+        """Remove shards that were begun after the checkpoint."""
+        for route, saved in routes.items():
+            kept = len(saved["shards"]) + (saved["open"] is not None)
+            for child in route_folder(self._folder, route).iterdir():
+                if int(child.name.removesuffix(".h5")) >= kept:
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+
+
+def route_folder(unit: Path, route: str) -> Path:
+    """Return where a unit keeps the shards of a route."""
+    return unit / _ROUTES / (route or _HERE)
+
+
+def read_progress(folder: Path) -> tuple[int, int, int]:
+    """Return (position, documents, tokens) that a unit has come to; zeros before its first batch."""
+    try:
+        data = (folder / "progress").read_bytes()
+    except OSError:
+        data = b""
+    if len(data) != _PROGRESS.size:
+        return 0, 0, 0
+    position, documents, tokens = _PROGRESS.unpack(data)
+    return position, documents, tokens
