@@ -1,12 +1,14 @@
 """Paths, globs and folders become files in one order."""
 
+import gzip
 import os
 
 import pytest
+from tests.documents.corpora import bad_of, read, texts_of
 
 from tokenmill.documents import find_files
 from tokenmill.documents.inputs import natural_key
-from tokenmill.errors import DocumentError
+from tokenmill.errors import ConfigError, DocumentError
 
 
 def names(inputs):
@@ -16,7 +18,8 @@ def names(inputs):
 @pytest.fixture
 def corpus(tmp_path):
     folder = tmp_path / "corpus"
-    for name in ["p10.jsonl", "p9.jsonl", "p1.jsonl.gz", "sub/p2.jsonl.zst", "README.md", ".hidden.jsonl"]:
+    data = ["p10.jsonl", "p9.jsonl", "p1.jsonl.gz", "sub/p2.jsonl.zst"]
+    for name in [*data, "README.md", "notes.doc", ".hidden.jsonl"]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * len(name))
@@ -28,7 +31,8 @@ def test_folder_is_taken_with_all_below_in_natural_order(corpus):
 
 
 def test_files_of_a_folder_that_are_passed_over_are_told(corpus):
-    assert find_files(corpus).passed_over == (str(corpus / "README.md"),)
+    """A readme beside data is no part of it."""
+    assert sorted(find_files(corpus).passed_over) == [str(corpus / "README.md"), str(corpus / "notes.doc")]
 
 
 def test_order_and_spelling_of_the_inputs_do_not_matter(corpus):
@@ -73,7 +77,10 @@ def test_digits_compare_as_numbers_and_the_rest_as_text():
     [
         ("missing.jsonl", r"missing\.jsonl: .*got nothing there; fix the path"),
         ("*.parquet", r"\*\.parquet: .*got nothing there"),
-        ("README.md", r"README\.md: must end in \.jsonl, \.jsonl\.gz, \.jsonl\.zst.*convert or rename"),
+        (
+            "notes.doc",
+            r"notes\.doc: must end in \.jsonl, \.json, \.parquet.*\.tgz.*\.gz or \.zst.*convert",
+        ),
     ],
 )
 def test_input_that_names_no_known_file_is_refused_with_the_way_out(corpus, item, message):
@@ -82,8 +89,8 @@ def test_input_that_names_no_known_file_is_refused_with_the_way_out(corpus, item
 
 
 def test_folder_without_known_files_is_refused(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(DocumentError, match=r"must hold files that end in .*got 1 with other endings"):
+    (tmp_path / "notes.doc").touch()
+    with pytest.raises(DocumentError, match=r"must hold files that end in .*got 1 others"):
         find_files(tmp_path)
 
 
@@ -96,3 +103,67 @@ def test_password_in_an_address_is_never_shown():
     with pytest.raises(DocumentError, match=r"^s3://host/b/\*\.jsonl: must be a path") as caught:
         find_files("s3://user:secret@host/b/*.jsonl")
     assert "secret" not in str(caught.value)
+
+
+def test_readme_is_read_where_there_is_nothing_else_or_it_is_named(corpus, tmp_path):
+    assert names([corpus / "README.md", corpus / "p9.jsonl"]) == ["README.md", "p9.jsonl"]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("README.md", "LICENSE.txt", "a.txt"):
+        (folder / name).write_text(name)
+    assert names(folder) == ["LICENSE.txt", "README.md", "a.txt"]
+
+
+def test_broken_links_and_pipes_in_a_folder_are_passed_over(corpus):
+    (corpus / "gone.jsonl").symlink_to(corpus / "nowhere")
+    os.mkfifo(corpus / "pipe.jsonl")
+    assert names(corpus) == ["p1.jsonl.gz", "p9.jsonl", "p10.jsonl", "sub/p2.jsonl.zst"]
+    assert {str(corpus / "gone.jsonl"), str(corpus / "pipe.jsonl")} <= set(find_files(corpus).passed_over)
+
+
+@pytest.fixture
+def code(tmp_path):
+    folder = tmp_path / "code"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / "main.py").write_text("print('ä')\n")
+    (folder / "Makefile").write_text("all:\n")
+    (folder / "data.json").write_text("{}")
+    (folder / "notes.log.gz").write_bytes(gzip.compress(b"log"))
+    (folder / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00")
+    (folder / "zeros.bin").write_bytes(bytes(100))
+    (folder / "not.gz").write_bytes(b"text")
+    (folder / "long.c").write_bytes(b"x" * 8191 + "ä".encode())
+    return folder
+
+
+def test_text_format_takes_every_file_of_a_folder_that_is_utf8(code):
+    found = find_files(code, format="text")
+    assert [file.name for file in found.files] == ["Makefile", "data.json", "long.c", "main.py", "notes.log.gz"]
+    assert [os.path.basename(path) for path in sorted(found.passed_over)] == ["logo.png", "not.gz", "zeros.bin"]
+    assert texts_of(read(code, format="text")) == ["all:\n", "{}", "x" * 8191 + "ä", "print('ä')\n", "log"]
+
+
+def test_binary_file_that_is_named_itself_is_bad_and_not_passed_over(code):
+    assert [reason for _, reason, _ in bad_of(read(code / "logo.png", format="text"))] == ["utf8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "suffix"),
+    [
+        ("a.txt", "jsonl", ".jsonl"),
+        ("a.gz", "jsonl", ".jsonl.gz"),
+        ("part-0", "parquet", ".parquet"),
+        ("a.log.zst", "tsv", ".tsv.zst"),
+        ("a.tgz", "tar", ".tar.gz"),
+        ("a.parquet.gz", "parquet", ".parquet"),
+    ],
+)
+def test_format_goes_before_the_ending_but_for_compression(tmp_path, name, format, suffix):
+    (tmp_path / name).touch()
+    assert [file.suffix for file in find_files(tmp_path, format=format).files] == [suffix]
+
+
+def test_unknown_format_names_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"format: must be one of jsonl, .*got 'parket'; did you mean 'parquet'"):
+        find_files(tmp_path, format="parket")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
+from rich.text import Text
 
+from tokenmill.cli.audit import Audit, Example, audit, examples, percent, printable
 from tokenmill.cli.console import console, megabytes, print_json, table
+from tokenmill.cli.page import html_examples, html_histogram, html_table, page
 from tokenmill.cli.plan import fate_table
-from tokenmill.cli.text import excerpt, tokenizer_of
+from tokenmill.cli.text import tokenizer_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -22,9 +27,12 @@ _BLOCK = 1 << 20
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="STORE|RUN.toml", help="Folder of a store, or config of a run.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
+    ] = None,
     json: Annotated[bool, typer.Option(help="Print as JSON.")] = False,
 ) -> None:
-    """Show facts, document lengths and examples of a store, or of every source of a run."""
+    """Show facts, lengths, the supervision audit and examples of a store, or of every source of a run."""
     from tokenmill.store import open_store
 
     if path.suffix == ".toml":
@@ -32,20 +40,44 @@ def inspect(
         from tokenmill.run import Run
 
         run = Run.from_toml(path)
-        stores = run.stores
+        stores = dict(run.stores)
         told = report(run.plan())
     else:
         stores = {path.name: open_store(path)}
         told = None
-    found = {name: facts(store) for name, store in stores.items()}
+    views = [_View.of(name, store) for name, store in stores.items()]
+    if html is not None:
+        html.write_text(page(f"tokenmill: {path.name}", _html(views)), encoding="utf-8")
     if json:
         fates = {source.name: source.fates for source in told.sources} if told else {}
-        print_json({name: fact | ({"fates": fates[name]} if told else {}) for name, fact in found.items()})
+        print_json({view.name: view.to_json() | ({"fates": fates[view.name]} if told else {}) for view in views})
         return
-    for name, store in stores.items():
-        _show(name, store, found[name])
+    for view in views:
+        _show(view)
     if told:
         console.print(fate_table(told))
+    if html is not None:
+        console.print(f"wrote {html}", soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    """All that is shown of a store."""
+
+    name: str
+    facts: dict[str, Any]
+    audits: list[Audit]
+    examples: list[Example]
+
+    @classmethod
+    def of(cls, name: str, store: Store) -> _View:
+        tokenizer = tokenizer_of(store)
+        return cls(
+            name=name, facts=facts(store), audits=audit(store, tokenizer), examples=examples(store, tokenizer)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.facts, "audit": [one.to_json() for one in self.audits]}
 
 
 def facts(store: Store) -> dict[str, Any]:
@@ -85,10 +117,11 @@ def _bin_name(index: int) -> str:
     return "0" if index == 0 else f"{2 ** (index - 1)} to {2**index - 1}"
 
 
-def _show(name: str, store: Store, found: dict[str, Any]) -> None:
+def _fact_rows(found: dict[str, Any]) -> list[tuple[str, object]]:
     tokenizer = found["tokenizer"]
     counts = found["skipped"].get("counts", {})
-    rows: list[tuple[str, object]] = [
+    content = str(tokenizer.get("content", "unknown"))[:12]
+    return [
         ("kind", found["kind"]),
         ("documents", found["documents"]),
         ("tokens", found["tokens"]),
@@ -96,38 +129,56 @@ def _show(name: str, store: Store, found: dict[str, Any]) -> None:
         ("longest document", found["longest_document"]),
         ("shards", f"{found['shards']:,}, {megabytes(found['bytes'])}"),
         ("arrays", ", ".join(f"{key} {dtype}" for key, dtype in found["keys"].items())),
-        ("tokenizer", f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids, content {tokenizer['content'][:12]}"),
+        ("tokenizer", f"{tokenizer.get('kind')}, {tokenizer['vocab_size']:,} ids, content {content}"),
         ("BOS / EOS", f"{_placed(tokenizer, 'bos')} / {_placed(tokenizer, 'eos')}"),
         ("input files", len(found["inputs"])),
         ("skipped", ", ".join(f"{reason} {count:,}" for reason, count in counts.items()) or "none"),
         ("fingerprint", found["fingerprint"]),
     ]
-    console.print(table(f"Store {name}", ("what", "value"), rows))
-    most = max(found["lengths"].values(), default=1)
-    bars = [(label, count, "█" * round(40 * count / most)) for label, count in found["lengths"].items()]
+
+
+_AUDIT_COLUMNS = ("array", "rows", "supervised %", "fully masked %", "truncated %", "without EOS %")
+
+
+def _audit_rows(view: _View) -> list[tuple[object, ...]]:
+    return [
+        (
+            one.key,
+            one.items if one.audited == one.items else f"{one.items:,} ({one.audited:,} audited)",
+            round(percent(one.supervised, one.tokens), 2),
+            round(percent(one.fully_masked, one.audited), 2),
+            None if one.truncated is None else round(percent(one.truncated, one.items), 2),
+            round(percent(one.without_eos, one.audited), 2),
+        )
+        for one in view.audits
+    ]
+
+
+def _html(views: Sequence[_View]) -> Iterator[str]:
+    for view in views:
+        yield html_table(f"Store {view.name}", ("what", "value"), _fact_rows(view.facts))
+        yield html_table("Supervision", _AUDIT_COLUMNS, _audit_rows(view))
+        yield html_histogram("Document lengths", view.facts["lengths"])
+        yield html_examples(view.examples)
+
+
+def _show(view: _View) -> None:
+    console.print(table(f"Store {view.name}", ("what", "value"), _fact_rows(view.facts)))
+    console.print(table("Supervision", _AUDIT_COLUMNS, _audit_rows(view)))
+    lengths = view.facts["lengths"]
+    most = max(lengths.values(), default=1)
+    bars = [(label, count, "█" * round(40 * count / most)) for label, count in lengths.items()]
     console.print(table("Document lengths", ("tokens", "documents", ""), bars))
-    _show_examples(store)
+    console.print(Text("Examples: trained bright, masked dim", "bold") if view.examples else "")
+    for example in view.examples:
+        console.print(f"{example.key} {example.item:,}: {example.tokens:,} tokens, {example.supervised:,} trained")
+        text = Text()
+        for trained, run in example.runs:
+            text.append(printable(run), "bold green" if trained else "dim")
+        console.print(text, "…" if example.cut else "", sep="", soft_wrap=True)
 
 
 def _placed(tokenizer: dict[str, Any], which: str) -> str:
-    if tokenizer[f"{which}_id"] is None:
+    if tokenizer.get(f"{which}_id") is None:
         return "none"
-    return f"id {tokenizer[f'{which}_id']}, {'added' if tokenizer[f'add_{which}'] else 'not added'}"
-
-
-def _show_examples(store: Store) -> None:
-    from tokenmill.types import Span
-
-    tokenizer = tokenizer_of(store)
-    rows = []
-    for document in sorted({0, store.num_documents // 2, store.num_documents - 1} - {-1}):
-        if document < store.num_documents:
-            begin, end = store.document_bounds(document)
-            rows.append(
-                (
-                    document,
-                    end - begin,
-                    excerpt(store, Span(document=document, start=0, length=end - begin), tokenizer),
-                )
-            )
-    console.print(table("Examples", ("document", "tokens", "begins with"), rows))
+    return f"id {tokenizer[f'{which}_id']}, {'added' if tokenizer.get(f'add_{which}') else 'not added'}"

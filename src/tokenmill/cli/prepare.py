@@ -67,7 +67,7 @@ def prepare(
     rebuild: Annotated[bool, typer.Option(help="Replace a finished store at OUT.")] = False,
     json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
 ) -> None:
-    """Turn files of text or records into a store; go on with an interrupted one; add new files to a finished one."""
+    """Turn files of text or records into a store; go on with an interrupted one, or add new files to it."""
     from tokenmill.prepare import PrepareOptions
     from tokenmill.prepare.build import prepare as build
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tokenmill.documents.columns import column_groups, refuse_twins, wanted_columns
+from tokenmill.documents.columns import column_groups, wanted_columns
 from tokenmill.documents.opening import open_input
 from tokenmill.documents.parquet import runs
 from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions
@@ -37,7 +37,7 @@ class Arrow:
             batches = _file_batches if is_file else _stream_batches
             for done, batch in enumerate(batches(source, piece, options), 1):
                 position = piece.bytes * done // (piece.end - piece.begin)
-                yield from column_groups(batch, options, piece.file.path, position)
+                yield from column_groups(batch, options, position)
 
 
 def _file_sizes(source: pa.NativeFile) -> list[int]:
@@ -78,7 +78,9 @@ def _stream_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -
     # Batches before the piece are passed over: they are mapped, so that costs their heads alone, unless they are
     # compressed, which streams hardly ever are.
     for index in range(piece.end):
-        batch = reader.read_next_batch()
+        batch = next(reader, None)
+        if batch is None:
+            raise EOFError("a stream that ends too early")
         if index >= piece.begin:
             yield batch
 
@@ -86,7 +88,6 @@ def _stream_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -
 def _chosen(schema: pa.Schema, piece: Piece, options: ReadOptions) -> pa.ipc.IpcReadOptions:
     import pyarrow as pa
 
-    refuse_twins(schema, piece.file.path)
     names = wanted_columns(schema, options, piece.file.path)
     return pa.ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name in names], use_threads=False)
 
@@ -111,8 +112,8 @@ def _mapped(file: InputFile) -> Iterator[tuple[pa.NativeFile, bool]]:
     try:
         with pa.memory_map(file.path) as source:
             yield source, is_file
-    except (pa.ArrowException, OSError, EOFError, StopIteration) as error:
-        raise _damaged(file, str(error).strip() or "a stream that ends too early") from None
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError) as error:
+        raise _damaged(file, " ".join(str(error).split())) from None
 
 
 def _damaged(file: InputFile, what: str) -> DocumentError:

@@ -18,28 +18,38 @@ _MAX_ROWS = 4096
 
 
 def wanted_columns(schema: pa.Schema, options: ReadOptions, path: str) -> list[str]:
-    """Return the top-level columns to read; raise where the text has none."""
+    """Return the top-level columns to read; raise where there is no column of texts, or two of one name."""
+    twins = [name for name in dict.fromkeys(schema.names) if schema.names.count(name) > 1]
+    if twins:
+        raise DocumentError(f"{path}: must name each column once, got {twins[0]!r} twice; rename one of them")
     if options.text_field is None:
         return [name for name in schema.names if options.fields is None or name in options.fields]
-    top = text_path(schema, options.text_field)[0]
-    if top not in schema.names:
+    _refuse_other_types(schema, options.text_field, path)
+    return text_path(schema, options.text_field)[:1]
+
+
+def _refuse_other_types(schema: pa.Schema, text_field: str, path: str) -> None:
+    import pyarrow as pa
+
+    kind = pa.struct(list(schema))
+    for name in text_path(schema, text_field):
+        known = [kind.field(index).name for index in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+        if name not in known:
+            raise DocumentError(
+                f"{path}: must have a column {text_field!r}, got {', '.join(map(repr, known)) or kind}; "
+                f"name it with text_field{f', {nearest(name, known)}' if known else ''}"
+            )
+        kind = kind.field(name).type
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(is_kind(inner) for is_kind in _text_kinds()):
         raise DocumentError(
-            f"{path}: must have a column {top!r}, got {', '.join(map(repr, schema.names)) or 'none'}; "
-            f"name it with text_field, {nearest(top, schema.names)}"
+            f"{path}: must have strings in column {text_field!r}, got {kind}; name another text_field"
         )
-    return [top]
 
 
 def text_path(schema: pa.Schema, text_field: str) -> list[str]:
     """Return the names to go down by: a column may have a dot in its own name."""
     return [text_field] if text_field in schema.names else text_field.split(".")
-
-
-def refuse_twins(schema: pa.Schema, path: str) -> None:
-    """Raise if two columns have one name: which is meant cannot be told."""
-    twins = [name for name in dict.fromkeys(schema.names) if schema.names.count(name) > 1]
-    if twins:
-        raise DocumentError(f"{path}: must name each column once, got {twins[0]!r} twice; rename one of them")
 
 
 def rows_at_once(num_rows: int, num_bytes: int, options: ReadOptions) -> int:
@@ -48,7 +58,7 @@ def rows_at_once(num_rows: int, num_bytes: int, options: ReadOptions) -> int:
     return max(1, min(options.batch_bytes // each, options.batch_documents, _MAX_ROWS))
 
 
-def column_groups(batch: pa.RecordBatch, options: ReadOptions, path: str, position: int) -> Iterator[Group]:
+def column_groups(batch: pa.RecordBatch, options: ReadOptions, position: int) -> Iterator[Group]:
     """Read the documents of a record batch, a slice of rows at a time.
 
     Nothing is taken from a column before it has been validated: a hostile offset would point anywhere in memory.
@@ -63,17 +73,28 @@ def column_groups(batch: pa.RecordBatch, options: ReadOptions, path: str, positi
             size = rows.nbytes if intact else 0
             yield Group(documents=records, bad=bad, blank=(), num_lines=rows.num_rows, size=size, position=position)
         return
-    column = _text_column(batch, options.text_field, path)
+    column = _text_column(batch, options.text_field)
     intact = _is_valid(column)
     if not intact:
         column = _as_bytes(column)
         column.validate(full=True)
-    step = rows_at_once(len(column), column.nbytes, options)
+    step = rows_at_once(len(column), _num_bytes(column), options)
     for begin in range(0, len(column), step):
         cells = column.slice(begin, step)
         texts, bad = _texts(cells, options)
         size = sum(map(len, texts))
         yield Group(documents=texts, bad=bad, blank=(), num_lines=len(cells), size=size, position=position)
+
+
+def _num_bytes(column: pa.Array) -> int:
+    """Return the bytes of all texts; many rows may share an entry of a dictionary."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    lengths = pc.binary_length(_as_bytes(column.dictionary).cast(pa.large_binary()))
+    return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
 
 
 def _is_valid(values: pa.Array | pa.RecordBatch) -> bool:
@@ -86,28 +107,12 @@ def _is_valid(values: pa.Array | pa.RecordBatch) -> bool:
     return True
 
 
-def _text_column(batch: pa.RecordBatch, text_field: str, path: str) -> pa.Array:
-    """Return the column at a dotted path; raise if there is none of strings or bytes."""
-    import pyarrow as pa
+def _text_column(batch: pa.RecordBatch, text_field: str) -> pa.Array:
     import pyarrow.compute as pc
 
     top, *rest = text_path(batch.schema, text_field)
     column = batch.column(batch.schema.names.index(top))
-    for name in rest:
-        inner = column.type
-        if not pa.types.is_struct(inner) or inner.get_field_index(name) < 0:
-            known = [inner.field(i).name for i in range(inner.num_fields)] if pa.types.is_struct(inner) else []
-            raise DocumentError(
-                f"{path}: must have a column {text_field!r}, got no {name!r} in {top!r}; "
-                f"name it with text_field, {nearest(name, known) if known else f'such as {top!r}'}"
-            )
-        column = pc.struct_field(column, name)
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not any(is_kind(kind) for is_kind in _text_kinds()):
-        raise DocumentError(
-            f"{path}: must have strings in column {text_field!r}, got {column.type}; name another text_field"
-        )
-    return column
+    return pc.struct_field(column, rest) if rest else column
 
 
 def _text_kinds() -> tuple[Any, ...]:
@@ -186,7 +191,10 @@ def _records(
     rows: pa.RecordBatch, max_bytes: int, *, intact: bool
 ) -> tuple[list[Mapping[str, Any]], list[BadRecord]]:
     if intact and rows.nbytes <= max_bytes:
-        return rows.to_pylist(), []
+        try:
+            return rows.to_pylist(), []
+        except (ValueError, OverflowError):  # a time that Python has no object for
+            pass
     good: list[Mapping[str, Any]] = []
     bad: list[BadRecord] = []
     for line in range(rows.num_rows):
@@ -208,5 +216,8 @@ def _record(row: pa.RecordBatch, max_bytes: int) -> list[Mapping[str, Any]]:
         raise RecordError("utf8", str(error).strip()) from None
     if row.nbytes > max_bytes:
         raise RecordError("too_long", f"{row.nbytes} bytes")
-    record: list[Mapping[str, Any]] = row.to_pylist()
+    try:
+        record: list[Mapping[str, Any]] = row.to_pylist()
+    except (ValueError, OverflowError) as error:
+        raise RecordError("value", str(error)) from None
     return record

@@ -144,7 +144,7 @@ def joined(groups: Iterator[Group], options: ReadOptions) -> Iterator[Group]:
         size += group.size
         line += group.num_lines
         position = group.position
-        if size >= options.batch_bytes or len(documents) + len(bad) >= options.batch_documents:
+        if size >= options.batch_bytes or line >= options.batch_documents:
             yield Group(documents=documents, bad=bad, blank=blank, num_lines=line, size=size, position=position)
             documents, bad, blank, size, line = [], [], [], 0, 0
     if line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 import orjson
@@ -53,7 +54,7 @@ def parse(item: str) -> tuple[str, str | None, str | None]:
     >>> parse("hf:org/name::validation")
     ('org/name', None, 'validation')
     """
-    parts = os.path.expanduser(item.removeprefix(PREFIX)).split(":")
+    parts = re.split(r":(?![^\[]*\])", os.path.expanduser(item.removeprefix(PREFIX)))  # not in a split's [:10%]
     for end in range(len(parts), max(len(parts) - 3, 0), -1):
         name = ":".join(parts[:end])
         if name and os.path.isdir(name):

@@ -18,6 +18,12 @@ from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, whol
 _HEAD_BYTES = 1 << 20
 # A string with what it escapes, or what stands between strings. Nothing is tried twice, so that no input is slow.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[{}\[\],]', re.DOTALL)
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_FLAT = rb'[^"{}\[\]]++|' + _STRING
+_INNER = rb"[{\[](?:" + _FLAT + rb")*+[}\]]"
+_MIDDLE = rb"[{\[](?:" + _FLAT + rb"|" + _INNER + rb")*+[}\]]"
+# A whole object that is nested no deeper than most are: twice as fast as token by token.
+_OBJECT = re.compile(rb"\{(?:" + _FLAT + rb"|" + _MIDDLE + rb")*+\}", re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 
 
@@ -37,8 +43,9 @@ class JsonFile:
         """Read all records; JSON lines, which are often named `.json`, are read as such."""
         with open_blocks(piece, self._unfold, block_bytes=min(BLOCK_BYTES, options.batch_bytes)) as (blocks, tell):
             head = _head(blocks)
-            start = b"".join(head).removeprefix(BYTE_ORDER_MARK)
-            if are_lines(start, whole=len(start) < _HEAD_BYTES):
+            raw = b"".join(head)
+            start = raw.removeprefix(BYTE_ORDER_MARK)
+            if are_lines(start, whole=len(raw) < _HEAD_BYTES):
                 yield from line_groups(chain(head, blocks), options, tell)
                 return
             for values in _values(chain([start], blocks), options.max_record_bytes):
@@ -118,8 +125,11 @@ class Scanner:
             token = block[match.start()]
             if token == 0x22:  # "
                 self._after_string(match)
+            elif token == 0x7B and self._depth == self._level and (match := _OBJECT.match(block, match.start())):
+                position = match.end()
+                start = self._object(block, start, match)
             else:
-                start = self._structure(block, token, start, match.start())
+                start = self._structure(block, token, start, position - 1)
         # A backslash at the end belongs with what follows it.
         self._escape = b"\\" if self._in_string and position < len(block) else b""
         self._held.add(block[start : len(block) - len(self._escape)])
@@ -147,6 +157,14 @@ class Scanner:
     def _after_string(self, match: re.Match[bytes] | None) -> int:
         assert match is not None  # the rest of a string may be empty
         self._in_string = not match.group(1)
+        return match.end()
+
+    def _object(self, block: bytes, start: int, match: re.Match[bytes]) -> int:
+        """Take a whole object; in a list, the comma after it ends the record."""
+        if self._level:
+            return start
+        self._cut(block[start : match.start()])
+        self._cut(match.group())
         return match.end()
 
     def _structure(self, block: bytes, token: int, start: int, place: int) -> int:

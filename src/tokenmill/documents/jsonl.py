@@ -52,7 +52,9 @@ def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[]
     most = options.batch_documents
     for block in split_lines(blocks, options.max_record_bytes):
         for lines in [block] if len(block) <= most else [block[i : i + most] for i in range(0, len(block), most)]:
-            yield value_group(read_values(lines, options), lines, options, tell())
+            group = value_group(read_values(lines, options), lines, options, tell())
+            lines.clear()  # a line may be as large as its text, which is what the caller works on now
+            yield group
 
 
 def value_group(values: Values, raws: list[bytes], options: ReadOptions, position: int) -> Group:

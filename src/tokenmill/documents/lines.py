@@ -8,6 +8,25 @@ from io import BytesIO
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
+_LARGE = 8 << 20
+
+
+def text_memory(raw: bytes) -> int:
+    """Return about how many bytes a text takes in memory: one rare character makes all of them four times as wide.
+
+    >>> text_memory(b"ab"), text_memory("aЖ".encode()), text_memory("a🌾".encode())
+    (2, 4, 8)
+    """
+    import numpy as np
+
+    values = np.frombuffer(raw, np.uint8)
+    characters = int(np.count_nonzero((values & 0xC0) != 0x80))
+    largest = int(values.max(initial=0))
+    if largest >= 0xF0 or b"\\ud" in raw or b"\\uD" in raw:
+        return 4 * characters
+    return 2 * characters if largest >= 0xC4 or b"\\u" in raw else characters
+
+
 class Unread(bytes):
     """Stands among raw records for one that was not kept: neither UTF-8 nor JSON, so that no parser takes it."""
 
@@ -45,6 +64,9 @@ class Held:
         """Return the whole record that `last` ends, and begin anew."""
         if self.size + len(last) <= self._max_bytes:
             record = b"".join((*self._parts, last)) if self._parts else last
+            if len(record) > _LARGE and (size := text_memory(record)) > self._max_bytes:
+                detail = f"{len(record)} bytes that take {size} in memory as text"
+                record = Unread("too_long", detail, num_quotes=record.count(b'"'))
         else:
             self.add(last)
             record = Unread("too_long", f"{self.size} bytes", num_quotes=self._quotes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tokenmill.documents.columns import column_groups, refuse_twins, rows_at_once, text_path, wanted_columns
+from tokenmill.documents.columns import column_groups, rows_at_once, text_path, wanted_columns
 from tokenmill.documents.opening import open_input
 from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions
 from tokenmill.errors import DocumentError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _READ_BYTES = 1 << 20
-_DICTIONARY_BYTES = 128 << 20
+_DICTIONARY_BYTES = 256 << 20
 
 
 class Parquet:
@@ -34,22 +34,16 @@ class Parquet:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read the rows of the piece's row groups, of the columns that are needed."""
-        path = piece.file.path
         with _open(piece.file) as opened:
             schema = opened.schema_arrow
-            columns = wanted_columns(schema, options, path)
-            refuse_twins(schema, path)
-            leaves = columns
+            leaves = wanted_columns(schema, options, piece.file.path)
             if options.text_field is not None:
                 leaves = [".".join(text_path(schema, options.text_field))]
-            num_groups = piece.end - piece.begin
-            for done, group in enumerate(range(piece.begin, piece.end), 1):
-                rows = _rows_at_once(opened.metadata.row_group(group), leaves, options)
-                position = piece.bytes * done // num_groups
-                for batch in opened.iter_batches(
-                    batch_size=rows, row_groups=[group], columns=leaves, use_threads=False
-                ):
-                    yield from column_groups(batch, options, path, position)
+            for group in range(piece.begin, piece.end):
+                position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
+                rows = _rows_at_once(opened, group, leaves, options)
+                for batch in opened.iter_batches(rows, row_groups=[group], columns=leaves, use_threads=False):
+                    yield from column_groups(batch, options, position)
 
 
 def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -68,19 +62,23 @@ def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple
             begin, before = end, position
 
 
-def _rows_at_once(group: pq.RowGroupMetaData, leaves: list[str], options: ReadOptions) -> int:
+def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions) -> int:
     """Return how many rows to read at a time, by the sizes that the footer gives.
 
     A column may have a dictionary, and every row its largest entry: so many rows are taken that even then they
-    have some 128 MiB at most.
+    have some 256 MiB at most.
     """
-    chunks = [group.column(index) for index in range(group.num_columns)]
-    chunks = [chunk for chunk in chunks if _is_below(chunk.path_in_schema, leaves)]
-    rows = rows_at_once(group.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), options)
+    # Reading a row first has the footer checked: pyarrow's own look at a damaged column chunk ends the process.
+    next(opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False), None)
+    about = opened.metadata.row_group(group)
+    paths = [opened.schema.column(index).path for index in range(len(opened.schema))]
+    chunks = [about.column(index) for index, path in enumerate(paths) if _is_below(path, leaves)]
+    rows = rows_at_once(about.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), options)
     for chunk in chunks:
         if chunk.has_dictionary_page:
-            entries = max(chunk.data_page_offset - (chunk.dictionary_page_offset or 0), 1)
-            rows = min(rows, max(_DICTIONARY_BYTES // entries, 1))
+            stored = chunk.data_page_offset - (chunk.dictionary_page_offset or 0)
+            unfolded = stored * chunk.total_uncompressed_size // max(chunk.total_compressed_size, 1)
+            rows = min(rows, max(_DICTIONARY_BYTES // max(unfolded, 1), 1))
     return rows
 
 
@@ -101,8 +99,8 @@ def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
             file.path, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as opened:
             yield opened
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
         raise DocumentError(
-            f"{file.path}: must be an intact Parquet file, got {str(error).strip()}; "
+            f"{file.path}: must be an intact Parquet file, got {' '.join(str(error).split())}; "
             "copy or download it again, or fix its name"
         ) from None

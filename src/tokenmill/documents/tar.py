@@ -79,9 +79,9 @@ class TarStream:
         if not header.strip(b"\0"):
             return b""
         stored = _number(header[148:156])
-        unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
-        signed = unsigned - 256 * sum(byte > 127 for i, byte in enumerate(header) if not 148 <= i < 156)
-        if stored not in (unsigned, signed):
+        summed = header[:148] + b" " * 8 + header[156:]
+        # Some programs have summed bytes above 127 as negative numbers.
+        if stored != sum(summed) and stored != sum(summed) - 256 * sum(byte > 127 for byte in summed):
             raise self._damaged("a header with a wrong checksum")
         return header
 

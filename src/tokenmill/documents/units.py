@@ -18,6 +18,7 @@ RULES: Mapping[str, str] = {
     "too_long": "a record must not be larger than max_record_bytes",
     "csv": "a row must be well-formed CSV",
     "columns": "a row must have as many cells as the header",
+    "value": "a value must be one that Python has an object for",
     "duplicate": "a record must have each field once",
 }
 """Why a record cannot be read, and the rule that it breaks, as an error message has it after the place."""
@@ -27,7 +28,8 @@ REASONS = tuple(RULES)
 BATCH_BYTES = 1 << 20
 """Texts and ids of a batch stay in the caches of a core: a tenth faster than 4 MiB (benchmarks/prepare.py)."""
 BATCH_DOCUMENTS = 4096
-MAX_RECORD_BYTES = 256 << 20
+MAX_RECORD_BYTES = 208 << 20
+"""So that a worker stays below 1 GB with what the tokenizer takes for a text of this size."""
 TEXT_UNITS = ("file", "line")
 
 _UNITS = 24
@@ -118,7 +120,7 @@ class ReadOptions:
     """A batch ends when its texts have this many characters; lines are taken some at a time, so it may have twice
     that, and more if one line has."""
     batch_documents: int = BATCH_DOCUMENTS
-    """A batch ends when it has this many records; it has less than twice that."""
+    """A batch ends when it has this many lines or rows; it has less than twice that."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """A larger line, cell, member or text file is a bad record, and is not held in memory."""
     text_unit: str = "file"

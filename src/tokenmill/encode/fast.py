@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,7 @@ def open_fast_ranks(
     native_type = _native_type()
     special_ids = dict(file.encoding.special_ids)
     pattern = {"encoding": file.encoding.preset} if file.encoding.preset else {"pattern": file.encoding.pattern}
+    strings = cache(file.strings)  # tens of MB that only decoding needs
     with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
         native = native_type.from_tiktoken(str(file.path), special_tokens=special_ids, **pattern)
     return FastTokenizer(
@@ -119,7 +120,7 @@ def open_fast_ranks(
         engine=engine,
         native=native,
         reference=_kept(open_reference, identity),
-        to_text=partial(text_of, strings=file.strings()),
+        to_text=lambda ids: text_of(ids, strings()),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,11 +51,11 @@ class Bench:
             kept=np.arange(len(texts)),
         )
 
-    def contents(self, batch: Joined) -> Sequence[str]:
-        """Return of each record the text that filters, hashes and splits go by."""
+    def contents(self, batch: Joined) -> Sequence[str | None]:
+        """Return of each record the text that filters, hashes and splits go by; None where it fits no recipe."""
         if self.encoder is None:
             return batch.texts
-        return [self.encoder.content(record) for record in batch.records]
+        return [self.encoder.content(record) or None for record in batch.records]
 
 
 def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
@@ -81,8 +80,8 @@ class Joined:
     texts: list[str] = field(default_factory=list)
     records: list[Mapping[str, Any]] = field(default_factory=list)
     bad: list[Bad] = field(default_factory=list)
-    runs: list[tuple[int, int, DocumentBatch]] = field(default_factory=list)
-    """Where each batch begins among the records, how many lines of its piece stand before it, and the batch."""
+    runs: list[tuple[int, DocumentBatch]] = field(default_factory=list)
+    """Where each batch begins among the records, and the batch."""
     position: int = 0
 
     @property
@@ -90,24 +89,22 @@ class Joined:
         """Records that could be read."""
         return len(self.texts) + len(self.records)
 
-    def add(self, batch: DocumentBatch, lines_before: int) -> None:
+    def add(self, batch: DocumentBatch) -> None:
         """Put a batch behind the others."""
-        self.runs.append((self.num_records, lines_before, batch))
+        self.runs.append((self.num_records, batch))
         self.texts += batch.texts
         self.records += batch.records
         self.bad += [Bad(piece=batch.piece, line=b.line, reason=b.reason, detail=b.detail) for b in batch.bad]
         self.position = batch.position
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the piece of a record, and its line there; blank lines of the batch before it are not counted."""
-        begin, first, batch = next(run for run in reversed(self.runs) if run[0] <= index)
-        bad = {record.line for record in batch.bad}
-        lines = (line for line in count(first) if line not in bad)
-        return batch.piece, next(islice(lines, index - begin, None))
+        """Return the piece of a record, and its line there."""
+        begin, batch = next(run for run in reversed(self.runs) if run[0] <= index)
+        return batch.piece, batch.lines[index - begin]
 
     def by_piece(self, weights: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Yield for each batch its piece, and how many records with how much weight it has."""
-        for begin, _, batch in self.runs:
+        for begin, batch in self.runs:
             part = weights[begin : begin + len(batch.texts) + len(batch.records)]
             yield batch.piece, int(np.count_nonzero(part >= 0)), int(part[part > 0].sum())
 
@@ -116,10 +113,8 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
     """Read a unit in batches that are large enough, also where its files are small."""
     held = Joined()
     characters = 0
-    lines = [0] * len(unit.pieces)
     for batch in read_unit(unit, reading):
-        held.add(batch, lines[batch.piece])
-        lines[batch.piece] += batch.num_lines
+        held.add(batch)
         characters += sum(map(len, batch.texts))
         if (
             characters >= reading.batch_bytes

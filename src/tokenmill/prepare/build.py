@@ -59,7 +59,7 @@ def prepare(
     found = find_files(inputs, format=options.format)
     if found.passed_over:
         say_loudly(
-            f"{len(found.passed_over)} files in the given folders are not read, as their endings are not known: "
+            f"{len(found.passed_over)} files in the given folders are not read, as they are of no known kind: "
             f"{', '.join(found.passed_over[:3])}{', ...' if len(found.passed_over) > 3 else ''}"
         )
     opened, warning = _open_tokenizer(tokenizer, chosen, options, found.files)

@@ -33,7 +33,7 @@ def scan_unit(bench: Bench, unit: Unit, key: str, tick: Callable[[], None]) -> d
         hashes += [
             xxhash.xxh3_128_digest(content.encode(errors="surrogatepass"))
             for content in bench.contents(batch)
-            if bench.rules.too_short_or_long(content) is None
+            if content is not None and bench.rules.too_short_or_long(content) is None
         ]
         tick()
     scans = Path(bench.job.folder).parent / "scans"

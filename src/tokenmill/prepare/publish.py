@@ -84,7 +84,10 @@ def _write_manifest(store: Path, plan: Mapping[str, Any], shards: Sequence[Shard
         **plan["manifest"],
         shards=tuple(shards),
         inputs=tuple({key: entry[key] for key in ("name", "bytes", "documents", "tokens")} for entry in inputs),
-        skipped={"counts": ledger["counts"], "first": ledger["listed"]} if ledger["counts"] else {},
+        skipped={
+            **({"counts": ledger["counts"], "first": ledger["listed"]} if ledger["counts"] else {}),
+            **({"truncated": ledger["truncated"]} if ledger["truncated"] else {}),
+        },
     )
     write_atomically(store / MANIFEST, manifest_bytes(manifest))
     return manifest

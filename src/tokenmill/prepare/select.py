@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +33,12 @@ class Selection:
     """Store below `out` -> which records go there, in order."""
     left_out: Mapping[str, int]
     """Records that were left out on purpose, by reason."""
-    lost: Sequence[tuple[int, str]] = field(default_factory=list)
+    lost: Sequence[tuple[int, str]]
     """Records that cannot be routed: index and what their domain is instead of a name."""
+    unfit: npt.NDArray[np.int64]
+    """Records that the recipe will refuse."""
+    num_eligible: int
+    """Records that are long and short enough."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,17 +87,25 @@ class Rules:
 
 
 def select(
-    contents: Sequence[str], records: Sequence[Mapping[str, Any]], rules: Rules, fates: npt.NDArray[np.uint8] | None
+    contents: Sequence[str | None],
+    records: Sequence[Mapping[str, Any]],
+    rules: Rules,
+    fates: npt.NDArray[np.uint8] | None,
 ) -> Selection:
-    """Decide over records by their content; `fates` is one of `TAKEN`, `DUPLICATE`, `SURPLUS` for each.
+    """Decide over records by their content, which is None for those that will be refused.
 
-    That is for each record that is long and short enough, in order; None takes them all.
+    `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each record that is long and short enough, in order; None takes
+    them all.
     """
     routes: dict[str, list[int]] = {}
     left_out: Counter[str] = Counter()
     lost: list[tuple[int, str]] = []
+    unfit: list[int] = []
     place = 0
     for index, content in enumerate(contents):
+        if content is None:
+            unfit.append(index)
+            continue
         reason = rules.too_short_or_long(content)
         if reason is None:
             reason = None if fates is None else _REASONS[fates[place]]
@@ -111,6 +123,8 @@ def select(
         routes={route: np.array(indices, np.int64) for route, indices in sorted(routes.items())},
         left_out=left_out,
         lost=lost,
+        unfit=np.array(unfit, np.int64),
+        num_eligible=place,
     )
 
 

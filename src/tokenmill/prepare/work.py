@@ -59,7 +59,7 @@ def _run(
             _take(bench, batch, fates, writer)
         if counts.bad and options.on_error == "stop":
             return UnitResult(key=writer.key, counts=counts, shards={}, finished=False)
-        for _, _, part in batch.runs:
+        for _, part in batch.runs:
             counts.pieces[part.piece][0] += part.num_lines
         counts.batches += 1
         writer.tell_progress(min(batch.position, unit.bytes))
@@ -75,18 +75,23 @@ def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writ
     if not batch.num_records:
         return
     contents = bench.contents(batch)
-    counts.text_bytes += sum(map(len, contents))
-    odd = [text for text in contents if not text.isascii()]
+    texts = [text for text in contents if text is not None]
+    counts.text_bytes += sum(map(len, texts))
+    odd = [text for text in texts if not text.isascii()]
     counts.text_bytes += sum(len(text.encode(errors="surrogatepass")) - len(text) for text in odd)
     if bench.rules.trivial and fates is None:
         _append(bench, batch, ROUTE, None, writer, lengths)
     else:
         chosen = select(contents, batch.records, bench.rules, None if fates is None else fates[counts.place :])
         counts.skipped.update(chosen.left_out)
-        counts.place += len(contents) - chosen.left_out["min_chars"] - chosen.left_out["max_chars"]
+        counts.place += chosen.num_eligible
         counts.note_bad([_bad(batch, index, "domain", f"{value}") for index, value in chosen.lost])
         for route, indices in chosen.routes.items():
             _append(bench, batch, route, indices, writer, lengths)
+        if chosen.unfit.size:
+            refused = bench.encode(batch, chosen.unfit)
+            assert not refused.kept.size, "a record without content must be refused"
+            _note_refused(batch, chosen.unfit, refused, writer)
     for piece, documents, tokens in batch.by_piece(lengths):
         counts.pieces[piece][1] += documents
         counts.pieces[piece][2] += tokens
@@ -109,6 +114,10 @@ def _append(
     chosen: npt.NDArray[np.int64] = np.arange(batch.num_records) if indices is None else indices
     lengths[chosen[records.kept]] = tokens_of(records, bench)
     writer.counts.truncated += records.truncated
+    _note_refused(batch, chosen, records, writer)
+
+
+def _note_refused(batch: Joined, chosen: npt.NDArray[np.int64], records: Records, writer: UnitWriter) -> None:
     writer.counts.note_bad([_bad(batch, int(chosen[one.index]), one.reason, one.detail) for one in records.refused])
 
 

@@ -30,7 +30,7 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
-    kwargs: Mapping[str, Any] = NO_OPTIONS
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
     """Names that the template reads; they go before those of the encoder."""
 
 
@@ -57,7 +57,7 @@ class ChatEncoder:
     """Roles whose messages are trained on."""
     last_only: bool = field(default=False, kw_only=True)
     """Whether only the last of them is."""
-    kwargs: Mapping[str, Any] = field(default=NO_OPTIONS, kw_only=True)
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS, kw_only=True)
     """Names that the template reads, such as `enable_thinking`; `now` is the date for templates that write one."""
     _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
 

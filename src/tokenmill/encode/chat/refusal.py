@@ -8,8 +8,8 @@ from contextvars import ContextVar
 
 from tokenmill.errors import DocumentError
 
-MAX_STEPS = 4_000_000
-"""Loop rounds, calls and blocks of 256 characters that one render may take."""
+MAX_STEPS = 2_000_000
+"""Loop rounds and blocks of 256 characters that one render may take; a call counts as 16."""
 MAX_CHARS = 1 << 24
 """Characters that one string of a render may have."""
 

@@ -49,18 +49,10 @@ class Compiled:
     """Whether it says itself, by `{% generation %}`, what is trained on."""
 
 
-@lru_cache(maxsize=64)
 def compiled(source: str, where: str) -> Compiled:
-    """Compile a template; one that cannot be compiled raises `ConfigError` with the line."""
-    tracked, plain = TrackedEnvironment(), PlainEnvironment()
+    """Compile a template, once; one that cannot be compiled raises `ConfigError` with the line."""
     try:
-        tree = tracked.parse(source)
-        found = tree.find_all(nodes.ExtensionAttribute)
-        return Compiled(
-            has_generation=any(node.identifier == GenerationBlock.identifier for node in found),
-            tracked=tracked.from_string(source),
-            plain=plain.from_string(source),
-        )
+        return _compiled(source)
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"chat template {where}: must compile, got {error.message!r} at line {error.lineno}; "
@@ -71,6 +63,17 @@ def compiled(source: str, where: str) -> Compiled:
         raise ConfigError(
             f"chat template {where}: must compile, got {type(error).__name__}: {error}; correct the template"
         ) from error
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> Compiled:
+    tracked, plain = TrackedEnvironment(), PlainEnvironment()
+    blocks = plain.parse(source).find_all(nodes.ExtensionAttribute)
+    return Compiled(
+        tracked=tracked.from_string(source),
+        plain=plain.from_string(source),
+        has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
+    )
 
 
 class GenerationBlock(Extension):
@@ -90,14 +93,30 @@ class GenerationBlock(Extension):
         return generated(text) if isinstance(self.environment, TrackedEnvironment) else text
 
 
+class _Unfolded(CodeGenerator):
+    """Leaves all work to the time when it is counted; jinja would work out constants while it compiles."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:  # noqa: ANN401
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class PlainEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox with the names that chat templates expect.
 
     It has no limits of its own: a template runs here only after it has run tracked.
     """
 
+    code_generator_class: type[CodeGenerator] = _Unfolded
+
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, LoopControlExtension])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[GenerationBlock, LoopControlExtension],
+        )
         self.filters = {name: self.filters[name] for name in _FILTERS}
         self.filters["tojson"] = _plain_json
         self.globals = {name: self.globals[name] for name in _GLOBALS}
@@ -113,7 +132,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         """Leave `str.format` to `is_safe_attribute`, which refuses it."""
 
 
-class _Code(CodeGenerator):
+class _Code(_Unfolded):
     """Makes the literals of a template tracked, and counts loops."""
 
     environment: TrackedEnvironment
@@ -170,7 +189,6 @@ class TrackedEnvironment(PlainEnvironment):
     def __init__(self) -> None:
         super().__init__()
         self.literals: list[Tracked] = []
-        self.optimized = False  # else constant lists would be written out with plain strings in them
         self.finalize = text_of
         self.filters |= {"tojson": tojson, "string": text_of, "safe": text_of, "join": self._join}
         self.filters["counted"] = Counted
@@ -202,8 +220,8 @@ class TrackedEnvironment(PlainEnvironment):
         return value
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        """Call a macro, method or function; every call is a step."""
-        charge()
+        """Call a macro, method or function; every call is 16 steps."""
+        charge(16)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002

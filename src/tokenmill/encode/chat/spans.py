@@ -118,11 +118,11 @@ def _turn_range(scene: Scene, full: Trace, index: int) -> Range:
     role = scene.record.roles[index]
     own = _own(full, scene.record, index)
     if own.size:
-        begin = _header_end(scene, full, index, int(own[0])) if role == "assistant" else int(own[0])
         after = int(own[-1]) + 1
         foreign = np.flatnonzero((full.owner[own[0] : after] != NOBODY) & (full.owner[own[0] : after] != index))
         if foreign.size:
             raise Refusal("interleaved", f"message {index} is written in parts, with others between them")
+        begin = _header_end(scene, full, index, int(own[0])) if role == "assistant" else int(own[0])
     elif role != "assistant":
         _refuse_missing(full, scene.record, index)
         return (0, 0)
@@ -159,7 +159,8 @@ def _own(trace: Trace, record: Record, index: int) -> npt.NDArray[np.int64]:
 
 def _header_end(scene: Scene, full: Trace, index: int, before: int) -> int:
     """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
-    end = _aligned_header_end(scene, full, index, before)
+    ends = _aligned_header_ends(scene, full, index, before)
+    end = ends[-1] if ends else None
     if end is not None and (end == before or not _MARKUP.search(full.text, end, before)):
         return end
     # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
@@ -176,29 +177,30 @@ def _header_end(scene: Scene, full: Trace, index: int, before: int) -> int:
 
 def _empty_turn(scene: Scene, trace: Trace, index: int) -> int:
     """Return where a turn of the assistant without any text begins."""
-    end = _aligned_header_end(scene, trace, index, len(trace.text))
-    if end is None:
+    ends = _aligned_header_ends(scene, trace, index, len(trace.text))
+    if len(ends) != 1:
         raise Refusal("header", f"where message {index}, which is empty, begins cannot be told")
-    return end
+    return ends[0]
 
 
-def _aligned_header_end(scene: Scene, full: Trace, index: int, before: int) -> int | None:
-    """Return where the prompt for a message ends in the whole render; None if it is not the same there."""
+def _aligned_header_ends(scene: Scene, full: Trace, index: int, before: int) -> list[int]:
+    """Return where the prompt for a message ends in the whole render; nothing if it is not the same there."""
     prompt = scene.try_trace(index, True)
     if prompt is None:
-        return None
+        return []
     written = np.flatnonzero(prompt.owner != NOBODY)
     tail_at = int(written[-1]) + 1 if written.size else 0
     header = _REASONING.sub("", prompt.text[tail_at:])
-    begin = 0
+    begins = [0]
     if tail_at:
-        same = np.flatnonzero(full.origin[:before] == prompt.origin[tail_at - 1])
-        if not same.size:
-            return None
-        begin = int(same[-1]) + 1
-    end = begin + len(header)
-    fits = full.text.startswith(header, begin) and end <= before and _authored(full, begin, end)
-    return end if fits else None
+        begins = (np.flatnonzero(full.origin[:before] == prompt.origin[tail_at - 1]) + 1).tolist()
+    return [
+        begin + len(header)
+        for begin in begins
+        if full.text.startswith(header, begin)
+        and begin + len(header) <= before
+        and _authored(full, begin, begin + len(header))
+    ]
 
 
 def _authored(trace: Trace, begin: int, end: int) -> bool:

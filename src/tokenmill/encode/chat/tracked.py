@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from tokenmill.encode.chat.refusal import Refusal, charge_size
+from tokenmill.encode.chat.refusal import Refusal, charge, charge_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -56,7 +56,7 @@ class Tracked(str):
     __rmul__ = __mul__
 
     def __mod__(self, values: Any) -> str:  # noqa: ANN401 - whatever a template formats
-        if re.search(r"%[^%a-zA-Z(]", self):
+        if re.search(r"%[^a-zA-Z(]", self.replace("%%", "")):
             raise Refusal("template_error", f"a width in {str.__str__(self)!r} is not supported")
         if not isinstance(values, tuple):
             values = (values,)
@@ -115,7 +115,8 @@ class Tracked(str):
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        charge_size(len(self) + 16 * len(parts))
+        charge_size(len(self))
+        charge(len(parts))
         found: list[str] = []
         at = 0
         for part in parts:
@@ -206,6 +207,7 @@ def join(pieces: Iterable[str]) -> Tracked:
     parts = list(pieces)
     size = sum(map(len, parts))
     charge_size(size)
+    charge(len(parts))
     text = "".join(parts)
     marks = [_marks_of(part) for part in parts]
     if all(mark is None for mark in marks):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
+
+import numpy as np
 
 from tokenmill.encode.recipe.messages import (
     Message,
@@ -25,7 +26,7 @@ RULES: Mapping[str, str] = {
     "unknown_role": "the speaker of a message must be known",
     "tools": "tools must be a list of objects, or the JSON of one",
     "no_template": "messages must have a chat template",
-    "not_number": "rewards must be a list of finite numbers",
+    "not_number": "rewards must be a list of numbers that fit float32",
     "empty_group": "a record must have at least one response",
     "lengths_differ": "a record must have as many rewards as responses",
     "prompts_differ": "the chat template must write the same prompt before every response",
@@ -34,6 +35,8 @@ RULES: Mapping[str, str] = {
     "utf8": "text must be valid Unicode",
 }
 """Reason for which a record is refused -> the rule it breaks; the chat template has more of its own."""
+
+_MOST = float(np.finfo(np.float32).max)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -227,8 +230,8 @@ def numbers_of(record: Mapping[str, Any], section: Section) -> list[float] | Pro
         return _no_text(value, section.field)
     values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     for item in values:
-        if not isinstance(item, int | float) or isinstance(item, bool) or not isfinite(item):
-            return Problem(reason="not_number", detail=f"field {section.field!r} holds {item!r}")
+        if not isinstance(item, int | float) or isinstance(item, bool) or not abs(item) <= _MOST:
+            return Problem(reason="not_number", detail=f"field {section.field!r} holds {str(item)[:60]!r}")
     return [float(item) for item in values]
 
 

@@ -104,12 +104,16 @@ def tools_of(value: object, field: str) -> Sequence[Message] | Problem | None:
     return value
 
 
-def texts_of(value: object) -> list[str]:
-    """Return what there is to read in a field: its text, or those of its messages or parts, in order."""
+def texts_of(value: object, depth: int = 8) -> list[str]:
+    """Return what there is to read in a field: its text, or those of its messages or parts, in order.
+
+    What lies deeper than `depth` is no message; a hostile record could else exhaust the stack.
+    """
     if isinstance(value, str):
         return [value]
-    if isinstance(value, Mapping):
-        return texts_of(next((value[name] for name in ("content", "value", "text") if value.get(name)), None))
-    if isinstance(value, Sequence):
-        return [text for item in value for text in texts_of(item)]
+    if isinstance(value, Mapping) and depth:
+        said = next((value[name] for name in ("content", "value", "text") if value.get(name)), None)
+        return texts_of(said, depth - 1)
+    if isinstance(value, Sequence) and depth:
+        return [text for item in value for text in texts_of(item, depth - 1)]
     return []

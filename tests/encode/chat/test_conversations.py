@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.encode.chat.shapes import SHAPES, shaped, tools_of
+from tests.encode.chat.stock import STOCK, stock_template
+
+from tokenmill.encode.chat.conversations import ChatEncoder, Conversation
+from tokenmill.encode.chat.refusal import Refusal
+from tokenmill.encode.chat.render import render
+from tokenmill.encode.chat.template import ChatTemplate, load_template
+from tokenmill.encode.load import open_tokenizer
+from tokenmill.errors import ConfigError
+from tokenmill.types import Refused
+
+OPTIONS = {"now": "2025-01-31"}
+
+
+def talk(*contents: str) -> Conversation:
+    roles = itertools.cycle(("user", "assistant"))
+    return Conversation([{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)])
+
+
+def each(encoded) -> list[tuple[np.ndarray, np.ndarray]]:
+    offsets = encoded.encoded.offsets
+    return [(encoded.encoded.ids[a:b], encoded.masks[a:b]) for a, b in itertools.pairwise(offsets)]
+
+
+FEW = ("2 turns", "5 turns, system", "tools twice", "reasoning", "white space", "last is empty")
+
+
+@pytest.mark.parametrize("shapes", [FEW, pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all"))
+@pytest.mark.parametrize("name", STOCK)
+def test_supervised_ids_decode_to_what_the_assistant_wrote_and_its_end(name, shapes, small):
+    """[T1.a, T1.b]"""
+    template = stock_template(name)
+    encoder = ChatEncoder(template, small, kwargs=OPTIONS)
+    given = [Conversation(shaped(name, shape), tools_of(shape)) for shape in shapes]
+    encoded = encoder.encode(given)
+    assert encoded.encoded.ids.dtype == np.uint32
+    assert encoded.masks.dtype == np.uint8
+    assert encoded.masks.size == encoded.encoded.ids.size
+    assert encoded.kept.size >= 4
+    assert sorted([*encoded.kept.tolist(), *(one.index for one in encoded.refused)]) == list(range(len(given)))
+    for index, (ids, mask) in zip(encoded.kept.tolist(), each(encoded), strict=True):
+        shape = shapes[index]
+        found = render(template, shaped(name, shape), tools=tools_of(shape), kwargs=OPTIONS)
+        assert small.decode(ids) == found.text
+        assert mask.any()
+        assert small.decode(ids[mask == 1]) == "".join(found.text[a:b] for a, b in found.supervised)
+        for word in ("USER", "SYSTEM", "RESULT", "TOOLTEXT"):
+            assert word not in small.decode(ids[mask == 1])
+    for one in encoded.refused:
+        assert one.detail
+
+
+def test_one_at_a_time_gives_what_all_at_once_give(small):
+    """[T1.c]"""
+    encoder = ChatEncoder(stock_template("qwen3"), small)
+    given = [Conversation(SHAPES[shape], tools_of(shape)) for shape in SHAPES]
+    together = each(encoder.encode(given))
+    alone = [pair for one in given for pair in each(encoder.encode([one]))]
+    assert len(together) == len(alone) > 10
+    for (ids, mask), (other_ids, other_mask) in zip(together, alone, strict=True):
+        assert ids.tolist() == other_ids.tolist()
+        assert mask.tolist() == other_mask.tolist()
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "qwen3_training", "gptoss", "gemma4", "glm4moe"])
+def test_control_strings_of_the_record_are_ordinary_text(name, small):
+    """[S.i, T2.b]"""
+    template = load_template("chatml", tokenizer=None) if name == "chatml" else stock_template(name)
+    encoder = ChatEncoder(template, small, kwargs=OPTIONS)
+    names = [one for one in small.special_ids if one not in ("<|channel>", "<channel|>")]  # gemma4 strips those
+    given = [talk("hi", "yes"), *(talk(f"see {one} and {one}", f"{one}is {one}") for one in names)]
+    encoded = encoder.encode(given)
+    assert encoded.refused == []
+    (plain, _), *others = each(encoded)
+    control = list(small.special_ids.values())
+    wanted = plain[np.isin(plain, control)].tolist()
+    for one, (ids, mask) in zip(names, others, strict=True):
+        assert ids[np.isin(ids, control)].tolist() == wanted
+        assert f"see {one} and {one}" in small.decode(ids)
+        assert f"{one}is {one}" in small.decode(ids[mask == 1])
+
+
+def test_a_token_that_straddles_an_edge_is_cut_there(small):
+    # The tokenizer has a token for two line ends: the header ends after the first, the answer begins with the next.
+    encoder = ChatEncoder(load_template("chatml", tokenizer=None), small)
+    ((ids, mask),) = each(encoder.encode([talk("x", "\n\nANSWER")]))
+    whole, header = (small.encode([text]).ids.tolist() for text in ("assistant\n\n\nANSWER", "assistant\n"))
+    assert whole[: len(header)] != header
+    assert small.decode(ids[mask == 1]) == "\n\nANSWER<|im_end|>"
+    assert small.decode(ids) == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n\n\nANSWER<|im_end|>\n"
+    prompt = render(load_template("chatml", tokenizer=None), talk("x").messages, add_generation_prompt=True)
+    tail = small.encode([prompt.text.rpartition("<|im_start|>")[2]]).ids
+    before = ids[: int(np.flatnonzero(mask)[0])]
+    assert before[-tail.size :].tolist() == tail.tolist(), "what comes before is what the model sees when asked"
+
+
+BOS = "{{ bos_token }}"
+TALK = "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+
+def bare(*sources: str) -> ChatTemplate:
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    return ChatTemplate(source="".join(sources) + body, where="test", special_tokens={"bos_token": "<s>"})
+
+
+@pytest.mark.parametrize(
+    ("before", "adds", "wanted"),
+    [("", False, 0), ("", True, 1), (BOS, False, 1), (BOS, True, 1), (BOS * 2, False, 1), (BOS * 3, True, 1)],
+)
+def test_there_is_one_bos_if_the_template_or_the_tokenizer_has_one(before, adds, wanted, small, small_with_bos):
+    """[T2.b]"""
+    tokenizer = small_with_bos if adds else small
+    assert tokenizer.identity.add_bos is adds
+    encoded = ChatEncoder(bare(before), tokenizer).encode([talk("<s>a", "<s><s>b"), talk("c", "d")])
+    for ids, mask in each(encoded):
+        is_bos = ids == tokenizer.identity.bos_id
+        assert is_bos.sum() == is_bos[:1].sum() == wanted
+        assert not mask[is_bos].any()
+        assert ids[wanted] == tokenizer.special_ids["<|im_start|>"]
+
+
+@pytest.mark.parametrize("before", ["\n" + BOS, BOS + "\n" + BOS, "x" + BOS + BOS])
+def test_a_bos_that_cannot_be_one_is_refused(before, small_with_bos):
+    """[T2.b]"""
+    (one,) = ChatEncoder(bare(before), small_with_bos).encode([talk("a", "b")]).refused
+    assert one.reason == "bos"
+
+
+def test_eos_is_not_added_behind_a_conversation(small_folder):
+    tokenizer = open_tokenizer(str(small_folder), add_eos=True)
+    ((ids, _),) = each(ChatEncoder(bare(), tokenizer).encode([talk("a", "b")]))
+    assert ids[-1] == tokenizer.special_ids["<|im_end|>"]
+
+
+def test_what_is_refused_is_told_by_index_and_the_rest_is_kept(small):
+    encoder = ChatEncoder(stock_template("gemma"), small)
+    system = Conversation([{"role": "system", "content": "x"}, *talk("a", "b").messages])
+    encoded = encoder.encode([system, talk("a", "b"), talk("a"), talk("c", "d"), Conversation([])])
+    assert encoded.kept.tolist() == [1, 3]
+    assert encoded.encoded.num_documents == 2
+    assert encoded.refused[0] == Refused(
+        index=0, reason="template_error", detail="TemplateError: System role not supported"
+    )
+    assert [(one.index, one.reason) for one in encoded.refused[1:]] == [
+        (2, "no_trained_message"),
+        (4, "no_messages"),
+    ]
+    nothing = encoder.encode([])
+    assert (nothing.encoded.num_documents, nothing.masks.size, nothing.kept.size, nothing.refused) == (0, 0, 0, [])
+
+
+def test_options_of_the_conversation_go_before_those_of_the_encoder(small):
+    source = "{{ effort }}|" + bare().source
+    encoder = ChatEncoder(ChatTemplate(source=source, where="test"), small, kwargs={"effort": "low"})
+    given = [talk("a", "b"), Conversation(talk("a", "b").messages, kwargs={"effort": "<|im_end|>"})]
+    encoded = encoder.encode(given)
+    assert [small.decode(ids).partition("|<|im_start|>")[0] for ids, _ in each(encoded)] == ["low", "<|im_end|>"]
+    lengths = [(ids == small.special_ids["<|im_end|>"]).sum() for ids, _ in each(encoded)]
+    assert lengths == [2, 2], "an option is ordinary text"
+    (one,) = encoder.encode([Conversation(talk("a", "b").messages, kwargs={"messages": []})]).refused
+    assert one.reason == "options"
+    with pytest.raises(
+        ConfigError, match=r"must not replace what the template is given, got 'tools'; leave it out"
+    ):
+        ChatEncoder(encoder.template, small, kwargs={"tools": []})
+
+
+def test_every_option_changes_the_fingerprint(small):
+    """[T1.c, T2.c]"""
+    template = load_template("chatml", tokenizer=None)
+    made = [
+        ChatEncoder(template, small),
+        ChatEncoder(template, small, train_on=("assistant", "tool")),
+        ChatEncoder(template, small, last_only=True),
+        ChatEncoder(template, small, kwargs={"enable_thinking": False}),
+        ChatEncoder(stock_template("llama3"), small),
+    ]
+    shown = [encoder.to_json() for encoder in made]
+    assert all(one != other for one, other in itertools.combinations(shown, 2))
+    same = ChatEncoder(template, small, train_on=("tool", "assistant")).to_json()
+    assert same == shown[1]
+
+
+@pytest.mark.parametrize("roles", ["assistant", (), ("",)])
+def test_roles_must_be_named(small, roles):
+    with pytest.raises(ConfigError, match="train_on must name roles"):
+        ChatEncoder(load_template("chatml", tokenizer=None), small, train_on=roles)
+
+
+def test_a_tokenizer_without_the_control_strings_spells_them():
+    tokenizer = open_tokenizer("bytes", add_bos=False)
+    encoder = ChatEncoder(load_template("chatml", tokenizer="bytes"), tokenizer)
+    ((ids, mask),) = each(encoder.encode([talk("é", "ü")]))
+    assert tokenizer.decode(ids) == "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\nü<|im_end|>\n"
+    assert tokenizer.decode(ids[mask == 1]) == "ü<|im_end|>"
+    unmarked = ChatEncoder(stock_template("qwen2_5"), tokenizer)
+    ((ids, mask),) = each(unmarked.encode([talk("é", "ü")]))
+    assert tokenizer.decode(ids[mask == 1]) == "ü<|im_end|>"
+
+
+def test_an_error_of_one_record_says_why_as_a_document_error():
+    with pytest.raises(Refusal, match=r"^conversation: refused as role: message 0 has the unknown role 'x'$"):
+        render(load_template("chatml", tokenizer=None), [{"role": "x", "content": ""}])
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content | trim + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('user and assistant only') }}{% endif %}{% endfor %}"
+)
+# The templates that real tokenizers carry, and stock ones of the same family.
+FAMILIES = {
+    "qwen3": ("tokenizer", "qwen3", "qwen3_training", "qwen3_instruct_2507", "qwen3_8", "chatml"),
+    "qwen2_5": ("tokenizer", "qwen2_5", "qwen2_5_training"),
+    "llama3_1": ("tokenizer", "llama3", "llama3_1", "llama3_2", "llama3_training"),
+    "mistral_nemo": ("tokenizer",),
+    "deepseek_v3": ("tokenizer", "deepseekv3", "deepseekv3_training", "deepseek_r1_distill"),
+    "llama2": ("llama2",),
+}
+
+
+def _families() -> Iterator[object]:
+    for family, names in FAMILIES.items():
+        # The large ones take seconds to open.
+        marks = [] if family in ("qwen3", "llama2") else [pytest.mark.deep]
+        yield from (pytest.param(family, name, marks=marks) for name in names)
+
+
+@pytest.mark.parametrize(("family", "name"), _families())
+def test_real_tokenizers_with_templates_of_their_family(family, name, real, tmp_path):
+    """[T1.a, T2.b, S.i]"""
+    tokenizer = real(family)
+    folder = real.folder / family
+    spec = str(STOCK[name]) if name in STOCK else name
+    if name == "llama2":
+        spec = str(tmp_path / "llama2.jinja")
+        (tmp_path / "llama2.jinja").write_text(LLAMA2, encoding="utf-8")
+    template = load_template(spec, tokenizer=str(folder))
+    encoder = ChatEncoder(template, tokenizer, kwargs=OPTIONS)
+    given = [Conversation(SHAPES[shape], tools_of(shape)) for shape in SHAPES]
+    given.append(talk("".join(tokenizer.special_ids)[:2000], f"see {next(iter(tokenizer.special_ids))} é 中"))
+    encoded = encoder.encode(given)
+    assert encoded.kept.size >= 3
+    for index, (ids, mask) in zip(encoded.kept.tolist(), each(encoded), strict=True):
+        one = given[index]
+        found = render(template, one.messages, tools=one.tools, kwargs=OPTIONS)
+        wanted = "".join(found.text[a:b] for a, b in found.supervised)
+        bos = tokenizer.identity.bos_id
+        assert bos is None or not np.any((ids[1:] == bos) & (ids[:-1] == bos))
+        assert bos is None or not tokenizer.identity.add_bos or ids[0] == bos
+        if family != "llama2":  # which decodes the mark before every text as a blank
+            begin = (
+                ""
+                if ids[0] != bos or found.text.startswith(template.special_tokens["bos_token"])
+                else tokenizer.decode(ids[:1])
+            )
+            assert tokenizer.decode(ids) == begin + found.text
+            assert tokenizer.decode(ids[mask == 1]) == wanted
+        else:
+            shown = tokenizer.decode(ids[mask == 1])
+            assert shown.replace(" ", "") == wanted.replace(" ", "")
+        assert not any(
+            word in tokenizer.decode(ids[mask == 1]) for word in ("USER", "SYSTEM", "RESULT", "TOOLTEXT")
+        )

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tokenmill.encode.chat import scene
+from tokenmill.encode.chat.refusal import Refusal, budget
+from tokenmill.encode.chat.render import render
+from tokenmill.encode.chat.sandbox import compiled
+from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.errors import ConfigError
+
+MESSAGES = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+
+
+def rendered(source: str, **options: object) -> str:
+    template = ChatTemplate(source=source, where="test", special_tokens={"eos_token": "</s>"})
+    return render(template, MESSAGES, kwargs=options, add_generation_prompt=True).text
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__']['__base__'] }}",
+    "{{ [].__class__.__base__.__subclasses__()[0] }}",
+    "{{ messages.__class__.__init__.__globals__ }}",
+    "{{ messages[0].content.__class__ }}",
+    "{{ messages[0].content._marks }}",
+    "{{ messages[0].content['_marks'] }}",
+    "{{ messages[0].__class__.__getitem__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('/etc/passwd').read() }}",
+    "{{ strftime_now.__closure__[0].cell_contents }}",
+    "{{ range.__self__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ lipsum.__globals__ }}",
+    "{{ dict.__base__.__subclasses__() }}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
+    "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
+    "{% for x in [1] %}{{ loop.__init__.__globals__ }}{% endfor %}",
+    "{{ '{0.__class__}'.format(messages) }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format_map({'0': 1}) }}",
+    "{{ ('%s'.format)('x') }}",
+    "{{ messages | attr('__class__') }}",
+    "{{ messages | map(attribute='__class__') | list }}",
+    "{{ messages | map(attribute='content.__class__') | join }}",
+    "{{ messages | selectattr('__class__') | first }}",
+    "{{ messages.append({'role': 'user'}) }}",
+    "{{ messages[0].update({'content': 'x'}) }}",
+    "{{ messages[0].pop('content') }}",
+    "{{ tools.__class__ }}{{ (1).__class__.__base__ }}",
+    "{{ (1).to_bytes(4, 'big') }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{% extends 'x' %}",
+    "{{ environment }}{{ context }}",
+    "{{ ().__class__.__bases__[0] }}",
+    "{{ caller.__globals__ }}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_template_cannot_leave_the_sandbox(source):
+    """[S.c]"""
+    assert len(ESCAPES) >= 30
+    try:
+        outcome = rendered(source)
+    except Refusal as error:
+        outcome = error.reason
+    except ConfigError as error:
+        outcome = str(error).split(",")[0]
+    # What the sandbox hides prints as nothing.
+    assert outcome in ("", "template_error", "untracked", "chat template test: must compile")
+
+
+BOMBS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+    "{% set ns = namespace(x='aaaa') %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x='aaaa') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[]) %}{% for i in range(64) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=1) %}{% for i in range(64) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}",
+    "{% set ns = namespace(x=1) %}{% for i in range(64) %}{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x=1) %}{% for i in range(64) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}",
+    "{% set ns = namespace(x=9) %}{% for i in range(64) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}",
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = [n.x, n.x] | join(n.x) %}{% endfor %}",
+    "{{ 'a' * 10000000000 }}",
+    "{{ 10000000000 * 'a' }}",
+    "{{ [0] * 10000000000 }}",
+    "{{ 9 ** 99999999 }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ range(10000000000) | list }}",
+    "{{ [1, 2] | tojson(indent=1000000000) }}",
+]
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_template_cannot_take_all_time_or_memory(source, monkeypatch):
+    """[S.c]"""
+    monkeypatch.setattr(scene, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
+    with pytest.raises(Refusal) as caught:
+        rendered(source)
+    assert caught.value.reason in ("too_long", "too_large", "template_error")
+
+
+def test_there_is_a_limit_without_being_asked_for():
+    """[S.c]"""
+    with pytest.raises(Refusal, match="more steps than a render may"):
+        rendered(BOMBS[0])
+
+
+def test_a_template_that_does_not_compile_names_its_line():
+    with pytest.raises(ConfigError, match=r"chat template 'x.jinja': must compile, got .*endfor.* at line 3;"):
+        compiled("a\n{% for x in y %}\n{% endif %}", "'x.jinja'")
+    with pytest.raises(ConfigError, match=r"No filter named .*random.* at line 1"):
+        compiled("{{ [1, 2] | random }}", "x")
+
+
+def test_the_clock_is_not_read_but_given():
+    source = "{{ strftime_now('%d %b %Y') }}"
+    assert rendered(source, now="2025-01-31") == "31 Jan 2025"
+    with pytest.raises(ConfigError, match=r"must not depend on the clock, got no date; .*now = "):
+        rendered(source)
+    with pytest.raises(ConfigError, match=r"now must be a date in ISO form, got 'today'"):
+        rendered(source, now="today")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }};{% endfor %}",
+            "1/2False;2/2True;",
+        ),
+        ("{% for c in 'abc' %}{% if c == 'b' %}{% continue %}{% endif %}{{ c }}{% endfor %}", "ac"),
+        ("{% for c in 'abc' %}{% if c == 'b' %}{% break %}{% endif %}{{ c }}{% endfor %}", "a"),
+        ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", "a1"),
+        ("{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}", "123"),
+        ("{% for x in [] %}{% else %}none{% endfor %}", "none"),
+        ("{% set x %}a{{ eos_token }}{% endset %}{{ x | upper ~ 1 ~ none }}", "A</S>1None"),
+        ("{% macro m(a, b='z') %}{{ a }}{{ b }}{{ caller() }}{% endmacro %}{% call m('y') %}w{% endcall %}", "yzw"),
+        ("{% filter upper %}abc{{ messages[0].role }}{% endfilter %}", "ABCUSER"),
+        (
+            "{{ ['b', 'a'] | sort | join(', ') }}{{ messages | map(attribute='role') | join('+') }}",
+            "a, buser+assistant",
+        ),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first }}", "question"),
+        ("{{ {'b': 1, 'a': [true, none]} | tojson }}|{{ 'é<' | tojson }}", '{"b": 1, "a": [true, null]}|"é<"'),
+        ("{{ 'a,b' .split(',')[-1] }}{{ '%s-%s' % ('x', 1) }}{{ 'x' * 3 }}{{ 7 // 2 }}{{ 2 ** 5 }}", "bx-1xxx332"),
+        ("{{ missing }}{{ missing | default('d') }}{{ 'ab' | length }}{{ '12' | int + 1 }}", "d213"),
+        (
+            "{{ 'a\n' | trim }}{{ ' x ' | string | trim }}{{ messages[0].content | replace('q', 'Q') }}",
+            "axQuestion",
+        ),
+        ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}c", "abc"),
+        ("{{ [1, 'a', {'k': 'v'}] }}{{ ('t',) }}", "[1, 'a', {'k': 'v'}]('t',)"),
+    ],
+)
+def test_the_language_is_that_of_jinja(source, text):
+    # `render` itself compares with plain jinja; here the text is given as well.
+    assert rendered(source) == text
