@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tokenmill.prepare import prepare as prepare
     from tokenmill.run import Run as Run
     from tokenmill.store import Store as Store
+    from tokenmill.store import detect_format as detect_format
+    from tokenmill.store import import_store as import_store
     from tokenmill.store import open_store as open_store
     from tokenmill.store import verify as verify
 
@@ -43,6 +45,8 @@ _HOMES = {
     "Store": "tokenmill.store",
     "StoreError": "tokenmill.errors",
     "TokenmillError": "tokenmill.errors",
+    "detect_format": "tokenmill.store",
+    "import_store": "tokenmill.store",
     "open_store": "tokenmill.store",
     "open_tokenizer": "tokenmill.encode.load",
     "prepare": "tokenmill.prepare",

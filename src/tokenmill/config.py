@@ -15,6 +15,7 @@ from tokenmill.types import ARRAYS, CROPS, ON_CHANGE, PACKINGS, POSITIONS, SPLIT
 MAX_SEQ_LEN = 1 << 24
 MAX_NUMBER = 1 << 40
 """Steps and rows of a batch, so that positions of a run fit 64 bits many times over."""
+DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
 T = TypeVar("T")
 
 
@@ -24,9 +25,15 @@ class SourceConfig:
 
     name: str
     store: str
-    """Folder of the store; a relative path counts from the folder of the config file."""
+    """Folder of the store, or files of another project; a relative path counts from the folder of the config."""
     max_epochs: float | None = None
     """How often the source may be read in the whole run; checked before the first step."""
+    dtype: str | None = None
+    """What files of another project do not say of themselves, as all below; must not contradict what they say."""
+    vocab_size: int | None = None
+    eos_id: int | None = None
+    bos_id: int | None = None
+    format: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
@@ -81,8 +88,8 @@ class RunConfig:
     """Blocks that are shuffled together under shuffle = "block"."""
     weights: Mapping[str, float] | None = None
     """Share of rows of each source, for stages that do not say; need not sum to 1."""
-    arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
-    """What a batch delivers."""
+    arrays: tuple[str, ...] = DEFAULT_ARRAYS
+    """What a batch delivers, where stores hold sequences."""
     positions: str = "document"
     """Where position_ids start from 0: at every `document`, or only at the start of the `row`."""
 

@@ -9,15 +9,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.config import Config, StageConfig, read_config
+from tokenmill.config import DEFAULT_ARRAYS, Config, StageConfig, read_config
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
-    from tokenmill.packing import ConcatRows, PackedRows, Policy
+    from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, StageSpec
     from tokenmill.store import Store
+
+RECORD_KINDS = frozenset(("dpo", "grpo"))
+"""Training types whose records have several arrays: each is a row of its own."""
+_DTYPES = {
+    **dict.fromkeys(("loss_mask", "chosen_mask", "rejected_mask", "masks"), "|u1"),
+    "rewards": "<f4",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +47,37 @@ class Run:
         from tokenmill.store.maps import MapCache
 
         maps = MapCache()
-        stores = {source.name: open_store(self.folder / source.store, maps=maps) for source in self.config.sources}
+        stores = {
+            source.name: open_store(
+                self.folder / source.store,
+                maps=maps,
+                dtype=source.dtype,
+                vocab_size=source.vocab_size,
+                eos_id=source.eos_id,
+                bos_id=source.bos_id,
+                format=source.format,
+            )
+            for source in self.config.sources
+        }
         _check_tokenizers(stores)
+        _check_kinds(stores)
         return stores
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, int, Policy], ConcatRows | PackedRows]:
+    def _rows(self) -> dict[tuple[str, int, Policy], ConcatRows | PackedRows | RecordRows]:
         return {}
 
-    def rows(self, source: str, seq_len: int, policy: Policy) -> ConcatRows | PackedRows:
-        """Return the rows of a source at a sequence length under a policy."""
-        from tokenmill.packing import ConcatRows, pack_rows
+    def rows(self, source: str, seq_len: int, policy: Policy) -> ConcatRows | PackedRows | RecordRows:
+        """Return the rows of a source at a sequence length under a policy; pairs and groups are never packed."""
+        from tokenmill.packing import ConcatRows, RecordRows, pack_rows
 
         key = (source, seq_len, policy)
         if key not in self._rows:
             crossing = self.config.run.cross_document_labels
             store = self.stores[source]
-            if policy.name == "concat":
+            if store.manifest.kind in RECORD_KINDS:
+                self._rows[key] = RecordRows(store=store, seq_len=seq_len, policy=policy)
+            elif policy.name == "concat":
                 self._rows[key] = ConcatRows(store=store, seq_len=seq_len, cross_document_labels=crossing)
             else:
                 self._rows[key] = pack_rows(store, seq_len=seq_len, policy=policy, cross_document_labels=crossing)
@@ -95,13 +116,14 @@ class Run:
         from tokenmill.loader import Loader, LoaderOptions, RankSlice
 
         plan = self.plan()
+        arrays = arrays or self._arrays(plan)
         if rank == 0:
             self._record(plan)
         return Loader(
             plan,
             RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
             LoaderOptions(
-                arrays=tuple(arrays or self.config.run.arrays),
+                arrays=tuple(arrays),
                 threads=threads,
                 prefetch=prefetch,
                 positions=self.config.run.positions,
@@ -121,7 +143,7 @@ class Run:
         assert stage.packing is not None
         assert stage.split is not None
         assert stage.crop is not None
-        policy = Policy(name=stage.packing, split=stage.split, crop=stage.crop)
+        policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
         return StageSpec(
             name=stage.name,
             start_step=stage.start_step,
@@ -137,6 +159,33 @@ class Run:
             rows={name: self.rows(name, stage.seq_len, policy) for name in stage.weights},
             on_change=stage.on_change,
         )
+
+    def _packing(self, stage: StageConfig) -> str:
+        """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""
+        assert stage.packing is not None
+        kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_KINDS
+        if not kinds:
+            return stage.packing
+        if stage.packing not in ("best_fit", "padded"):
+            raise ConfigError(
+                f"stage {stage.name!r}: packing is for stores of sequences, got {stage.packing!r} with stores of "
+                f"{kinds.pop()}; leave it out, a record is a row"
+            )
+        return "padded"
+
+    def _arrays(self, plan: Plan) -> tuple[str, ...]:
+        """Return what the config says that a batch delivers, or what the training type has."""
+        from tokenmill.loader import usual_arrays
+
+        usual, said = usual_arrays(plan), self.config.run.arrays
+        if set(usual) & set(DEFAULT_ARRAYS):
+            return said
+        if said != DEFAULT_ARRAYS:
+            raise ConfigError(
+                f"run: arrays is for stores of sequences, got {list(said)} where a batch has {list(usual)}; "
+                "leave it out, or pass arrays to the loader"
+            )
+        return usual
 
     def _record(self, plan: Plan) -> None:
         """Keep the description of the plan beside the config, so that a refused resume can say what changed."""
@@ -168,13 +217,34 @@ class Run:
         return self.folder / ".tokenmill" / "plans" / f"{name}.json"
 
 
+def _check_kinds(stores: dict[str, Store]) -> None:
+    """Refuse sources whose rows do not fit one batch, and arrays that the kernels cannot read."""
+    families = {name: s.manifest.kind if s.manifest.kind in RECORD_KINDS else "seq" for name, s in stores.items()}
+    first, *others = families
+    for other in others:
+        if families[other] != families[first]:
+            raise ConfigError(
+                f"sources: all must be of one training type (seq and sft go together), got {first!r} of "
+                f"{stores[first].manifest.kind} and {other!r} of {stores[other].manifest.kind}; make a run of each"
+            )
+    for store in stores.values():
+        for key, dtype in store.manifest.keys.items():
+            wanted = _DTYPES.get(key, dtype)
+            if dtype != wanted:
+                raise ConfigError(
+                    f"{store.path}: {key} must be {wanted} to be trained on, got {dtype}; prepare the store again"
+                )
+
+
 def _check_tokenizers(stores: dict[str, Store]) -> None:
     """Refuse sources whose ids do not mean the same."""
+    from tokenmill.store.foreign.mix import difference
+
     first, *others = stores
     for other in others:
-        found = first_difference(dict(stores[first].manifest.tokenizer), dict(stores[other].manifest.tokenizer))
+        found = difference(stores[first].manifest.tokenizer, stores[other].manifest.tokenizer)
         if found:
             raise ConfigError(
                 f"sources: all must be prepared with one tokenizer, got {first!r} and {other!r} that differ in "
-                f"{found[0]}: {found[1]!r} and {found[2]!r}; prepare one of them again"
+                f"{found[0]}: {found[1]!r} and {found[2]!r}; {found[3]}"
             )

@@ -152,7 +152,7 @@ def test_a_shard_that_is_not_listed_is_found(golden):
     """[S.f]"""
     shutil.copytree(golden / "shard-00000", golden / "shard-00002")
     with pytest.raises(
-        StoreCorruptError, match=r"shard-00002: must be listed in manifest\.json, got a stranger; remove"
+        StoreCorruptError, match=r"shard-00002: must be listed in manifest\.json, got a stranger; if"
     ):
         verify(golden)
 

@@ -10,6 +10,7 @@ import typer
 from tokenmill.cli.batches import batches
 from tokenmill.cli.console import errors
 from tokenmill.cli.demo import demo
+from tokenmill.cli.import_ import import_
 from tokenmill.cli.inspect import inspect
 from tokenmill.cli.plan import plan
 from tokenmill.cli.prepare import prepare
@@ -26,8 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order of the data flow, as --help lists them.
-for command in (demo, prepare, inspect, verify, plan, batches, what, when):
-    app.command(no_args_is_help=command is not demo)(command)
+for command in (demo, prepare, import_, inspect, verify, plan, batches, what, when):
+    app.command(command.__name__.strip("_"), no_args_is_help=command is not demo)(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -162,9 +162,7 @@ def _example(store: Store, tokenizer: Tokenizer, key: str, item: int) -> Example
     shown, flags = ids[:EXAMPLE_TOKENS], trained[:EXAMPLE_TOKENS]
     edges = [0, *(np.flatnonzero(np.diff(flags.astype(np.int8))) + 1).tolist(), shown.size]
     runs = tuple(
-        (bool(flags[begin]), tokenizer.decode(shown[begin:end]))
-        for begin, end in pairwise(edges)
-        if end > begin
+        (bool(flags[begin]), tokenizer.decode(shown[begin:end])) for begin, end in pairwise(edges) if end > begin
     )
     return Example(
         key=key,

@@ -29,6 +29,9 @@ def prepare(
     recipe: Annotated[
         str, typer.Option(help="text, chat, instruction, dpo, grpo, or a .json or .toml file.")
     ] = "text",
+    chat_template: Annotated[
+        str | None, typer.Option(help="For messages: tokenizer (its own), a .jinja file, or chatml.")
+    ] = None,
     text_field: Annotated[
         str | None, typer.Option(help="Field that holds the text; dots go down. Default: text.")
     ] = None,
@@ -80,6 +83,7 @@ def prepare(
         rebuild=rebuild,
         options=PrepareOptions(
             text_field=text_field,
+            chat_template=chat_template,
             format=format,
             text_unit=text_unit,
             on_error=on_error,

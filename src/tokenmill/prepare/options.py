@@ -33,6 +33,8 @@ class PrepareOptions:
 
     text_field: str | None = None
     """Where the text is in a record, for the recipe `text`; dots go down: `a.b` is field b of the object in a."""
+    chat_template: str | None = None
+    """`tokenizer`, the path of a template, or `chatml`: what messages, and the texts of a preset, go through."""
     format: str | None = None
     """How files are read whatever their endings: `text`, `jsonl`, `json`, `parquet`, `arrow`, `csv`, `tsv`, ..."""
     text_unit: str = "file"
@@ -96,7 +98,7 @@ class PrepareOptions:
 
 def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     """Return the recipe that a spec names, with what the options say on top."""
-    from tokenmill.encode.recipe import load_recipe
+    from tokenmill.encode.recipe import PRESETS, load_recipe
 
     if options.text_field is not None:
         if spec != "text":
@@ -109,7 +111,11 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
         part: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
         for part, names in (("preprocessing", _OF_PREPROCESSING), ("output", _OF_OUTPUT))
     }
+    if options.chat_template is not None and isinstance(spec, str) and spec in PRESETS:
+        spec = {"preset": spec, "chat_template": options.chat_template}
     recipe = load_recipe(spec)
+    if options.chat_template is not None:
+        recipe = replace(recipe, chat_template=options.chat_template)
     if not any(said.values()):
         return recipe
     # Through the reader once more, so that an option is checked like a key of a recipe.

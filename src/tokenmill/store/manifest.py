@@ -166,7 +166,7 @@ def shard_from_json(value: Mapping[str, Any]) -> ShardInfo:
         name=_text(value["name"]),
         documents=_count(value["documents"]),
         tokens=_count(value["tokens"]),
-        files={name: _file_info(info) for name, info in value["files"].items()},
+        files={name: _file_info(info, inside=container is not None) for name, info in value["files"].items()},
         axes={axis: (_count(items), _count(values)) for axis, (items, values) in value.get("axes", {}).items()},
         container=None if container is None else _file_info(container),
     )
@@ -229,8 +229,10 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _file_info(value: Mapping[str, Any]) -> FileInfo:
-    return FileInfo(bytes=_count(value["bytes"]), xxh3=_text(value["xxh3"]), begin=_count(value.get("begin", 0)))
+def _file_info(value: Mapping[str, Any], *, inside: bool = False) -> FileInfo:
+    """Read size and checksum; what is `inside` a file must say where it begins."""
+    begin = value["begin"] if inside else value.get("begin", 0)
+    return FileInfo(bytes=_count(value["bytes"]), xxh3=_text(value["xxh3"]), begin=_count(begin))
 
 
 def _count(value: object) -> int:

@@ -65,7 +65,7 @@ class StoreSpec:
             )
         if "responses" in self.axes and "groups" not in self.axes:
             raise StoreError(
-                f"store keys: responses need rewards, which cut them into records, got {sorted(self.keys)}; add them"
+                f"store keys: responses need rewards, which cut them into records, got {[*self.keys]}; add them"
             )
         if self.max_tokens_per_shard < 1:
             raise StoreError(
@@ -142,9 +142,13 @@ class ShardWriter:
         """Go on from a checkpoint: what was written after it is cut off, what came before is proven by checksum."""
         writer = cls.__new__(cls)
         writer._begin(folder, spec)
-        for name in writer._names():
-            size, xxh3 = checkpoint["files"][name]
-            writer._files[name] = CheckedFile.reopen(folder / name, size, xxh3)
+        try:
+            for name in writer._names():
+                size, xxh3 = checkpoint["files"][name]
+                writer._files[name] = CheckedFile.reopen(folder / name, size, xxh3)
+        except BaseException:
+            writer.close()
+            raise
         writer.documents = checkpoint["documents"]
         writer._sizes = {axis: (size[0], size[1]) for axis, size in checkpoint["axes"].items()}
         return writer

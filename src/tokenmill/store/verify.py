@@ -48,6 +48,7 @@ class VerifyReport:
     fingerprint: str
     checked: str = "checksums, offsets and ids are right"
     """What was proven, in words."""
+    format: str = "tokenmill"
 
 
 def verify(

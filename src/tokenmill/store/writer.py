@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import weakref
@@ -15,6 +16,7 @@ import numpy as np
 
 from tokenmill.errors import StoreError, StoreExistsError
 from tokenmill.store.durable import OWNER, lock_folder, sync_folder, unlock_folder, write_atomically
+from tokenmill.store.h5 import INDEX_GROUP
 from tokenmill.store.layout import MANIFEST, is_shard_name, shard_name
 from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes
 from tokenmill.store.series import ShardSeries
@@ -121,11 +123,23 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
                 f"{path}: must be a folder of its own for the store, got {child.name!r} in it; choose another path"
             )
     for child in left:
-        strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin")
-        if strangers and is_shard_name(child.name):
+        if not is_shard_name(child.name) or child.is_symlink():
+            continue
+        strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin") if child.is_dir() else []
+        if strangers:
             raise StoreError(
                 f"{child}: a folder of this name must be a shard, got {strangers[0]}; choose another path"
             )
+        if child.is_file() and not _is_container(child):
+            raise StoreError(f"{child}: a file of this name must be a shard, got another's; choose another path")
     (path / MANIFEST).unlink(missing_ok=True)
     for child in left:
         shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+
+
+def _is_container(file: Path) -> bool:
+    """Whether a file was made by `to_h5`: it has the group that only ours have."""
+    if not file.stat().st_size:
+        return False
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data[:8] == b"\x89HDF\r\n\x1a\n" and data.find(INDEX_GROUP.encode()) >= 0

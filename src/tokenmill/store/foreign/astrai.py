@@ -1,0 +1,258 @@
+"""Readers of AstrAI's stores: .bin with meta.json, and .h5 with a group a key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
+from tokenmill.store.foreign.files import names_of
+from tokenmill.store.foreign.options import ForeignOptions
+from tokenmill.store.foreign.parts import Flat, Part, Parts, flat_of, real_file
+from tokenmill.store.layout import axis_of
+from tokenmill.types import AXES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MAX_META = 1 << 28
+"""Bytes that a meta.json may have."""
+_DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+_WAY_OUT = "copy the folder again from where it is intact"
+
+
+def read_astrai_bin(files: Sequence[Path], options: ForeignOptions) -> Parts:
+    """Read folders of a meta.json (key -> shape, dtype, and for records their offsets) and a KEY.bin a key."""
+    kinds, parts = [], []
+    for meta, name in zip(files, names_of(list(files)), strict=True):
+        table = _meta(meta)
+        kind = _kind_of(meta, table)
+        arrays: dict[str, Flat] = {}
+        ends: dict[str, Callable[[], npt.NDArray[np.int64]]] = {}
+        for key in _read_keys(kind, table):
+            flat = _bin_array(meta, key, table[key])
+            arrays[key] = flat
+            if "offsets" in table[key]:
+                offsets = _offsets(meta, key, table[key]["offsets"], flat.count)
+                axis = axis_of(kind, key)
+                if axis in ends and not np.array_equal(ends[axis](), offsets[1:]):
+                    raise StoreCorruptError(
+                        f"{meta}: offsets of {key!r} must be those of all arrays of {axis}, got others; {_WAY_OUT}"
+                    )
+                ends[axis] = partial(_behind_first, offsets)
+        if kind == "dpo" and set(ends) != set(AXES["dpo"].values()):
+            raise StoreError(
+                f"{meta}: records of DPO must have offsets for chosen and rejected, got {sorted(ends)}; "
+                "write the store again with record_keys, or as .h5"
+            )
+        _check_lengths(meta, kind, arrays)
+        options.check_dtype(meta, arrays[_first(kind)].dtype)
+        kinds.append(kind)
+        parts.append(Part(name=name.removesuffix("/meta.json"), arrays=arrays, ends=ends, beside=(meta,)))
+    return Parts(kind=_one_kind(files, kinds), parts=tuple(parts))
+
+
+def _behind_first(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return offsets[1:]
+
+
+def _meta(meta: Path) -> dict[str, dict[str, Any]]:
+    if not meta.is_file():
+        raise StoreMissingError(f"{meta}: must stand beside the .bin files, got nothing there; copy it as well")
+    _, size = real_file(meta)
+    try:
+        if size > MAX_META:
+            raise ValueError(f"{size} bytes")
+        table: dict[str, dict[str, Any]] = orjson.loads(meta.read_bytes())
+        ok = isinstance(table, dict) and all(isinstance(value, dict) for value in table.values())
+        if not ok:
+            raise ValueError("something else")
+    except ValueError as error:
+        raise StoreCorruptError(f"{meta}: must be a JSON object of objects, got {error}; {_WAY_OUT}") from None
+    return table
+
+
+def _bin_array(meta: Path, key: str, info: Mapping[str, Any]) -> Flat:
+    shape, dtype = info.get("shape"), info.get("dtype")
+    ok = isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0
+    if not ok or dtype not in _DTYPES:
+        raise StoreCorruptError(
+            f"{meta}: key {key!r} must have a shape of one dimension and a dtype of whole numbers, "
+            f"got {str(shape)[:40]} and {dtype!r}; {_WAY_OUT}"
+        )
+    file = meta.with_name(f"{key}.bin")
+    if not file.is_file():
+        raise StoreMissingError(f"{file}: must exist, as {meta.name} lists it, got nothing there; {_WAY_OUT}")
+    assert isinstance(shape, list)
+    return flat_of(file, np.dtype(dtype).newbyteorder("<"), count=shape[0])
+
+
+def _offsets(meta: Path, key: str, value: object, count: int) -> npt.NDArray[np.int64]:
+    numbers = value if isinstance(value, list) and all(type(item) is int for item in value) else []
+    if numbers and numbers[0] == 0 and numbers[-1] == count and min(numbers) >= 0 and max(numbers) <= count:
+        offsets = np.array(numbers, np.int64)
+        if (np.diff(offsets) >= 0).all():
+            return offsets
+    raise StoreCorruptError(
+        f"{meta}: offsets of {key!r} must rise from 0 to {count}, got {str(value)[:60]}; {_WAY_OUT}"
+    )
+
+
+def read_astrai_h5(files: Sequence[Path], options: ForeignOptions) -> Parts:
+    """Read .h5 files with a group a key and a dataset a record: data_0, data_1, ..., in order of their numbers."""
+    kinds, parts = [], []
+    for file, name in zip(files, names_of(list(files)), strict=True):
+        kind, found = _h5_arrays(file)
+        kinds.append(kind)
+        for number, arrays in enumerate(found):
+            _check_lengths(file, kind, arrays)
+            options.check_dtype(file, arrays[_first(kind)].dtype)
+            parts.append(Part(name=name if len(found) == 1 else f"{name}/data_{number}", arrays=arrays))
+    return Parts(kind=_one_kind(files, kinds), parts=tuple(parts))
+
+
+def _h5_arrays(file: Path) -> tuple[str, list[dict[str, Flat]]]:
+    try:
+        import h5py
+    except ImportError as error:
+        raise StoreError(
+            f"{file}: h5py must be installed to read it, got {error}; pip install 'tokenmill[h5]'"
+        ) from error
+    real, size = real_file(file)
+    with _damage_told(file), h5py.File(real, "r", locking=False) as opened:
+        if opened.userblock_size:
+            raise StoreError(f"{file}: must begin with HDF5, got a user block; write it without one")
+        groups = {key: _members(h5py, opened, key, file) for key in opened}
+        kind = _kind_of(file, groups)
+        keys = _read_keys(kind, groups)
+        numbers = sorted(groups[keys[0]], key=_number)
+        for key in keys:
+            if sorted(groups[key], key=_number) != numbers or [*map(_number, numbers)] != [*range(len(numbers))]:
+                raise StoreCorruptError(
+                    f"{file}: every key must have datasets data_0, data_1, ..., as many as the others, "
+                    f"got {len(groups[key])} of {key!r}; {_WAY_OUT}"
+                )
+        flats = [{key: _h5_flat(h5py, opened[key][name], real, size) for key in keys} for name in numbers]
+    return kind, flats
+
+
+@contextmanager
+def _damage_told(file: Path) -> Iterator[None]:
+    """Turn what h5py raises over a damaged file, which can be almost anything, into an error of ours."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, MemoryError) as error:
+        raise StoreCorruptError(f"{file}: must be a whole HDF5 file, got {error}; {_WAY_OUT}") from None
+
+
+def _members(h5py: Any, opened: Any, key: str, file: Path) -> dict[str, Any]:  # noqa: ANN401 - h5py ships no types
+    """Return the names of a group's datasets; links out of the file are refused."""
+    inside = isinstance(opened.get(key, getlink=True), h5py.HardLink) and isinstance(opened[key], h5py.Group)
+    names = list(opened[key]) if inside else []
+    for name in names:
+        plain = isinstance(opened[key].get(name, getlink=True), h5py.HardLink) and re.fullmatch(
+            r"data_[0-9]+", name
+        )
+        if not plain or not isinstance(opened[key][name], h5py.Dataset):
+            inside = False
+    if not inside:
+        raise StoreError(
+            f"{file}: {key!r} must be a group of datasets data_0, data_1, ... in this file, got others or links; "
+            "write it as AstrAI does"
+        )
+    return dict.fromkeys(names)
+
+
+def _h5_flat(h5py: Any, dataset: Any, real: Path, size: int) -> Flat:  # noqa: ANN401 - h5py ships no types
+    name, dtype = dataset.name, dataset.dtype
+    if dataset.ndim != 1 or dtype.kind not in "iub" or dataset.is_virtual or dataset.external:
+        raise StoreError(
+            f"{real}: {name} must be whole numbers in one dimension inside the file, "
+            f"got {dtype} of shape {dataset.shape}; write it as AstrAI does"
+        )
+    count = int(dataset.shape[0])
+    begin = dataset.id.get_offset()
+    obstacle, read = ("its numbers are big-endian" if dtype.byteorder == ">" else ""), None
+    if count and begin is None:
+        obstacle, read = "it is chunked or compressed", _h5_reader(h5py, real, name)
+    elif count and begin + count * dtype.itemsize > size:
+        raise StoreCorruptError(
+            f"{real}: {name} must lie within {size} bytes, got {count * dtype.itemsize} from {begin} on; {_WAY_OUT}"
+        )
+    return Flat(
+        path=real, file_bytes=size, begin=begin or 0, count=count, dtype=dtype, obstacle=obstacle, read=read
+    )
+
+
+def _h5_reader(h5py: Any, real: Path, name: str) -> Callable[[int, int], npt.NDArray[Any]]:  # noqa: ANN401
+    def read(begin: int, end: int) -> npt.NDArray[Any]:
+        with _damage_told(real), h5py.File(real, "r", locking=False) as opened:
+            numbers: npt.NDArray[Any] = opened[name][begin:end]
+        return numbers
+
+    return read
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("data_")[:12])
+
+
+def _kind_of(where: Path, keys: Mapping[str, object]) -> str:
+    """Tell the training type by the keys."""
+    if "sequence" in keys:
+        kind = "sft" if "loss_mask" in keys else "seq"
+    elif "chosen" in keys and "rejected" in keys:
+        kind = "dpo"
+    elif "responses" in keys:
+        raise StoreError(
+            f"{where}: must be of training type seq, sft or dpo, got grpo, whose responses are written without "
+            "boundaries; prepare it from its records"
+        )
+    else:
+        raise StoreError(
+            f"{where}: must have the key sequence, or chosen and rejected, got {sorted(keys)[:8]}; "
+            "say another format if AstrAI did not write it"
+        )
+    needed = {"seq": ["sequence"], "sft": ["sequence", "loss_mask"]}.get(kind, list(AXES["dpo"]))
+    missing = [key for key in needed if key not in keys]
+    if missing:
+        raise StoreError(f"{where}: {kind} must have keys {needed}, got none of {missing}; write it again")
+    return kind
+
+
+def _read_keys(kind: str, keys: Mapping[str, object]) -> list[str]:
+    """Return the keys that are read: positions are counted from the documents, so theirs are not."""
+    return [key for key in AXES[kind] if key in keys and key != "position_ids"]
+
+
+def _first(kind: str) -> str:
+    return next(iter(AXES[kind]))
+
+
+def _one_kind(files: Sequence[Path], kinds: Sequence[str]) -> str:
+    for file, kind in zip(files, kinds, strict=True):
+        if kind != kinds[0]:
+            raise StoreError(
+                f"{file}: all parts must be of one training type, got {kind} after {kinds[0]}; name them apart"
+            )
+    return kinds[0]
+
+
+def _check_lengths(where: Path, kind: str, arrays: Mapping[str, Flat]) -> None:
+    for axis, lengths in _lengths(kind, arrays):
+        if len(set(lengths.values())) > 1:
+            raise StoreCorruptError(f"{where}: arrays of {axis} must be equally long, got {lengths}; {_WAY_OUT}")
+
+
+def _lengths(kind: str, arrays: Mapping[str, Flat]) -> Iterator[tuple[str, dict[str, int]]]:
+    for axis in dict.fromkeys(axis_of(kind, key) for key in arrays):
+        yield axis, {key: flat.count for key, flat in arrays.items() if axis_of(kind, key) == axis}

@@ -1,0 +1,234 @@
+"""Foreign files made a store of ours, with checksums, and compared with what they were made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
+from tokenmill.store.foreign.files import is_ours
+from tokenmill.store.foreign.index import Documents, Facts, find_documents
+from tokenmill.store.foreign.options import ForeignOptions
+from tokenmill.store.foreign.parts import MASKS, Part, Parts
+from tokenmill.store.foreign.place import check_vocabulary, read_parts, tokenizer_of
+from tokenmill.store.layout import MANIFEST, axis_of
+from tokenmill.store.manifest import Manifest, read_manifest
+from tokenmill.store.reader import store_of
+from tokenmill.store.shard import MAX_TOKENS_PER_SHARD, StoreSpec
+from tokenmill.store.writer import StoreWriter
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+BATCH_TOKENS = 1 << 22
+"""Tokens that are copied together; a longer document is copied in one piece."""
+Progress = Callable[[str, int, int], None]
+"""Told (what is done: look, write or compare; tokens done; tokens in all)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportReport:
+    """What was converted, and compared token by token."""
+
+    path: str
+    format: str
+    out: str
+    documents: int
+    tokens: int
+    shards: int
+    keys: Mapping[str, str]
+    fingerprint: str
+    compared: int
+    """Numbers of all arrays that were read back and are those of the files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """Parts, whose documents are found one part at a time."""
+
+    parts: Parts
+    options: ForeignOptions
+
+    def __iter__(self) -> Iterator[tuple[Part, Documents]]:
+        for part in self.parts.parts:
+            yield part, find_documents(part, self.parts.kind, self.options, look=False)
+
+
+def import_store(
+    path: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    options: ForeignOptions | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    rebuild: bool = False,
+    max_tokens_per_shard: int = MAX_TOKENS_PER_SHARD,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> ImportReport:
+    """Convert foreign files to a store of ours, read it back and compare; nothing stays if it differs.
+
+    What cannot be mapped in place can be converted. `tokenizer` is the identity of the one that made the ids: the
+    store can then be mixed with others of that tokenizer.
+    """
+    source = Path(path)
+    if is_ours(source):
+        raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")
+    known = _with_tokenizer(options or ForeignOptions(), tokenizer)
+    format, parts = read_parts(source, known)
+    total = sum(flat.count for part in parts.parts for flat in part.arrays.values())
+    looked = _counted(progress, "look", total)
+    facts = []
+    for part in parts.parts:
+        # Only what is small is kept: where documents are is found again for each part when it is needed.
+        facts.append(find_documents(part, parts.kind, known, look=True).facts)
+        check_vocabulary(part, facts[-1], known)
+        looked(sum(flat.count for flat in part.arrays.values()))
+    keys = _keys(parts, facts, known)
+    spec = StoreSpec(
+        kind=parts.kind,
+        keys=keys,
+        tokenizer=_identity(tokenizer, tokenizer_of(keys, facts, known)),
+        recipe={"imported": format, "options": known.given, **parts.facts},
+        max_tokens_per_shard=max_tokens_per_shard,
+    )
+    found = _Found(parts=parts, options=known)
+    manifest = _write(Path(out), spec, found, rebuild=rebuild, progress=_counted(progress, "write", total))
+    try:
+        compared = _compare(Path(out), found, _counted(progress, "compare", total))
+    except BaseException:
+        (Path(out) / MANIFEST).unlink()  # what is not proven is no store
+        raise
+    return ImportReport(
+        path=str(source),
+        format=format,
+        out=str(out),
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        shards=len(manifest.shards),
+        keys=keys,
+        fingerprint=manifest.fingerprint,
+        compared=compared,
+    )
+
+
+def _with_tokenizer(options: ForeignOptions, tokenizer: Mapping[str, Any] | None) -> ForeignOptions:
+    """Take from a tokenizer what the user did not say; both must agree on what both say."""
+    if tokenizer is None:
+        return options
+    for name in ("vocab_size", "eos_id", "bos_id"):
+        said, known = getattr(options, name), tokenizer.get(name)
+        if said is not None and said != known:
+            raise ConfigError(f"{name}: must be that of the tokenizer, {known!r}, got {said!r}; leave it out")
+    return replace(options, **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")})
+
+
+def _identity(tokenizer: Mapping[str, Any] | None, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the identity to write: who made the ids is the user's word, how documents are framed was found."""
+    if tokenizer is None:
+        return dict(found)
+    return {**tokenizer, "add_bos": found["add_bos"], "add_eos": found["add_eos"]}
+
+
+def _keys(parts: Parts, facts: list[Facts], options: ForeignOptions) -> dict[str, str]:
+    """Return key -> the smallest dtype that holds the vocabulary, or else the ids that there are."""
+    bound = options.vocab_size or 1 + max((found.largest for found in facts), default=0)
+    if bound > 1 << 32:
+        raise StoreError(f"{parts.parts[0].name}: ids must be below 2**32, got {bound - 1}; these are no token ids")
+    ids = "|u1" if bound <= 1 << 8 else "<u2" if bound <= 1 << 16 else "<u4"
+    return {key: "|u1" if key in MASKS else ids for key in parts.parts[0].arrays}
+
+
+def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(what, done, total)
+
+    return count
+
+
+def _write(
+    out: Path,
+    spec: StoreSpec,
+    found: _Found,
+    *,
+    rebuild: bool,
+    progress: Callable[[int], None],
+) -> Manifest:
+    inputs = []
+    with StoreWriter(out, spec, rebuild=rebuild) as writer:
+        for part, documents in found:
+            for begin, end in _batches(documents):
+                starts = {axis: offsets[begin : end + 1] for axis, offsets in documents.offsets.items()}
+                arrays = {
+                    key: _cast(part, key, starts[axis_of(spec.kind, key)], spec.keys[key]) for key in spec.keys
+                }
+                writer.append(arrays, {axis: offsets - offsets[0] for axis, offsets in starts.items()})
+                progress(sum(array.size for array in arrays.values()))
+            counts = {axis: int(offsets[-1]) for axis, offsets in documents.offsets.items()}
+            inputs.append(
+                {
+                    "name": part.name,
+                    "documents": documents.facts.items[next(iter(counts))],
+                    "tokens": sum(counts.values()),
+                }
+            )
+        return writer.commit(inputs=inputs)
+
+
+def _batches(documents: Documents) -> Iterator[tuple[int, int]]:
+    """Yield ranges of documents of a bounded number of tokens, at least one document each."""
+    total = sum(documents.offsets.values())  # of all axes together
+    assert not isinstance(total, int)
+    begin, count = 0, total.size - 1
+    while begin < count:
+        end = int(np.searchsorted(total, total[begin] + BATCH_TOKENS, side="right")) - 1
+        yield begin, max(begin + 1, end)
+        begin = max(begin + 1, end)
+
+
+def _cast(part: Part, key: str, starts: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[Any]:
+    numbers = part.arrays[key].numbers(int(starts[0]), int(starts[-1]))
+    cast = numbers.astype(dtype)
+    if not (cast == numbers).all() or (key in MASKS and int(cast.max(initial=0)) > 1):
+        raise StoreError(
+            f"{part.arrays[key].path}: {key} must be {'0 or 1' if key in MASKS else 'ids below the vocabulary'}, "
+            f"got others from {int(starts[0])} on; repair the file"
+        )
+    return cast
+
+
+def _compare(out: Path, found: _Found, progress: Callable[[int], None]) -> int:
+    """Read a store back and compare every number and boundary with the files; return how many numbers."""
+    store = store_of(out, read_manifest(out), None)
+    documents = dict.fromkeys(store.axes, 0)
+    places = dict.fromkeys(store.keys, 0)
+    for part, part_documents in found:
+        for axis, offsets in part_documents.offsets.items():
+            first, last = documents[axis], documents[axis] + offsets.size - 1
+            base = places[next(key for key in part.arrays if store.axis(key) == axis)]
+            if last > first and not np.array_equal(store.offsets(axis, first, last), offsets + base):
+                raise _differs(out, f"boundaries of {axis}", part.name)
+            documents[axis] = last
+        for key, flat in part.arrays.items():
+            for block in flat.blocks():
+                if not np.array_equal(store.fetch(places[key], places[key] + block.size, key), block):
+                    raise _differs(out, key, part.name)
+                places[key] += block.size
+                progress(block.size)
+    if store.num_documents != next(iter(documents.values())):
+        raise _differs(out, "the number of documents", "the files")
+    return sum(places.values())
+
+
+def _differs(out: Path, what: str, name: str) -> StoreCorruptError:
+    return StoreCorruptError(
+        f"{out}: {what} must be read back as written, got other numbers than in {name}; "
+        "check the disk, then import again"
+    )

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenmill.errors import StoreError, StoreMissingError
+from tokenmill.store import detect_format, open_store
+from tokenmill.store.foreign.files import files_of, natural_key
+
+
+def test_a_store_of_ours_is_told_apart(make_store):
+    path, _, _ = make_store("web", [3])
+    assert detect_format(path) == "tokenmill"
+
+
+def test_a_store_that_was_not_finished_is_not_taken_for_raw_files(make_store):
+    path, _, _ = make_store("web", [3])
+    (path / "manifest.json").unlink()
+    with pytest.raises(StoreMissingError, match=r"manifest.json, got none; if `tokenmill prepare` was interrupted"):
+        open_store(path, dtype="uint16")
+
+
+def test_a_folder_of_our_stores_is_not_taken_for_raw_files(make_store, tmp_path):
+    path, _, _ = make_store("web", [3])
+    with pytest.raises(StoreError, match=rf"got a store of tokenmill in {path}; name that store"):
+        open_store(tmp_path, dtype="uint16")
+
+
+def test_nothing_there_is_said_as_for_a_store(tmp_path):
+    with pytest.raises(StoreMissingError, match="got nothing there"):
+        detect_format(tmp_path / "no")
+    with pytest.raises(StoreMissingError, match="got nothing there"):
+        detect_format(tmp_path / "*.npy")
+
+
+def test_what_is_not_known_is_listed_with_what_is(tmp_path):
+    for name in ("a.parquet", "b.parquet", "README"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(StoreError, match=r"got 2 of \.parquet, 1 of README; known: tokenmill, npy, bin,"):
+        detect_format(tmp_path)
+
+
+def test_two_formats_in_a_folder_are_refused_unless_one_is_named(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, 2], np.uint16))
+    np.array([3, 4], np.uint16).tofile(tmp_path / "b.bin")
+    with pytest.raises(StoreError, match="files of one format, got bin, npy; name a file, a glob, or the format"):
+        detect_format(tmp_path)
+    assert open_store(tmp_path, format="npy").fetch(0, 2, "sequence").tolist() == [1, 2]
+    assert open_store(tmp_path, format="bin", dtype="uint16").fetch(0, 2, "sequence").tolist() == [3, 4]
+
+
+def test_both_splits_of_nanogpt_are_never_read_together(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        np.array([1, 2], np.uint16).tofile(tmp_path / name)
+    with pytest.raises(StoreError, match=r"must name one split of nanoGPT.*got train.bin, val.bin; name the file"):
+        open_store(tmp_path, dtype="uint16")
+    assert detect_format(tmp_path / "val.bin") == "nanogpt"
+
+
+def test_the_pickle_beside_nanogpt_is_never_opened(write, tmp_path, monkeypatch):
+    """[S.a]"""
+    made = write("nanogpt")
+    monkeypatch.chdir(tmp_path)
+    (made.path.parent / "meta.pkl").chmod(0)
+    open_store(made.path, **made.options)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_raw_file_of_any_name_can_be_read_on_the_users_word(tmp_path):
+    np.array([1, 2, 3], np.uint16).tofile(tmp_path / "tokens.u16")
+    with pytest.raises(StoreError, match=r"known format, got 1 of \.u16"):
+        open_store(tmp_path / "tokens.u16", dtype="uint16")
+    assert open_store(tmp_path / "tokens.u16", dtype="uint16", format="bin").num_tokens == 3
+
+
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
+def test_megatron_is_named_by_prefix_or_either_file(write, ending):
+    made = write("megatron-u2")
+    store = open_store(f"{made.path}{ending}")
+    assert store.fetch(0, store.num_tokens, "sequence").tolist() == made.tokens
+
+
+def test_files_come_in_natural_order(tmp_path):
+    for number in (10, 9, 1):
+        np.save(tmp_path / f"part{number}.npy", np.array([number], np.uint16))
+    (tmp_path / "a").mkdir()
+    np.save(tmp_path / "a" / "part2.npy", np.array([2], np.uint16))
+    assert open_store(tmp_path).fetch(0, 4, "sequence").tolist() == [2, 1, 9, 10]
+    assert open_store(tmp_path / "**" / "*.npy").fetch(0, 4, "sequence").tolist() == [2, 1, 9, 10]
+    assert open_store(tmp_path).manifest.shards[0].name == "a/part2.npy"
+
+
+def test_the_order_is_the_same_as_that_of_documents():
+    from tokenmill.documents.inputs import natural_key as theirs
+
+    names = ["b/1", "a10", "a9", "a09", "é", "0x10", "0x9", "a/b/c2", "a/b/c10"]
+    assert sorted(names, key=natural_key) == sorted(names, key=theirs)
+
+
+def test_an_address_is_refused(tmp_path):
+    with pytest.raises(StoreError, match="must be a path on this machine, got an address"):
+        files_of(tmp_path.__class__("s3://bucket/a"))
