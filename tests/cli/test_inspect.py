@@ -44,7 +44,7 @@ def test_lengths_are_counted_by_powers_of_two(tokenmill, make_store, lengths, bi
 def test_text_shows_facts_lengths_and_examples(tokenmill, folder):
     done = tokenmill("inspect", folder / "stores" / "web")
     assert (done.code, done.err) == (0, "")
-    titles = ["Store web", "Document lengths", "Examples"]
+    titles = ["Store web", "Supervision", "Document lengths", "Examples: trained bright, masked dim"]
     assert [title for title in re.findall(r"^\S.*?(?=\s*$)", done.out, re.MULTILINE) if title in titles] == titles
     assert "bytes, 259 ids" in done.out
     assert "id 256, added / id 257, added" in done.out
@@ -97,3 +97,80 @@ def test_what_is_not_there_is_an_error(tokenmill, folder, name):
     done = tokenmill("inspect", folder / name)
     assert (done.code, done.out) == (1, "")
     assert re.fullmatch(rf"error: .*{name}: .*, got .*; .*\n", done.err)
+
+
+CHAT = (
+    '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]}\n'
+    '{"messages": [{"role": "user", "content": "<b>"}, {"role": "assistant", "content": "five & six"}]}\n'
+)
+
+
+@pytest.fixture
+def chat(tokenmill, tmp_path):
+    (tmp_path / "chat.jsonl").write_text(CHAT, encoding="utf-8")
+    options = ["--recipe", "chat", "--chat-template", "chatml", "--workers", 1]
+    assert tokenmill("prepare", tmp_path / "chat.jsonl", "--out", tmp_path / "chat", *options).code == 0
+    return tmp_path / "chat"
+
+
+def test_the_audit_counts_what_is_trained_on(tokenmill, chat):
+    """[T1.d]"""
+    (found,) = tokenmill("inspect", chat, "--json").json["chat"]["audit"]
+    store = open_store(chat)
+    trained = len("four<|im_end|>") + len("five & six<|im_end|>")
+    assert (found["key"], found["items"], found["audited"], found["supervised"]) == ("sequence", 2, 2, trained)
+    assert found["supervised_percent"] == 100 * trained / store.num_tokens
+    assert (found["fully_masked"], found["truncated"]) == (0, 0)
+
+
+def test_the_audit_finds_masked_cut_and_endless_records(tokenmill, tmp_path, tokenizer_identity):
+    """[T1.d]"""
+    from tokenmill.store import StoreSpec, StoreWriter
+
+    identity = tokenizer_identity(300) | {"eos_id": 2}
+    spec = StoreSpec(keys={"sequence": "<u2", "loss_mask": "|u1"}, tokenizer=identity, recipe={}, kind="sft")
+    with StoreWriter(tmp_path / "sft", spec) as writer:
+        ids = np.array([5, 6, 2, 5, 6, 7, 9, 2, 8], "<u2")
+        mask = np.array([1, 1, 1, 0, 0, 0, 1, 0, 1], "u1")
+        writer.append({"sequence": ids, "loss_mask": mask}, np.array([0, 3, 6, 8, 8, 9]))
+        writer.commit()
+    (found,) = tokenmill("inspect", tmp_path / "sft", "--json").json["sft"]["audit"]
+    # The first token of a document is never a label, whatever its mask.
+    assert (found["tokens"], found["supervised"]) == (9, 2)
+    assert (found["fully_masked"], found["without_eos"]) == (4, 3)
+    assert found["truncated"] is None
+
+
+def test_examples_tell_trained_from_masked(chat):
+    """[T1.d]"""
+    from tokenmill.cli.audit import examples
+    from tokenmill.encode.load import open_tokenizer
+
+    first, last = examples(open_store(chat), open_tokenizer("bytes"))
+    assert [text for trained, text in first.runs if trained] == ["four<|im_end|>"]
+    assert [text for trained, text in last.runs if trained] == ["five & six<|im_end|>"]
+    assert "2 + 2?" in first.runs[0][1]
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(tokenmill, chat, tmp_path):
+    page = tmp_path / "report.html"
+    assert tokenmill("inspect", chat, "--html", page).code == 0
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r'<span class="trained">(.*?)</span>', text, re.S) == [
+        "four&lt;|im_end|&gt;",
+        "five &amp; six&lt;|im_end|&gt;",
+    ]
+    assert "&lt;b&gt;" in text
+    assert "<b>" not in text
+    assert not re.search(r"<script|<link|<img|https?:|src=|onerror", text)
+    assert "default-src 'none'" in text
+
+
+def test_pairs_are_audited_array_by_array(tokenmill, tmp_path):
+    (tmp_path / "dpo.jsonl").write_text(
+        '{"prompt": "Say: ", "chosen": "yes", "rejected": "no"}\n', encoding="utf-8"
+    )
+    assert tokenmill("prepare", tmp_path / "dpo.jsonl", "--out", tmp_path / "dpo", "--recipe", "dpo").code == 0
+    found = tokenmill("inspect", tmp_path / "dpo", "--json").json["dpo"]["audit"]
+    assert [(one["key"], one["supervised"]) for one in found] == [("chosen", 4), ("rejected", 3)]
+    assert tokenmill("inspect", tmp_path / "dpo").code == 0

@@ -91,12 +91,26 @@ def test_a_bad_line_is_skipped_and_counted_when_asked(tokenmill, folder):
 
 def test_a_finished_store_is_replaced_only_when_asked(tokenmill, folder):
     arguments = ["prepare", folder / "books.jsonl", "--out", folder / "stores" / "web", "--workers", 1]
-    done = tokenmill(*arguments)
+    done = tokenmill(*arguments, "--min-chars", 5)
     assert done.code == 1
-    assert re.fullmatch(r"error: .*stores/web: must not hold a finished store, got one; .*--rebuild.*\n", done.err)
+    assert re.fullmatch(r"error: .*stores/web: .* recipe\.preprocessing\.min_chars 0 -> 5; .*--rebuild\n", done.err)
     assert open_store(folder / "stores" / "web").num_documents == 60
     assert tokenmill(*arguments, "--rebuild").code == 0
     assert open_store(folder / "stores" / "web").num_documents == 25
+
+
+def test_new_files_are_added_and_the_report_says_so(tokenmill, folder):
+    out = ["--out", folder / "stores" / "web", "--workers", 1]
+    shown = tokenmill("prepare", folder / "web.jsonl", folder / "books.jsonl", *out).out
+    assert re.search(r"new\s+1 files, 25 documents", shown)
+    assert open_store(folder / "stores" / "web").num_documents == 85
+    again = tokenmill("prepare", folder / "web.jsonl", folder / "books.jsonl", *out).out
+    assert "nothing: all files are in the store already" in again
+
+
+def test_several_stores_are_listed(tokenmill, folder):
+    shown = tokenmill("prepare", folder / "web.jsonl", "--out", folder / "new", "--val-fraction", 0.3).out
+    assert re.search(r"train\s+\d+.*\n\s*val\s+\d+", shown)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +119,8 @@ def test_a_finished_store_is_replaced_only_when_asked(tokenmill, folder):
         (["--on-error", "skpi"], r"on_error: must be one of stop, skip, got 'skpi'; did you mean 'skip'\?"),
         (["--workers", 0], r"workers: must be at least 1, got 0; leave it out.*"),
         (["--tokenizer", "nowhere.json"], r".*nowhere\.json.*got .*; .*"),
-        (["--max-tokens-per-shard", 0], r"max_tokens_per_shard: must be at least 1, got 0; leave it out"),
-        (["--max-tokens-per-shard", -3], r"max_tokens_per_shard: must be at least 1, got -3; leave it out"),
+        (["--max-tokens-per-shard", 0], r".*max_tokens_per_shard must be from 1 to \d+, got 0; leave it out"),
+        (["--max-tokens-per-shard", -3], r".*max_tokens_per_shard must be from 1 to \d+, got -3; leave it out"),
         (["--text-field", ""], r".*text_field.*got .*; .*"),
         (["--engine", "warp"], r".*engine.*got 'warp'; .*"),
     ],

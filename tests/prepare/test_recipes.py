@@ -127,8 +127,8 @@ def test_another_chat_template_is_refused_with_the_difference(tmp_path):
     from tokenmill.errors import StoreExistsError
 
     template = tmp_path / "mine.jinja"
-    head = "{% for m in messages %}<|{{ m.role }}|>"
-    tail = "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}"
+    head = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    tail = "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
     template.write_text(head + tail)
     build(CHATS, tmp_path, recipe="chat", chat_template=str(template), eos_token="<|eos|>")
     template.write_text(head + "\n" + tail)

@@ -7,9 +7,10 @@
 4. Must not know: torch or any framework, files other than through a store, the environment.
 """
 
-from tokenmill.loader.batches import Loader, LoaderOptions, stack
+from tokenmill.loader.batches import Loader, LoaderOptions, count_tokens, stack, usual_arrays
 from tokenmill.loader.digest import DIGEST_ARRAYS, batch_digest, row_digests
 from tokenmill.loader.kernels import IGNORE
+from tokenmill.loader.records import RECORD_ARRAYS
 from tokenmill.loader.slices import RankSlice
 from tokenmill.types import ARRAYS
 
@@ -17,10 +18,13 @@ __all__ = [
     "ARRAYS",
     "DIGEST_ARRAYS",
     "IGNORE",
+    "RECORD_ARRAYS",
     "Loader",
     "LoaderOptions",
     "RankSlice",
     "batch_digest",
+    "count_tokens",
     "row_digests",
     "stack",
+    "usual_arrays",
 ]

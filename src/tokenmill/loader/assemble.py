@@ -19,6 +19,7 @@ from tokenmill.loader.kernels import (
     point_spans,
 )
 from tokenmill.packing.distinct import distinct
+from tokenmill.packing.masks import LOSS_MASK
 from tokenmill.plan.order import rows_at
 from tokenmill.plan.rows import RowIndex
 from tokenmill.store.layout import key_file
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
     from tokenmill.types import Batch, Spans
-
-LOSS_MASK = "loss_mask"
-"""Key of a store whose zeros say which tokens are not to be trained on."""
 
 
 class StoredRows(RowIndex, Protocol):
@@ -113,6 +111,15 @@ class Block:
     def num_rows(self) -> int:
         """How many rows the block has."""
         return self._rows.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What decides the shapes of its batches, beside their number of rows."""
+        return (self.seq_len,)
+
+    def layout(self, rows: int) -> Layout:
+        """Return shape and dtype of each array of a batch of so many rows."""
+        return layout(self.arrays, rows, self.seq_len)
 
     @property
     def steps(self) -> list[int]:
@@ -199,7 +206,7 @@ class Block:
         shapes = layout(kept, self.num_rows, self.seq_len)
         whole = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
         for piece, shards in needs:
-            for group in _chunks(shards, max_maps):
+            for group in chunks(shards, max_maps):
                 self._spans[:, ADDRESS] = 0
                 self._spans[:, MASK] = 0
                 self._point(piece, group)
@@ -259,6 +266,7 @@ _NO_DOCUMENTS = np.empty((0, 0), np.int32)
 _NO_MASK = np.empty((0, 0), np.bool_)
 
 
-def _chunks(shards: npt.NDArray[np.int64], size: int) -> Iterator[npt.NDArray[np.int64]]:
+def chunks(shards: npt.NDArray[np.int64], size: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Cut shards into groups of at most `size`."""
     for begin in range(0, shards.size, size):
         yield shards[begin : begin + size]

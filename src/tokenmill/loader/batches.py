@@ -8,14 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.loader.assemble import LOSS_MASK, Block, StoredRows, layout
+from tokenmill.loader.assemble import Block, StoredRows, layout
 from tokenmill.loader.buffers import BufferPool
+from tokenmill.loader.records import RECORD_ARRAYS, RecordBlock, record_layout, row_slots
 from tokenmill.loader.state import Explain, Position, load_state, save_state
+from tokenmill.packing.masks import LOSS_MASK
+from tokenmill.packing.records import RecordRows
 from tokenmill.types import ARRAYS, POSITIONS
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.stages import Stage
     from tokenmill.types import Batch
 
+AnyBlock: TypeAlias = Block | RecordBlock
 FIRST_BLOCK_ROWS = 32
 BLOCK_TOKENS = 1 << 24
 BLOCK_ROWS = 2048
@@ -45,16 +49,6 @@ class LoaderOptions:
     """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
 
     def __post_init__(self) -> None:
-        for name in self.arrays:
-            if name not in ARRAYS:
-                raise ConfigError(
-                    f"arrays: must be among {', '.join(ARRAYS)}, got {name!r}; {nearest(name, ARRAYS)}"
-                )
-        if len(set(self.arrays)) != len(self.arrays) or not layout(self.arrays, 1, 1):
-            raise ConfigError(
-                f"arrays: must name each array once, and one that has a line for every row, "
-                f"got {list(self.arrays)}; name input_ids and labels at least"
-            )
         if self.positions not in POSITIONS:
             raise ConfigError(
                 f"positions: must be one of {', '.join(POSITIONS)}, got {self.positions!r}; "
@@ -81,10 +75,11 @@ class Loader:
         part.check(plan)
         self.plan = plan
         self.part = part
-        self.options = options or LoaderOptions()
+        self.options = options or LoaderOptions(arrays=usual_arrays(plan))
+        _check_arrays(self.options.arrays, _kind(plan))
         self._explain = explain
         self._first_batch = np.cumsum([0, *(stage.num_steps * part.batches(stage) for stage in plan.stages)])
-        self._pools: dict[tuple[int, int], BufferPool] = {}
+        self._pools: dict[tuple[int, ...], BufferPool] = {}
         self._drawn = 0
         self._jumps = 0
         self._iterations = 0
@@ -99,7 +94,7 @@ class Loader:
         first = (step - stage.spec.start_step) * self.part.batches(stage)
         block = self._block(stage, first, self.part.batches(stage))
         try:
-            shapes = layout(self.options.arrays, block.num_rows, block.seq_len)
+            shapes = block.layout(block.num_rows)
             out = block.fill(0, {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()})
             return block.complete(0, block.num_rows, out)
         finally:
@@ -145,8 +140,12 @@ class Loader:
         steps, batch = divmod(self._drawn - int(self._first_batch[index]), self.part.batches(stage))
         return Position(step=stage.spec.start_step + steps, batch=batch)
 
-    def _block(self, stage: Stage, first: int, count: int) -> Block:
-        block = self._find(stage, self.part.places(stage, first, count), self.options.arrays)
+    def _block(self, stage: Stage, first: int, count: int) -> AnyBlock:
+        places = self.part.places(stage, first, count)
+        if isinstance(next(iter(stage.rows.values())), RecordRows):
+            index = {self.plan.sources.index(name): cast(RecordRows, rows) for name, rows in stage.rows.items()}
+            return RecordBlock(stage, index, places, self.options.arrays, _max_maps(stage))
+        block = self._find(stage, places, self.options.arrays)
         if "num_loss_tokens" in self.options.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
@@ -155,9 +154,7 @@ class Loader:
         self, stage: Stage, places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], arrays: Sequence[str]
     ) -> Block:
         index = {self.plan.sources.index(name): cast(StoredRows, rows) for name, rows in stage.rows.items()}
-        # Half of the maps are for tokens; the rest are for the documents' offsets, which are held only briefly.
-        maps = next(iter(index.values())).store.maps.limit // 2
-        return Block(stage, index, places, arrays, maps, continuous=self.options.positions == "row")
+        return Block(stage, index, places, arrays, _max_maps(stage), continuous=self.options.positions == "row")
 
     def _count_labels(self, stage: Stage, block: Block, first: int, count: int) -> dict[int, int]:
         """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""
@@ -195,20 +192,54 @@ class Loader:
     def _block_rows(self, stage: Stage) -> int:
         """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""
         stores = {id(store): store for store in (cast(StoredRows, rows).store for rows in stage.rows.values())}
-        crowded = sum(store.num_shards for store in stores.values()) > next(iter(stores.values())).maps.limit // 2
-        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.spec.seq_len))
+        records = isinstance(next(iter(stage.rows.values())), RecordRows)
+        crowded = sum(s.num_shards * (len(s.keys) if records else 1) for s in stores.values()) > _max_maps(stage)
+        slots = row_slots(stage) if records else stage.spec.seq_len
+        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // slots))
 
-    def _batch(self, block: Block, number: int) -> Batch:
+    def _batch(self, block: AnyBlock, number: int) -> Batch:
         """Return a micro-batch of a block, in memory that is used again when nobody holds it any more."""
         micro = self.part.micro_batch
-        out = block.fill(number * micro, self._pool(block.seq_len, micro).batch())
+        out = block.fill(number * micro, self._pool(block, micro).batch())
         return block.complete(number, micro, out)
 
-    def _pool(self, seq_len: int, rows: int) -> BufferPool:
-        pool = self._pools.get((seq_len, rows))
+    def _pool(self, block: AnyBlock, rows: int) -> BufferPool:
+        key = (*block.shape, rows)
+        pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[seq_len, rows] = BufferPool(layout(self.options.arrays, rows, seq_len))
+            pool = self._pools[key] = BufferPool(block.layout(rows))
         return pool
+
+
+def _max_maps(stage: Stage) -> int:
+    """Return how many maps a block may hold: half; the rest are for offsets, which are held only briefly."""
+    return cast(StoredRows, next(iter(stage.rows.values()))).store.maps.limit // 2
+
+
+def _kind(plan: Plan) -> str | None:
+    """Return the training type of a plan's records; None where it trains on sequences."""
+    rows = next(iter(plan.stages[0].rows.values()))
+    return rows.store.manifest.kind if isinstance(rows, RecordRows) else None
+
+
+def usual_arrays(plan: Plan) -> tuple[str, ...]:
+    """Return what a loader of a plan delivers if nobody says otherwise."""
+    kind = _kind(plan)
+    return LoaderOptions().arrays if kind is None else RECORD_ARRAYS[kind]
+
+
+def _check_arrays(arrays: Sequence[str], kind: str | None) -> None:
+    """Refuse arrays that batches of a training type do not have."""
+    known = ARRAYS if kind is None else (*RECORD_ARRAYS[kind], "source")
+    for name in arrays:
+        if name not in known:
+            raise ConfigError(f"arrays: must be among {', '.join(known)}, got {name!r}; {nearest(name, known)}")
+    shapes = layout(arrays, 1, 1) if kind is None else record_layout(kind, arrays, (1, 1, 1))
+    if len(set(arrays)) != len(arrays) or not shapes:
+        raise ConfigError(
+            f"arrays: must name each array once, and one that has a line for every row, "
+            f"got {list(arrays)}; name {' and '.join(known[:2])} at least"
+        )
 
 
 class _Batches(Iterator["Batch"]):
@@ -268,10 +299,10 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     """Assemble batches in threads, a bounded number of them, and hand them out in order."""
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
-    waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
-    blocks: deque[Future[Block]] = deque()
+    waiting: deque[tuple[Future[AnyBlock], Future[list[Batch]], bool]] = deque()
+    blocks: deque[Future[AnyBlock]] = deque()
 
-    def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
+    def copy(block: Future[AnyBlock], begin: int, end: int) -> list[Batch]:
         return [loader._batch(block.result(), number) for number in range(begin, end)]
 
     def take() -> list[Batch]:
@@ -298,6 +329,19 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
             for block in blocks:
                 if not block.cancelled() and block.exception() is None:
                     block.result().release()
+
+
+def count_tokens(batch: Batch) -> tuple[int, int]:
+    """Return how many tokens a batch has room for, and how many are trained on; of a batch with all its arrays."""
+    if "labels" in batch:
+        return batch["input_ids"].size, int((batch["labels"] >= 0).sum())
+    if "chosen" in batch:
+        # The first token of a sequence is no label, whatever its mask says.
+        trained = sum(int(batch[name][:, 1:].sum()) for name in ("chosen_mask", "rejected_mask"))
+        return batch["chosen"].size + batch["rejected"].size, trained
+    unprompted = batch["masks"][batch["prompt_len"] == 0]
+    trained = int(batch["masks"].sum()) - int(unprompted[..., 0].sum())
+    return batch["prompts"].size + batch["responses"].size, trained
 
 
 def stack(batches: Sequence[Batch]) -> Batch:

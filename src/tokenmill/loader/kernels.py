@@ -111,7 +111,7 @@ def _copy_tokens(
             length += spans[span, LENGTH]
             span += 1
         if address:
-            _copy_run(np.uint64(address), width, length, ids[column:], labels[column:])
+            copy_run(np.uint64(address), width, length, ids[column:], labels[column:])
         if labels.size:
             _mark_labels(spans, (start, span), labels, column, crossing)
         column += length
@@ -122,9 +122,10 @@ def _copy_tokens(
 
 
 @numba.njit(cache=True, nogil=True)
-def _copy_run(
+def copy_run(
     address: np.uint64, width: Whole, length: Whole, ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
 ) -> None:
+    """Copy a run of tokens as inputs, and as the labels of the tokens before them."""
     if width == 2:
         _widen(view_uint16(address, length), ids, labels)
     elif width == 4:

@@ -5,7 +5,7 @@
 2. Does: says which spans of which documents make up each row of T + 1 tokens. Tokens are never rewritten, so one
    store serves any T. `concat` is closed form; the others pack windows of documents, each a function of its lengths
    alone, into an index of a few bytes a document. When T or the policy changes in the middle of an epoch, what is
-   left of it is packed anew (`following`).
+   left of it is packed anew (`following`). A store of DPO pairs or GRPO groups is not packed: a record is a row.
 3. Out: a row index: number of rows, the spans of any rows, the rows of any document, and what every token comes to.
 4. Must not know: the order in which rows are read, ranks, or what a batch delivers.
 """
@@ -13,5 +13,6 @@
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.packed import PackedRows, pack_rows
 from tokenmill.packing.policy import Policy
+from tokenmill.packing.records import RecordRows
 
-__all__ = ["ConcatRows", "PackedRows", "Policy", "pack_rows"]
+__all__ = ["ConcatRows", "PackedRows", "Policy", "RecordRows", "pack_rows"]

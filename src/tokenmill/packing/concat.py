@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numba
@@ -16,6 +17,7 @@ import numpy as np
 
 from tokenmill.errors import PlanError, StoreCorruptError
 from tokenmill.packing.distinct import distinct
+from tokenmill.packing.masks import LOSS_MASK, count_stream
 from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.store.memory import view_uint32, view_uint64
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from tokenmill.types import Whole
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ConcatRows:
     """The rows of a store under the policy `concat`."""
 
@@ -56,9 +58,19 @@ class ConcatRows:
         return self.description
 
     def fates(self) -> Fates:
-        """Return what becomes of every token of the source in an epoch; reads where documents begin, in parts."""
+        """Return what becomes of every token of the source in an epoch.
+
+        Reads where documents begin, and the loss mask where the store has one, in parts, once.
+        """
+        return self._fates
+
+    @cached_property
+    def _fates(self) -> Fates:
         held = self.store.num_tokens - self.dropped_tokens
-        masked = 1 if held and self.cross_document_labels else _count_starts(self.store, held)
+        if LOSS_MASK in self.store.keys:
+            masked = held - count_stream(self)
+        else:
+            masked = 1 if held and self.cross_document_labels else _count_starts(self.store, held)
         return Fates(
             rows=self.num_rows,
             tokens=self.store.num_tokens,

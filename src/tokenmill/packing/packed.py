@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numba
@@ -26,6 +27,7 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
+from tokenmill.packing.masks import LOSS_MASK, count_packed
 from tokenmill.packing.window import (
     BOS,
     BOS_ADDED,
@@ -78,14 +80,22 @@ class PackedRows:
         return self.description
 
     def fates(self) -> Fates:
-        """Return what becomes of every token in an epoch, as counted when the rows were packed."""
+        """Return what becomes of every token in an epoch, as counted when the rows were packed.
+
+        Where the store has a loss mask, it is read, once.
+        """
+        return self._fates
+
+    @cached_property
+    def _fates(self) -> Fates:
         counts = [int(number) for number in self.index.counts]
         dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED]}
+        trained = count_packed(self) if LOSS_MASK in self.store.keys else counts[TRAINED]
         return Fates(
             rows=counts[ROWS],
             tokens=counts[TOKENS],
-            trained=counts[TRAINED],
-            masked=counts[FIRST],
+            trained=trained,
+            masked=counts[FIRST] + counts[TRAINED] - trained,
             dropped={reason: number for reason, number in dropped.items() if number},
             padding=counts[PADDING],
             added=counts[BOS_ADDED],

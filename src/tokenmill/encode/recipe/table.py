@@ -77,7 +77,7 @@ class Table:
             raise self._wrong(key, "a whole number", value)
         if not least <= value <= MAX_NUMBER:
             raise ConfigError(
-                f"{self.where}: {key} must be from {least} to {MAX_NUMBER}, got {value}; leave it out for no limit"
+                f"{self.where}: {key} must be from {least} to {MAX_NUMBER}, got {value}; leave it out"
             )
         return value
 

@@ -1,0 +1,241 @@
+"""Rows of records with several arrays, as DPO and GRPO train on them: a record a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, PlanError
+from tokenmill.fingerprint import digest
+from tokenmill.packing.masks import count_ones
+from tokenmill.store.locate import locate
+from tokenmill.types import Fates, Spans
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.packing.policy import Policy
+    from tokenmill.plan.rows import RowIndex, Seen
+    from tokenmill.store.reader import Store
+
+PARTS: Mapping[str, Mapping[str, str | None]] = {
+    "dpo": {"chosen": "chosen_mask", "rejected": "rejected_mask"},
+    "grpo": {"prompts": None, "responses": "masks"},
+}
+"""Training type -> each array of token ids -> the array that says which of them are trained on."""
+_BLOCK = 1 << 18
+"""Records that are looked at together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runs:
+    """Where several runs of values are: what a row delivers of one array."""
+
+    shard: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    """First value, counted from the shard's first."""
+    length: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordRows:
+    """The rows of a store of DPO pairs or GRPO groups: row i is record i, each of its arrays cut to `seq_len`.
+
+    `spans` names the tokens of the first array, `chosen` or `prompts`; `runs` finds those of any.
+    """
+
+    store: Store
+    seq_len: int
+    """How many tokens of each array a row delivers; a longer one is cut as the policy says, or refused."""
+    policy: Policy
+    rest: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Records that come before the first epoch: what a stage before, of another sequence length, has not drawn."""
+    after: str = ""
+    """After what the rest is left, for the description."""
+
+    def __post_init__(self) -> None:
+        missing = [key for key in PARTS[self.store.manifest.kind] if key not in self.store.keys]
+        if missing:
+            raise ConfigError(
+                f"{self.store.path}: a store of {self.store.manifest.kind} must have {missing[0]}, "
+                f"got only {', '.join(self.store.keys)}; prepare it again"
+            )
+        if self.policy.describe()["split"] == "forbid":
+            self._refuse_longer()
+
+    @property
+    def parts(self) -> Mapping[str, str | None]:
+        """The arrays of token ids of a record, each with its mask, if it has one."""
+        return {
+            key: mask if mask in self.store.keys else None for key, mask in PARTS[self.store.manifest.kind].items()
+        }
+
+    @property
+    def num_rows(self) -> int:
+        """How many records there are."""
+        return self.store.num_documents
+
+    @property
+    def num_rest(self) -> int:
+        """How many records the rest has."""
+        return int(self.rest.size)
+
+    @property
+    def cross_document_labels(self) -> bool:
+        """Records never reach into one another."""
+        return False
+
+    @cached_property
+    def description(self) -> Mapping[str, int | str | bool]:
+        """What decides the content of the rows."""
+        return {**self.epoch_description, **({"rest": self.after} if self.num_rest else {})}
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of a whole epoch."""
+        return {
+            "store": self.store.fingerprint,
+            "packing": "records",
+            "split": self.policy.describe()["split"],
+            "seq_len": self.seq_len,
+            "rows": self.num_rows,
+        }
+
+    @cached_property
+    def largest_group(self) -> int:
+        """The largest number of responses of a record; 0 where records have none. Reads where groups begin."""
+        if "groups" not in self.store.axes:
+            return 0
+        return max((int(np.diff(self.store.offsets("groups", *part)).max()) for part in self._blocks()), default=0)
+
+    @cached_property
+    def _fates(self) -> Fates:
+        tokens = trained = dropped = padding = 0
+        for begin, end in self._blocks():
+            records = np.arange(begin, end)
+            follows = np.zeros(records.size, np.bool_)
+            for key, mask in self.parts.items():
+                items, owner = self.items(key, records)
+                whole = locate(self.store, items, self.store.axis(key))[2]
+                runs = self.runs(key, items)
+                tokens += int(whole.sum())
+                dropped += int((whole - runs.length).sum())
+                padding += int((self.seq_len - runs.length).sum())
+                if self.store.axis(key) == "prompts":
+                    follows = runs.length > 0
+                else:
+                    # A token is a label where another stands before it: a response follows its prompt.
+                    trained += self._labels(mask, runs, np.where(follows[owner], 0, 1))
+        if "responses" in self.store.axes:
+            missing = self.num_rows * self.largest_group - int(self.store.axes["responses"].items[-1])
+            padding += missing * self.seq_len
+        return Fates(
+            rows=self.num_rows,
+            tokens=tokens,
+            trained=trained,
+            masked=tokens - trained - dropped,
+            dropped={"truncated": dropped} if dropped else {},
+            padding=padding,
+        )
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token of all arrays in an epoch; reads lengths and masks, once."""
+        return self._fates
+
+    def _labels(self, mask: str | None, runs: Runs, skip: npt.NDArray[np.int64]) -> int:
+        """Count the tokens of runs that are labels, leaving out `skip` at the start of each."""
+        length = np.maximum(0, runs.length - skip)
+        if mask is None:
+            return int(length.sum())
+        return count_ones(self.store, mask, runs.shard, runs.first + skip, length)
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+        """Return these rows, preceded by the records that a stage before has not drawn of an epoch."""
+        before = cast(RecordRows, previous)
+        if before.store.fingerprint != self.store.fingerprint:
+            raise ConfigError(
+                f"{self.store.path}: a source must keep its store from stage to stage, got another than "
+                f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
+            )
+        rest = np.flatnonzero(seen.unseen(np.arange(seen.size)))
+        after = digest({"rows": dict(before.description), "seen": dict(seen.describe())})
+        return replace(self, rest=before.rest[rest] if seen.rest else rest, after=after)
+
+    def rows_of(self, document: int) -> npt.NDArray[np.int64]:
+        """Return the row of a record, and that of the rest which holds it as well, if one does."""
+        if not 0 <= document < self.num_rows:
+            raise PlanError(
+                f"{self.store.path}: a record must lie within 0:{self.num_rows}, got {document}; count from 0"
+            )
+        return np.concatenate([[document], np.flatnonzero(self.rest == document) + self.num_rows])
+
+    def records(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the record that each row holds."""
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows + self.num_rest:
+            raise PlanError(
+                f"{self.store.path}: rows must lie within 0:{self.num_rows + self.num_rest}, "
+                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
+            )
+        records = rows.copy()
+        left = rows >= self.num_rows
+        records[left] = self.rest[rows[left] - self.num_rows]
+        return records
+
+    def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
+        """Return the tokens of the first array of each row, in the order given."""
+        records = self.records(rows)
+        key = next(iter(self.parts))
+        runs = self.runs(key, records)
+        begins = locate(self.store, records, self.store.axis(key))[1]
+        return Spans(
+            first=np.arange(rows.size),
+            count=np.ones(rows.size, np.int64),
+            document=records,
+            start=runs.first - begins,
+            length=runs.length,
+            shard=runs.shard,
+            token=runs.first,
+        )
+
+    def items(
+        self, key: str, records: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the items of an array that records have, and which of the records each belongs to."""
+        if self.store.axis(key) != "responses":
+            return records, np.arange(records.size)
+        groups = locate(self.store, records, "groups")
+        owner = np.repeat(np.arange(records.size), groups[2])
+        ends = np.cumsum(groups[2])
+        inside = np.arange(owner.size) - np.repeat(ends - groups[2], groups[2])
+        return (self.store.axes["groups"].values[groups[0]] + groups[1])[owner] + inside, owner
+
+    def runs(self, key: str, items: npt.NDArray[np.int64]) -> Runs:
+        """Return what rows deliver of some items of an array of token ids."""
+        shard, first, length = locate(self.store, items, self.store.axis(key))
+        kept = np.minimum(length, self.seq_len)
+        if self.policy.split == "truncate_start":
+            first = first + length - kept
+        return Runs(shard=shard, first=first, length=kept)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Cut the records into runs."""
+        for begin in range(0, self.num_rows, _BLOCK):
+            yield begin, min(begin + _BLOCK, self.num_rows)
+
+    def _refuse_longer(self) -> None:
+        for begin, end in self._blocks():
+            records = np.arange(begin, end)
+            for key in self.parts:
+                items, owner = self.items(key, records)
+                length = locate(self.store, items, self.store.axis(key))[2]
+                long = np.flatnonzero(length > self.seq_len)
+                if long.size:
+                    raise ConfigError(
+                        f"{self.store.path}: {key} must have at most seq_len = {self.seq_len} tokens, got "
+                        f"{int(length[long[0]])} in record {begin + int(owner[long[0]])}; "
+                        "raise seq_len, or use split = truncate_end or truncate_start"
+                    )
