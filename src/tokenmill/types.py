@@ -161,7 +161,8 @@ class Fates:
     trained: int
     """Tokens that are a label."""
     masked: int
-    """Tokens that are delivered but are no label: the first of a document, before which nothing stands."""
+    """Tokens that are delivered but are no label: the first of a document, before which nothing stands, and those
+    that a loss mask leaves out."""
     dropped: Mapping[str, int]
     """Tokens that no row holds, by reason."""
     padding: int

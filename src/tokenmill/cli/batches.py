@@ -39,6 +39,7 @@ def batches(
 
     Two runs that print the same digests trained on the same data.
     """
+    from tokenmill.loader import usual_arrays
     from tokenmill.run import Run
 
     opened = Run.from_toml(run)
@@ -47,7 +48,12 @@ def batches(
     ranks = range(world_size) if rank is None else [rank]
     loaders = [
         opened.loader(
-            rank=r, world_size=world_size, micro_batch=micro, threads=threads, prefetch=prefetch, arrays=_ARRAYS
+            rank=r,
+            world_size=world_size,
+            micro_batch=micro,
+            threads=threads,
+            prefetch=prefetch,
+            arrays=usual_arrays(compiled),
         )
         for r in ranks
     ]
@@ -58,11 +64,8 @@ def batches(
     _draw(loaders, last, digest, state)
 
 
-_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "source")
-
-
 def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) -> None:
-    from tokenmill.loader import batch_digest, row_digests
+    from tokenmill.loader import batch_digest, count_tokens, row_digests
     from tokenmill.store.durable import write_atomically
 
     plan = loaders[0].plan
@@ -73,8 +76,9 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
         tokens = trained = 0
         for loader, stream in zip(loaders, streams, strict=True):
             for batch in _take(stream, loader.part.batches(stage)):
-                tokens += batch["input_ids"].size
-                trained += int((batch["labels"] >= 0).sum())
+                room, labels = count_tokens(batch)
+                tokens += room
+                trained += labels
                 rows += row_digests(batch) if digest else []
         line = f"{step}\t{stage.spec.name}\t"
         line += batch_digest(rows) if digest else f"{tokens:,} tokens, {trained:,} trained"

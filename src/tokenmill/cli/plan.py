@@ -74,7 +74,7 @@ def fate_table(facts: PlanReport) -> Table:
     """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
     return table(
         "Fate of the tokens of an epoch",
-        ("source", "tokens", "= trained", "+ first of a document", "+ dropped", "why", "padding"),
+        ("source", "tokens", "= trained", "+ masked", "+ dropped", "why", "padding"),
         [
             (
                 s.name,

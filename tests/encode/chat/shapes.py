@@ -96,6 +96,8 @@ SHAPES: dict[str, list[Message]] = {
     "assistant first": [{"role": "assistant", "content": "ANSWER7."}, *turns(2)],
     "assistant twice": [*turns(1), {"role": "assistant", "content": "ANSWER1."}],
 }
+FEW = ("2 turns", "5 turns, system", "tools twice", "reasoning", "white space", "last is empty")
+"""Those that differ most; the long run takes all of them."""
 IN_PARTS = ("idefics3", "llava_next", "smolvlm")
 """Templates for images as well, which read contents as lists of parts only."""
 

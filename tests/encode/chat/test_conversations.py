@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.encode.chat.shapes import SHAPES, shaped, tools_of
+from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_template
 
 from tokenmill.encode.chat.conversations import ChatEncoder, Conversation
@@ -27,9 +27,6 @@ def talk(*contents: str) -> Conversation:
 def each(encoded) -> list[tuple[np.ndarray, np.ndarray]]:
     offsets = encoded.encoded.offsets
     return [(encoded.encoded.ids[a:b], encoded.masks[a:b]) for a, b in itertools.pairwise(offsets)]
-
-
-FEW = ("2 turns", "5 turns, system", "tools twice", "reasoning", "white space", "last is empty")
 
 
 @pytest.mark.parametrize("shapes", [FEW, pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all"))
@@ -102,7 +99,6 @@ def test_a_token_that_straddles_an_edge_is_cut_there(small):
 
 
 BOS = "{{ bos_token }}"
-TALK = "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 
 
 def bare(*sources: str) -> ChatTemplate:
@@ -236,7 +232,7 @@ def _families() -> Iterator[object]:
         yield from (pytest.param(family, name, marks=marks) for name in names)
 
 
-@pytest.mark.parametrize(("family", "name"), _families())
+@pytest.mark.parametrize(("family", "name"), list(_families()))
 def test_real_tokenizers_with_templates_of_their_family(family, name, real, tmp_path):
     """[T1.a, T2.b, S.i]"""
     tokenizer = real(family)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import jinja2
 import pytest
-from tests.encode.chat.shapes import SHAPES, TURNS, reference, searched, shaped, tools_of
+from tests.encode.chat.shapes import FEW, SHAPES, TURNS, reference, searched, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template
 
 from tokenmill.encode.chat.refusal import Refusal
@@ -64,7 +64,9 @@ def test_there_are_enough_stock_templates_and_none_is_left_out():
     assert sorted(TURNS) == sorted(UNMARKED)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [shape if shape in FEW else pytest.param(shape, marks=pytest.mark.deep) for shape in SHAPES]
+)
 @pytest.mark.parametrize("name", MARKED)
 def test_generation_blocks_are_what_transformers_makes_of_them(name, shape):
     """[T1.a]"""

@@ -190,7 +190,7 @@ def _aligned_header_ends(scene: Scene, full: Trace, index: int, before: int) -> 
         return []
     written = np.flatnonzero(prompt.owner != NOBODY)
     tail_at = int(written[-1]) + 1 if written.size else 0
-    header = prompt.text[tail_at:]
+    header = _REASONING.sub("", prompt.text[tail_at:])
     begins = [0]
     if tail_at:
         begins = (np.flatnonzero(full.origin[:before] == prompt.origin[tail_at - 1]) + 1).tolist()
