@@ -6,8 +6,8 @@
 A round is a fresh process with one worker and one core. After each unit that prepare has brought from the file
 into the store, a second tokenizer encodes the texts of that unit, which are already in memory: the two take turns,
 so that other work on the machine slows both alike, and neither finds the other's caches warm. Opening the
-tokenizer, proving its engine and closing it, which a build does once whatever its size, is left out of both, and
-the opening shown apart. The ratio is of CPU time, the median of the rounds.
+tokenizer and the recipe, proving the engine and closing it, which a build does once whatever its size, is left out
+of both, and the opening shown apart. The ratio is of CPU time, the median of the rounds.
 
 Two cores against one: whole builds in worker processes, in turns, the ratio of the wall clocks without the opening.
 
@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -44,6 +45,7 @@ ENCODINGS = {
 }
 TARGET, GOAL, TWO_CORES = 0.65, 0.75, 1.7
 DOCUMENT_CHARACTERS = 8192
+SHORT = b'{"text": "a short one"}\n'
 ENDINGS = (".py", ".md", ".rst", ".txt")
 
 
@@ -189,12 +191,16 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     second, _ = trusted(tokenizer, sample=sample_texts(files, "text"))
     opening, alone = Stopwatch(), Stopwatch()
     kept = []  # closing a tokenizer takes time too, and also once a build
-    open_first, run_first = build._open_tokenizer, drive.run_here
+    open_first, run_first, settle_first = build._open_tokenizer, drive.run_here, build.settle_recipe
 
     def timed_open(*arguments: Any) -> Any:
         with opening:
             kept.append(open_first(*arguments))
         return kept[-1]
+
+    def timed_settle(*arguments: Any) -> Any:
+        with opening:  # loads the modules of recipes
+            return settle_first(*arguments)
 
     def take_turns(*arguments: Any) -> Iterator[Any]:
         for task, reply in run_first(*arguments):
@@ -204,6 +210,7 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
             yield task, reply
 
     build._open_tokenizer, drive.run_here = timed_open, take_turns  # type: ignore[assignment]
+    build.settle_recipe = timed_settle
     whole = Stopwatch()
     with whole:
         report = build.prepare(corpus, out=work, tokenizer=tokenizer, workers=1, progress=False)
@@ -221,42 +228,50 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
 
 def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str, float]:
-    """Build in worker processes; the clock runs from when the last of them has its tokenizer open."""
+    """Build in worker processes; the clock runs from when all of them have their tokenizers open."""
     from tokenmill.prepare import build, drive, pool
 
-    whole, done, peak = Stopwatch(), threading.Event(), [0.0]
+    clock, done, peak = Stopwatch(), threading.Event(), [0.0]
 
     def watch() -> None:
         while not done.wait(0.02):
             peak[0] = max([peak[0], *(peak_mb(pid) for pid in children())])
 
-    started: list[float] = []
+    def timed(crew: Any, tasks: Any, _tick: Any) -> Iterator[Any]:
+        processes, barrier = pool._Pool(crew.bench.job), threading.Barrier(workers)
+        warm = tasks[0].__class__(unit=empty_unit(work), key="warm", scan=True)
 
-    def timed(job: Any, tasks: Any, _workers: int, tick: Any) -> Any:
-        # All tokenizers are opened before the first unit of the measured ones: one unit each goes first.
-        tasks = list(tasks)
-        results = pool.run_in_processes(job, tasks, workers, tick)
-        for index, result in enumerate(results):
-            if index in (workers - 1, len(tasks) - 1):
-                started.append(time.perf_counter())
-            yield result
+        def open_one(_index: int) -> None:
+            barrier.wait()  # one each: no worker takes two of these
+            processes.run(warm)
+            barrier.wait()
 
-    drive._replies = lambda crew, tasks, tick: timed(crew.bench.job, tasks, workers, tick)  # type: ignore[assignment]
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(open_one, range(workers)))
+            with clock:
+                replies = list(threads.map(processes.run, tasks))
+            yield from zip(tasks, replies, strict=True)
+            processes.kill()
+        processes.close()
+
+    drive._replies = timed  # type: ignore[assignment]
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with whole:
-            report = build.prepare(corpus, out=work, tokenizer=tokenizer, workers=2, progress=False)
+        report = build.prepare(corpus, out=Path(work) / "store", tokenizer=tokenizer, workers=2, progress=False)
     finally:
         done.set()
         watcher.join()
-    share = (report.units - workers) / report.units
-    return {
-        "wall": (started[1] - started[0]) / share,
-        "whole": whole.wall,
-        "worker_peak_mb": peak[0],
-        "text_bytes": report.text_bytes,
-    }
+    return {"wall": clock.wall, "worker_peak_mb": peak[0], "text_bytes": report.text_bytes}
+
+
+def empty_unit(work: str) -> Any:
+    """Return a unit with nothing to read."""
+    from tokenmill.documents import cut_files, find_files
+
+    path = Path(work) / "empty.jsonl"
+    path.write_bytes(b"\n")
+    return next(cut_files(find_files(path).files, chunk_bytes=1 << 20))
 
 
 def one_worker(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
@@ -275,12 +290,18 @@ def memory(cache: Path, tokenizer: str, work: Path) -> dict[str, object]:
         with large.open("wb") as file:
             for _ in range(10):
                 file.write(once)
-    line = cache / "one-line.jsonl"
-    if not line.exists():
-        texts = "".join(texts_of_this_machine())[: 200 * 10**6]
-        line.write_bytes(json.dumps({"text": texts}).encode() + b"\n" + b'{"text": "a short one"}\n' * 1000)
+    plain, wide = cache / "one-line.jsonl", cache / "one-wide-line.jsonl"
+    if not wide.exists():
+        text = "".join(texts_of_this_machine())
+        ascii_only = text.encode("ascii", "ignore").decode()
+        for path, line in ((plain, (ascii_only * 3)[: 200 * 10**6]), (wide, (text * 3)[: 200 * 10**6])):
+            path.write_bytes(json.dumps({"text": line}, ensure_ascii=False).encode() + b"\n" + SHORT * 1000)
     found: dict[str, object] = {}
-    for name, path in (("2 GB of JSONL", large), ("one line of 200 MB", line)):
+    for name, path in (
+        ("2 GB of JSONL", large),
+        ("one line of 200 MB, ASCII", plain),
+        ("one line of 200 MB with characters that make it four times as wide, skipped", wide),
+    ):
         run = measure("peak", path, tokenizer, work)
         found[name] = {"file_mb": path.stat().st_size / 1e6, **run}
     return found
@@ -300,7 +321,7 @@ def peak(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     size = Path(corpus).stat().st_size
     try:
         # At least two units, so that there are workers to look at.
-        options = PrepareOptions(chunk_bytes=min(size // 2, 85 << 20))
+        options = PrepareOptions(chunk_bytes=min(size // 2, 85 << 20), on_error="skip")
         report = prepare(corpus, out=work, tokenizer=tokenizer, workers=2, progress=False, options=options)
     finally:
         done.set()
@@ -310,6 +331,7 @@ def peak(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
         "parent_peak_mb": peak_mb(os.getpid()),
         "seconds": report.seconds,
         "tokens": report.tokens,
+        "skipped": sum(report.skipped.values()),
     }
 
 

@@ -55,6 +55,9 @@ def prepare(
     val_fraction: Annotated[
         float | None, typer.Option(help="Share of records for OUT/val, the others to OUT/train.")
     ] = None,
+    max_record_bytes: Annotated[
+        int | None, typer.Option(help="Largest record; a worker takes up to 15 times that. Default: 64 MiB.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
     storage_format: Annotated[str | None, typer.Option(help="bin, or h5 for HDF5.")] = None,
@@ -99,6 +102,7 @@ def prepare(
             add_bos=bos,
             add_eos=eos,
             engine=engine,
+            **({} if max_record_bytes is None else {"max_record_bytes": max_record_bytes}),
         ),
     )
     if json:

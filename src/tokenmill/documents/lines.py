@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from io import BytesIO
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 _LARGE = 8 << 20
+_BLOCK = 1 << 20
 
 
 def text_memory(raw: bytes) -> int:
@@ -19,12 +18,27 @@ def text_memory(raw: bytes) -> int:
     """
     import numpy as np
 
+    characters = largest = 0
     values = np.frombuffer(raw, np.uint8)
-    characters = int(np.count_nonzero((values & 0xC0) != 0x80))
-    largest = int(values.max(initial=0))
-    if largest >= 0xF0 or b"\\ud" in raw or b"\\uD" in raw:
-        return 4 * characters
-    return 2 * characters if largest >= 0xC4 or b"\\u" in raw else characters
+    for begin in range(0, values.size, _BLOCK):
+        block = values[begin : begin + _BLOCK]
+        characters += int(np.count_nonzero((block & 0xC0) != 0x80))
+        largest = max(largest, int(block.max()))
+    width = 4 if largest >= 0xF0 else 2 if largest >= 0xC4 else 1
+    return characters * max(width, _escaped_width(raw))
+
+
+def _escaped_width(raw: bytes) -> int:
+    r"""Return how wide the characters are that JSON writes as \uXXXX; a backslash may itself be escaped."""
+    width, at = 1, raw.find(b"\\u")
+    while at >= 0 and width < 4:
+        before = at
+        while before and raw[before - 1] == 0x5C:
+            before -= 1
+        if (at - before) % 2 == 0 and raw[at + 2 : at + 4] != b"00":
+            width = 4 if raw[at + 2 : at + 4].lower() in (b"d8", b"d9", b"da", b"db") else 2
+        at = raw.find(b"\\u", at + 2)
+    return width
 
 
 class Unread(bytes):
@@ -64,6 +78,7 @@ class Held:
         """Return the whole record that `last` ends, and begin anew."""
         if self.size + len(last) <= self._max_bytes:
             record = b"".join((*self._parts, last)) if self._parts else last
+            self._parts.clear()
             if len(record) > _LARGE and (size := text_memory(record)) > self._max_bytes:
                 detail = f"{len(record)} bytes that take {size} in memory as text"
                 record = Unread("too_long", detail, num_quotes=record.count(b'"'))

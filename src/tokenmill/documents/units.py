@@ -28,8 +28,8 @@ REASONS = tuple(RULES)
 BATCH_BYTES = 1 << 20
 """Texts and ids of a batch stay in the caches of a core: a tenth faster than 4 MiB (benchmarks/prepare.py)."""
 BATCH_DOCUMENTS = 4096
-MAX_RECORD_BYTES = 208 << 20
-"""So that a worker stays below 1 GB with what the tokenizer takes for a text of this size."""
+MAX_RECORD_BYTES = 64 << 20
+"""So that a worker stays below 1 GB with what a tokenizer takes for a text of this size, even a token a byte."""
 TEXT_UNITS = ("file", "line")
 
 _UNITS = 24

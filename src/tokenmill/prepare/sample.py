@@ -9,6 +9,8 @@ from tokenmill.documents import InputFile, ReadOptions, cut_files, read_unit
 PLACES = 16
 BYTES_PER_PLACE = 64 << 10
 SAMPLE_CHUNK_BYTES = 16 << 20
+MAX_RECORD_BYTES = 4 << 20
+"""Larger records are left to the build: this process should stay small."""
 
 
 def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str]:
@@ -17,7 +19,9 @@ def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str
     The same files give the same sample, however the build cuts them. Bad records are left for the build to find.
     Of whole records all texts are taken, wherever they stand.
     """
-    options = ReadOptions(text_field=text_field, batch_bytes=BYTES_PER_PLACE, batch_documents=256)
+    options = ReadOptions(
+        text_field=text_field, batch_bytes=BYTES_PER_PLACE, batch_documents=256, max_record_bytes=MAX_RECORD_BYTES
+    )
     num_units = sum(1 for _ in cut_files(files, chunk_bytes=SAMPLE_CHUNK_BYTES))
     chosen = {place * num_units // PLACES for place in range(PLACES)}
     texts: list[str] = []

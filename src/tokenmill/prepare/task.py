@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,24 @@ class Task:
         return cls(**{**value, "unit": unit_from_json(value["unit"])})
 
 
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Let Python look for cycles seldom: records come and go by the thousand, and none is part of one.
+
+    It takes a tenth of the time of a build else, much of it amid the tokenizer (benchmarks/prepare.py).
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def run_task(bench: Bench, task: Task, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Do a task, and return what came out as a JSON object."""
-    if task.scan:
-        return scan_unit(bench, task.unit, task.key, tick)
-    fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
-    return run_unit(bench, task.unit, task.key, fates, tick).to_json()
+    with seldom_collecting():
+        if task.scan:
+            return scan_unit(bench, task.unit, task.key, tick)
+        fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
+        return run_unit(bench, task.unit, task.key, fates, tick).to_json()

@@ -75,10 +75,6 @@ def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writ
     if not batch.num_records:
         return
     contents = bench.contents(batch)
-    texts = [text for text in contents if text is not None]
-    counts.text_bytes += sum(map(len, texts))
-    odd = [text for text in texts if not text.isascii()]
-    counts.text_bytes += sum(len(text.encode(errors="surrogatepass")) - len(text) for text in odd)
     if bench.rules.trivial and fates is None:
         _append(bench, batch, ROUTE, None, writer, lengths)
     else:
@@ -92,6 +88,10 @@ def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writ
             refused = bench.encode(batch, chosen.unfit)
             assert not refused.kept.size, "a record without content must be refused"
             _note_refused(batch, chosen.unfit, refused, writer)
+    # Last, as Python then has the UTF-8 of the texts at hand that the tokenizer asked for.
+    texts = [text for text in contents if text is not None]
+    odd = [text for text in texts if not text.isascii()]
+    counts.text_bytes += sum(map(len, texts)) + sum(len(utf8(text)) - len(text) for text in odd)
     for piece, documents, tokens in batch.by_piece(lengths):
         counts.pieces[piece][1] += documents
         counts.pieces[piece][2] += tokens
@@ -119,6 +119,11 @@ def _append(
 
 def _note_refused(batch: Joined, chosen: npt.NDArray[np.int64], records: Records, writer: UnitWriter) -> None:
     writer.counts.note_bad([_bad(batch, int(chosen[one.index]), one.reason, one.detail) for one in records.refused])
+
+
+def utf8(text: str) -> bytes:
+    """Return a text as UTF-8; halves of surrogate pairs, which the tokenizer will refuse, are let pass here."""
+    return text.encode(errors="surrogatepass")
 
 
 def tokens_of(records: Records, bench: Bench) -> npt.NDArray[np.int64]:
