@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -54,6 +55,43 @@ def test_no_token_is_read(tokenmill, folder):
     for shard in folder.glob("stores/*/shard-*"):
         (shard / "sequence.bin").unlink()
     assert tokenmill("plan", folder / "run.toml", "--json").json == before
+
+
+RECORDS = {
+    "instruction": [{"prompt": f"{n} + {n} =", "response": f"{n + n}" * (n % 3 + 1)} for n in range(30)],
+    "dpo": [{"prompt": f"{n}?", "chosen": f"{n}.", "rejected": "No." * (n % 3 + 1)} for n in range(30)],
+    "grpo": [
+        {"prompt": f"{n}?", "responses": ["a" * n, "b"][: n % 3], "rewards": [1, 0][: n % 3]} for n in range(30)
+    ],
+}
+
+
+@pytest.mark.parametrize("recipe", RECORDS)
+def test_what_is_said_of_a_stage_is_what_its_batches_hold(tokenmill, tmp_path, recipe):
+    """[P2.a] Of stores with masks, of pairs and of groups."""
+    lines = [json.dumps(record) + "\n" for record in RECORDS[recipe]]
+    (tmp_path / "data.jsonl").write_text("".join(lines), encoding="utf-8")
+    arguments = ["--out", tmp_path / "data", "--recipe", recipe, "--on-error", "skip", "--workers", 1]
+    assert tokenmill("prepare", tmp_path / "data.jsonl", *arguments).code == 0
+    (tmp_path / "run.toml").write_text(
+        "[run]\nsteps = 9\nglobal_batch_size = 5\nseq_len = 200\n"
+        '[[sources]]\nname = "data"\nstore = "data"\n'
+        '[[stages]]\nname = "one"\nstart_step = 0\n[[stages]]\nname = "two"\nstart_step = 4\nseq_len = 220\n',
+        encoding="utf-8",
+    )
+    totals = {"one": [0, 0], "two": [0, 0]}
+    for line in tokenmill("batches", tmp_path / "run.toml").lines:
+        _, stage, said = line.split("\t")
+        for index, number in enumerate(re.findall(r"[0-9][0-9,]*(?= )", said)):
+            totals[stage][index] += int(number.replace(",", ""))
+    facts = tokenmill("plan", tmp_path / "run.toml", "--json").json
+    assert {s["name"]: s["tokens"] for s in facts["stages"]} == {name: room for name, (room, _) in totals.items()}
+    assert {s["stage"]: [s["tokens"], s["trained"]] for s in facts["shares"]} == totals
+    assert all(s["tokens"] == s["trained"] + s["unlabelled"] + s["padding"] for s in facts["shares"])
+    shown = tokenmill("plan", tmp_path / "run.toml").out
+    for share in facts["shares"]:
+        cells = [share["rows"], share["trained"], share["unlabelled"], share["padding"]]
+        assert re.search(rf"{share['stage']} +data .*" + " +".join(f"{cell:,}" for cell in cells), shown)
 
 
 ILLEGAL = {

@@ -13,6 +13,7 @@ from tokenmill.config import parse_config
 from tokenmill.loader import IGNORE
 from tokenmill.packing import ConcatRows, Policy, pack_rows
 from tokenmill.plan.report import report
+from tokenmill.plan.rows import NOTHING
 from tokenmill.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
@@ -100,6 +101,25 @@ def test_trained_are_the_labels_that_the_mask_leaves_of_the_stream(make_masked, 
     fates = rows.fates()
     assert fates.trained == int((label & (mask == 1)).sum())
     assert fates.tokens == mask.size == fates.trained + fates.masked + sum(fates.dropped.values())
+
+
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, None], ids=lambda p: f"{p.name}-{p.split}-{p.crop}" if p else "concat"
+)
+@given(shape=shapes, key=st.integers(0, 9))
+def test_what_rows_hold_adds_up_to_the_fates_in_any_order(make_masked, policy, shape, key):
+    """[P2.a]"""
+    seq_len, lengths, seed = shape
+    store = open_store(make_masked(lengths, seed, size=200)[0])
+    if policy is None:
+        rows = ConcatRows(store=store, seq_len=seq_len)
+    else:
+        rows = pack_rows(store, seq_len=seq_len, policy=policy)
+    fates = rows.fates()
+    parts = np.array_split(np.random.default_rng(key).permutation(rows.num_rows), 3)
+    held = sum((rows.held(part) for part in parts), NOTHING)
+    assert (held.trained, held.tokens) == (fates.trained, fates.rows * rows.row_slots - fates.padding)
+    assert rows.held(np.empty(0, np.int64)) == NOTHING
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "padded", "concat", "bos_best_fit"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
 from tokenmill.packing import Policy, RecordRows
-from tokenmill.plan.rows import Seen
+from tokenmill.plan.rows import NOTHING, Held, Seen
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
@@ -71,6 +71,24 @@ def test_runs_are_cut_to_the_length_at_the_end_or_at_the_start(groups, policy, s
     wanted = [groups.fetch_record(3, "responses")[0], *groups.fetch_record(0, "responses")]
     cut = slice(None, 4) if policy is CUT_END else slice(-4, None)
     assert found == [array[cut].tolist() for array in wanted]
+
+
+def test_rows_hold_the_tokens_of_all_arrays_cut_to_the_length(groups):
+    """[P2.a] Record 1 has neither prompt nor response; a response is trained on from its first token on."""
+    rows = RecordRows(store=groups, seq_len=4, policy=CUT_END)
+    assert rows.row_slots == 4 * (1 + 4)
+    by_record = [rows.held(np.array([record])) for record in range(6)]
+    assert [(held.tokens, held.trained) for held in by_record] == [
+        (3 + 4 + 0, 4 + 0),
+        (0, 0),
+        (2 + 1 + 2 + 3 + 4, 1 + 2 + 3 + 4),
+        (4 + 4, 4),
+        (1, 0),
+        (4 + 1 + 1 + 4, 1 + 1 + 4),
+    ]
+    assert rows.held(np.array([5, 0, 5])) == Held(tokens=10 + 7 + 10, trained=6 + 4 + 6)
+    assert rows.held(np.empty(0, np.int64)) == NOTHING
+    assert rows.fates().trained == sum(held.trained for held in by_record)
 
 
 @given(drawn=st.integers(1, 5), key=st.integers(0, 2**63), mode=st.sampled_from(["full", "none"]))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.plan.rows import Held
 from tokenmill.types import Fates, Spans
 
 
@@ -15,6 +16,13 @@ class NumberedRows:
     name: str = "rows"
     seq_len: int = 8
     num_rest: int = 0
+
+    @property
+    def row_slots(self):
+        return self.seq_len
+
+    def held(self, rows):
+        return Held(tokens=rows.size * self.seq_len, trained=rows.size * self.seq_len)
 
     @property
     def description(self):

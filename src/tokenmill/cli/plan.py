@@ -19,7 +19,7 @@ def plan(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
     json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
 ) -> None:
-    """Compile and check a run: stages, shares, epochs, first repeats. Reads no token."""
+    """Compile and check a run: stages, shares, epochs, first repeats. Reads masks to count labels, but no token."""
     from tokenmill.plan.report import report
     from tokenmill.run import Run
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenmill.errors import PlanError, StoreCorruptError
 from tokenmill.packing.distinct import distinct
-from tokenmill.packing.masks import LOSS_MASK, count_stream
+from tokenmill.packing.masks import LOSS_MASK, count_stream, hold
 from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.store.memory import view_uint32, view_uint64
@@ -26,7 +26,7 @@ from tokenmill.types import Fates, Spans
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tokenmill.plan.rows import RowIndex, Seen
+    from tokenmill.plan.rows import Held, RowIndex, Seen
     from tokenmill.store.reader import Store
     from tokenmill.types import Whole
 
@@ -51,6 +51,11 @@ class ConcatRows:
     def dropped_tokens(self) -> int:
         """Tokens of the last partial row, which no row holds."""
         return self.store.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
 
     @property
     def epoch_description(self) -> Mapping[str, int | str | bool]:
@@ -105,6 +110,10 @@ class ConcatRows:
         first = max(0, -(-(begin - self.seq_len) // self.seq_len))
         last = min(self.num_rows - 1, (end - 1) // self.seq_len)
         return np.arange(first, last + 1, dtype=np.int64)
+
+    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+        """Return what the given rows hold; reads their loss mask, where the store has one."""
+        return hold(self, rows)
 
     def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
         """Return what the given rows are made of, in the order given."""

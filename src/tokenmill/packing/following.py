@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenmill.packing.index import WindowFragments
     from tokenmill.packing.policy import Policy
     from tokenmill.packing.window import Fragments
-    from tokenmill.plan.rows import RowIndex, Seen
+    from tokenmill.plan.rows import Held, RowIndex, Seen
     from tokenmill.store.reader import Store
 
 
@@ -47,6 +47,11 @@ class FollowingRows:
     def seq_len(self) -> int:
         """How many tokens of a row are inputs."""
         return self.full.seq_len
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
 
     @property
     def cross_document_labels(self) -> bool:
@@ -84,6 +89,11 @@ class FollowingRows:
     def rows_of(self, document: int) -> npt.NDArray[np.int64]:
         """Return the rows that hold a token of a document, those of the rest last."""
         return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
+
+    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+        """Return what the given rows hold; reads their loss mask, where the store has one."""
+        left = rows >= self.num_rows
+        return self.full.held(rows[~left]) + self.rest.held(rows[left] - self.num_rows)
 
     def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
         """Return what the given rows are made of, in the order given."""

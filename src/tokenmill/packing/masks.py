@@ -1,4 +1,4 @@
-"""How many labels the loss mask of a store leaves."""
+"""What rows of sequences hold, and how many labels the loss mask of a store leaves of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numba
 import numpy as np
 
 from tokenmill.packing.distinct import distinct
+from tokenmill.plan.rows import Held
 from tokenmill.store.layout import key_file
 from tokenmill.store.memory import view_uint8
 
@@ -26,15 +27,28 @@ _TOKENS = 1 << 24
 _DOCUMENTS = 1 << 20
 
 
+def hold(rows: ConcatRows | PackedRows, numbers: npt.NDArray[np.int64]) -> Held:
+    """Return what the rows of these numbers hold; reads their part of the loss mask where the store has one."""
+    spans = rows.spans(numbers)
+    ends = np.concatenate([[0], np.cumsum(spans.length)])
+    used = ends[spans.first + spans.count] - ends[spans.first]
+    # The first token of a span has nothing before it that predicts it, unless it goes on behind its BOS.
+    skip = (~spans.joined).astype(np.int64)
+    if rows.cross_document_labels:
+        skip[:] = 0
+        skip[spans.first[spans.count > 0]] = 1
+    if LOSS_MASK in rows.store.keys:
+        trained = count_ones(rows.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
+    else:
+        trained = int((spans.length - skip).sum())
+    # A full row holds one more token than it has inputs: its last label.
+    return Held(tokens=int(np.minimum(used, rows.seq_len).sum()), trained=trained)
+
+
 def count_packed(rows: PackedRows) -> int:
     """Return how many labels of an epoch the mask leaves; reads all of it, some rows at a time."""
-    found = 0
-    for begin in range(0, rows.num_rows, _ROWS):
-        spans = rows.spans(np.arange(begin, min(begin + _ROWS, rows.num_rows)))
-        # The first token of a span has nothing before it, unless it goes on behind its BOS.
-        skip = (~spans.joined).astype(np.int64)
-        found += count_ones(rows.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
-    return found
+    starts = range(0, rows.num_rows, _ROWS)
+    return sum(hold(rows, np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
 
 
 def count_stream(rows: ConcatRows) -> int:

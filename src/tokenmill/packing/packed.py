@@ -27,7 +27,7 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.masks import LOSS_MASK, count_packed
+from tokenmill.packing.masks import LOSS_MASK, count_packed, hold
 from tokenmill.packing.window import (
     BOS,
     BOS_ADDED,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tokenmill.packing.policy import Policy
-    from tokenmill.plan.rows import RowIndex, Seen
+    from tokenmill.plan.rows import Held, RowIndex, Seen
     from tokenmill.store.reader import Store
     from tokenmill.types import Whole
 
@@ -73,6 +73,11 @@ class PackedRows:
     def num_rows(self) -> int:
         """How many rows there are."""
         return self.index.num_rows
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
 
     @property
     def epoch_description(self) -> Mapping[str, int | str | bool]:
@@ -120,6 +125,10 @@ class PackedRows:
         begin, end = int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW])
         rows = np.arange(begin, end)
         return rows[_rows_with(self.index.table[window], end - begin, self.index.data, local)]
+
+    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+        """Return what the given rows hold; reads their loss mask, where the store has one."""
+        return hold(self, rows)
 
     def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
         """Return what the given rows are made of, in the order given."""

@@ -12,6 +12,7 @@ import numpy as np
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.masks import count_ones
+from tokenmill.plan.rows import NOTHING, Held
 from tokenmill.store.locate import locate
 from tokenmill.types import Fates, Spans
 
@@ -112,39 +113,44 @@ class RecordRows:
             return 0
         return max((int(np.diff(self.store.offsets("groups", *part)).max()) for part in self._blocks()), default=0)
 
+    @property
+    def row_slots(self) -> int:
+        """How many tokens a row has room for, over all its arrays and the responses of the largest group."""
+        return self.seq_len * (1 + self.largest_group if "responses" in self.parts else len(self.parts))
+
     @cached_property
     def _fates(self) -> Fates:
-        tokens = trained = dropped = padding = 0
-        for begin, end in self._blocks():
-            records = np.arange(begin, end)
-            follows = np.zeros(records.size, np.bool_)
-            for key, mask in self.parts.items():
-                items, owner = self.items(key, records)
-                whole = locate(self.store, items, self.store.axis(key))[2]
-                runs = self.runs(key, items)
-                tokens += int(whole.sum())
-                dropped += int((whole - runs.length).sum())
-                padding += int((self.seq_len - runs.length).sum())
-                if self.store.axis(key) == "prompts":
-                    follows = runs.length > 0
-                else:
-                    # A token is a label where another stands before it: a response follows its prompt.
-                    trained += self._labels(mask, runs, np.where(follows[owner], 0, 1))
-        if "responses" in self.store.axes:
-            missing = self.num_rows * self.largest_group - int(self.store.axes["responses"].items[-1])
-            padding += missing * self.seq_len
+        held = sum((self.held(np.arange(begin, end)) for begin, end in self._blocks()), NOTHING)
+        tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
+        dropped = tokens - held.tokens
         return Fates(
             rows=self.num_rows,
             tokens=tokens,
-            trained=trained,
-            masked=tokens - trained - dropped,
+            trained=held.trained,
+            masked=held.tokens - held.trained,
             dropped={"truncated": dropped} if dropped else {},
-            padding=padding,
+            padding=self.num_rows * self.row_slots - held.tokens,
         )
 
     def fates(self) -> Fates:
         """Return what becomes of every token of all arrays in an epoch; reads lengths and masks, once."""
         return self._fates
+
+    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+        """Return what the given rows hold, over all arrays; reads lengths, and the masks of their tokens."""
+        records = self.records(rows)
+        tokens = trained = 0
+        follows = np.zeros(records.size, np.bool_)
+        for key, mask in self.parts.items():
+            items, owner = self.items(key, records)
+            runs = self.runs(key, items)
+            tokens += int(runs.length.sum())
+            if self.store.axis(key) == "prompts":
+                follows = runs.length > 0
+            else:
+                # A token is a label where another stands before it: a response follows its prompt.
+                trained += self._labels(mask, runs, np.where(follows[owner], 0, 1))
+        return Held(tokens=tokens, trained=trained)
 
     def _labels(self, mask: str | None, runs: Runs, skip: npt.NDArray[np.int64]) -> int:
         """Count the tokens of runs that are labels, leaving out `skip` at the start of each."""

@@ -47,6 +47,22 @@ class Seen:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What some rows hold, together."""
+
+    tokens: int
+    """Input slots that hold a token; the others are padding."""
+    trained: int
+    """Labels that masks leave."""
+
+    def __add__(self, other: Held) -> Held:
+        return Held(tokens=self.tokens + other.tokens, trained=self.trained + other.trained)
+
+
+NOTHING = Held(tokens=0, trained=0)
+
+
 class RowIndex(Protocol):
     """The rows of one source at one sequence length."""
 
@@ -69,6 +85,11 @@ class RowIndex(Protocol):
         ...
 
     @property
+    def row_slots(self) -> int:
+        """How many input slots a row has, over all its arrays."""
+        ...
+
+    @property
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows, as JSON: equal descriptions mean equal rows."""
         ...
@@ -84,6 +105,10 @@ class RowIndex(Protocol):
 
     def fates(self) -> Fates:
         """Return what becomes of every token of the source in an epoch."""
+        ...
+
+    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+        """Return what the given rows hold; no token is read for it, but masks are."""
         ...
 
     def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
