@@ -147,5 +147,5 @@ def test_out_in_the_folder_of_the_inputs_deletes_none_of_them(tokenmill, folder)
     (folder / "shard-00000.jsonl").write_bytes(data)
     done = tokenmill("prepare", folder / "shard-00000.jsonl", "--out", folder)
     assert done.code == 1
-    assert "must be a folder of its own for the store" in done.err
+    assert "choose another path for it" in done.err
     assert (folder / "shard-00000.jsonl").read_bytes() == data

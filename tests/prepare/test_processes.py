@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.prepare.corpus import files_of, some_texts, write_file
 
-from tokenmill.errors import StoreMissingError
+from tokenmill.errors import StoreExistsError, StoreMissingError
 from tokenmill.prepare import PrepareOptions, prepare
-from tokenmill.store import read_manifest
+from tokenmill.store import durable, read_manifest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
@@ -116,3 +116,38 @@ def test_build_after_a_killed_one_gives_the_same_bytes_and_runs_the_script_once(
     assert (tmp_path / "log").read_text() == "once "
     prepare(corpus, out=tmp_path / "straight", workers=1, options=PrepareOptions(chunk_bytes=1 << 20))
     assert files_of(tmp_path / "store") == files_of(tmp_path / "straight")
+
+
+ORPHANED = """
+import os, subprocess, sys
+from pathlib import Path
+from tokenmill.store.durable import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
+worker = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], pass_fds=(lock,))
+print(worker.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_no_build_begins_while_a_worker_of_a_killed_one_lives(tmp_path, monkeypatch):
+    """[C1.c] The worker would write to the same files as the new build; it is waited for, but not for ever."""
+    command = [sys.executable, "-c", ORPHANED, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as gone:
+        worker = int(gone.stdout.readline())
+        assert gone.wait() == 0
+        monkeypatch.setattr(durable, "ORPHAN_SECONDS", 0.1)
+        told = rf"under way in workers of process {gone.pid}, which has ended; wait"
+        with pytest.raises(StoreExistsError, match=told), durable.locked_folder(tmp_path):
+            pass
+        monkeypatch.setattr(durable, "ORPHAN_SECONDS", 30.0)
+        gone.stdin.close()
+        with durable.locked_folder(tmp_path):
+            assert is_gone(worker)
+
+
+def test_workers_hold_the_lock_of_the_build(start, tmp_path):
+    """[C1.c] So that it outlives the process that took it."""
+    workers = amid_work(start(), tmp_path / "store")
+    assert [str(tmp_path / "store") in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir()) for pid in workers] == [
+        True
+    ] * len(workers)

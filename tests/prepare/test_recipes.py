@@ -134,3 +134,18 @@ def test_another_chat_template_is_refused_with_the_difference(tmp_path):
     template.write_text(head + "\n" + tail)
     with pytest.raises(StoreExistsError, match=r"chat_template"):
         build(CHATS, tmp_path, recipe="chat", chat_template=str(template), eos_token="<|eos|>")
+
+
+@pytest.mark.parametrize(("policy", "found"), [(None, []), ("text", []), ("encode", [257]), ("drop", [])])
+def test_control_strings_in_raw_text_are_what_the_recipe_says(tmp_path, policy, found):
+    """[T2.b, S.i]"""
+    store = open_store(build([{"text": "one <|eos|> two"}], tmp_path, control_strings=policy))
+    ids = store.fetch_record(0, "sequence")[1:-1]
+    assert [i for i in ids.tolist() if i > 255] == found
+    assert TOKENIZER.decode(ids) == ("one  two" if policy == "drop" else "one <|eos|> two")
+
+
+def test_messages_cannot_be_given_control_ids(tmp_path):
+    """[S.i]"""
+    with pytest.raises(ConfigError, match="control_strings must be text where messages go through a chat template"):
+        build(CHATS, tmp_path, recipe="chat", chat_template="chatml", control_strings="encode")

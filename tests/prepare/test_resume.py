@@ -358,24 +358,26 @@ def test_a_store_that_prepare_did_not_make_is_not_added_to(tmp_path):
     assert build(corpus, tmp_path / "store", rebuild=True).documents == 10
 
 
-def test_a_full_disk_is_named_and_the_next_run_goes_on(tmp_path):
-    """[C1] A file system of 3 MB fills up; with more room the same command ends with the same bytes."""
+@pytest.mark.parametrize(("workers", "most", "options"), [(1, 200_000, {}), (2, 2000, {"deduplicate": True})])
+def test_a_full_disk_is_named_and_the_next_run_goes_on(tmp_path, workers, most, options):
+    """[C1] No file can be larger than so many bytes; with more room the same command ends with the same bytes."""
     corpus = write_file(tmp_path / "input.jsonl", some_texts(3000) * 2)
-    whole = build(corpus, tmp_path / "whole", chunk_bytes=1 << 18).path
+    whole = build(corpus, tmp_path / "whole", chunk_bytes=1 << 18, **options).path
     program = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n" + SCRIPT.replace("1 << 20", "1 << 18")
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
+        + SCRIPT.replace("1 << 20", f"1 << 18, **{options}")
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, corpus, tmp_path / "store", "1"],
+        [sys.executable, "-c", program, corpus, tmp_path / "store", str(workers)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert "StoreError" in done.stderr
     assert "make room or mend the disk, and run again: it goes on from there" in done.stderr
-    build(corpus, tmp_path / "store", chunk_bytes=1 << 18)
+    build(corpus, tmp_path / "store", chunk_bytes=1 << 18, **options)
     assert files_of(tmp_path / "store") == files_of(whole)
 
 

@@ -1,6 +1,7 @@
 """Which records are taken, and where they go: by their content alone, and every one of them accounted for."""
 
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,14 @@ from tokenmill.store import open_store
 WORDS = [f"document number {i}" for i in range(200)]
 
 
-def build(inputs, out, *, workers=1, **options):
-    return prepare(inputs, out=out, workers=workers, progress=False, options=PrepareOptions(**options))
+def build(inputs, out, *, workers=1, rebuild=False, **options):
+    return prepare(
+        inputs, out=out, workers=workers, rebuild=rebuild, progress=False, options=PrepareOptions(**options)
+    )
 
 
 def write_records(path, records):
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
     return path
 
@@ -72,35 +76,32 @@ def test_filters_come_before_the_number_of_items(tmp_path):
 
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=40), min_size=1, max_size=6),
-    st.integers(0, 5),
     st.booleans(),
     st.none() | st.integers(0, 60),
 )
-def test_fates_are_those_of_one_walk_through_all_records(tmp_path_factory, units, old, deduplicate, room):
+def test_fates_are_those_of_one_walk_through_all_records(tmp_path_factory, units, deduplicate, max_items):
     """However many parts the hashes are compared in."""
     folder = tmp_path_factory.mktemp("scans")
-    old = min(old, len(units))
     for index, unit in enumerate(units):
         hashes = np.array([(value * 7919, value) for value in unit], module._HASH)
         (folder / str(index)).write_bytes(hashes.tobytes())
     paths = [folder / str(index) for index in range(len(units))]
-    expected, seen, left = [], set(), room
-    for index, unit in enumerate(units):
+    expected, seen, left = [], set(), max_items
+    for unit in units:
         fates = []
         for value in unit:
             fate = DUPLICATE if deduplicate and value in seen else TAKEN
             seen.add(value)
-            if index >= old and fate == TAKEN and left is not None:
+            if fate == TAKEN and left is not None:
                 left -= 1
                 fate = SURPLUS if left < 0 else TAKEN
             fates.append(fate)
-        if index >= old:
-            expected.append(fates)
+        expected.append(fates)
     before = module._HASHES_AT_ONCE
     try:
         for most in (before, 7):
             module._HASHES_AT_ONCE = most
-            found = fates_of(paths, old, deduplicate=deduplicate, room=room)
+            found = fates_of(paths, deduplicate=deduplicate, max_items=max_items)
             assert [fates.tolist() for fates in found] == expected
     finally:
         module._HASHES_AT_ONCE = before
@@ -185,3 +186,103 @@ def test_an_option_of_another_recipe_is_refused(tmp_path):
         prepare(path, out=tmp_path / "out", recipe="chat", options=PrepareOptions(text_field="body"))
     with pytest.raises(ConfigError, match=r"val_fraction"):
         build(path, tmp_path / "out", val_fraction=1.5)
+
+
+def test_hashes_of_a_build_with_other_filters_are_not_used_again(tmp_path):
+    """A rebuild with a filter has other records to compare; the hashes of the first build are not theirs."""
+    texts = ["ab", "ab", "long text 1", "long text 2", "long text 1", "long text 3"]
+    path = write_file(tmp_path / "in.jsonl", texts)
+    build(path, tmp_path / "out", deduplicate=True)
+    build(path, tmp_path / "out", deduplicate=True, min_chars=5, rebuild=True)
+    assert texts_of(open_store(tmp_path / "out")) == ["long text 1", "long text 2", "long text 3"]
+    build(path, tmp_path / "out", rebuild=True)
+    assert sorted(file.name for file in (tmp_path / "out" / ".prepare").iterdir()) == ["inputs.json"]
+
+
+def test_a_record_that_is_not_taken_makes_no_other_a_duplicate(tmp_path):
+    records = [{"text": "same"}, {"text": "same", "source": "web"}, {"text": "same", "source": "web"}]
+    path = write_records(tmp_path / "in.jsonl", records)
+    report = build(path, tmp_path / "out", domain_key="source", deduplicate=True, on_error="skip")
+    assert (report.documents, report.skipped) == (1, {"domain": 1, "duplicate": 1})
+
+
+def test_files_that_add_nothing_are_taken_into_the_store_all_the_same(tmp_path):
+    write_file(tmp_path / "in" / "a.jsonl", WORDS[:100])
+    build(tmp_path / "in", tmp_path / "out", deduplicate=True, max_items=120)
+    for number, texts in enumerate(([], WORDS[:50], WORDS[90:130], WORDS[130:])):
+        write_file(tmp_path / "in" / f"b{number}.jsonl", texts)
+        report = build(tmp_path / "in", tmp_path / "out", deduplicate=True, max_items=120)
+    assert texts_of(open_store(tmp_path / "out")) == WORDS[:120]
+    assert (report.new_documents, report.skipped) == (0, {"max_items": 70})
+    assert build(tmp_path / "in", tmp_path / "out", deduplicate=True, max_items=120).new_files == 0
+    (tmp_path / "in" / "c.jsonl").write_bytes(b"broken")
+    with pytest.raises(DocumentError, match="one JSON object"):
+        build(tmp_path / "in", tmp_path / "out", deduplicate=True, max_items=120)
+
+
+def test_files_added_one_by_one_give_what_all_at_once_give(tmp_path):
+    """Every record is counted once: taken by file and store, or left out by reason, or bad."""
+    dice = random.Random(1)
+    records = [{"text": dice.choice(WORDS), "source": dice.choice(["a", "b", None, "c/d"])} for _ in range(400)]
+    chosen = {
+        "domain_key": "source",
+        "val_fraction": 0.3,
+        "deduplicate": True,
+        "max_items": 90,
+        "min_chars": 17,
+        "on_error": "skip",
+        "chunk_bytes": 3000,
+        "storage_format": "h5",
+    }
+    for number in range(4):
+        write_records(tmp_path / f"{number}.jsonl", records[100 * number :][:100])
+        build([tmp_path / f"{i}.jsonl" for i in range(number + 1)], tmp_path / "one", **chosen)
+    report = build([tmp_path / f"{i}.jsonl" for i in range(4)], tmp_path / "all", workers=2, **chosen)
+    assert report.documents + sum(report.skipped.values()) == 400
+    assert report.documents == 90
+    for store in report.stores:
+        one, whole = open_store(tmp_path / "one" / store.route), open_store(store.path)
+        assert texts_of(one) == texts_of(whole)
+        assert one.manifest.skipped == whole.manifest.skipped
+        assert whole.manifest.skipped["counts"] == report.skipped
+        assert one.manifest.inputs == whole.manifest.inputs
+        assert sum(file["documents"] for file in whole.manifest.inputs) == whole.num_documents
+        assert sum(file["tokens"] for file in whole.manifest.inputs) == whole.num_tokens
+
+
+def test_there_may_be_more_domains_than_files_that_can_be_open(tmp_path):
+    resource = pytest.importorskip("resource")
+    path = write_records(tmp_path / "in.jsonl", [{"text": "x", "source": number} for number in range(150)])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/dev/fd").iterdir())) + 60, before[1]))
+    try:
+        report = build(path, tmp_path / "out", domain_key="source")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (len(report.stores), report.documents) == (150, 150)
+
+
+def test_bad_records_are_listed_and_stop_a_build_in_the_order_of_their_lines(tmp_path):
+    """Whether a line could not be read or its record cannot be taken."""
+    path = write_records(tmp_path / "in.jsonl", [{"text": "a", "source": "web"}, {"text": "b"}])
+    path.write_bytes(path.read_bytes() + b"broken\n" + orjson.dumps({"text": "c", "source": None}) + b"\n")
+    with pytest.raises(DocumentError, match=r"in\.jsonl:2: the domain must be a name"):
+        build(path, tmp_path / "out", domain_key="source")
+    report = build(path, tmp_path / "skip", domain_key="source", on_error="skip")
+    first = open_store(tmp_path / "skip" / "web").manifest.skipped["first"]
+    assert [(one["line"], one["reason"]) for one in first] == [(2, "domain"), (3, "json"), (4, "domain")]
+    assert report.documents + sum(report.skipped.values()) == 4
+
+
+def test_memory_does_not_grow_with_the_number_of_files(tmp_path):
+    """Records of many files are joined to batches by their size, not by their number alone."""
+    for number in range(50):
+        write_records(tmp_path / "in" / f"{number}.jsonl", [{"text": "x" * 1_000_000, "source": "web"}])
+    tracemalloc.start()
+    try:
+        report = build(tmp_path / "in", tmp_path / "out", domain_key="source", chunk_bytes=1 << 30)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (report.units, report.documents) == (1, 50)
+    assert peak < 30 << 20

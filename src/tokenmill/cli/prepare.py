@@ -29,6 +29,9 @@ def prepare(
     recipe: Annotated[
         str, typer.Option(help="text, chat, instruction, dpo, grpo, or a .json or .toml file.")
     ] = "text",
+    control_strings: Annotated[
+        str | None, typer.Option(help="Strings such as <|endoftext|> in texts: text (default), encode, drop.")
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="For messages: tokenizer (its own), a .jinja file, or chatml.")
     ] = None,
@@ -74,6 +77,7 @@ def prepare(
     json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
 ) -> None:
     """Turn files of text or records into a store; go on with an interrupted one, or add new files to it."""
+    from tokenmill.documents.units import MAX_RECORD_BYTES
     from tokenmill.prepare import PrepareOptions
     from tokenmill.prepare.build import prepare as build
 
@@ -86,6 +90,7 @@ def prepare(
         rebuild=rebuild,
         options=PrepareOptions(
             text_field=text_field,
+            control_strings=control_strings,
             chat_template=chat_template,
             format=format,
             text_unit=text_unit,
@@ -102,7 +107,7 @@ def prepare(
             add_bos=bos,
             add_eos=eos,
             engine=engine,
-            **({} if max_record_bytes is None else {"max_record_bytes": max_record_bytes}),
+            max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
         ),
     )
     if json:

@@ -60,9 +60,11 @@ class Bench:
 
 def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
     """Open the tools of a worker; the parent hands in its own tokenizer where it works itself."""
+    from tokenmill.encode.control import with_policy
+
     recipe = job.load_recipe()
     reading = job.reading(recipe)
-    opened = tokenizer or job.open_tokenizer()
+    opened = with_policy(tokenizer or job.open_tokenizer(), recipe.control_strings)
     return Bench(
         job=job,
         tokenizer=opened,
@@ -102,26 +104,32 @@ class Joined:
         begin, batch = next(run for run in reversed(self.runs) if run[0] <= index)
         return batch.piece, batch.lines[index - begin]
 
-    def by_piece(self, weights: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Yield for each batch its piece, and how many records with how much weight it has."""
-        for begin, batch in self.runs:
-            part = weights[begin : begin + len(batch.texts) + len(batch.records)]
-            yield batch.piece, int(np.count_nonzero(part >= 0)), int(part[part > 0].sum())
+    def pieces_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the piece of each of these records."""
+        begins: npt.NDArray[np.int64] = np.array([begin for begin, _ in self.runs])
+        pieces: npt.NDArray[np.int64] = np.array([batch.piece for _, batch in self.runs])
+        return pieces[np.searchsorted(begins, indices, side="right") - 1]
 
 
 def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
-    """Read a unit in batches that are large enough, also where its files are small."""
+    """Read a unit in batches that are large enough, also where its files are small.
+
+    They are the same every time, so that a unit can go on after some of them.
+    """
     held = Joined()
-    characters = 0
+    size = 0
+    before = 0
     for batch in read_unit(unit, reading):
         held.add(batch)
-        characters += sum(map(len, batch.texts))
+        # Of whole records it is not known how large they are, but how much of the input they take.
+        size += sum(map(len, batch.texts)) or batch.position - before
+        before = batch.position
         if (
-            characters >= reading.batch_bytes
-            or held.num_records + len(held.bad) >= reading.batch_documents
+            size >= reading.batch_bytes
+            or max(held.num_records + len(held.bad), len(held.runs)) >= reading.batch_documents
             or (batch.records and len(unit.pieces) == 1)
         ):
             yield held
-            held, characters = Joined(), 0
+            held, size = Joined(), 0
     if held.runs:
         yield held

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.documents import InputFile, find_files
-from tokenmill.errors import ConfigError
+from tokenmill.documents import InputFile, Inputs, find_files
+from tokenmill.errors import ConfigError, DocumentError, StoreError, TokenmillError
 from tokenmill.prepare.bench import open_bench
 from tokenmill.prepare.drive import Crew, Outcome, drive
 from tokenmill.prepare.job import TEXT_KEY, Job, fast_text_field
@@ -18,16 +20,19 @@ from tokenmill.prepare.journal import Entry, Journal, Ledger, refuse_strangers
 from tokenmill.prepare.options import PrepareOptions, RecipeSpec, settle_recipe
 from tokenmill.prepare.order import Order, place_order
 from tokenmill.prepare.progress import say_loudly
-from tokenmill.prepare.publish import begin_publish, finish_publish, published
+from tokenmill.prepare.publish import begin_publish, finish_publish, give_up_publish, published
 from tokenmill.prepare.report import PrepareReport, store_reports
 from tokenmill.prepare.sample import sample_texts
 from tokenmill.prepare.unit import MAX_LISTED
-from tokenmill.store.durable import locked_folder
+from tokenmill.store.durable import locked_folder, make_folder
 from tokenmill.store.manifest import read_manifest, shard_to_json
 
 if TYPE_CHECKING:
     from tokenmill.encode.recipe import Recipe
     from tokenmill.encode.tokenizer import Tokenizer
+
+_OF_READING = ("on_error", "format", "text_unit", "max_record_bytes")
+"""Options beside the recipe and the tokenizer that decide over what is in a store."""
 
 
 def prepare(
@@ -56,7 +61,8 @@ def prepare(
     options = options or PrepareOptions()
     workers = _num_workers(workers)
     chosen = settle_recipe(recipe, options)
-    found = find_files(inputs, format=options.format)
+    journal = Journal(Path(out).expanduser())
+    found = _inputs(inputs, journal.out, options)
     if found.passed_over:
         say_loudly(
             f"{len(found.passed_over)} files in the given folders are not read, as they are of no known kind: "
@@ -65,27 +71,73 @@ def prepare(
     opened, warning = _open_tokenizer(tokenizer, chosen, options, found.files)
     if warning:
         say_loudly(warning)
-    journal = Journal(Path(out).expanduser())
     bench = open_bench(_job(journal, tokenizer, opened, chosen, options), opened)
-    journal.out.mkdir(parents=True, exist_ok=True)
-    with locked_folder(journal.out):
+    with _system_errors_told(journal.out), _made_and_locked(journal.out) as lock:
+        if rebuild:
+            give_up_publish(journal)
+            journal.drop_unreadable()
         finish_publish(journal)
         ledger = journal.ledger()
         refuse_strangers(journal.out, ledger.routes if ledger else [])
         identity = {
             "tokenizer": opened.identity.to_json(),
             "recipe": bench.encoder.to_json() if bench.encoder else chosen.to_json(),
-            "options": {name: getattr(options, name) for name in ("on_error", "format", "text_unit")},
+            "options": {name: getattr(options, name) for name in _OF_READING},
         }
         order = place_order(journal, identity, found.files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
         outcome = None
         if order.files:
-            outcome = drive(order, chosen, Crew(bench=bench, workers=workers, progress=progress))
+            outcome = drive(order, chosen, Crew(bench=bench, workers=workers, lock=lock, progress=progress))
             described = {"tokenizer": tokenizer, "engine": opened.engine}
             if warning:
                 described["engine_warning"] = warning
             _publish(order, outcome, bench.job, chosen, described)
         return _report(order, outcome, chosen.kind, opened.engine, time.monotonic() - begin)
+
+
+def _inputs(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: Path, options: PrepareOptions
+) -> Inputs:
+    """List the files to read; the store itself may stand among them and is left alone."""
+    found = find_files(inputs, format=options.format)
+    for path in (str(out.absolute()), *(file.path for file in found.files)):
+        if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):
+            raise DocumentError(f"{path!r}: a path must be UTF-8, got other bytes; rename it")
+    store = os.path.realpath(out)
+    real_folder = cache(os.path.realpath)  # of few folders there may be millions of files
+
+    def inside(path: str) -> bool:
+        return os.path.join(real_folder(os.path.dirname(path)), "").startswith(os.path.join(store, ""))
+
+    outside = [file.path for file in found.files if not inside(file.path)]
+    if len(outside) == len(found.files):
+        return found
+    if not outside:
+        raise DocumentError(f"inputs: must not all lie in the store, got {store}; choose another path for it")
+    # Once more without them, as names and order are relative to the folder that all files share.
+    passed_over = tuple(path for path in found.passed_over if not inside(path))
+    return replace(find_files(outside, format=options.format), passed_over=passed_over)
+
+
+@contextmanager
+def _system_errors_told(out: Path) -> Iterator[None]:
+    """Say of an error of the system what it means for the build."""
+    try:
+        yield
+    except TokenmillError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"{out}: must be a folder that can be written to, got {error}; "
+            "make room or mend the path or its rights, and run again: it goes on from there"
+        ) from error
+
+
+@contextmanager
+def _made_and_locked(out: Path) -> Iterator[int]:
+    make_folder(out)
+    with locked_folder(out) as lock:
+        yield lock
 
 
 def _num_workers(workers: int | None) -> int:
@@ -163,8 +215,7 @@ def _ledger(order: Order, outcome: Outcome) -> Ledger:
             name=file.name,
             bytes=file.bytes,
             digest=order.digests[file.path],
-            documents=tally.documents[file.path],
-            tokens=tally.tokens[file.path],
+            taken=tally.taken.get(file.path, {}),
         )
         for file in order.files
     ]
@@ -194,8 +245,8 @@ def _report(order: Order, outcome: Outcome | None, kind: str, engine: str, secon
         shards=sum(store.shards for store in stores),
         files=len(ledger.inputs),
         new_files=len(order.files),
-        new_documents=tally.documents.total() if tally else 0,
-        new_tokens=tally.tokens.total() if tally else 0,
+        new_documents=tally.documents if tally else 0,
+        new_tokens=tally.tokens if tally else 0,
         units=len(outcome.results) if outcome else 0,
         resumed_units=outcome.resumed if outcome else 0,
         input_bytes=sum(file.bytes for file in order.files),

@@ -6,7 +6,8 @@ bounded but for one byte a record; then the units are run knowing the fate of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ import xxhash
 from tokenmill.documents import Unit
 from tokenmill.prepare.bench import Bench, joined
 from tokenmill.prepare.select import DUPLICATE, SURPLUS, TAKEN
-from tokenmill.store.durable import write_atomically
+from tokenmill.prepare.unit import disk_errors_told
+from tokenmill.store.durable import make_folder, write_parts_atomically
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,28 +29,31 @@ _HASHES_AT_ONCE = 1 << 22
 
 
 def scan_unit(bench: Bench, unit: Unit, key: str, tick: Callable[[], None]) -> dict[str, Any]:
-    """Write the hashes of the records of a unit that are neither too short nor too long, in order."""
-    hashes: list[bytes] = []
-    for batch in joined(unit, bench.reading):
-        hashes += [
-            xxhash.xxh3_128_digest(content.encode(errors="surrogatepass"))
-            for content in bench.contents(batch)
-            if content is not None and bench.rules.too_short_or_long(content) is None
-        ]
-        tick()
+    """Write the hashes of the records of a unit that are eligible, in order (see `select`)."""
     scans = Path(bench.job.folder).parent / "scans"
-    scans.mkdir(exist_ok=True)
-    write_atomically(scans / key, b"".join(hashes))
-    return {"key": key, "records": len(hashes)}
+    with disk_errors_told(unit, scans):
+        make_folder(scans)
+        write_parts_atomically(scans / key, _hashes(bench, unit, tick))
+    return {"key": key}
 
 
-def fates_of(
-    scans: Sequence[Path], old: int, *, deduplicate: bool, room: int | None
-) -> list[npt.NDArray[np.uint8]]:
-    """Return for each scan after the first `old` ones what becomes of its records.
+def _hashes(bench: Bench, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
+    rules = bench.rules
+    for batch in joined(unit, bench.reading):
+        records = batch.records or repeat(None)
+        yield b"".join(
+            xxhash.xxh3_128_digest(content.encode(errors="surrogatepass"))
+            for content, record in zip(bench.contents(batch), records, strict=False)
+            if content is not None and rules.too_short_or_long(content) is None and rules.has_domain(record)
+        )
+        tick()
+
+
+def fates_of(scans: Sequence[Path], *, deduplicate: bool, max_items: int | None) -> list[npt.NDArray[np.uint8]]:
+    """Return for each scan what becomes of its records; those of scans that come first do not depend on later ones.
 
     The first record in order with a content is taken, later ones are duplicates; of those taken only the first
-    `room` are, None for all.
+    `max_items` are, None for all.
     """
     sizes = [path.stat().st_size // _HASH.itemsize for path in scans]
     begins = np.cumsum([0, *sizes])
@@ -57,11 +62,14 @@ def fates_of(
         num_parts = max(1, -(-int(begins[-1]) // _HASHES_AT_ONCE))
         for part in range(num_parts):
             _mark_duplicates(scans, begins, fates, part, num_parts)
-    new = fates[int(begins[old]) :]
-    if room is not None:
-        taken = np.flatnonzero(new == TAKEN)
-        new[taken[max(room, 0) :]] = SURPLUS
-    return [fates[int(begins[i]) : int(begins[i + 1])] for i in range(old, len(scans))]
+    parts = [fates[int(begins[i]) : int(begins[i + 1])] for i in range(len(scans))]
+    if max_items is not None:
+        room = max_items
+        for each in parts:
+            taken = np.flatnonzero(each == TAKEN)
+            each[taken[room:]] = SURPLUS
+            room = max(0, room - taken.size)
+    return parts
 
 
 def _mark_duplicates(

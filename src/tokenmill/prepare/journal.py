@@ -4,7 +4,8 @@ OUT/.prepare/
 build.json        the build under way: what it was asked for, how inputs are cut
 units/<key>/      a finished unit: its shards, and `result.json`; its name stands for what it was made from
 units/.tmp-<key>/ a unit under way, perhaps with a `checkpoint.json`
-scans/<key>       hashes of the records of a unit, where duplicates are looked for
+scans/<key>       hashes of the records of a unit, where duplicates are looked for or only so many are taken
+fates/<digest>    what becomes of each record of a unit, where that is not the same for all
 publish.json      units are being moved into the store: whoever finds it goes on with that first
 inputs.json       the finished store: what it was asked for, and which files are in it
 """
@@ -20,13 +21,17 @@ from typing import Any
 import orjson
 import xxhash
 
-from tokenmill.documents import InputFile, Unit, file_digest
+from tokenmill.documents import Unit
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.store.durable import OWNER, write_atomically
+from tokenmill.store.durable import make_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, is_shard_name
-from tokenmill.store.writer import JOURNAL_FOLDER, ROWS_FOLDER
+from tokenmill.store.manifest import read_manifest
+from tokenmill.store.writer import JOURNAL_FOLDER, ROWS_FOLDER, TEMPORARY
 
+BUILD = "build.json"
+PUBLISH = "publish.json"
+LEDGER = "inputs.json"
 RESULT = "result.json"
 CHECKPOINT = "checkpoint.json"
 
@@ -38,9 +43,9 @@ class Entry:
     name: str
     bytes: int
     digest: str
-    """Of its size and a sample of its content."""
-    documents: int
-    tokens: int
+    """Of its name without folders, its size and a sample of its content."""
+    taken: Mapping[str, Sequence[int]]
+    """Route -> documents and tokens that it gave; routes to which it gave none are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +63,7 @@ class Ledger:
     truncated: int
     text_bytes: int
     scans: Sequence[str]
-    """Hashes of the records that are in the store, where duplicates are looked for."""
+    """Names of the hashes of its records, in order, where duplicates are looked for or only so many are taken."""
 
 
 class Journal:
@@ -72,30 +77,34 @@ class Journal:
 
     def build(self) -> dict[str, Any] | None:
         """Return what the build under way was asked for, None if there is none."""
-        return read_signed(self.folder / "build.json")
+        return read_signed(self.folder / BUILD)
 
     def begin(self, identity: Mapping[str, Any], chunk_bytes: int, *, rebuild: bool) -> None:
         """Note a new build; what another left is removed."""
         self.drop()
-        self.units.mkdir(parents=True, exist_ok=True)
+        make_folder(self.units)
         value = {"identity": dict(identity), "chunk_bytes": chunk_bytes, "rebuild": rebuild}
-        write_signed(self.folder / "build.json", value)
+        write_signed(self.folder / BUILD, value)
 
     def drop(self) -> None:
         """Forget the build under way and its units, not the finished store."""
-        (self.folder / "build.json").unlink(missing_ok=True)
+        (self.folder / BUILD).unlink(missing_ok=True)
         shutil.rmtree(self.units, ignore_errors=True)
 
     def ledger(self) -> Ledger | None:
         """Return what is in the finished store, None if there is none that prepare made."""
-        value = read_signed(self.folder / "inputs.json")
+        value = read_signed(self.folder / LEDGER)
         if value is None:
             return None
         return Ledger(**{**value, "inputs": [Entry(**entry) for entry in value["inputs"]]})
 
-    def result(self, key: str) -> dict[str, Any] | None:
-        """Return the result of a finished unit, None if it is not finished."""
-        return read_signed(self.units / key / RESULT)
+    def drop_unreadable(self) -> None:
+        """Remove those of its files that are not as they were written, for a store that is built anew."""
+        for name in (PUBLISH, BUILD, LEDGER):
+            try:
+                read_signed(self.folder / name)
+            except StoreCorruptError:
+                (self.folder / name).unlink()
 
 
 def write_signed(path: Path, value: Mapping[str, Any]) -> None:
@@ -115,20 +124,20 @@ def read_signed(path: Path) -> dict[str, Any] | None:
         value, checksum = {}, ""
     if checksum != xxhash.xxh3_128_hexdigest(canonical(value)):
         raise StoreCorruptError(
-            f"{path}: must be as prepare wrote it, got other content; start over with --rebuild"
+            f"{path}: must be as prepare wrote it, got other content; start over with --rebuild, or at another path"
         )
     return dict(value)
 
 
-def unit_key(unit: Unit, digests: Mapping[str, str], fates: str) -> str:
-    """Return the name that stands for what a unit is made from; `fates` for what is left out of it."""
+def unit_key(unit: Unit, digests: Mapping[str, str], how: Sequence[str]) -> str:
+    """Return the name that stands for what a unit is made from, and `how`; units with the same content have one."""
     pieces = [[digests[piece.file.path], piece.file.suffix, piece.begin, piece.end] for piece in unit.pieces]
-    return digest([pieces, fates])
+    return digest([pieces, list(how)])
 
 
-def digests_of(files: Sequence[InputFile]) -> dict[str, str]:
-    """Return by path what tells a changed file from the same one: a sample of the content, and the name."""
-    return {file.path: digest([file.name.rsplit("/", 1)[-1], file_digest(file)]) for file in files}
+def entry_digest(name: str, content: str) -> str:
+    """Return what tells a changed file from the same one: of its name without folders, and its `file_digest`."""
+    return digest([name.rsplit("/", 1)[-1], content])
 
 
 def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, finished: bool) -> None:
@@ -153,9 +162,21 @@ def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            ours = child.name in {MANIFEST, ROWS_FOLDER, OWNER} | known or child.name.startswith(".tmp-")
+            ours = child.name in {MANIFEST, ROWS_FOLDER} | TEMPORARY | known
             if not ours and not is_shard_name(child.name):
                 raise StoreExistsError(
                     f"{folder}: must be a folder of its own for the store, got {child.name!r} in it; "
                     "choose another path"
                 )
+
+
+def refuse_left_shards(out: Path, routes: Sequence[str]) -> None:
+    """Raise if there are shards that no manifest lists: new ones would have their names."""
+    for route in {"", *routes}:
+        listed = {shard.name for shard in read_manifest(out / route).shards} if route in routes else set()
+        left = [child.name for child in (out / route).iterdir() if is_shard_name(child.name)]
+        if strange := sorted(set(left) - listed):
+            raise StoreExistsError(
+                f"{out / route}: must hold no shards but those of its manifest, got {strange[0]!r}; "
+                "choose another path, or --rebuild if it may be deleted"
+            )

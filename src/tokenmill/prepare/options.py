@@ -33,6 +33,8 @@ class PrepareOptions:
 
     text_field: str | None = None
     """Where the text is in a record, for the recipe `text`; dots go down: `a.b` is field b of the object in a."""
+    control_strings: str | None = None
+    """What becomes of strings such as `<|endoftext|>` in raw text: ordinary `text`, `encode`, or `drop`."""
     chat_template: str | None = None
     """`tokenizer`, the path of a template, or `chatml`: what messages, and the texts of a preset, go through."""
     format: str | None = None
@@ -116,10 +118,12 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     recipe = load_recipe(spec)
     if options.chat_template is not None:
         recipe = replace(recipe, chat_template=options.chat_template)
-    if not any(said.values()):
+    if not any(said.values()) and options.control_strings is None:
         return recipe
     # Through the reader once more, so that an option is checked like a key of a recipe.
     whole = {**recipe.to_json()}
+    if options.control_strings is not None:
+        whole["control_strings"] = options.control_strings
     for part, values in said.items():
         whole[part] = {**dict(whole[part]), **values}  # type: ignore[call-overload]
     return replace(load_recipe(whole), name=recipe.name)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.documents import InputFile, chunk_size
+from tokenmill.documents import InputFile, chunk_size, file_digest
 from tokenmill.errors import StoreExistsError
 from tokenmill.fingerprint import first_difference
-from tokenmill.prepare.journal import Journal, Ledger, digests_of, refuse_difference
+from tokenmill.prepare.journal import Entry, Journal, Ledger, entry_digest, refuse_difference, refuse_left_shards
 from tokenmill.store.layout import MANIFEST
+from tokenmill.store.writer import refuse_foreign_shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +24,10 @@ class Order:
     identity: Mapping[str, Any]
     files: Sequence[InputFile]
     """Those that are not in the store yet."""
-    num_files: int
-    """All that were asked for."""
     digests: Mapping[str, str]
     """Path -> what tells a changed file from the same one."""
+    stamps: Mapping[str, tuple[int, int] | None]
+    """Path -> size and time of change, to see at the end that nobody wrote to a file meanwhile."""
     chunk_bytes: int
     base: Ledger | None
     """What the finished store has that is added to; None for a new store or one that is replaced."""
@@ -43,62 +45,91 @@ def place_order(
 ) -> Order:
     """Find out what there is to do, and note in the journal that it has begun; refuse what does not fit."""
     ledger, build = journal.ledger(), journal.build()
-    stranger = ledger is None and (journal.out / MANIFEST).exists()
-    if stranger and not rebuild and build is None:
+    if ledger is None and (journal.out / MANIFEST).exists() and not rebuild and build is None:
         raise StoreExistsError(
             f"{journal.out}: must not hold a store that prepare cannot add to, got one without its journal; "
             "choose another path or --rebuild it"
         )
-    going_on = build is not None and (build["rebuild"] or not rebuild)
-    if build is not None and going_on and rebuild:
-        going_on = first_difference(build["identity"], dict(identity)) is None
-    if build is not None and going_on:
+    if build is not None and rebuild and not (build["rebuild"] and _same(build["identity"], identity)):
+        build = None  # begun in another way, and given up for this
+    if build is not None:
         refuse_difference(journal.out, build["identity"], identity, finished=False)
     elif ledger is not None and not rebuild:
         refuse_difference(journal.out, ledger.identity, identity, finished=True)
-    replaces = rebuild or (build is not None and going_on and build["rebuild"])
+    replaces = rebuild or (build is not None and build["rebuild"])
+    routes = list(ledger.routes) if ledger is not None else []
+    if replaces:
+        for route in {"", *routes}:
+            refuse_foreign_shards(journal.out / route)
+    else:
+        refuse_left_shards(journal.out, routes)
     base = None if replaces else ledger
-    digests = digests_of(files)
-    new = _new_files(journal, files, digests, base)
-    chunk = chunk_bytes or chunk_size(sum(file.bytes for file in new))
-    if build is not None and going_on:
+    contents = {file.path: file_digest(file) for file in files}
+    new = _new_files(journal, files, contents, base)
+    if build is not None and chunk_bytes in (None, build["chunk_bytes"]):
         chunk = build["chunk_bytes"]
-    elif new:
-        journal.begin(identity, chunk, rebuild=replaces)
+    else:
+        chunk = chunk_bytes or chunk_size(sum(file.bytes for file in new))
+        if new:
+            journal.begin(identity, chunk, rebuild=replaces)
     return Order(
         journal=journal,
         identity=identity,
         files=new,
-        num_files=len(files),
-        digests=digests,
+        digests={file.path: entry_digest(file.name, contents[file.path]) for file in new},
+        stamps={file.path: stamp_of(file) for file in new},
         chunk_bytes=chunk,
         base=base,
-        cleared=_cleared(ledger, stranger) if replaces else None,
+        # Those below `out` first: what is left there then is no part of a store.
+        cleared=[*filter(None, routes), ""] if replaces else None,
     )
 
 
-def _cleared(ledger: Ledger | None, stranger: bool) -> list[str]:
-    return list(ledger.routes) if ledger is not None else [""] * stranger
+def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return first_difference(dict(old), dict(new)) is None
+
+
+def stamp_of(file: InputFile) -> tuple[int, int] | None:
+    """Return what changes when a file is written to: its size and time; None if it is gone."""
+    try:
+        found = os.stat(file.path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _new_files(
-    journal: Journal, files: Sequence[InputFile], digests: Mapping[str, str], base: Ledger | None
+    journal: Journal, files: Sequence[InputFile], contents: Mapping[str, str], base: Ledger | None
 ) -> list[InputFile]:
-    """Return the files that are not in the store; one that has changed since it was read is refused."""
+    """Return the files that are not in the store; one that changed or was renamed since it was read is refused."""
     if base is None:
         return list(files)
     there = Counter(entry.digest for entry in base.inputs)
-    names = {entry.name: entry for entry in base.inputs}
-    new: list[InputFile] = []
+    unknown: list[InputFile] = []
     for file in files:
-        if there[digests[file.path]] > 0:
-            there[digests[file.path]] -= 1
-            continue
+        digest = entry_digest(file.name, contents[file.path])
+        if there[digest] > 0:
+            there[digest] -= 1
+        else:
+            unknown.append(file)
+    names = {entry.name: entry for entry in base.inputs}
+    # Entries whose file was not given, by size: one of the new files may be it.
+    gone: dict[int, list[Entry]] = {}
+    for entry in base.inputs:
+        if there[entry.digest] > 0 and entry.taken:
+            gone.setdefault(entry.bytes, []).append(entry)
+    for file in unknown:
         old = names.get(file.name)
         if old is not None:
             raise StoreExistsError(
                 f"{journal.out}: files that are in a store must stay as they were, got {file.path} with other "
-                f"content ({old.bytes} -> {file.bytes} bytes); put new records into new files, or --rebuild"
+                f"content than {old.name} had ({old.bytes} -> {file.bytes} bytes); put new records into files "
+                "with new names, or --rebuild"
             )
-        new.append(file)
-    return new
+        for entry in gone.get(file.bytes, ()):
+            if entry_digest(entry.name, contents[file.path]) == entry.digest:
+                raise StoreExistsError(
+                    f"{journal.out}: a file must be added once, got {file.path} with the content of {entry.name}, "
+                    "which is in the store; leave it out or give it its old name, or --rebuild"
+                )
+    return unknown

@@ -46,13 +46,14 @@ def run_here(
 
 
 def run_in_processes(
-    job: Job, tasks: Iterable[Task], workers: int, tick: Callable[[], None]
+    job: Job, tasks: Iterable[Task], workers: int, tick: Callable[[], None], *, lock: int
 ) -> Generator[tuple[Task, dict[str, Any]]]:
     """Do tasks in worker processes; results come in input order, errors too, so the first in order is raised.
 
-    `tick` is called a few times a second. No process outlives the iterator: close it.
+    `tick` is called a few times a second. No process outlives the iterator: close it. Workers inherit `lock`, so
+    that after a kill of this process no other build begins while one of them still writes.
     """
-    pool = _Pool(job)
+    pool = _Pool(job, lock)
     waiting: deque[tuple[Task, Future[dict[str, Any]]]] = deque()
     threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenmill-prepare")
     try:
@@ -82,8 +83,9 @@ def _wait(future: Future[dict[str, Any]], tick: Callable[[], None]) -> dict[str,
 class _Pool:
     """One process for each thread that asks."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, lock: int) -> None:
         self._job = orjson.dumps(job.to_json()) + b"\n"
+        self._inherited = lock
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -138,6 +140,7 @@ class _Pool:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, **ONE_CORE},
+                pass_fds=(self._inherited,),
                 # Ctrl-C reaches the parent alone, which ends the workers.
                 process_group=0,
             )

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenmill.prepare.journal import Journal, read_signed, write_signed
+from tokenmill.errors import StoreCorruptError
+from tokenmill.prepare.journal import LEDGER, PUBLISH, Journal, read_signed, write_signed
 from tokenmill.prepare.unit import route_folder
-from tokenmill.store.durable import sync_folder, write_atomically
+from tokenmill.store.durable import make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest, shard_from_json
 from tokenmill.store.writer import JOURNAL_FOLDER, clear, publish_shard
 
-PUBLISH = "publish.json"
 MAX_INPUTS = 1000
 """How many input files a manifest lists; `.prepare/inputs.json` has them all."""
 
@@ -43,14 +43,14 @@ def begin_publish(
     write_signed(journal.folder / PUBLISH, value)
 
 
-def finish_publish(journal: Journal) -> dict[str, Manifest] | None:
-    """Do what `begin_publish` wrote down, from wherever an earlier try stopped; None if there is nothing to do.
+def finish_publish(journal: Journal) -> None:
+    """Do what `begin_publish` wrote down, if anything, from wherever an earlier try stopped.
 
     Every step may be done twice. A reader sees the old store, none, or the new one; never a mixture.
     """
     plan = read_signed(journal.folder / PUBLISH)
     if plan is None:
-        return None
+        return
     if plan["phase"] == "clear":
         for route in plan["cleared"]:
             _clear_store(journal.out, route)
@@ -63,34 +63,59 @@ def finish_publish(journal: Journal) -> dict[str, Manifest] | None:
         for route, listed in unit["shards"].items():
             folder = route_folder(journal.units / unit["key"], route)
             store = journal.out / route
-            store.mkdir(parents=True, exist_ok=True)
+            make_folder(store)
             there = shards.setdefault(route, [])
             for shard in listed:
                 there.append(publish_shard(shard_from_json(shard), folder, store, len(there)))
-    manifests = {route: _write_manifest(journal.out / route, plan, there) for route, there in shards.items()}
-    write_signed(journal.folder / "inputs.json", {**plan["ledger"], "routes": sorted(shards)})
+    for route, there in shards.items():
+        _write_manifest(journal.out, route, plan, there)
+    write_signed(journal.folder / LEDGER, {**plan["ledger"], "routes": sorted(shards)})
     journal.drop()
-    shutil.rmtree(journal.folder / "fates", ignore_errors=True)
+    _drop_scans(journal, plan["ledger"]["scans"])
+    # The rest must be gone for good before the word that it is to go.
+    sync_folder(journal.folder)
     (journal.folder / PUBLISH).unlink()
     sync_folder(journal.folder)
-    return manifests
 
 
-def _write_manifest(store: Path, plan: Mapping[str, Any], shards: Sequence[ShardInfo]) -> Manifest:
+def give_up_publish(journal: Journal) -> None:
+    """Do what `begin_publish` wrote down if it can be done, or forget it: for a store that is built anew."""
+    try:
+        finish_publish(journal)
+    except StoreCorruptError:
+        (journal.folder / PUBLISH).unlink(missing_ok=True)
+
+
+def _drop_scans(journal: Journal, kept: Sequence[str]) -> None:
+    """Remove what was found out of records for this build alone."""
+    shutil.rmtree(journal.folder / "fates", ignore_errors=True)
+    known = set(kept)
+    for file in list(journal.scans.iterdir()) if journal.scans.is_dir() else []:
+        if file.name not in known:
+            file.unlink()
+    if journal.scans.is_dir() and not known:
+        journal.scans.rmdir()
+
+
+def _write_manifest(out: Path, route: str, plan: Mapping[str, Any], shards: Sequence[ShardInfo]) -> None:
+    """Write the manifest of one store; its inputs say what each file gave to this store, not to the others."""
+    store = out / route
     sync_folder(store)
-    inputs = plan["ledger"]["inputs"][:MAX_INPUTS]
     ledger = plan["ledger"]
+    inputs = []
+    for entry in ledger["inputs"][:MAX_INPUTS]:
+        documents, tokens = entry["taken"].get(route, (0, 0))
+        inputs.append({"name": entry["name"], "bytes": entry["bytes"], "documents": documents, "tokens": tokens})
     manifest = Manifest(
         **plan["manifest"],
         shards=tuple(shards),
-        inputs=tuple({key: entry[key] for key in ("name", "bytes", "documents", "tokens")} for entry in inputs),
+        inputs=tuple(inputs),
         skipped={
             **({"counts": ledger["counts"], "first": ledger["listed"]} if ledger["counts"] else {}),
             **({"truncated": ledger["truncated"]} if ledger["truncated"] else {}),
         },
     )
     write_atomically(store / MANIFEST, manifest_bytes(manifest))
-    return manifest
 
 
 def _clear_store(out: Path, route: str) -> None:

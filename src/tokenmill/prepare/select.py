@@ -21,6 +21,8 @@ ROUTE = ""
 SPLITS = ("train", "val")
 TAKEN, DUPLICATE, SURPLUS = range(3)
 _REASONS = (None, "duplicate", "max_items")
+LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars"})
+"""Why a record is left out that is not a bad one."""
 _SEED = 0x746F6B656E6D696C
 """Of the hash that sets records apart for validation, so that it is no other hash of the same content."""
 
@@ -38,7 +40,7 @@ class Selection:
     unfit: npt.NDArray[np.int64]
     """Records that the recipe will refuse."""
     num_eligible: int
-    """Records that are long and short enough."""
+    """Records that are long and short enough, and have a domain where one is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +75,13 @@ class Rules:
             return "min_chars"
         return "max_chars" if self.max_chars is not None and len(content) > self.max_chars else None
 
-    def route(self, content: str, record: Mapping[str, Any] | None) -> str | None:
-        """Return the store of a record, None if its domain is no name."""
-        parts = []
-        if self.domain is not None:
-            name = domain_name(_at(record, self.domain))
-            if name is None:
-                return None
-            parts.append(name)
+    def has_domain(self, record: Mapping[str, Any] | None) -> bool:
+        """Whether the domain of a record is a name, where one is asked for."""
+        return self.domain is None or domain_name(_at(record, self.domain)) is not None
+
+    def route(self, content: str, record: Mapping[str, Any] | None) -> str:
+        """Return the store of a record that has a domain."""
+        parts = [] if self.domain is None else [str(domain_name(_at(record, self.domain)))]
         if self.val_fraction:
             parts.append(SPLITS[is_validation(content, self.val_fraction)])
         return "/".join(parts)
@@ -94,8 +95,8 @@ def select(
 ) -> Selection:
     """Decide over records by their content, which is None for those that will be refused.
 
-    `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each record that is long and short enough, in order; None takes
-    them all.
+    `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each eligible record, in order; None takes them all. That there
+    are too few of them is for the caller to see, by `num_eligible`.
     """
     routes: dict[str, list[int]] = {}
     left_out: Counter[str] = Counter()
@@ -106,19 +107,18 @@ def select(
         if content is None:
             unfit.append(index)
             continue
+        record = records[index] if records else None
         reason = rules.too_short_or_long(content)
+        if reason is None and not rules.has_domain(record):
+            lost.append((index, repr(_at(record, rules.domain or ()))[:80]))
+            continue
         if reason is None:
-            reason = None if fates is None else _REASONS[fates[place]]
+            reason = _REASONS[TAKEN if fates is None or place >= fates.size else fates[place]]
             place += 1
         if reason is not None:
             left_out[reason] += 1
             continue
-        record = records[index] if records else None
-        route = rules.route(content, record)
-        if route is None:
-            lost.append((index, repr(_at(record, rules.domain or ()))[:80]))
-            continue
-        routes.setdefault(route, []).append(index)
+        routes.setdefault(rules.route(content, record), []).append(index)
     return Selection(
         routes={route: np.array(indices, np.int64) for route, indices in sorted(routes.items())},
         left_out=left_out,

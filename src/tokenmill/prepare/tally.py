@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenmill.documents import RULES, InputFile, Unit, place
 from tokenmill.errors import DocumentError
+from tokenmill.prepare.select import LEFT_OUT
 from tokenmill.prepare.unit import MAX_LISTED, Bad, UnitResult
 
 
@@ -24,9 +25,11 @@ class Tally:
     """Of units that were done now, not in an earlier try."""
     truncated: int = 0
     lines: Counter[str] = field(default_factory=Counter)
-    """By path, as documents and tokens are."""
-    documents: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)
+    """By path."""
+    documents: int = 0
+    tokens: int = 0
+    taken: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Path -> route -> documents and tokens."""
     reasons: Counter[str] = field(default_factory=Counter)
     listed: list[dict[str, Any]] = field(default_factory=list)
 
@@ -35,11 +38,16 @@ class Tally:
         counts = result.counts
         # Where a piece begins in its file, in lines: those of the earlier pieces of the same file.
         begins = []
-        for piece, (lines, documents, tokens) in zip(unit.pieces, counts.pieces, strict=True):
+        for piece, lines in zip(unit.pieces, counts.lines, strict=True):
             begins.append(self.lines[piece.file.path])
             self.lines[piece.file.path] += lines
-            self.documents[piece.file.path] += documents
-            self.tokens[piece.file.path] += tokens
+        for route, pieces in sorted(counts.taken.items()):
+            for index, (documents, tokens) in pieces.items():
+                numbers = self.taken.setdefault(unit.pieces[index].file.path, {}).setdefault(route, [0, 0])
+                numbers[0] += documents
+                numbers[1] += tokens
+        self.documents += counts.documents
+        self.tokens += counts.tokens
         for bad in counts.bad:
             line = begins[bad.piece] + bad.line
             if self.stop:
@@ -53,9 +61,13 @@ class Tally:
         self.truncated += counts.truncated
         self.reasons.update(counts.skipped)
 
-    def refuse_nothing(self, first: InputFile, num_files: int) -> None:
-        """Raise if there is not one document: an empty store is a mistake that would show much later."""
-        if not self.documents.total():
+    def refuse_nothing(self, first: InputFile, num_files: int, *, new: bool) -> None:
+        """Raise if there is not one document: an empty store is a mistake that would show much later.
+
+        To a store that is there files may add nothing, unless all their records are bad.
+        """
+        all_bad = self.reasons and not self.reasons.keys() & LEFT_OUT
+        if not self.documents and (new or all_bad):
             raise DocumentError(
                 f"{first.path} and {num_files - 1} more: must hold at least one document, "
                 f"got none, {self.reasons.total()} skipped {dict(self.reasons)}; check the files and the fields"

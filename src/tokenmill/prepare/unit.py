@@ -7,20 +7,21 @@ import shutil
 import struct
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.errors import StoreCorruptError
+from tokenmill.documents import Unit
+from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.prepare.journal import CHECKPOINT, RESULT, read_signed, write_signed
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import sync_folder
-from tokenmill.store.manifest import shard_to_json
-from tokenmill.store.series import ShardSeries
+from tokenmill.store.manifest import shard_from_json, shard_to_json
+from tokenmill.store.series import ShardSeries, check_sizes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,25 +58,44 @@ class Counts:
     tokens: int = 0
     text_bytes: int = 0
     truncated: int = 0
-    pieces: list[list[int]]
-    """Lines, documents and tokens of each piece."""
-    skipped: Counter[str]
-    bad: list[Bad]
+    lines: list[int]
+    """Lines of each piece."""
+    taken: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    """Route -> piece -> documents and tokens that it gave."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    bad: list[Bad] = field(default_factory=list)
     """The first bad records, at most `MAX_LISTED`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return them as a JSON object."""
-        return {**asdict(self), "skipped": dict(self.skipped)}
+        """Return them as a JSON object, in which numbers cannot be keys."""
+        taken = {
+            route: [[piece, *numbers] for piece, numbers in pieces.items()] for route, pieces in self.taken.items()
+        }
+        return {**asdict(self), "taken": taken, "skipped": dict(self.skipped)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Counts:
         """Read what `to_json` wrote."""
-        return cls(**{**value, "skipped": Counter(value["skipped"]), "bad": [Bad(**bad) for bad in value["bad"]]})
+        taken = {
+            route: {piece: [documents, tokens] for piece, documents, tokens in pieces}
+            for route, pieces in value["taken"].items()
+        }
+        bad = [Bad(**one) for one in value["bad"]]
+        return cls(**{**value, "taken": taken, "skipped": Counter(value["skipped"]), "bad": bad})
 
     def note_bad(self, bad: Sequence[Bad]) -> None:
-        """Count bad records, and list the first."""
+        """Count the bad records of a batch, and list the first."""
         self.skipped.update(one.reason for one in bad)
-        self.bad.extend(bad[: MAX_LISTED - len(self.bad)])
+        in_order = sorted(bad, key=lambda one: (one.piece, one.line))
+        self.bad.extend(in_order[: MAX_LISTED - len(self.bad)])
+
+    def note_taken(self, route: str, piece: int, documents: int, tokens: int) -> None:
+        """Count documents that a piece gave to a route."""
+        numbers = self.taken.setdefault(route, {}).setdefault(piece, [0, 0])
+        numbers[0] += documents
+        numbers[1] += tokens
+        self.documents += documents
+        self.tokens += tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +133,7 @@ class UnitWriter:
         self._folder = units / f".tmp-{key}"
         self._spec = spec
         self._series: dict[str, ShardSeries] = {}
-        self.counts = Counts(pieces=[[0, 0, 0] for _ in range(num_pieces)], skipped=Counter(), bad=[])
+        self.counts = Counts(lines=[0] * num_pieces)
         self._resume()
         self._progress = open(self._folder / "progress", "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._saved = time.monotonic()
@@ -155,8 +175,9 @@ class UnitWriter:
         self.close()
         for name in ("progress", CHECKPOINT):
             (self._folder / name).unlink(missing_ok=True)
-        for route in shards:
-            sync_folder(route_folder(self._folder, route))
+        # Every folder on the way to a shard, as the name of each is kept in the one above.
+        for folder, _, _ in os.walk(self._folder / _ROUTES):
+            sync_folder(Path(folder))
         write_signed(self._folder / RESULT, result.to_json())
         shutil.rmtree(self._final, ignore_errors=True)
         os.rename(self._folder, self._final)
@@ -164,10 +185,8 @@ class UnitWriter:
         return result
 
     def close(self) -> None:
-        """Close all files as they are."""
+        """Tell no more progress; what was written stays as it is."""
         self._progress.close()
-        for series in self._series.values():
-            series.abandon()
 
     def _resume(self) -> None:
         """Go on from the last checkpoint, where it and the files are whole; else begin anew."""
@@ -178,25 +197,40 @@ class UnitWriter:
                     route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
                     for route, saved in state["routes"].items()
                 }
-                self._drop_later(state["routes"])
                 self.counts = Counts.from_json(state["counts"])
                 return
         self._series = {}
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
-    def _drop_later(self, routes: Mapping[str, Any]) -> None:
-        """Remove shards that were begun after the checkpoint."""
-        for route, saved in routes.items():
-            kept = len(saved["shards"]) + (saved["open"] is not None)
-            for child in route_folder(self._folder, route).iterdir():
-                if int(child.name.removesuffix(".h5")) >= kept:
-                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+
+@contextmanager
+def disk_errors_told(unit: Unit, folder: Path) -> Iterator[None]:
+    """Say of an error of the system amid a unit what it means for the build."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{unit.pieces[0].file.path} to {folder}: reading and writing must work, got {error}; "
+            "make room or mend the disk, and run again: it goes on from there"
+        ) from error
 
 
 def route_folder(unit: Path, route: str) -> Path:
     """Return where a unit keeps the shards of a route."""
     return unit / _ROUTES / (route or _HERE)
+
+
+def read_result(units: Path, key: str) -> dict[str, Any] | None:
+    """Return the result of a finished unit; None if it is not finished, or its files are not as it says."""
+    try:
+        value = read_signed(units / key / RESULT)
+        for route, shards in value["shards"].items() if value is not None else ():
+            for shard in map(shard_from_json, shards):
+                check_sizes(route_folder(units / key, route) / shard.name, shard)
+    except StoreCorruptError:
+        return None  # it is done again
+    return value
 
 
 def read_progress(folder: Path) -> tuple[int, int, int]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tokenmill.documents import InputFile, Piece, Unit
-from tokenmill.errors import StoreError
+from tokenmill.errors import DocumentError
 from tokenmill.prepare.bench import Bench, Joined, joined
 from tokenmill.prepare.select import ROUTE, select
-from tokenmill.prepare.unit import Bad, UnitResult, UnitWriter
+from tokenmill.prepare.unit import Bad, UnitResult, UnitWriter, disk_errors_told
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,17 +29,12 @@ def run_unit(
 ) -> UnitResult:
     """Turn a unit into finished shards, or go on where an earlier try left off."""
     units = Path(bench.job.folder)
-    try:
+    with disk_errors_told(unit, units):
         writer = UnitWriter(units, key, len(unit.pieces), bench.spec)
         try:
             return _run(bench, unit, fates, writer, after_batch)
         finally:
             writer.close()
-    except OSError as error:
-        raise StoreError(
-            f"{unit.pieces[0].file.path} to {units}: reading and writing must work, got {error}; "
-            "make room or mend the disk, and run again: it goes on from there"
-        ) from error
 
 
 def _run(
@@ -54,76 +49,78 @@ def _run(
     for number, batch in enumerate(joined(unit, bench.reading)):
         if number < done:
             continue  # before the checkpoint that this unit goes on from
-        counts.note_bad(batch.bad)
-        if not (counts.bad and options.on_error == "stop"):
-            _take(bench, batch, fates, writer)
+        counts.note_bad([*batch.bad, *_take(bench, batch, fates, writer)])
         if counts.bad and options.on_error == "stop":
             return UnitResult(key=writer.key, counts=counts, shards={}, finished=False)
         for _, part in batch.runs:
-            counts.pieces[part.piece][0] += part.num_lines
+            counts.lines[part.piece] += part.num_lines
         counts.batches += 1
         writer.tell_progress(min(batch.position, unit.bytes))
         writer.checkpoint(options.checkpoint_seconds)
         after_batch()
+    if fates is not None and counts.place != fates.size:
+        raise DocumentError(
+            f"{unit.pieces[0].file.path}: must have the {fates.size} records in which duplicates were looked for, "
+            f"got {counts.place}; let nothing write to the input, and start over with --rebuild"
+        )
     return writer.commit()
 
 
-def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writer: UnitWriter) -> None:
-    """Choose among the records of a batch, encode them, and add them to the shards of their routes."""
+def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writer: UnitWriter) -> list[Bad]:
+    """Choose among the records of a batch, encode them, add them to the shards of their routes; return bad ones."""
     counts = writer.counts
-    lengths: npt.NDArray[np.int64] = np.full(batch.num_records, -1)
+    bad: list[Bad] = []
     if not batch.num_records:
-        return
+        return bad
     contents = bench.contents(batch)
     if bench.rules.trivial and fates is None:
-        _append(bench, batch, ROUTE, None, writer, lengths)
+        bad += _append(bench, batch, contents, ROUTE, None, writer)
     else:
         chosen = select(contents, batch.records, bench.rules, None if fates is None else fates[counts.place :])
         counts.skipped.update(chosen.left_out)
         counts.place += chosen.num_eligible
-        counts.note_bad([_bad(batch, index, "domain", f"{value}") for index, value in chosen.lost])
+        bad += [_bad(batch, index, "domain", f"{value}") for index, value in chosen.lost]
         for route, indices in chosen.routes.items():
-            _append(bench, batch, route, indices, writer, lengths)
+            bad += _append(bench, batch, contents, route, indices, writer)
         if chosen.unfit.size:
             refused = bench.encode(batch, chosen.unfit)
             assert not refused.kept.size, "a record without content must be refused"
-            _note_refused(batch, chosen.unfit, refused, writer)
-    # Last, as Python then has the UTF-8 of the texts at hand that the tokenizer asked for.
-    texts = [text for text in contents if text is not None]
-    odd = [text for text in texts if not text.isascii()]
-    counts.text_bytes += sum(map(len, texts)) + sum(len(utf8(text)) - len(text) for text in odd)
-    for piece, documents, tokens in batch.by_piece(lengths):
-        counts.pieces[piece][1] += documents
-        counts.pieces[piece][2] += tokens
-        counts.documents += documents
-        counts.tokens += tokens
+            bad += _refused(batch, chosen.unfit, refused)
+    return bad
 
 
 def _append(
     bench: Bench,
     batch: Joined,
+    contents: Sequence[str | None],
     route: str,
     indices: npt.NDArray[np.int64] | None,
     writer: UnitWriter,
-    lengths: npt.NDArray[np.int64],
-) -> None:
-    """Encode some records of a batch for a route, and note how many tokens each has."""
+) -> list[Bad]:
+    """Encode some records of a batch for a route, None for all, and add them; return those that are refused."""
     records = bench.encode(batch, indices)
+    chosen: npt.NDArray[np.int64] = np.arange(batch.num_records) if indices is None else indices
     if records.kept.size:
         writer.append(route, records.values, records.offsets)
-    chosen: npt.NDArray[np.int64] = np.arange(batch.num_records) if indices is None else indices
-    lengths[chosen[records.kept]] = tokens_of(records, bench)
+        kept = chosen[records.kept]
+        pieces, at = np.unique(batch.pieces_of(kept), return_inverse=True)
+        documents, tokens = np.bincount(at), np.bincount(at, tokens_of(records, bench))
+        for piece, number, size in zip(pieces.tolist(), documents.tolist(), tokens.tolist(), strict=True):
+            writer.counts.note_taken(route, piece, number, int(size))
+        texts = [text for text in map(contents.__getitem__, kept.tolist()) if text is not None]
+        writer.counts.text_bytes += _num_bytes(texts)
     writer.counts.truncated += records.truncated
-    _note_refused(batch, chosen, records, writer)
+    return _refused(batch, chosen, records)
 
 
-def _note_refused(batch: Joined, chosen: npt.NDArray[np.int64], records: Records, writer: UnitWriter) -> None:
-    writer.counts.note_bad([_bad(batch, int(chosen[one.index]), one.reason, one.detail) for one in records.refused])
+def _refused(batch: Joined, chosen: npt.NDArray[np.int64], records: Records) -> list[Bad]:
+    return [_bad(batch, int(chosen[one.index]), one.reason, one.detail) for one in records.refused]
 
 
-def utf8(text: str) -> bytes:
-    """Return a text as UTF-8; halves of surrogate pairs, which the tokenizer will refuse, are let pass here."""
-    return text.encode(errors="surrogatepass")
+def _num_bytes(texts: Sequence[str]) -> int:
+    """Return the size of texts as UTF-8, which Python has at hand once the tokenizer has asked for it."""
+    odd = [text for text in texts if not text.isascii()]
+    return sum(map(len, texts)) + sum(len(text.encode(errors="surrogatepass")) - len(text) for text in odd)
 
 
 def tokens_of(records: Records, bench: Bench) -> npt.NDArray[np.int64]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,13 +12,21 @@ from tokenmill.errors import StoreExistsError
 
 OWNER = ".tmp-pid"
 """Who writes to a folder, for the message that refuses a second one; the lock is on the folder itself."""
+ORPHAN_SECONDS = 10.0
+"""How long workers may go on after the build that started them was killed, before a new one is refused."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a small file so that a reader sees the old one or the whole new one, whatever happens."""
+    write_parts_atomically(path, (data,))
+
+
+def write_parts_atomically(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file part by part, as `write_atomically` does; one part is held in memory at a time."""
     temporary = path.with_name(f".tmp-{path.name}")
     with temporary.open("wb") as file:
-        file.write(data)
+        for part in parts:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -33,23 +42,51 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are not there, so that their names survive a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
 def lock_folder(path: Path) -> int:
-    """Keep other builds out of a folder until the descriptor that this returns is closed, if only by a kill."""
+    """Keep other builds out of a folder until the descriptor that this returns is closed, if only by a kill.
+
+    Processes that inherit the descriptor hold the lock too; those that outlive the one that took it are waited for.
+    """
     descriptor = os.open(path, os.O_RDONLY)
+    try:
+        end = time.monotonic() + ORPHAN_SECONDS
+        while not _locked(descriptor):
+            owner = _owner(path)
+            orphans = owner is not None and not _lives(owner)
+            if not orphans or time.monotonic() > end:
+                who = "another process" if owner is None else f"process {owner}"
+                raise StoreExistsError(
+                    f"{path}: only one build may write to it at a time, got another under way in "
+                    f"{f'workers of {who}, which has ended' if orphans else who}; "
+                    "wait for it or stop it, or choose another path"
+                )
+            time.sleep(0.02)
+        (path / OWNER).write_text(f"{os.getpid()}", encoding="ascii")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _locked(descriptor: int) -> bool:
+    """Try to take the lock; a file system or system without locks gives it to everyone."""
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
-        raise StoreExistsError(
-            f"{path}: only one build may write to it at a time, got another under way in {_owner(path)}; "
-            "wait for it or stop it, or choose another path"
-        ) from None
+        return False
     except (ImportError, OSError):
-        pass  # a file system without locks
-    (path / OWNER).write_text(f"{os.getpid()}", encoding="ascii")
-    return descriptor
+        pass
+    return True
 
 
 def unlock_folder(path: Path, descriptor: int) -> None:
@@ -61,17 +98,27 @@ def unlock_folder(path: Path, descriptor: int) -> None:
 
 
 @contextmanager
-def locked_folder(path: Path) -> Iterator[None]:
-    """Keep other builds out of a folder for the length of a `with` block."""
+def locked_folder(path: Path) -> Iterator[int]:
+    """Keep other builds out of a folder for the length of a `with` block; give what workers are to inherit."""
     descriptor = lock_folder(path)
     try:
-        yield
+        yield descriptor
     finally:
         unlock_folder(path, descriptor)
 
 
-def _owner(path: Path) -> str:
+def _owner(path: Path) -> int | None:
     try:
-        return f"process {int((path / OWNER).read_bytes())}"
+        return int((path / OWNER).read_bytes())
     except (OSError, ValueError):
-        return "another process"
+        return None
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    return True

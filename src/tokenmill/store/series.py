@@ -68,16 +68,11 @@ class ShardSeries:
         series = cls(folder, spec)
         series.shards = [shard_from_json(shard) for shard in checkpoint["shards"]]
         for shard in series.shards:
-            _check_sizes(folder / shard.name, shard)
+            check_sizes(folder / shard.name, shard)
         _drop_later(folder, len(series.shards) + (checkpoint["open"] is not None))
         if checkpoint["open"] is not None:
             series._open = ShardWriter.reopen(folder / str(len(series.shards)), spec, checkpoint["open"])
         return series
-
-    def abandon(self) -> None:
-        """Close the files as they are; the folder is the caller's to remove."""
-        if self._open is not None:
-            self._open.close()
 
     def _token_starts(self, offsets: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
         """Return how many token ids stand before each record, over all arrays."""
@@ -115,8 +110,8 @@ class ShardSeries:
             self._open = None
 
 
-def _check_sizes(path: Path, shard: ShardInfo) -> None:
-    """Refuse a finished shard whose files are gone or of another size."""
+def check_sizes(path: Path, shard: ShardInfo) -> None:
+    """Raise StoreCorruptError if the files of a finished shard are gone or of another size."""
     files = {path / name: info.bytes for name, info in shard.files.items()}
     if shard.container is not None:
         files = {path: shard.container.bytes}

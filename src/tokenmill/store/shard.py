@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,13 +141,9 @@ class ShardWriter:
         """Go on from a checkpoint: what was written after it is cut off, what came before is proven by checksum."""
         writer = cls.__new__(cls)
         writer._begin(folder, spec)
-        try:
-            for name in writer._names():
-                size, xxh3 = checkpoint["files"][name]
-                writer._files[name] = CheckedFile.reopen(folder / name, size, xxh3)
-        except BaseException:
-            writer.close()
-            raise
+        for name in writer._names():
+            size, xxh3 = checkpoint["files"][name]
+            writer._files[name] = CheckedFile.reopen(folder / name, size, xxh3)
         writer.documents = checkpoint["documents"]
         writer._sizes = {axis: (size[0], size[1]) for axis, size in checkpoint["axes"].items()}
         return writer
@@ -174,16 +169,6 @@ class ShardWriter:
 
             return to_h5(self.folder, shard, self.spec)
         return shard
-
-    def abandon(self) -> None:
-        """Give up: close and delete the files."""
-        self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Close the files as they are."""
-        for file in self._files.values():
-            file.close()
 
     def _check(self, values: Mapping[str, npt.NDArray[Any]], offsets: Mapping[str, npt.NDArray[np.int64]]) -> None:
         assert set(values) == set(self.spec.keys), (set(values), set(self.spec.keys))
@@ -234,13 +219,18 @@ def _anchors(offsets: npt.NDArray[np.uint64], size: int) -> npt.NDArray[np.uint3
 
 
 class CheckedFile:
-    """A file that grows at its end and knows the checksum of all that it holds."""
+    """A file that grows at its end and knows the checksum of all that it holds.
 
-    def __init__(self, path: Path, *, mode: str = "x+b") -> None:
+    It is open only while it is written to: a build may have thousands of domains, each with files of its own, and
+    a process may have but some hundred files open.
+    """
+
+    def __init__(self, path: Path, *, mode: str = "xb") -> None:
         self._path = path
-        self._file = open(path, mode, buffering=0)  # noqa: SIM115 - closed by whoever opened it
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
+        with open(path, mode):
+            pass
 
     @classmethod
     def reopen(cls, path: Path, size: int, xxh3: str) -> CheckedFile:
@@ -248,12 +238,12 @@ class CheckedFile:
         if not path.is_file() or path.stat().st_size < size:
             raise StoreCorruptError(f"{path}: must have {size} bytes to go on, got fewer; the unit is done again")
         file = cls(path, mode="r+b")
-        os.ftruncate(file._file.fileno(), size)
-        while block := file._file.read(_BLOCK):
-            file._hash.update(block)
-            file._bytes += len(block)
+        os.truncate(path, size)
+        with open(path, "rb", buffering=0) as stream:
+            while block := stream.read(_BLOCK):
+                file._hash.update(block)
+                file._bytes += len(block)
         if file._hash.hexdigest() != xxh3:
-            file.close()
             raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
         return file
 
@@ -264,12 +254,14 @@ class CheckedFile:
         view = np.ascontiguousarray(values).data.cast("B")
         self._hash.update(view)
         self._bytes += view.nbytes
-        while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
-            view = view[self._file.write(view) :]
+        with open(self._path, "ab", buffering=0) as stream:
+            while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
+                view = view[stream.write(view) :]
 
     def sync(self) -> list[Any]:
         """Make it durable, and return its size and checksum so far."""
-        os.fsync(self._file.fileno())
+        with open(self._path, "ab") as stream:
+            os.fsync(stream.fileno())
         return [self._bytes, self._hash.hexdigest()]
 
     def read_back(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
@@ -277,11 +269,6 @@ class CheckedFile:
         return np.memmap(self._path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
 
     def commit(self) -> FileInfo:
-        """Make it durable and close it."""
+        """Make it durable, and return what a manifest says of it."""
         size, xxh3 = self.sync()
-        self._file.close()
         return FileInfo(bytes=size, xxh3=xxh3)
-
-    def close(self) -> None:
-        """Close it as it is."""
-        self._file.close()

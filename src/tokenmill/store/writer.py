@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.errors import StoreError, StoreExistsError
-from tokenmill.store.durable import OWNER, lock_folder, sync_folder, unlock_folder, write_atomically
+from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.store.durable import (
+    OWNER,
+    lock_folder,
+    make_folder,
+    sync_folder,
+    unlock_folder,
+    write_atomically,
+)
 from tokenmill.store.h5 import INDEX_GROUP
 from tokenmill.store.layout import MANIFEST, is_shard_name, shard_name
 from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes
@@ -25,13 +32,22 @@ from tokenmill.store.shard import MAX_TOKENS_PER_SHARD, StoreSpec
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["MAX_TOKENS_PER_SHARD", "ROWS_FOLDER", "StoreSpec", "StoreWriter", "publish_shard"]
+__all__ = [
+    "MAX_TOKENS_PER_SHARD",
+    "ROWS_FOLDER",
+    "StoreSpec",
+    "StoreWriter",
+    "publish_shard",
+    "refuse_foreign_shards",
+]
 
 ROWS_FOLDER = ".rows"
 """Where row indexes of the store are kept; they can always be made again."""
 JOURNAL_FOLDER = ".prepare"
 """Where prepare keeps what it needs to add to the store later."""
 SHARDS_FOLDER = ".tmp-shards"
+TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
+"""What a build that was killed may leave in the folder of a store beside its shards."""
 
 
 class StoreWriter:
@@ -44,7 +60,7 @@ class StoreWriter:
             raise StoreExistsError(
                 f"{self.path}: must not hold a finished store, got one; choose another path or --rebuild it"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self._unlock = weakref.finalize(self, unlock_folder, self.path, lock_folder(self.path))
         try:
             clear(self.path)
@@ -59,7 +75,6 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._series.abandon()
         if self._unlock.alive:
             shutil.rmtree(self.path / SHARDS_FOLDER, ignore_errors=True)
         self._unlock()
@@ -101,11 +116,16 @@ class StoreWriter:
 
 
 def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> ShardInfo:
-    """Move a finished shard from a folder into the store under its number; done already is as good."""
+    """Move a finished shard from a folder into the store under its number; done already is as good.
+
+    The store must hold no shard of another build under that number.
+    """
     named = replace(shard, name=f"{shard_name(index)}{'.h5' if shard.container else ''}")
     source, target = folder / shard.name, store / named.name
-    if source.exists() or not target.exists():
+    if source.exists():
         os.rename(source, target)
+    elif not target.exists():
+        raise StoreCorruptError(f"{source}: a finished shard must be there, got nothing; start over with --rebuild")
     return named
 
 
@@ -116,13 +136,23 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
         if child.name == OWNER or child.name in keep:
             continue
         ours = child.name in (ROWS_FOLDER, JOURNAL_FOLDER) or is_shard_name(child.name)
-        if ours or child.name.startswith(".tmp-"):
+        if ours or child.name in TEMPORARY:
             left.append(child)
         elif child.name != MANIFEST:
             raise StoreExistsError(
                 f"{path}: must be a folder of its own for the store, got {child.name!r} in it; choose another path"
             )
+    refuse_foreign_shards(path)
+    (path / MANIFEST).unlink(missing_ok=True)
+    sync_folder(path)
     for child in left:
+        shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+    sync_folder(path)
+
+
+def refuse_foreign_shards(path: Path) -> None:
+    """Raise if something has the name of a shard and is none: it must not be deleted."""
+    for child in sorted(path.iterdir()):
         if not is_shard_name(child.name) or child.is_symlink():
             continue
         strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin") if child.is_dir() else []
@@ -132,9 +162,6 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
             )
         if child.is_file() and not _is_container(child):
             raise StoreError(f"{child}: a file of this name must be a shard, got another's; choose another path")
-    (path / MANIFEST).unlink(missing_ok=True)
-    for child in left:
-        shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
 
 def _is_container(file: Path) -> bool:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
 
 from tokenmill.encode.chat.template import ChatTemplate
 
@@ -24,3 +28,13 @@ def stock_template(name: str) -> ChatTemplate:
     return ChatTemplate(
         source=stock_source(name), where=name, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}
     )
+
+
+ALIKE = re.compile(
+    r"gemma4_v[234]|nemotron_3_(?:5_lightning|super|ultra)|qwen3_(?:5_nothink|6|vl)|qwen2_5_vl|phi3_5|smolvlm"
+)
+
+
+def swept(names: Iterable[str]) -> list[object]:
+    """Return names to sweep over; templates that are hardly unlike another one are left to the long run."""
+    return [pytest.param(name, marks=pytest.mark.deep) if ALIKE.match(name) else name for name in names]

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
-from tests.encode.chat.stock import STOCK, stock_template
+from tests.encode.chat.stock import STOCK, stock_template, swept
 
 from tokenmill.encode.chat.conversations import ChatEncoder, Conversation
 from tokenmill.encode.chat.refusal import Refusal
@@ -21,7 +22,15 @@ OPTIONS = {"now": "2025-01-31"}
 
 def talk(*contents: str) -> Conversation:
     roles = itertools.cycle(("user", "assistant"))
-    return Conversation([{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)])
+    return Conversation(
+        messages=[{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    )
+
+
+def opened(template: ChatTemplate, tokenizer, **options: object) -> ChatEncoder:
+    """Open an encoder with a template that was written here, and not loaded for a tokenizer."""
+    content = tokenizer.identity.content if tokenizer.identity.kind == "tokenizer.json" else None
+    return ChatEncoder(template=replace(template, tokenizer=content), tokenizer=tokenizer, **options)
 
 
 def each(encoded) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -30,12 +39,12 @@ def each(encoded) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("shapes", [FEW, pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all"))
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", swept(STOCK))
 def test_supervised_ids_decode_to_what_the_assistant_wrote_and_its_end(name, shapes, small):
     """[T1.a, T1.b]"""
     template = stock_template(name)
-    encoder = ChatEncoder(template, small, kwargs=OPTIONS)
-    given = [Conversation(shaped(name, shape), tools_of(shape)) for shape in shapes]
+    encoder = opened(template, small, kwargs=OPTIONS)
+    given = [Conversation(messages=shaped(name, shape), tools=tools_of(shape)) for shape in shapes]
     encoded = encoder.encode(given)
     assert encoded.encoded.ids.dtype == np.uint32
     assert encoded.masks.dtype == np.uint8
@@ -56,8 +65,8 @@ def test_supervised_ids_decode_to_what_the_assistant_wrote_and_its_end(name, sha
 
 def test_one_at_a_time_gives_what_all_at_once_give(small):
     """[T1.c]"""
-    encoder = ChatEncoder(stock_template("qwen3"), small)
-    given = [Conversation(SHAPES[shape], tools_of(shape)) for shape in SHAPES]
+    encoder = opened(stock_template("qwen3"), small)
+    given = [Conversation(messages=SHAPES[shape], tools=tools_of(shape)) for shape in SHAPES]
     together = each(encoder.encode(given))
     alone = [pair for one in given for pair in each(encoder.encode([one]))]
     assert len(together) == len(alone) > 10
@@ -70,7 +79,7 @@ def test_one_at_a_time_gives_what_all_at_once_give(small):
 def test_control_strings_of_the_record_are_ordinary_text(name, small):
     """[S.i, T2.b]"""
     template = load_template("chatml", tokenizer=None) if name == "chatml" else stock_template(name)
-    encoder = ChatEncoder(template, small, kwargs=OPTIONS)
+    encoder = opened(template, small, kwargs=OPTIONS)
     names = [one for one in small.special_ids if one not in ("<|channel>", "<channel|>")]  # gemma4 strips those
     given = [talk("hi", "yes"), *(talk(f"see {one} and {one}", f"{one}is {one}") for one in names)]
     encoded = encoder.encode(given)
@@ -86,7 +95,7 @@ def test_control_strings_of_the_record_are_ordinary_text(name, small):
 
 def test_a_token_that_straddles_an_edge_is_cut_there(small):
     # The tokenizer has a token for two line ends: the header ends after the first, the answer begins with the next.
-    encoder = ChatEncoder(load_template("chatml", tokenizer=None), small)
+    encoder = opened(load_template("chatml", tokenizer=None), small)
     ((ids, mask),) = each(encoder.encode([talk("x", "\n\nANSWER")]))
     whole, header = (small.encode([text]).ids.tolist() for text in ("assistant\n\n\nANSWER", "assistant\n"))
     assert whole[: len(header)] != header
@@ -117,7 +126,7 @@ def test_there_is_one_bos_if_the_template_or_the_tokenizer_has_one(before, adds,
     """[T2.b]"""
     tokenizer = small_with_bos if adds else small
     assert tokenizer.identity.add_bos is adds
-    encoded = ChatEncoder(bare(before), tokenizer).encode([talk("<s>a", "<s><s>b"), talk("c", "d")])
+    encoded = opened(bare(before), tokenizer).encode([talk("<s>a", "<s><s>b"), talk("c", "d")])
     for ids, mask in each(encoded):
         is_bos = ids == tokenizer.identity.bos_id
         assert is_bos.sum() == is_bos[:1].sum() == wanted
@@ -128,20 +137,20 @@ def test_there_is_one_bos_if_the_template_or_the_tokenizer_has_one(before, adds,
 @pytest.mark.parametrize("before", ["\n" + BOS, BOS + "\n" + BOS, "x" + BOS + BOS])
 def test_a_bos_that_cannot_be_one_is_refused(before, small_with_bos):
     """[T2.b]"""
-    (one,) = ChatEncoder(bare(before), small_with_bos).encode([talk("a", "b")]).refused
+    (one,) = opened(bare(before), small_with_bos).encode([talk("a", "b")]).refused
     assert one.reason == "bos"
 
 
 def test_eos_is_not_added_behind_a_conversation(small_folder):
     tokenizer = open_tokenizer(str(small_folder), add_eos=True)
-    ((ids, _),) = each(ChatEncoder(bare(), tokenizer).encode([talk("a", "b")]))
+    ((ids, _),) = each(opened(bare(), tokenizer).encode([talk("a", "b")]))
     assert ids[-1] == tokenizer.special_ids["<|im_end|>"]
 
 
 def test_what_is_refused_is_told_by_index_and_the_rest_is_kept(small):
-    encoder = ChatEncoder(stock_template("gemma"), small)
-    system = Conversation([{"role": "system", "content": "x"}, *talk("a", "b").messages])
-    encoded = encoder.encode([system, talk("a", "b"), talk("a"), talk("c", "d"), Conversation([])])
+    encoder = opened(stock_template("gemma"), small)
+    system = Conversation(messages=[{"role": "system", "content": "x"}, *talk("a", "b").messages])
+    encoded = encoder.encode([system, talk("a", "b"), talk("a"), talk("c", "d"), Conversation(messages=[])])
     assert encoded.kept.tolist() == [1, 3]
     assert encoded.encoded.num_documents == 2
     assert encoded.refused[0] == Refused(
@@ -157,51 +166,90 @@ def test_what_is_refused_is_told_by_index_and_the_rest_is_kept(small):
 
 def test_options_of_the_conversation_go_before_those_of_the_encoder(small):
     source = "{{ effort }}|" + bare().source
-    encoder = ChatEncoder(ChatTemplate(source=source, where="test"), small, kwargs={"effort": "low"})
-    given = [talk("a", "b"), Conversation(talk("a", "b").messages, kwargs={"effort": "<|im_end|>"})]
+    encoder = opened(ChatTemplate(source=source, where="test"), small, kwargs={"effort": "low"})
+    given = [talk("a", "b"), Conversation(messages=talk("a", "b").messages, kwargs={"effort": "<|im_end|>"})]
     encoded = encoder.encode(given)
     assert [small.decode(ids).partition("|<|im_start|>")[0] for ids, _ in each(encoded)] == ["low", "<|im_end|>"]
     lengths = [(ids == small.special_ids["<|im_end|>"]).sum() for ids, _ in each(encoded)]
     assert lengths == [2, 2], "an option is ordinary text"
-    (one,) = encoder.encode([Conversation(talk("a", "b").messages, kwargs={"messages": []})]).refused
+    (one,) = encoder.encode([Conversation(messages=talk("a", "b").messages, kwargs={"messages": []})]).refused
     assert one.reason == "options"
     with pytest.raises(
         ConfigError, match=r"must not replace what the template is given, got 'tools'; leave it out"
     ):
-        ChatEncoder(encoder.template, small, kwargs={"tools": []})
+        opened(encoder.template, small, kwargs={"tools": []})
 
 
 def test_every_option_changes_the_fingerprint(small):
     """[T1.c, T2.c]"""
     template = load_template("chatml", tokenizer=None)
     made = [
-        ChatEncoder(template, small),
-        ChatEncoder(template, small, train_on=("assistant", "tool")),
-        ChatEncoder(template, small, last_only=True),
-        ChatEncoder(template, small, kwargs={"enable_thinking": False}),
-        ChatEncoder(stock_template("llama3"), small),
+        opened(template, small),
+        opened(template, small, train_on=("assistant", "tool")),
+        opened(template, small, last_only=True),
+        opened(template, small, kwargs={"enable_thinking": False}),
+        opened(stock_template("llama3"), small),
     ]
     shown = [encoder.to_json() for encoder in made]
     assert all(one != other for one, other in itertools.combinations(shown, 2))
-    same = ChatEncoder(template, small, train_on=("tool", "assistant")).to_json()
+    same = opened(template, small, train_on=("tool", "assistant")).to_json()
     assert same == shown[1]
 
 
 @pytest.mark.parametrize("roles", ["assistant", (), ("",)])
 def test_roles_must_be_named(small, roles):
     with pytest.raises(ConfigError, match="train_on must name roles"):
-        ChatEncoder(load_template("chatml", tokenizer=None), small, train_on=roles)
+        opened(load_template("chatml", tokenizer=None), small, train_on=roles)
 
 
 def test_a_tokenizer_without_the_control_strings_spells_them():
     tokenizer = open_tokenizer("bytes", add_bos=False)
-    encoder = ChatEncoder(load_template("chatml", tokenizer="bytes"), tokenizer)
+    encoder = opened(load_template("chatml", tokenizer="bytes"), tokenizer)
     ((ids, mask),) = each(encoder.encode([talk("é", "ü")]))
     assert tokenizer.decode(ids) == "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\nü<|im_end|>\n"
     assert tokenizer.decode(ids[mask == 1]) == "ü<|im_end|>"
-    unmarked = ChatEncoder(stock_template("qwen2_5"), tokenizer)
+    unmarked = opened(stock_template("qwen2_5"), tokenizer)
     ((ids, mask),) = each(unmarked.encode([talk("é", "ü")]))
     assert tokenizer.decode(ids[mask == 1]) == "ü<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"),
+    [
+        ("chatml", ("<|im_end|>",)),
+        ("qwen3", ("<|im_end|>",)),
+        ("llama3", ("<|eot_id|>",)),
+        ("gemma", ("<end_of_turn>",)),
+        ("cohere2", ("<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>")),
+        ("smolvlm", ("<end_of_utterance>",)),
+        ("glm4moe", ()),
+    ],
+)
+def test_ends_of_turns_that_the_tokenizer_does_not_know_are_told(name, spelled, small):
+    """[S.i]"""
+    template = load_template("chatml", tokenizer=None) if name == "chatml" else stock_template(name)
+    tokenizer = open_tokenizer("bytes")
+    assert opened(template, tokenizer).spelled == spelled
+    # It can be spelled: what ends the turn and what the record says are the same ids.
+    talks = [[{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"))]]
+    if spelled and name != "smolvlm":
+        ((ids, mask),) = each(opened(template, tokenizer).encode([Conversation(messages=talks[0])]))
+        assert tokenizer.decode(ids[mask == 1]).endswith(spelled[-1])
+        assert not np.isin(ids[mask == 1], list(tokenizer.special_ids.values())).any()
+    assert opened(template, small).spelled == (), "one that has them spells nothing"
+
+
+def test_a_template_must_be_loaded_for_the_tokenizer_that_encodes(small, small_folder):
+    """[T2.b]"""
+    with pytest.raises(
+        ConfigError, match=r"must be loaded for the tokenizer that encodes, .* got one for none, not "
+    ):
+        ChatEncoder(template=load_template("chatml", tokenizer=None), tokenizer=small)
+    template = load_template("chatml", tokenizer=str(small_folder))
+    assert template.tokenizer == small.identity.content
+    assert each(ChatEncoder(template=template, tokenizer=small).encode([talk("a", "b")]))
+    with pytest.raises(ConfigError, match=r"got one for 0{32}, not for [0-9a-f]{32}; name it: load_template"):
+        ChatEncoder(template=replace(template, tokenizer="0" * 32), tokenizer=small)
 
 
 def test_an_error_of_one_record_says_why_as_a_document_error():
@@ -223,13 +271,14 @@ FAMILIES = {
     "deepseek_v3": ("tokenizer", "deepseekv3", "deepseekv3_training", "deepseek_r1_distill"),
     "llama2": ("llama2",),
 }
+QUICK = (("qwen3", "tokenizer"), ("qwen3", "qwen3_training"), ("llama2", "llama2"))
 
 
 def _families() -> Iterator[object]:
     for family, names in FAMILIES.items():
-        # The large ones take seconds to open.
-        marks = [] if family in ("qwen3", "llama2") else [pytest.mark.deep]
-        yield from (pytest.param(family, name, marks=marks) for name in names)
+        # The large ones take seconds to open, and half a second for each template.
+        marks = {name: [] if (family, name) in QUICK else [pytest.mark.deep] for name in names}
+        yield from (pytest.param(family, name, marks=marks[name]) for name in names)
 
 
 @pytest.mark.parametrize(("family", "name"), list(_families()))
@@ -242,8 +291,8 @@ def test_real_tokenizers_with_templates_of_their_family(family, name, real, tmp_
         spec = str(tmp_path / "llama2.jinja")
         (tmp_path / "llama2.jinja").write_text(LLAMA2, encoding="utf-8")
     template = load_template(spec, tokenizer=str(folder))
-    encoder = ChatEncoder(template, tokenizer, kwargs=OPTIONS)
-    given = [Conversation(SHAPES[shape], tools_of(shape)) for shape in SHAPES]
+    encoder = opened(template, tokenizer, kwargs=OPTIONS)
+    given = [Conversation(messages=SHAPES[shape], tools=tools_of(shape)) for shape in SHAPES]
     given.append(talk("".join(tokenizer.special_ids)[:2000], f"see {next(iter(tokenizer.special_ids))} é 中"))
     encoded = encoder.encode(given)
     assert encoded.kept.size >= 3

@@ -3,7 +3,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, TURNS, reference, searched, shaped, tools_of
-from tests.encode.chat.stock import STOCK, stock_source, stock_template
+from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import render
@@ -67,7 +67,7 @@ def test_there_are_enough_stock_templates_and_none_is_left_out():
 @pytest.mark.parametrize(
     "shape", [shape if shape in FEW else pytest.param(shape, marks=pytest.mark.deep) for shape in SHAPES]
 )
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", swept(MARKED))
 def test_generation_blocks_are_what_transformers_makes_of_them(name, shape):
     """[T1.a]"""
     wanted = expected(name, shape)
@@ -94,7 +94,7 @@ def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", UNMARKED)
+@pytest.mark.parametrize("name", swept(UNMARKED))
 def test_without_generation_blocks_a_turn_goes_from_its_header_to_its_end(name, shape):
     """[T1.a]"""
     wanted = expected(name, shape)
@@ -131,7 +131,7 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-@pytest.mark.parametrize("name", UNMARKED)
+@pytest.mark.parametrize("name", swept(UNMARKED))
 def test_spans_do_not_depend_on_what_the_texts_are(name, trap):
     """[T1.a, S.i]"""
     sentinels = ["USER0.", "ANSWER0.", "USER1.", "ANSWER1."]
@@ -247,6 +247,26 @@ def test_a_record_that_is_no_conversation_of_text_is_refused(chatml, messages, r
     with pytest.raises(Refusal) as caught:
         render(chatml, messages)
     assert caught.value.reason == reason
+
+
+OPENER = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and (loop.last or all) %}<muse>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><muse>{% endif %}"
+)
+
+
+def test_an_opener_of_reasoning_that_is_not_known_is_never_taken_for_a_header_that_is_missing():
+    """[T1.b]"""
+    # Where every turn has it, the prompt gives it to the model, so that it is not trained on.
+    found = render(one(OPENER), SHAPES["2 turns"], kwargs={"all": True})
+    assert [found.text[a:b] for a, b in found.supervised] == ["ANSWER0.<|end|>", "ANSWER1.<|end|>"]
+    # Where an earlier turn does without, nothing shows how that turn was asked for.
+    with pytest.raises(Refusal) as caught:
+        render(one(OPENER), SHAPES["2 turns"], kwargs={"all": False})
+    assert caught.value.reason == "header"
+    # One that is known belongs to the turn.
+    found = render(one(OPENER.replace("muse", "think")), SHAPES["2 turns"], kwargs={"all": False})
+    assert [found.text[a:b] for a, b in found.supervised] == ["ANSWER0.<|end|>", "<think>ANSWER1.<|end|>"]
 
 
 def test_contents_may_be_parts_of_text(chatml):

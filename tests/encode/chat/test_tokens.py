@@ -5,9 +5,10 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tokenmill.encode.chat.controls import Controls
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Rendered
-from tokenmill.encode.chat.tokens import control_pattern, encode_all, pieces_of
+from tokenmill.encode.chat.tokens import encode_all, pieces_of
 from tokenmill.encode.load import open_tokenizer
 
 SPECIAL = {"<s>": 1, "<s>x": 2, "[A]": 3}
@@ -15,23 +16,21 @@ SPECIAL = {"<s>": 1, "<s>x": 2, "[A]": 3}
 
 def cut(text: str, authored: list[tuple[int, int]], supervised: list[tuple[int, int]] = []) -> list:  # noqa: B006
     rendered = Rendered(text=text, supervised=tuple(supervised), authored=tuple(authored))
-    return pieces_of(rendered, control_pattern(SPECIAL), SPECIAL)
+    return pieces_of(rendered, Controls.of(SPECIAL, {}, "test"))
+
+
+def shown(pieces: list) -> list[tuple[str, int | None]]:
+    return [(piece.text, int(piece.parts[0][0]) if piece.parts else None) for piece in pieces]
 
 
 def test_control_strings_are_found_only_where_the_template_wrote_all_of_them():
     text = "<s>a<s>[A]"
-    assert [(text[p.begin : p.end], p.id) for p in cut(text, [(0, 10)])] == [
-        ("<s>", 1),
-        ("a", None),
-        ("<s>", 1),
-        ("[A]", 3),
-    ]
-    assert [(text[p.begin : p.end], p.id) for p in cut(text, [(0, 3), (8, 10)])] == [("<s>", 1), ("a<s>[A]", None)]
-    assert [(p.begin, p.end, p.id) for p in cut("<s>x", [(0, 4)])] == [(0, 4, 2)], (
-        "the longest of those that start there"
-    )
+    assert shown(cut(text, [(0, 10)])) == [("<s>", 1), ("a", None), ("<s>", 1), ("[A]", 3)]
+    assert shown(cut(text, [(0, 3), (8, 10)])) == [("<s>", 1), ("a<s>[A]", None)]
+    assert shown(cut("<s>x", [(0, 4)])) == [("<s>x", 2)], "the longest of those that start there"
     assert cut("", []) == []
-    assert control_pattern({}) is None
+    plain = Rendered(text="a<s>", supervised=(), authored=((0, 4),))
+    assert shown(pieces_of(plain, Controls.of({}, {}, "test"))) == [("a<s>", None)]
 
 
 def test_an_edge_inside_a_control_string_is_refused():
@@ -63,7 +62,7 @@ def marked_words(folder) -> object:
 def test_a_word_is_not_cut_by_a_tokenizer_that_marks_every_text(text, edge, provable, tmp_path):
     tokenizer = marked_words(tmp_path)
     rendered = Rendered(text=text, supervised=((edge, len(text)),), authored=((0, len(text)),))
-    (result,) = encode_all([rendered], tokenizer, control_pattern(tokenizer.special_ids))
+    (result,) = encode_all([rendered], tokenizer, Controls.of(tokenizer.special_ids, {}, "test"))
     if not provable:
         assert isinstance(result, Refusal)
         assert result.reason == "straddles"
@@ -80,7 +79,7 @@ def test_every_character_may_be_an_edge():
     for begin in range(len(text)):
         for end in range(begin + 1, len(text) + 1):
             rendered = Rendered(text=text, supervised=((begin, end),), authored=())
-            ((ids, mask),) = encode_all([rendered], tokenizer, None)
+            ((ids, mask),) = encode_all([rendered], tokenizer, Controls.of({}, {}, "test"))
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode(ids[mask == 1]) == text[begin:end]
             assert ids.dtype == np.uint32

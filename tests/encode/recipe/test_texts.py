@@ -227,7 +227,11 @@ def test_what_the_template_refuses_is_refused_with_its_reason(chatml):
     """[T1.b]"""
     done = chatml("chat").encode([{"messages": [USER, YES]}, {"messages": [USER]}, {"messages": []}])
     template = load_template("chatml", tokenizer="bytes")
-    (refused,) = ChatEncoder(template, open_tokenizer("bytes")).encode([Conversation([USER])]).refused
+    (refused,) = (
+        ChatEncoder(template=template, tokenizer=open_tokenizer("bytes"))
+        .encode([Conversation(messages=[USER])])
+        .refused
+    )
     assert done.kept.tolist() == [0]
     assert [(each.index, each.reason) for each in done.refused] == [(1, refused.reason), (2, "missing_field")]
     assert done.refused[0].detail == refused.detail
@@ -327,3 +331,11 @@ def test_groups_of_texts_and_of_messages_are_those_that_each_gives_alone(write, 
         assert values.tolist() == np.concatenate([each.values[key] for each in alone]).tolist()
     for axis, offsets in whole.offsets.items():
         assert np.diff(offsets).tolist() == np.concatenate([np.diff(each.offsets[axis]) for each in alone]).tolist()
+
+
+def test_an_encoder_tells_which_ends_of_turns_are_ordinary_text(chatml, encoder, write):
+    """[S.i]"""
+    assert chatml("chat").spelled() == ("<|im_end|>",)
+    assert encoder("text").spelled() == ()
+    spec = write(tokenizer_config={"chat_template": PLAIN_CHAT, "bos_token": "<s>", "eos_token": "</s>"})
+    assert encoder("chat", spec).spelled() == ()

@@ -4,7 +4,8 @@
    a tokenizer's folder, or `"chatml"`; an open tokenizer.
 2. Does: renders each conversation in a sandbox (`sandbox`) with strings that know where each character came from
    (`tracked`); finds what the assistant has to produce (`spans`), by `{% generation %}` blocks or by comparing
-   renders; places control ids only where the template wrote them (`tokens`).
+   renders (`turns`) that are mostly those of a short conversation of the same kind (`sample`); places control ids
+   only where the template wrote them (`tokens`), with the white space that goes with them (`controls`).
 3. Goes out: `ChatEncoded`: ids, a mask of the same length, and every conversation that was refused, with why.
    What cannot be proven is refused, never masked by guess.
 4. Must not know: where conversations come from, how ids are stored, what a step is. jinja2 is imported when a

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tokenmill.encode.chat.controls import Controls, Ids
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import NO_OPTIONS, Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.tokens import Ids, Mask, control_pattern, encode_all
+from tokenmill.encode.chat.tokens import Mask, encode_all
 from tokenmill.encode.tokenizer import Tokenizer, join
 from tokenmill.errors import ConfigError
 from tokenmill.types import Encoded, Refused
 
 if TYPE_CHECKING:
-    import re
-
     import numpy.typing as npt
 
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
     """The messages of a record, and what its template is told besides."""
 
@@ -47,27 +46,57 @@ class ChatEncoded:
     refused: Sequence[Refused]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChatEncoder:
     """Encodes conversations with one template and one tokenizer."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
-    train_on: tuple[str, ...] = field(default=("assistant",), kw_only=True)
+    train_on: tuple[str, ...] = ("assistant",)
     """Roles whose messages are trained on."""
-    last_only: bool = field(default=False, kw_only=True)
+    last_only: bool = False
     """Whether only the last of them is."""
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS, kw_only=True)
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
     """Names that the template reads, such as `enable_thinking`; `now` is the date for templates that write one."""
-    _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+    _controls: Controls = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_pattern", control_pattern(self.tokenizer.special_ids))
+        controls = Controls.of(self.tokenizer.special_ids, self.template.habits, self.template.where)
+        object.__setattr__(self, "_controls", controls)
+        identity = self.tokenizer.identity
+        if identity.kind == "tokenizer.json" and self.template.tokenizer != identity.content:
+            raise ConfigError(
+                f"chat template {self.template.where}: must be loaded for the tokenizer that encodes, whose files "
+                "say what its control strings do with white space, got one for "
+                f"{self.template.tokenizer or 'none'}, not for {identity.content}; "
+                "name it: load_template(..., tokenizer=<its path>)"
+            )
         if isinstance(self.train_on, str) or not self.train_on or not all(self.train_on):
             raise ConfigError(
                 f"chat: train_on must name roles, got {self.train_on!r}; write train_on=('assistant',)"
             )
         self._refuse_taken(self.kwargs)
+
+    @property
+    def spelled(self) -> tuple[str, ...]:
+        """What looks like a control string, ends the assistant's turns, and is no control string of the tokenizer.
+
+        The text of a record can spell it as well, and so seem to end a turn. Empty where all is well, and where the
+        template takes no plain question and answer.
+        """
+        from tokenmill.encode.chat.turns import MARKUP
+
+        for content in ("a", [{"type": "text", "text": "a"}]):
+            messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+            try:
+                shown = render(self.template, messages, kwargs=self.kwargs)
+            except Refusal:
+                continue
+            end = shown.supervised[-1][1]
+            tails = [shown.text[first:end] for first, last in shown.authored if first < end <= last]
+            ends = dict.fromkeys(name for tail in tails for name in MARKUP.findall(tail))
+            return tuple(name for name in ends if name not in self.tokenizer.special_ids)
+        return ()
 
     def to_json(self) -> dict[str, Any]:
         """Return all that decides ids and masks, but for the tokenizer, which has an identity of its own."""
@@ -95,11 +124,13 @@ class ChatEncoder:
         kept: list[int] = []
         ids: list[Ids] = []
         masks: list[Mask] = [np.empty(0, np.uint8)]
-        for index, result in zip(places, encode_all(rendered, self.tokenizer, self._pattern), strict=True):
+        for index, result in zip(places, encode_all(rendered, self.tokenizer, self._controls), strict=True):
             try:
                 if isinstance(result, Refusal):
                     raise result
                 one, mask = self._with_one_bos(*result)
+                if not mask.any():
+                    raise Refusal("no_supervision", "no token is left of what is trained on, only white space")
             except Refusal as error:
                 refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
                 continue

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from tokenmill.encode.chat.refusal import Refusal
-from tokenmill.encode.chat.tracked import GENERATION, Tracked, marked
+from tokenmill.encode.chat.tracked import Tracked, placed
 from tokenmill.encode.chat.written import authored
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 ROLES = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "model", "chatbot")
 )
 """Templates write the role into their control strings, so a role is no free text."""
-NOBODY = -2
-"""The message of a character that the template wrote."""
 SETTING = -1
 """The message of a character of the tools or options."""
 _LABELS = frozenset(("name", "id", "type", "tool_call_id"))
@@ -41,12 +35,17 @@ class Record:
     """Message that each string belongs to, or `SETTING`."""
     labels: list[bool] = field(default_factory=list)
     """Whether a string is a name or id, which templates may write again elsewhere, as for a tool's answer."""
+    firsts: list[int] = field(default_factory=list)
+    """First string of each message."""
     size: int = 1
 
-    def field_of(self, marks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return which string each mark belongs to, -1 for those of the template."""
-        starts = np.array(self.starts, np.int64)
-        return np.searchsorted(starts, marks & (GENERATION - 1), side="right") - 1
+    def string_of(self, mark: int) -> int:
+        """Return which string a mark of the record belongs to."""
+        return bisect_right(self.starts, mark) - 1
+
+    def end_of(self, string: int) -> int:
+        """Return one more than the last mark of a string."""
+        return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
 
     def has_text(self, message: int) -> bool:
         """Say whether a message has anything but white space to show."""
@@ -82,6 +81,7 @@ def read_record(
         if role not in ROLES and role not in trained_roles:
             raise Refusal("role", f"message {index} has the unknown role {role[:64]!r}")
         _refuse_media(message.get("content"), index)
+        record.firsts.append(len(record.starts))
         marked_message = _marked(record, {key: message[key] for key in message if key != "role"}, index, ())
         record.messages.append({"role": authored(role), **marked_message})
         record.roles.append(role)
@@ -132,9 +132,9 @@ def _marked_string(record: Record, text: str, owner: int, path: tuple[str, ...])
     record.starts.append(record.size)
     record.owners.append(owner)
     record.labels.append(bool(path) and path[-1] in _LABELS and "arguments" not in path)
-    marks = np.arange(record.size, record.size + len(text))
+    first = record.size
     record.size += len(text)
-    return marked(text, marks)
+    return placed(text, first)
 
 
 def _shown(value: object) -> str:

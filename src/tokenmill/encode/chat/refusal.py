@@ -13,7 +13,7 @@ MAX_STEPS = 2_000_000
 MAX_CHARS = 1 << 24
 """Characters that one string of a render may have."""
 
-_left: ContextVar[int] = ContextVar("steps left", default=MAX_STEPS)
+_left: ContextVar[list[int]] = ContextVar("steps left")
 
 
 class Refusal(DocumentError):
@@ -27,8 +27,8 @@ class Refusal(DocumentError):
 
 @contextmanager
 def budget(steps: int = MAX_STEPS) -> Iterator[None]:
-    """Give a render so many steps."""
-    token = _left.set(steps)
+    """Give a render so many steps; nothing is counted outside of one."""
+    token = _left.set([steps])
     try:
         yield
     finally:
@@ -37,10 +37,12 @@ def budget(steps: int = MAX_STEPS) -> Iterator[None]:
 
 def charge(steps: int = 1) -> None:
     """Take steps from the budget; refuse when it is used up."""
-    left = _left.get() - steps
-    if left < 0:
-        raise Refusal("too_long", "the template takes more steps than a render may")
-    _left.set(left)
+    # A list, so that to count is not to set a context variable, which costs more than the string it is for.
+    left = _left.get(None)
+    if left is not None:
+        left[0] -= steps
+        if left[0] < 0:
+            raise Refusal("too_long", "the template takes more steps than a render may")
 
 
 def charge_size(num_chars: int) -> None:
@@ -48,3 +50,10 @@ def charge_size(num_chars: int) -> None:
     if num_chars > MAX_CHARS:
         raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
     charge(1 + num_chars // 256)
+
+
+def charge_join(num_chars: int, num_parts: int) -> None:
+    """Take the cost of a string that is made of parts, or of the parts of a string."""
+    if num_chars > MAX_CHARS:
+        raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
+    charge(1 + num_parts + num_chars // 256)

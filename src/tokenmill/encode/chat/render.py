@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.encode.chat.record import NOBODY, read_record
+from tokenmill.encode.chat.record import read_record
 
 if TYPE_CHECKING:
     from tokenmill.encode.chat.template import ChatTemplate
@@ -43,7 +43,7 @@ def render(
     """
     from tokenmill.encode.chat.sandbox import compiled
     from tokenmill.encode.chat.scene import Scene
-    from tokenmill.encode.chat.spans import find_ranges, runs
+    from tokenmill.encode.chat.spans import find_ranges
 
     record = read_record(messages, tools, kwargs, train_on)
     scene = Scene(
@@ -57,5 +57,5 @@ def render(
     return Rendered(
         text=full.text,
         supervised=() if add_generation_prompt else find_ranges(scene, train_on, last_only),
-        authored=tuple(runs(full.owner == NOBODY)),
+        authored=tuple(full.authored()),
     )

@@ -33,6 +33,7 @@ _GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
 _UNSAFE_OF_STRINGS = frozenset(
     ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "maketrans")
 )
+_OF_DICTS = frozenset(dir(dict))
 _MAX_BITS = 4096
 """Size of the numbers that a template may make."""
 
@@ -47,6 +48,10 @@ class Compiled:
     """Runs on plain strings, as any other library would; the text of the two must be the same."""
     has_generation: bool
     """Whether it says itself, by `{% generation %}`, what is trained on."""
+    literals: tuple[str, ...]
+    """What it may look for inside a text, the longest first."""
+    words: frozenset[str]
+    """All of its literals: what a text may be compared with."""
 
 
 def compiled(source: str, where: str) -> Compiled:
@@ -68,12 +73,40 @@ def compiled(source: str, where: str) -> Compiled:
 @lru_cache(maxsize=256)
 def _compiled(source: str) -> Compiled:
     tracked, plain = TrackedEnvironment(), PlainEnvironment()
-    blocks = plain.parse(source).find_all(nodes.ExtensionAttribute)
+    tree = plain.parse(source)
+    blocks = tree.find_all(nodes.ExtensionAttribute)
+    words = _strings(tree)
     return Compiled(
         tracked=tracked.from_string(source),
         plain=plain.from_string(source),
         has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
+        literals=tuple(sorted(_looked_for(tree), key=lambda literal: (-len(literal), literal))),
+        words=frozenset(words),
     )
+
+
+def _strings(node: nodes.Node) -> set[str]:
+    found = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
+    return {one.value for one in found if isinstance(one.value, str)}
+
+
+def _looked_for(tree: nodes.Template) -> set[str]:
+    """Return the literals that a template may search a text for: with `in`, by a method, or under another name."""
+    found: set[str] = set()
+    for test in tree.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in test.ops):
+            found |= _strings(test)
+    for call in tree.find_all(nodes.Call):
+        name = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
+        given = set[str]().union(*map(_strings, [*call.args, *call.kwargs]))
+        # To strip white space is not to look for it; a macro or namespace may do anything with what it is given.
+        found |= {text for text in given if text.strip()} if name.endswith("strip") or not name else given
+    for filter_ in tree.find_all(nodes.Filter):
+        if filter_.name in ("replace", "select", "reject"):
+            found |= set[str]().union(*map(_strings, filter_.args))
+    for assigned in tree.find_all((nodes.Assign, nodes.Macro)):
+        found |= {text for text in _strings(assigned) if len(text.strip()) > 1 and not text.isidentifier()}
+    return found - {""}
 
 
 class GenerationBlock(Extension):
@@ -117,16 +150,29 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,
             extensions=[GenerationBlock, LoopControlExtension],
         )
+        self._safe: dict[tuple[type, str], bool] = {}
         self.filters = {name: self.filters[name] for name in _FILTERS}
         self.filters["tojson"] = _plain_json
         self.globals = {name: self.globals[name] for name in _GLOBALS}
         self.globals["raise_exception"] = _raise
 
+    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja has it
+        """Return an attribute or item, as jinja does; items of objects, which are most, without detours."""
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Refuse what the sandbox refuses, and methods that can make something huge."""
-        if isinstance(obj, str) and attr in _UNSAFE_OF_STRINGS:
-            return False
-        return not isinstance(obj, int | float | bytes) and super().is_safe_attribute(obj, attr, value)
+        # All that is asked below depends on the type alone; to ask it each time took a fifth of a render.
+        key = (type(obj), attr)
+        if key not in self._safe:
+            self._safe[key] = (
+                not (isinstance(obj, str) and attr in _UNSAFE_OF_STRINGS)
+                and not isinstance(obj, int | float | bytes)
+                and super().is_safe_attribute(obj, attr, value)
+            )
+        return self._safe[key]
 
     def wrap_str_format(self, value: object) -> None:
         """Leave `str.format` to `is_safe_attribute`, which refuses it."""
@@ -226,6 +272,8 @@ class TrackedEnvironment(PlainEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
         """Add, multiply, raise or format, if the result is not huge."""
+        if operator == "+" and type(left) is Tracked and type(right) is Tracked:
+            return join((left, right))
         sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
         if operator == "+" and len(sizes) == 2:
             charge_size(sum(sizes))

@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from jinja2.environment import Template
 
-from tokenmill.encode.chat.record import NOBODY, Record
+from tokenmill.encode.chat.record import Record
 from tokenmill.encode.chat.refusal import Refusal, budget
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, marks_of
+from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, runs_of
 from tokenmill.encode.chat.written import authored
 from tokenmill.errors import ConfigError
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Range: TypeAlias = tuple[int, int]
+"""First character and the one after the last."""
+
+
+class Fragment(NamedTuple):
+    """Characters of a render that stand together in one string of the record."""
+
+    begin: int
+    end: int
+    origin: int
+    """The first character's number in the record."""
+    step: int
+    """1 where each further character has the next number; 0 where all have one, as what an escape makes of it."""
+    string: int
+    owner: int
+    """Which message, or `SETTING`."""
+
+    @property
+    def last_origin(self) -> int:
+        """The last character's number in the record."""
+        return self.origin + (self.end - self.begin - 1) * self.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """A render; all arrays have one item a character."""
+    """A render; what is in no fragment the template wrote."""
 
     text: str
-    origin: npt.NDArray[np.int64]
-    """Number of the record's character, 0 where the template wrote it."""
-    string: npt.NDArray[np.int64]
-    """Which string of the record, -1 for none."""
-    owner: npt.NDArray[np.int64]
-    """Which message, `SETTING` or `NOBODY`."""
-    generation: npt.NDArray[np.bool_]
-    """Whether a generation block wrote it."""
+    fragments: list[Fragment]
+    """In the order of the text."""
+    begins: list[int]
+    """Of each fragment."""
+    of_message: Mapping[int, list[Fragment]]
+    generation: list[Range]
+    """What generation blocks wrote; ranges do not touch."""
+
+    def before(self, at: int) -> list[Fragment]:
+        """Return the fragments that begin before a character."""
+        return self.fragments[: bisect_left(self.begins, at)]
+
+    def within(self, begin: int, end: int) -> list[Fragment]:
+        """Return the fragments that have a character in a range."""
+        if begin >= end:
+            return []
+        first = bisect_right(self.begins, begin)
+        first -= first > 0 and self.fragments[first - 1].end > begin
+        return self.fragments[first : bisect_left(self.begins, end)]
+
+    def authored(self) -> list[Range]:
+        """Return what the template wrote."""
+        edges = [0, *(edge for one in self.fragments for edge in (one.begin, one.end)), len(self.text)]
+        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,27 +104,36 @@ class Scene:
     def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
         """Refuse if plain strings, which every other library renders with, give another text."""
         names = self._names(len(self.record.messages), add_generation_prompt, str)
-        text = self._run(self.compiled.plain, {name: _bare(value) for name, value in names.items()})
+        text = self._run(self.compiled.plain, {name: bare(value) for name, value in names.items()})
         if text != trace.text:
             raise Refusal("changed", "the text is another one when its characters are followed")
 
     def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
         rendered = self._run(self.compiled.tracked, self._names(num_messages, add_generation_prompt, authored))
-        marks = marks_of(rendered)
-        if np.any(marks == UNKNOWN):
-            at = int(np.flatnonzero(marks == UNKNOWN)[0])
-            raise Refusal(
-                "untracked", f"the template makes {str.__str__(rendered)[at : at + 40]!r} in a way not followed"
-            )
-        origin = marks & (GENERATION - 1)
-        string = np.where(origin > 0, self.record.field_of(origin), -1)
-        owners = np.array([*self.record.owners, NOBODY], np.int64)
+        text = str.__str__(rendered)
+        fragments: list[Fragment] = []
+        generation: list[Range] = []
+        of_message: dict[int, list[Fragment]] = {}
+        at = 0
+        for size, first, step in runs_of(rendered):
+            if first == UNKNOWN:
+                raise Refusal("untracked", f"the template makes {text[at : at + 40]!r} in a way not followed")
+            if first & GENERATION:
+                begin = generation.pop()[0] if generation and generation[-1][1] == at else at
+                generation.append((begin, at + size))
+            origin = first & (GENERATION - 1)
+            if origin:
+                string = self.record.string_of(origin)
+                owner = self.record.owners[string]
+                fragments.append(Fragment(at, at + size, origin, step, string, owner))
+                of_message.setdefault(owner, []).append(fragments[-1])
+            at += size
         return Trace(
-            text=str.__str__(rendered),
-            origin=origin,
-            string=string,
-            owner=owners[string],
-            generation=(marks & GENERATION) > 0,
+            text=text,
+            fragments=fragments,
+            begins=[one.begin for one in fragments],
+            of_message=of_message,
+            generation=generation,
         )
 
     def _names(self, num_messages: int, prompt: bool, own: Callable[[str], str]) -> dict[str, Any]:
@@ -132,10 +176,10 @@ class Scene:
             ) from error
 
 
-def _bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Return a value with plain strings in place of tracked ones."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, dict):
-        return {_bare(key): _bare(item) for key, item in value.items()}
-    return [_bare(item) for item in value] if isinstance(value, list) else value
+        return {str.__str__(key): bare(item) for key, item in value.items()}
+    return [bare(item) for item in value] if isinstance(value, list) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from tokenmill.encode.byte_tokenizer import bytes_vocabulary
+from tokenmill.encode.chat.controls import Habit, read_habits
 from tokenmill.encode.json_file import SIBLINGS, read_json_file
 from tokenmill.encode.load import kind_of
 from tokenmill.encode.rank_file import read_rank_file
@@ -60,15 +61,24 @@ class ChatTemplate:
     """What the user called it, for messages."""
     special_tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Such as bos_token and eos_token; one that the tokenizer does not have is not there."""
+    tokenizer: str | None = None
+    """Content of the `tokenizer.json` that it was loaded for."""
+    habits: Mapping[str, Habit] = field(default_factory=lambda: MappingProxyType({}))
+    """Control strings of that tokenizer that take white space away, or do more."""
 
     @property
     def content(self) -> str:
         """32 hex digits that stand for the source."""
         return digest(self.source)
 
-    def to_json(self) -> dict[str, str | int | dict[str, str]]:
+    def to_json(self) -> dict[str, str | int | dict[str, str] | dict[str, dict[str, bool | str]]]:
         """Return what a recipe's fingerprint must hold of it."""
-        return {"content": self.content, "special_tokens": dict(self.special_tokens), "rules": _RULES}
+        return {
+            "content": self.content,
+            "special_tokens": dict(self.special_tokens),
+            "habits": {name: asdict(habit) for name, habit in self.habits.items()},
+            "rules": _RULES,
+        }
 
 
 def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
@@ -85,7 +95,16 @@ def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
     else:
         source, where = _of_file(spec), repr(spec)
     compiled(source, where)
-    return ChatTemplate(source=source, where=where, special_tokens=_special_tokens(tokenizer))
+    if tokenizer is None:
+        return ChatTemplate(source=source, where=where)
+    vocabulary, habits = _vocabulary(tokenizer)
+    return ChatTemplate(
+        source=source,
+        where=where,
+        special_tokens=_special_tokens(tokenizer, vocabulary),
+        tokenizer=vocabulary.content if vocabulary.kind == "tokenizer.json" else None,
+        habits=MappingProxyType(habits),
+    )
 
 
 def _of_file(spec: str) -> str:
@@ -153,11 +172,8 @@ def _parsed(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(tokenizer: str | None) -> Mapping[str, str]:
+def _special_tokens(tokenizer: str, vocabulary: Vocabulary) -> Mapping[str, str]:
     """Return the control strings that templates refer to by name."""
-    if tokenizer is None:
-        return MappingProxyType({})
-    vocabulary = _vocabulary(tokenizer)
     known = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "pad_token": vocabulary.pad}
     folder = _folder(tokenizer)
     for file in SIBLINGS if folder is not None else ():
@@ -171,12 +187,17 @@ def _special_tokens(tokenizer: str | None) -> Mapping[str, str]:
     return MappingProxyType({role: token for role, token in known.items() if token is not None})
 
 
-def _vocabulary(tokenizer: str) -> Vocabulary:
+def _vocabulary(tokenizer: str) -> tuple[Vocabulary, dict[str, Habit]]:
+    """Return what a tokenizer's files say, and of which control strings they say more than the id."""
     kind = kind_of(tokenizer)
     if kind == "bytes":
-        return bytes_vocabulary()
+        return bytes_vocabulary(), {}
     if kind == "tiktoken":
         name, mark, encoding = tokenizer.removeprefix("tiktoken:").partition("?encoding=")
-        return read_rank_file(Path(name), encoding if mark else None, tokenizer).vocabulary
+        return read_rank_file(Path(name), encoding if mark else None, tokenizer).vocabulary, {}
     path = Path(tokenizer)
-    return read_json_file(path / "tokenizer.json" if path.is_dir() else path, tokenizer).vocabulary
+    path = path / "tokenizer.json" if path.is_dir() else path
+    file = read_json_file(path, tokenizer)
+    config = path.parent / "tokenizer_config.json"
+    habits = read_habits(orjson.loads(file.text), _parsed(config) if config.is_file() else {})
+    return file.vocabulary, habits

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, SupportsIndex, TypeAlias
 
-import numpy as np
+from tokenmill.encode.chat.refusal import Refusal, charge, charge_join, charge_size
 
-from tokenmill.encode.chat.refusal import Refusal, charge, charge_size
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-Marks: TypeAlias = "npt.NDArray[np.int64]"
+Run: TypeAlias = tuple[int, int, int]
+"""Characters that stand together: how many, the mark of the first, and what is added to it for the next: 0 or 1."""
 
 AUTHORED = 0
 """The mark of a character that the template wrote. A positive mark is a place in the record."""
@@ -24,20 +20,20 @@ GENERATION = 1 << 48
 
 
 class Tracked(str):
-    """A string with a mark a character.
+    """A string with a mark a character, kept as runs: most texts are one.
 
     Operations that are not overridden give a plain `str`, and a plain `str` that meets a tracked one is marked
     `UNKNOWN`: nothing is ever taken for the template's own by mistake.
     """
 
-    __slots__ = ("_marks",)
-    _marks: Marks | None
+    __slots__ = ("_runs",)
+    _runs: Sequence[Run] | None
 
     def __new__(cls, value: object = "") -> Tracked:
         """Make one of unknown origin, unless the value is one already; `marked` says the origin."""
         text = str(value)
         self = str.__new__(cls, text)
-        self._marks = _marks_of(text)
+        self._runs = _runs_of(text)
         return self
 
     def __str__(self) -> str:
@@ -76,12 +72,16 @@ class Tracked(str):
 
     def __getitem__(self, key: SupportsIndex | slice) -> Tracked:
         text = str.__getitem__(self, key)
-        if self._marks is None:
+        if self._runs is None or not text:
             return marked(text, None)
-        if isinstance(key, slice):
-            return marked(text, self._marks[key])
-        at = key.__index__() % len(self)
-        return marked(text, self._marks[at : at + 1])
+        if not isinstance(key, slice):
+            at = key.__index__() % len(self)
+            return marked(text, _cut(self._runs, at, at + 1))
+        begin, end, step = key.indices(len(self))
+        if step == 1:
+            return marked(text, _cut(self._runs, begin, end))
+        charge(len(text))  # a run a character takes memory
+        return marked(text, [run for at in range(begin, end, step) for run in _cut(self._runs, at, at + 1)])
 
     def __iter__(self) -> Iterator[str]:
         return (self[at] for at in range(len(self)))
@@ -115,8 +115,7 @@ class Tracked(str):
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        charge_size(len(self))
-        charge(len(parts))
+        charge_join(len(self), len(parts))
         found: list[str] = []
         at = 0
         for part in parts:
@@ -163,87 +162,141 @@ class Tracked(str):
 
     def lower(self) -> Tracked:
         """As of `str`."""
-        return self._cased(str.lower(self), [str.lower(c) for c in str.__iter__(self)])
+        return self._cased(str.lower)
 
     def upper(self) -> Tracked:
         """As of `str`."""
-        return self._cased(str.upper(self), [str.upper(c) for c in str.__iter__(self)])
+        return self._cased(str.upper)
 
     def casefold(self) -> Tracked:
         """As of `str`."""
-        return self._cased(str.casefold(self), [str.casefold(c) for c in str.__iter__(self)])
+        return self._cased(str.casefold)
 
     def capitalize(self) -> Tracked:
         """As of `str`."""
-        return self._cased(str.capitalize(self), [])
+        return self._cased(str.capitalize)
 
     def title(self) -> Tracked:
         """As of `str`."""
-        return self._cased(str.title(self), [])
+        return self._cased(str.title)
 
     def swapcase(self) -> Tracked:
         """As of `str`."""
-        return self._cased(str.swapcase(self), [])
+        return self._cased(str.swapcase)
 
-    def _cased(self, text: str, pieces: list[str]) -> Tracked:
+    def _cased(self, change: Callable[[str], str]) -> Tracked:
         """Mark the text that a change of case made, character by character where its length changed."""
+        text = change(self)
         charge_size(len(text))
-        if self._marks is None or len(text) == len(self):
-            return marked(text, self._marks)
+        if self._runs is None or len(text) == len(self):
+            return marked(text, self._runs)
+        pieces = [change(char) for char in str.__iter__(self)]
         if "".join(pieces) == text:
-            return marked(text, np.repeat(self._marks, [len(piece) for piece in pieces]))
-        return marked(text, np.full(len(text), UNKNOWN))
+            return marked(text, widened(self._runs, [len(piece) for piece in pieces]))
+        return marked(text, [(len(text), UNKNOWN, 0)])
 
 
-def marked(text: str, marks: Marks | None) -> Tracked:
+def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
     """Return a tracked string; None marks all of it as the template's own."""
     self = str.__new__(Tracked, text)
-    self._marks = marks
+    self._runs = runs
+    return self
+
+
+def placed(text: str, first: int) -> Tracked:
+    """Return a string of the record, whose first character has this mark and each further one the next."""
+    self = str.__new__(Tracked, text)
+    self._runs = ((len(text), first, 1),)
     return self
 
 
 def join(pieces: Iterable[str]) -> Tracked:
     """Lay strings end to end."""
     parts = list(pieces)
-    size = sum(map(len, parts))
-    charge_size(size)
-    charge(len(parts))
+    charge_join(sum(map(len, parts)), len(parts))
     text = "".join(parts)
-    marks = [_marks_of(part) for part in parts]
-    if all(mark is None for mark in marks):
+    runs: list[Run] = []
+    own = 0
+    for part in parts:
+        inner = part._runs if type(part) is Tracked else _runs_of(part)
+        if inner is None:
+            own += len(part)
+            continue
+        if own:
+            runs.append((own, AUTHORED, 0))
+            own = 0
+        runs += inner
+    if not runs:
         return marked(text, None)
-    whole = np.zeros(size, np.int64)
-    at = 0
-    for part, mark in zip(parts, marks, strict=True):
-        if mark is not None:
-            whole[at : at + len(part)] = mark
-        at += len(part)
-    return marked(text, whole)
+    if own:
+        runs.append((own, AUTHORED, 0))
+    return marked(text, runs)
 
 
-def marks_of(text: str) -> Marks:
-    """Return one mark a character; of a plain string nothing is known."""
-    marks = _marks_of(text)
-    return np.zeros(len(text), np.int64) if marks is None else marks
+def runs_of(text: str) -> Sequence[Run]:
+    """Return the runs of a string, as long as it is; of a plain string nothing is known."""
+    runs = _runs_of(text)
+    return ((len(text), AUTHORED, 0),) if runs is None and text else runs or ()
 
 
 def generated(text: str) -> Tracked:
     """Mark a text as written inside a generation block."""
-    marks = marks_of(text)
-    return marked(text, np.where(marks == UNKNOWN, UNKNOWN, marks | GENERATION))
+    return marked(
+        text,
+        [(size, first if first == UNKNOWN else first | GENERATION, step) for size, first, step in runs_of(text)],
+    )
+
+
+def widened(runs: Sequence[Run], widths: list[int]) -> list[Run]:
+    """Return runs in which the characters stand as many times as the widths say, one for each."""
+    charge(len(widths) - widths.count(1))
+    made: list[Run] = []
+    at = 0
+    for size, first, step in runs:
+        if step == 0:
+            made.append((sum(widths[at : at + size]), first, 0))
+        else:
+            begin = at
+            for index in range(at, at + size):
+                if widths[index] != 1:
+                    made += [(index - begin, first + begin - at, 1)] if index > begin else []
+                    made += [(widths[index], first + index - at, 0)] if widths[index] else []
+                    begin = index + 1
+            made += [(at + size - begin, first + begin - at, 1)] if at + size > begin else []
+        at += size
+    return made
 
 
 def text_of(value: object) -> Tracked:
     """Return what a template prints for a value: `str`, with the characters of strings inside followed."""
+    if type(value) is Tracked:
+        return value
     from tokenmill.encode.chat.written import python_text
 
-    return value if type(value) is Tracked else python_text(value)
+    return python_text(value)
 
 
-def _marks_of(text: str) -> Marks | None:
+def _runs_of(text: str) -> Sequence[Run] | None:
     if type(text) is Tracked:
-        return text._marks
-    return np.full(len(text), UNKNOWN) if text else None
+        return text._runs
+    return ((len(text), UNKNOWN, 0),) if text else None
+
+
+def _cut(runs: Sequence[Run], begin: int, end: int) -> Sequence[Run]:
+    """Return the runs of the characters from `begin` to `end`, exclusive."""
+    if len(runs) == 1:
+        _, first, step = runs[0]
+        return ((end - begin, first + begin * step, step),)
+    made: list[Run] = []
+    at = 0
+    for size, first, step in runs:
+        low, high = max(begin, at), min(end, at + size)
+        if low < high:
+            made.append((high - low, first + (low - at) * step, step))
+        at += size
+        if at >= end:
+            break
+    return made
 
 
 def _between(separator: str, values: Iterable[str]) -> Iterator[str]:

@@ -6,10 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from tokenmill.encode.chat.refusal import charge_size
-from tokenmill.encode.chat.tracked import Tracked, join, marked, marks_of
+from tokenmill.encode.chat.tracked import AUTHORED, Tracked, join, marked, runs_of, widened
 
 _SCALARS = (bool, int, float, type(None))
 
@@ -124,9 +122,9 @@ def _represented(value: object) -> Iterator[str]:
 
 def _escaped(source: str, text: str, width: Callable[[str], int]) -> Tracked:
     """Mark a quoted text by the characters that it quotes; `width` says how many it makes of one."""
-    marks = marks_of(source)
+    runs = runs_of(source)
     if len(text) != len(source) + 2:
-        marks = np.repeat(marks, [width(char) for char in str.__str__(source)])
-    whole = np.zeros(len(text), np.int64)
-    whole[1:-1] = marks
-    return marked(text, whole)
+        bare = str.__str__(source)
+        widths = {char: width(char) for char in set(bare)}
+        runs = widened(runs, [widths[char] for char in bare])
+    return marked(text, [(1, AUTHORED, 0), *runs, (1, AUTHORED, 0)])

@@ -55,6 +55,11 @@ def check_recipe(recipe: Recipe, where: str) -> None:
                 _check_section(section, f"{spot}: section {section.field!r}")
             _check_source(recipe, name, source, spot)
     _check_template(recipe, where)
+    if recipe.control_strings != "text" and any(variant.template for variant in recipe.variants):
+        raise ConfigError(
+            f"{where}: control_strings must be text where messages go through a chat template, "
+            f"got {recipe.control_strings!r}; leave it out: else a message could end its own turn"
+        )
     _check_output(recipe, f"{where}: output")
 
 

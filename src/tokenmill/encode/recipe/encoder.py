@@ -49,6 +49,9 @@ class RecordEncoder(Protocol):
     def to_json(self) -> dict[str, object]:
         """Return what the arrays depend on beside the tokenizer: the recipe, and what its chat template says."""
 
+    def spelled(self) -> tuple[str, ...]:
+        """Return what ends turns in the chat template but is ordinary text to the tokenizer: worth a warning."""
+
 
 def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
     """Return the arrays that records become, and their dtypes; one that is too narrow raises `ConfigError`."""
@@ -126,6 +129,10 @@ class _Encoder:
     def to_json(self) -> dict[str, object]:
         """Return what the arrays depend on beside the tokenizer."""
         return {**self.recipe.to_json(), "chat_template": self.texts.template_json()}
+
+    def spelled(self) -> tuple[str, ...]:
+        """Return what ends turns in the chat template but is ordinary text to the tokenizer."""
+        return self.texts.spelled()
 
     def _add_item(
         self, batch: _Batch, name: str, index: int, record: Mapping[str, Any], way: Way

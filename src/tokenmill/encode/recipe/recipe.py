@@ -176,6 +176,8 @@ class Recipe:
     """Role -> `train` or `mask`."""
     mask_default: str
     """For roles that are not in it."""
+    control_strings: str
+    """What becomes of control strings in the texts of a record: `text`, `encode` or `drop`."""
     train_turns: str
     """Whether `all` messages of the trained roles are trained, or the `last` only."""
     chat_template: str | None
@@ -217,6 +219,7 @@ class Recipe:
             "input": {**(ways[0] if alone else {"variants": ways}), "tools_field": self.tools_field},
             "mask": dict(sorted(self.mask.items())),
             "mask_default": self.mask_default,
+            "control_strings": self.control_strings,
             "train_turns": self.train_turns,
             "chat_template": self.chat_template,
             "chat_template_kwargs": dict(self.chat_template_kwargs),

@@ -10,6 +10,7 @@ from typing import cast
 
 import orjson
 
+from tokenmill.encode.control import POLICIES
 from tokenmill.encode.recipe.check import MASK_KEYS, check_recipe, kind_of
 from tokenmill.encode.recipe.presets import PRESETS
 from tokenmill.encode.recipe.recipe import (
@@ -33,8 +34,8 @@ from tokenmill.errors import ConfigError, nearest
 __all__ = ["Recipe", "load_recipe"]
 
 _KEYS = (
-    *("version", "name", "kind", "preset", "input", "mask", "mask_default", "train_turns"),
-    *("chat_template", "chat_template_kwargs", "preprocessing", "output"),
+    *("version", "name", "kind", "preset", "input", "mask", "mask_default", "control_strings"),
+    *("train_turns", "chat_template", "chat_template_kwargs", "preprocessing", "output"),
 )
 _SECTION_KEYS = tuple(item.name for item in fields(Section))
 _PACKING = "rows are packed when a run is planned, not here: say packing and seq_len in the table [run] of the run"
@@ -99,6 +100,7 @@ def _recipe(value: Mapping[str, object], where: str) -> Recipe:
         tools_field=tools_field,
         mask=table.choices("mask", ("train", "mask")),
         mask_default=table.choice("mask_default", ("mask", "train")),
+        control_strings=table.choice("control_strings", POLICIES),
         train_turns=table.choice("train_turns", TRAIN_TURNS),
         chat_template=table.text("chat_template", _default_template(variants)),
         chat_template_kwargs=table.anything("chat_template_kwargs"),

@@ -40,6 +40,10 @@ class Texts:
         """Return what the chat template says, not where it is; None where there is none."""
         return None if self.chat is None else self.chat.template.to_json()
 
+    def spelled(self) -> tuple[str, ...]:
+        """Return what ends the turns of conversations although it is no control string of the tokenizer."""
+        return () if self.chat is None else self.chat.spelled
+
     def encode(self, pieces: Mapping[str, Pieces], problems: dict[int, Problem]) -> dict[str, Ragged]:
         """Encode the pieces of all sources in one call, and lay out their items."""
         texts = [text for each in pieces.values() for text in each.texts]

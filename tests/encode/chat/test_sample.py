@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
+from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
+
+from tokenmill.encode.chat import spans
+from tokenmill.encode.chat.refusal import Refusal
+from tokenmill.encode.chat.render import render
+from tokenmill.encode.chat.sample import _look
+from tokenmill.encode.chat.sandbox import compiled
+from tokenmill.encode.chat.scene import Scene
+from tokenmill.encode.chat.template import ChatTemplate
+
+UNMARKED = [name for name in STOCK if "endgeneration" not in stock_source(name)]
+OPTIONS = {"now": "2025-01-31"}
+ROLES = ("assistant", "user", "tool", "system")
+
+
+def outcome(template: ChatTemplate, messages: list, tools: object, roles: tuple[str, ...]) -> object:
+    try:
+        return render(template, messages, tools=tools, kwargs=OPTIONS, train_on=roles)
+    except Refusal as error:
+        return error.reason, error.detail
+
+
+@pytest.fixture
+def the_long_way(monkeypatch):
+    """Return what finds spans by renders of the conversation itself alone."""
+
+    def found(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(spans, "shown_by_sample", lambda *_: None)
+            return outcome(*given)
+
+    return found
+
+
+@pytest.mark.parametrize(
+    "shapes", [FEW[2:5], pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all")
+)
+@pytest.mark.parametrize("name", swept(UNMARKED))
+def test_a_sample_shows_what_the_whole_conversation_shows(name, shapes, the_long_way):
+    """[T1.a]"""
+    template = stock_template(name)
+    for shape, roles in itertools.product(shapes, (("assistant",), ROLES)):
+        given = (template, shaped(name, shape), tools_of(shape), roles)
+        assert outcome(*given) == the_long_way(*given)
+
+
+TEXTS = (
+    *("plain", " before", "behind \n", "\n\n both\t", "user", "assistant", "tool_calls", "x" * 500, " " * 40 + "x"),
+    *("<think>\nreason\n</think>\n\nanswer", "</think>", "<think>", "a</think>b</think>c", "<think></think>" * 9),
+    *(
+        "<tool_response>x</tool_response>",
+        "<|im_end|>\n<|im_start|>assistant\n",
+        "[/INST]",
+        "/nothink",
+        "text, image",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1_distill", "glm4moe", "gemma", "llama3", "nemotron_3_nano"])
+def test_what_messages_say_changes_nothing_that_a_sample_hides(name, the_long_way):
+    """[T1.a]"""
+    template = stock_template(name)
+    for index, first in enumerate(TEXTS):
+        said = [first, TEXTS[index - 3], "question", TEXTS[index - 7]]
+        roles = ("user", "assistant", "user", "assistant")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        given = (template, messages, None, ("assistant",))
+        assert outcome(*given) == the_long_way(*given)
+
+
+DEPENDS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and '/deep' in messages[0].content %}<deep>"
+    "{% endif %}{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if '/deep' in messages[0].content %}<deep>{% endif %}{% endif %}"
+)
+
+
+def test_a_prompt_that_depends_on_a_text_is_shown_by_another_sample(the_long_way):
+    template = ChatTemplate(source=DEPENDS, where="test")
+
+    def asked(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+
+    trained = []
+    for text in ("one", "one /deep two", "three", "/deep", "four"):
+        found = outcome(template, asked(text), None, ("assistant",))
+        assert found == the_long_way(template, asked(text), None, ("assistant",))
+        trained += [found.text[begin:end] for begin, end in found.supervised]
+    assert trained == ["yes</>"] * 5
+    assert compiled(DEPENDS, "test").literals == ("/deep",)
+
+
+def long_talk(count: int, word: str) -> list[dict[str, str]]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [
+        {"role": role, "content": f"{word} number {index}."}
+        for index, role in zip(range(count), roles, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma", "phi3", "qwen2_5"])
+def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
+    renders = []
+    run = Scene._run
+    monkeypatch.setattr(
+        Scene, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
+    )
+    template = stock_template(name)
+    _look.cache_clear()
+    render(template, long_talk(4, "first"))
+    assert len(renders) > 2
+    assert max(renders[2:]) <= 3, "samples are short"
+    renders.clear()
+    found = render(template, long_talk(100, "second"))
+    assert renders == [100, 100], "followed, and as plain text"
+    assert len(found.supervised) == 50
+
+
+def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):
+    asked = [{"role": "user", "content": "question"}]
+    for index in range(30):
+        call = {
+            "id": f"call{index}",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": f"v{index}"}},
+        }
+        asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        asked.append({"role": "tool", "tool_call_id": f"call{index}", "content": f"result {index}"})
+    asked.append({"role": "assistant", "content": "answer"})
+    renders = []
+    run = Scene._run
+    monkeypatch.setattr(
+        Scene, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
+    )
+    found = render(stock_template("qwen3"), asked)
+    assert sorted(renders)[-3:] == [4, len(asked), len(asked)]
+    assert len(found.supervised) == 31
+
+
+def test_the_order_of_conversations_changes_nothing():
+    """[T1.c]"""
+    given = [shaped("qwen3", shape) for shape in SHAPES if not shape.startswith("tools")]
+    template = stock_template("qwen3")
+    straight = [outcome(template, one, None, ("assistant",)) for one in given]
+    _look.cache_clear()
+    assert [outcome(template, one, None, ("assistant",)) for one in reversed(given)] == straight[::-1]
