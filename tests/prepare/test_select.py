@@ -121,9 +121,9 @@ def test_the_validation_split_does_not_move_when_files_are_added(tmp_path):
 
 
 def test_the_share_for_validation_is_what_was_asked_for():
-    taken = sum(is_validation(f"text {i}", 0.05) for i in range(20_000))
+    taken = sum(is_validation(b"text %d" % i, 0.05) for i in range(20_000))
     assert 900 < taken < 1100
-    assert not any(is_validation(text, 0.0) for text in WORDS)
+    assert not any(is_validation(text.encode(), 0.0) for text in WORDS)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -286,3 +286,15 @@ def test_memory_does_not_grow_with_the_number_of_files(tmp_path):
         tracemalloc.stop()
     assert (report.units, report.documents) == (1, 50)
     assert peak < 30 << 20
+
+
+def test_conversations_in_which_others_say_the_same_are_no_duplicates(tmp_path):
+    def chat(*texts):
+        roles = ("user", "assistant")
+        return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]}
+
+    records = [chat("A\nB", "C"), chat("A", "B\nC"), chat("A\nB", "C"), {**chat("A", "B\nC"), "id": 7}]
+    path = write_records(tmp_path / "in.jsonl", records)
+    options = PrepareOptions(deduplicate=True, chat_template="chatml")
+    report = prepare(path, out=tmp_path / "out", recipe="chat", workers=1, progress=False, options=options)
+    assert (report.documents, report.skipped) == (2, {"duplicate": 2})

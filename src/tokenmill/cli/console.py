@@ -28,7 +28,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     made = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
-        made.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+        # Names must not give way to numbers on a narrow terminal.
+        least = None if numeric else min(12, max([len(name), *(len(cell(line[index])) for line in lines)]))
+        made.add_column(
+            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, min_width=least
+        )
     for line in lines:
         made.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in line))
     return made

@@ -45,7 +45,7 @@ def tables(facts: PlanReport) -> list[Table]:
         ),
         table(
             "Mixture",
-            ("stage", "source", "asked %", "realised %", "rows", "labels", "no label", "padding", "epochs so far"),
+            ("stage", "source", "asked %", "got %", "rows", "labels", "no label", "padding", "epochs"),
             [
                 (
                     s.stage,
@@ -63,7 +63,7 @@ def tables(facts: PlanReport) -> list[Table]:
         ),
         table(
             "Sources",
-            ("source", "rows an epoch (last stage)", "rows drawn", "epochs", "first repeat at step"),
+            ("source", "rows an epoch", "rows drawn", "epochs", "first repeat"),
             [(s.name, s.rows, s.drawn, round(s.epochs, 4), s.first_repeat) for s in facts.sources],
         ),
         fate_table(facts),

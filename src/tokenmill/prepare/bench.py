@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
 from tokenmill.documents import DocumentBatch, ReadOptions, Unit, read_unit
 from tokenmill.prepare.job import TEXT_KEY, Job
@@ -35,6 +37,8 @@ class Bench:
     rules: Rules
     reading: ReadOptions
     spec: StoreSpec
+    key_fields: tuple[str, ...]
+    """Fields that tell records apart; the domain is none of them."""
 
     def encode(self, batch: Joined, chosen: npt.NDArray[np.int64] | None) -> Records:
         """Turn the chosen records of a batch into arrays; None chooses all."""
@@ -57,6 +61,15 @@ class Bench:
             return batch.texts
         return [self.encoder.content(record) or None for record in batch.records]
 
+    def keys(self, batch: Joined) -> Sequence[bytes]:
+        """Return of each record what tells it from others: its text, or all fields that the recipe may use.
+
+        The texts of a conversation alone would not do: who said what is part of it.
+        """
+        if self.encoder is None:
+            return [text.encode(errors="surrogatepass") for text in batch.texts]
+        return [_canonical({name: r[name] for name in self.key_fields if name in r}) for r in batch.records]
+
 
 def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
     """Open the tools of a worker; the parent hands in its own tokenizer where it works itself."""
@@ -72,7 +85,16 @@ def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
         rules=Rules.of(recipe),
         reading=reading,
         spec=job.spec(recipe),
+        key_fields=replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields or (),
     )
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    """Return one text for equal records; what JSON does not know, such as a date of a Parquet file, by its name."""
+    try:
+        return orjson.dumps(record, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # a whole number beyond 64 bits, or half of a surrogate pair
+        return json.dumps(record, sort_keys=True, default=repr).encode()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -42,8 +42,8 @@ def _hashes(bench: Bench, unit: Unit, tick: Callable[[], None]) -> Iterator[byte
     for batch in joined(unit, bench.reading):
         records = batch.records or repeat(None)
         yield b"".join(
-            xxhash.xxh3_128_digest(content.encode(errors="surrogatepass"))
-            for content, record in zip(bench.contents(batch), records, strict=False)
+            xxhash.xxh3_128_digest(name)
+            for content, name, record in zip(bench.contents(batch), bench.keys(batch), records, strict=False)
             if content is not None and rules.too_short_or_long(content) is None and rules.has_domain(record)
         )
         tick()

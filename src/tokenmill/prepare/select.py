@@ -79,11 +79,11 @@ class Rules:
         """Whether the domain of a record is a name, where one is asked for."""
         return self.domain is None or domain_name(_at(record, self.domain)) is not None
 
-    def route(self, content: str, record: Mapping[str, Any] | None) -> str:
-        """Return the store of a record that has a domain."""
+    def route(self, key: bytes, record: Mapping[str, Any] | None) -> str:
+        """Return the store of a record that has a domain; `key` tells it from others."""
         parts = [] if self.domain is None else [str(domain_name(_at(record, self.domain)))]
         if self.val_fraction:
-            parts.append(SPLITS[is_validation(content, self.val_fraction)])
+            parts.append(SPLITS[is_validation(key, self.val_fraction)])
         return "/".join(parts)
 
 
@@ -92,8 +92,11 @@ def select(
     records: Sequence[Mapping[str, Any]],
     rules: Rules,
     fates: npt.NDArray[np.uint8] | None,
+    keys: Sequence[bytes] | None = None,
 ) -> Selection:
     """Decide over records by their content, which is None for those that will be refused.
+
+    `keys` tell records apart, for the validation split.
 
     `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each eligible record, in order; None takes them all. That there
     are too few of them is for the caller to see, by `num_eligible`.
@@ -118,7 +121,7 @@ def select(
         if reason is not None:
             left_out[reason] += 1
             continue
-        routes.setdefault(rules.route(content, record), []).append(index)
+        routes.setdefault(rules.route(keys[index] if keys else b"", record), []).append(index)
     return Selection(
         routes={route: np.array(indices, np.int64) for route, indices in sorted(routes.items())},
         left_out=left_out,
@@ -128,9 +131,9 @@ def select(
     )
 
 
-def is_validation(content: str, fraction: float) -> bool:
+def is_validation(key: bytes, fraction: float) -> bool:
     """Say whether a record is set apart: by its content alone, so that it stays when files are added."""
-    return xxhash.xxh3_64_intdigest(content.encode(errors="surrogatepass"), _SEED) < fraction * 2**64
+    return xxhash.xxh3_64_intdigest(key, _SEED) < fraction * 2**64
 
 
 def domain_name(value: object) -> str | None:

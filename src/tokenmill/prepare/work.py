@@ -76,7 +76,9 @@ def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writ
     if bench.rules.trivial and fates is None:
         bad += _append(bench, batch, contents, ROUTE, None, writer)
     else:
-        chosen = select(contents, batch.records, bench.rules, None if fates is None else fates[counts.place :])
+        left = None if fates is None else fates[counts.place :]
+        keys = bench.keys(batch) if bench.rules.val_fraction else None
+        chosen = select(contents, batch.records, bench.rules, left, keys)
         counts.skipped.update(chosen.left_out)
         counts.place += chosen.num_eligible
         bad += [_bad(batch, index, "domain", f"{value}") for index, value in chosen.lost]
