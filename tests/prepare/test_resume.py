@@ -388,3 +388,15 @@ def test_lines_are_numbered_through_the_file_when_a_build_goes_on(tmp_path):
     report = build(corpus, tmp_path / "store", on_error="skip", chunk_bytes=5000, checkpoint_seconds=0)
     first = read_manifest(tmp_path / "store").skipped["first"]
     assert (report.skipped, [one["line"] for one in first]) == ({"json": 1}, [301])
+
+
+def test_a_ledger_of_another_version_is_named_and_a_rebuild_is_the_way_out(tmp_path):
+    from tokenmill.prepare.journal import read_signed, write_signed
+
+    corpus = write_file(tmp_path / "a.jsonl", TEXTS[:10])
+    build(corpus, tmp_path / "store")
+    ledger = tmp_path / "store" / ".prepare" / "inputs.json"
+    write_signed(ledger, {**read_signed(ledger), "news": 1})
+    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be of this version.*--rebuild"):
+        build(corpus, tmp_path / "store")
+    assert build(corpus, tmp_path / "store", rebuild=True).documents == 10

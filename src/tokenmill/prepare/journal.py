@@ -96,13 +96,19 @@ class Journal:
         value = read_signed(self.folder / LEDGER)
         if value is None:
             return None
-        return Ledger(**{**value, "inputs": [Entry(**entry) for entry in value["inputs"]]})
+        try:
+            return Ledger(**{**value, "inputs": [Entry(**entry) for entry in value["inputs"]]})
+        except (TypeError, KeyError) as error:
+            raise StoreCorruptError(
+                f"{self.folder / LEDGER}: must be of this version of tokenmill, got other fields ({error}); "
+                "start over with --rebuild"
+            ) from None
 
     def drop_unreadable(self) -> None:
         """Remove those of its files that are not as they were written, for a store that is built anew."""
         for name in (PUBLISH, BUILD, LEDGER):
             try:
-                read_signed(self.folder / name)
+                self.ledger() if name == LEDGER else read_signed(self.folder / name)
             except StoreCorruptError:
                 (self.folder / name).unlink()
 
