@@ -96,7 +96,7 @@ def test_documents_encode_and_store_do_not_know_each_other(path):
 
 @pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in RAW], ids=lambda path: path.name)
 def test_documents_encode_and_store_know_nothing_of_what_comes_after_them(path):
-    assert parts_imported(tree_of(path)) <= {part_of(path), "errors", "types", "fingerprint"}
+    assert parts_imported(tree_of(path)) <= {part_of(path), "errors", "types", "fingerprint", "natural"}
 
 
 PLAN_MODULES = [path for path in MODULES if part_of(path) == "plan"]

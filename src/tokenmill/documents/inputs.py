@@ -13,6 +13,7 @@ from tokenmill.documents.formats import COMPRESSIONS, ENDINGS, forced_suffix, kn
 from tokenmill.documents.hugging_face import PREFIX, dataset_files, is_saved_note
 from tokenmill.documents.units import InputFile
 from tokenmill.errors import DocumentError
+from tokenmill.natural import natural_key
 
 _NOTES = ("readme", "license", "licence")
 """Text files that tell of the data beside them and are no part of it."""
@@ -68,19 +69,6 @@ def find_files(
         for path in paths
     )
     return Inputs(files=files, passed_over=tuple(passed_over))
-
-
-def natural_key(path: str) -> tuple[object, ...]:
-    """Return a sort key that compares digits as numbers, folder by folder.
-
-    >>> sorted(["b/1", "a10", "a9", "a09"], key=natural_key)
-    ['a09', 'a9', 'a10', 'b/1']
-    """
-    parts = tuple(
-        tuple(int(piece) if odd % 2 else piece for odd, piece in enumerate(re.split(r"([0-9]+)", part)))
-        for part in PurePath(path).parts
-    )
-    return (parts, path)  # the path itself decides between a09 and a9
 
 
 def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]:

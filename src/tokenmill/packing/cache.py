@@ -22,6 +22,7 @@ import xxhash
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.index import PackedWindow, WindowIndex, build_index
+from tokenmill.store.cache_folder import private_folder, writable
 from tokenmill.store.durable import sync_folder
 from tokenmill.store.maps import FileRequest, map_file
 from tokenmill.store.writer import ROWS_FOLDER
@@ -39,11 +40,11 @@ def cached_index(
 ) -> WindowIndex:
     """Return the index that `description` stands for, from its file; build the file if there is none."""
     name = f"{digest(dict(description))}.rows"
-    for folder in (store / ROWS_FOLDER, _private_folder()):
+    for folder in (store / ROWS_FOLDER, private_folder("rows")):
         found = _read(folder / name, description)
         if found:
             return found
-    folder = _writable(store / ROWS_FOLDER) or _private_folder()
+    folder = writable(store / ROWS_FOLDER) or private_folder("rows")
     file = folder / name
     with _lock(file) as alone:
         if not _read(file, description):
@@ -131,22 +132,3 @@ def _lock(file: Path) -> Iterator[bool]:
         except (ImportError, OSError):
             alone = False
         yield alone
-
-
-def _writable(folder: Path) -> Path | None:
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return None
-
-
-def _private_folder() -> Path:
-    """Return a folder of this user's for indexes of stores that cannot be written to."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    folder = Path(tempfile.gettempdir()) / f"tokenmill-rows-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != user:
-        raise StoreError(f"{folder}: must be a folder of this user's, got another's; remove it, or set TMPDIR")
-    return folder

@@ -134,5 +134,5 @@ def _check_epochs(plan: Plan) -> None:
                 raise ConfigError(
                     f"source {name!r}: max_epochs must not be passed, got {float(stage.epochs(name)):.3f} epochs "
                     f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "
-                    f"({over * index.row_slots} tokens) too many; lower its weight, add documents or raise max_epochs"
+                    f"({over * index.row_slots} tokens) too many; lower its weight, add documents, raise max_epochs"
                 )

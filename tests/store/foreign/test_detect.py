@@ -5,7 +5,7 @@ import pytest
 
 from tokenmill.errors import StoreError, StoreMissingError
 from tokenmill.store import detect_format, open_store
-from tokenmill.store.foreign.files import files_of, natural_key
+from tokenmill.store.foreign.files import files_of
 
 
 def test_a_store_of_ours_is_told_apart(make_store):
@@ -88,13 +88,6 @@ def test_files_come_in_natural_order(tmp_path):
     assert open_store(tmp_path).fetch(0, 4, "sequence").tolist() == [2, 1, 9, 10]
     assert open_store(tmp_path / "**" / "*.npy").fetch(0, 4, "sequence").tolist() == [2, 1, 9, 10]
     assert open_store(tmp_path).manifest.shards[0].name == "a/part2.npy"
-
-
-def test_the_order_is_the_same_as_that_of_documents():
-    from tokenmill.documents.inputs import natural_key as theirs
-
-    names = ["b/1", "a10", "a9", "a09", "é", "0x10", "0x9", "a/b/c2", "a/b/c10"]
-    assert sorted(names, key=natural_key) == sorted(names, key=theirs)
 
 
 def test_an_address_is_refused(tmp_path):

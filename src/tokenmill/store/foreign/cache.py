@@ -20,6 +20,7 @@ import xxhash
 
 from tokenmill.errors import StoreError
 from tokenmill.fingerprint import digest
+from tokenmill.store.cache_folder import private_folder, private_path, writable
 from tokenmill.store.durable import sync_folder
 from tokenmill.store.maps import FileRequest, MemoryRequest, Request, map_file
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 FORMAT = "tokenmill-foreign-1"
+PURPOSE = "foreign"
 FOLDER = ".tokenmill"
 """Stands beside the data, where that can be written to."""
 CHECKED_BYTES = 1 << 26
@@ -58,7 +60,7 @@ def in_memory(path: Path, facts: Mapping[str, Any], sections: Mapping[str, npt.N
 def read_kept(beside: Path, description: Mapping[str, Any]) -> Kept | None:
     """Return what is kept under a description; None where there is nothing, or something cut or changed."""
     name = f"{digest(dict(description))}.index"
-    for folder in (beside.parent / FOLDER, _private_path()):
+    for folder in (beside.parent / FOLDER, private_path(PURPOSE)):
         found = _read(folder / name, description)
         if found is not None:
             return found
@@ -72,7 +74,7 @@ def keep(
     sections: Mapping[str, Iterable[npt.NDArray[np.uint8]]],
 ) -> Kept:
     """Write sections, given in blocks, to a file beside the data or in a folder of this user's; return them."""
-    folder = _writable(beside.parent / FOLDER) or _private_folder()
+    folder = writable(beside.parent / FOLDER) or private_folder(PURPOSE)
     file = folder / f"{digest(dict(description))}.index"
     descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=folder)
     try:
@@ -132,27 +134,3 @@ def _read(file: Path, description: Mapping[str, Any]) -> Kept | None:
         },
         digests={name: checksum for name, (_, _, checksum) in footer["sections"].items()},
     )
-
-
-def _writable(folder: Path) -> Path | None:
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return None
-
-
-def _private_path() -> Path:
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    return Path(tempfile.gettempdir()) / f"tokenmill-foreign-{user}"
-
-
-def _private_folder() -> Path:
-    """Return a folder of this user's for indexes of data that cannot be written beside."""
-    folder = _private_path()
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != user:
-        raise StoreError(f"{folder}: must be a folder of this user's, got another's; remove it, or set TMPDIR")
-    return folder

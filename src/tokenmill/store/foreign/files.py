@@ -8,21 +8,9 @@ from glob import glob, has_magic
 from pathlib import Path, PurePath
 
 from tokenmill.errors import StoreError
+from tokenmill.natural import natural_key
 from tokenmill.store.layout import MANIFEST, is_shard_name
 from tokenmill.store.manifest import read_manifest
-
-
-def natural_key(path: str) -> tuple[object, ...]:
-    """Return a sort key that compares digits as numbers, folder by folder.
-
-    >>> sorted(["b/1", "a10", "a9", "a09"], key=natural_key)
-    ['a09', 'a9', 'a10', 'b/1']
-    """
-    parts = tuple(
-        tuple(int(piece) if odd % 2 else piece for odd, piece in enumerate(re.split(r"([0-9]+)", part)))
-        for part in PurePath(path).parts
-    )
-    return (parts, path)  # the path itself decides between a09 and a9
 
 
 def is_ours(path: Path) -> bool:
