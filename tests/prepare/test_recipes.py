@@ -149,3 +149,9 @@ def test_messages_cannot_be_given_control_ids(tmp_path):
     """[S.i]"""
     with pytest.raises(ConfigError, match="control_strings must be text where messages go through a chat template"):
         build(CHATS, tmp_path, recipe="chat", chat_template="chatml", control_strings="encode")
+
+
+def test_ends_of_turns_that_anyone_can_spell_are_told_loudly(tmp_path, capsys):
+    """[S.i]"""
+    build(CHATS, tmp_path, recipe="chat", chat_template="chatml")
+    assert "ends turns with '<|im_end|>', which the tokenizer has no control token for" in capsys.readouterr().err

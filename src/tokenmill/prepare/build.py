@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.documents import InputFile, Inputs, find_files
 from tokenmill.errors import ConfigError, DocumentError, StoreError, TokenmillError
-from tokenmill.prepare.bench import open_bench
+from tokenmill.prepare.bench import Bench, open_bench
 from tokenmill.prepare.drive import Crew, Outcome, drive
 from tokenmill.prepare.job import TEXT_KEY, Job, fast_text_field
 from tokenmill.prepare.journal import Entry, Journal, Ledger, refuse_strangers
@@ -72,6 +72,7 @@ def prepare(
     if warning:
         say_loudly(warning)
     bench = open_bench(_job(journal, tokenizer, opened, chosen, options), opened)
+    _warn_of_spelled(bench)
     with _system_errors_told(journal.out), _made_and_locked(journal.out) as lock:
         if rebuild:
             give_up_publish(journal)
@@ -138,6 +139,17 @@ def _made_and_locked(out: Path) -> Iterator[int]:
     make_folder(out)
     with locked_folder(out) as lock:
         yield lock
+
+
+def _warn_of_spelled(bench: Bench) -> None:
+    """Tell that the ends of turns are no control tokens: any message can spell them."""
+    spelled = bench.encoder.spelled() if bench.encoder is not None else ()
+    if spelled:
+        say_loudly(
+            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no control "
+            "token for: it is spelled in ordinary tokens, and a message may spell it too; use a template that fits "
+            "the tokenizer, or add the token to it"
+        )
 
 
 def _num_workers(workers: int | None) -> int:

@@ -39,7 +39,7 @@ def the_long_way(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shapes", [FEW[2:5], pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all")
+    "shapes", [FEW[2:4], pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all")
 )
 @pytest.mark.parametrize("name", swept(UNMARKED))
 def test_a_sample_shows_what_the_whole_conversation_shows(name, shapes, the_long_way):
@@ -76,31 +76,57 @@ def test_what_messages_say_changes_nothing_that_a_sample_hides(name, the_long_wa
 
 
 DEPENDS = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and '/deep' in messages[0].content %}<deep>"
-    "{% endif %}{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>"
-    "{% if '/deep' in messages[0].content %}<deep>{% endif %}{% endif %}"
+    "{% set deep = FLAG %}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and deep %}LEAD"
+    "{% endif %}{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% if deep %}LEAD{% endif %}"
+    "{% endif %}"
 )
 
 
-def test_a_prompt_that_depends_on_a_text_is_shown_by_another_sample(the_long_way):
-    template = ChatTemplate(source=DEPENDS, where="test")
+def turns(first_role: str, first: str, **more: str) -> list[dict[str, str]]:
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")]
+    talk = [{"role": role, "content": text} for role, text in said]
+    if first_role != "user":
+        return [{"role": first_role, "content": first}, {**talk[0], **more}, *talk[1:]]
+    return [{"role": "user", "content": first, **more}, *talk[1:]]
 
-    def asked(text: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
 
-    trained = []
-    for text in ("one", "one /deep two", "three", "/deep", "four"):
-        found = outcome(template, asked(text), None, ("assistant",))
-        assert found == the_long_way(template, asked(text), None, ("assistant",))
-        trained += [found.text[begin:end] for begin, end in found.supervised]
-    assert trained == ["yes</>"] * 5
-    assert compiled(DEPENDS, "test").literals == ("/deep",)
+@pytest.mark.parametrize("lead", ["<deep>", "deep: "])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "'/deep' in messages[0].content",
+        "messages[0].content.endswith('/deep')",
+        "messages[0].content == '/deep'",
+        "messages | selectattr('thought') | list | length > 0",
+    ],
+)
+def test_a_prompt_that_depends_on_what_was_said_long_before_is_still_told_from_the_turn(flag, lead, the_long_way):
+    """[T1.a]"""
+    template = ChatTemplate(source=DEPENDS.replace("FLAG", flag).replace("LEAD", lead), where="test")
+    leads = set()
+    for role, text, thought in itertools.product(
+        ("user", "system"), ("one", "/deep", "x /deep", "/deep x"), ("", "y")
+    ):
+        messages = turns(role, text, **({"thought": thought} if thought else {}))
+        found = outcome(template, messages, None, ("assistant",))
+        assert found == the_long_way(template, messages, None, ("assistant",))
+        assert [found.text[begin:end] for begin, end in found.supervised] == ["b</>", "d</>", "f</>"]
+        leads.add(lead in found.text)
+    assert leads == {True, False}
+
+
+def test_a_name_of_a_field_is_not_looked_for_in_texts():
+    assert compiled("{{ 'image' in part }}{{ part.type }}{{ '<image>' in part }}", "a").literals == ("<image>",)
+    assert compiled("{{ 'image' in part }}{{ part.strip() }}", "b").literals == ("image",)
+    assert compiled("{{ x.split('a', 'b')[0].lstrip('\n').strip('<') }}{% set y = '[c]' %}", "c").literals == (
+        *("[c]", "<", "a", "b"),
+    )
 
 
 def long_talk(count: int, word: str) -> list[dict[str, str]]:
     roles = itertools.cycle(("user", "assistant"))
     return [
-        {"role": role, "content": f"{word} number {index}."}
+        {"role": role, "content": f"{' ' * (index % 3)}{word} number {index}.{' ' * (index % 2)}"}
         for index, role in zip(range(count), roles, strict=False)
     ]
 
@@ -114,9 +140,9 @@ def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
     )
     template = stock_template(name)
     _look.cache_clear()
-    render(template, long_talk(4, "first"))
+    render(template, long_talk(16, "first"))
     assert len(renders) > 2
-    assert max(renders[2:]) <= 3, "samples are short"
+    assert max(renders[2:]) == 3, "samples are short"
     renders.clear()
     found = render(template, long_talk(100, "second"))
     assert renders == [100, 100], "followed, and as plain text"
@@ -140,7 +166,7 @@ def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):
         Scene, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
     )
     found = render(stock_template("qwen3"), asked)
-    assert sorted(renders)[-3:] == [4, len(asked), len(asked)]
+    assert sorted(renders)[-3:] == [5, len(asked), len(asked)]
     assert len(found.supervised) == 31
 
 

@@ -9,6 +9,7 @@ has it, in the same place; a text that holds a string which the template may loo
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,8 +18,8 @@ from typing import Any
 from tokenmill.encode.chat.record import Record, read_record
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.scene import Scene, bare
-from tokenmill.encode.chat.turns import Header, asked, closings, generation_prompt, origin_at, own_range
+from tokenmill.encode.chat.scene import Scene, Trace, bare
+from tokenmill.encode.chat.turns import Header, asked, closings, header_end, header_ends, origin_at, own_range
 
 _TEXT = "Q"
 _TOOL: Mapping[str, Any] = {
@@ -29,7 +30,7 @@ _TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {_TEXT: {"type": "string"}}, "required": [_TEXT]},
     },
 }
-_MAX_MESSAGES = 12
+_MAX_MESSAGES = 64
 _MAX_LITERALS = 8
 """That one text of a sample may hold."""
 _MAX_BLANKS = 16
@@ -49,14 +50,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What a sample shows of its last message."""
+    """What a sample shows of the message that it is about."""
 
     header: str | None
     """What asks for it; None if that could not be told."""
     after: Place | None
     """The character that the header follows."""
-    prompt: str
-    """What the template adds to ask for it."""
+    leads: tuple[str, ...]
+    """What the template writes between the header and the message, at the end of a conversation and inside one."""
     last: Place
     """The message's last character."""
     tails: tuple[str, ...]
@@ -68,7 +69,7 @@ class Known:
     """The same in terms of the conversation."""
 
     header: Header | None
-    prompt: str
+    leads: tuple[str, ...]
     last: int | None
     tails: tuple[str, ...]
 
@@ -80,12 +81,13 @@ class _Unlike(Exception):
 def shown_by_sample(scene: Scene, index: int) -> Known | None:
     """Return what a sample shows of how a message is written; None if there is none that does."""
     record = scene.record
-    window = _window(record.roles, index)
+    window = _window(scene, index)
     if len(window) > _MAX_MESSAGES:
         return None
     texts = _Texts(compiled=scene.compiled, labels={})
     try:
-        messages = [{**texts.of(record.messages[at], ()), "role": record.roles[at]} for at in window]
+        repeated = [*window, *range(index + 1, len(record.roles))[:1]]
+        messages = [{**texts.of(record.messages[at], ()), "role": record.roles[at]} for at in repeated]
     except _Unlike:
         return None
     tools = None if record.tools is None else [_TOOL] if record.tools else []
@@ -93,6 +95,7 @@ def shown_by_sample(scene: Scene, index: int) -> Known | None:
     shown = _look(
         _Sample(
             key=repr((messages, tools is None or len(tools), options, sorted(scene.special_tokens.items()))),
+            index=len(window) - 1,
             compiled=scene.compiled,
             special_tokens=scene.special_tokens,
             messages=messages,
@@ -105,20 +108,49 @@ def shown_by_sample(scene: Scene, index: int) -> Known | None:
     after = None if shown.after is None else _origin(record, window, shown.after)
     return Known(
         header=None if shown.header is None or after is None else Header(after=after, text=shown.header),
-        prompt=shown.prompt,
+        leads=shown.leads,
         last=_origin(record, window, shown.last),
         tails=shown.tails,
     )
 
 
-def _window(roles: list[str], index: int) -> list[int]:
-    """Return the messages that a sample repeats: what sets the scene, the last question, the last call of tools."""
+def _window(scene: Scene, index: int) -> list[int]:
+    """Return the messages that a sample repeats: what sets the scene, the last question, the last call of tools.
+
+    And all exchanges that hold a string which the template may look for.
+    """
+    roles = scene.record.roles
     asked_at = next((at for at in range(index - 1, -1, -1) if roles[at] == "user"), None)
     if asked_at is None:
         return list(range(index + 1))
     called_at = next((at for at in range(index - 1, asked_at, -1) if roles[at] == "assistant"), asked_at + 1)
+    if not scene.striking:
+        scene.striking.append(_striking(scene))
+    (striking,) = scene.striking
     opening = [0] if asked_at > 0 and roles[0] in ("system", "developer") else []
-    return [*opening, asked_at, *range(called_at, index + 1)]
+    kept = striking[: bisect_left(striking, index)]
+    return sorted({*opening, *kept, asked_at, *range(called_at, index + 1)})
+
+
+def _striking(scene: Scene) -> list[int]:
+    """Return the messages of all exchanges in which a text holds what the template may look for."""
+    exchanges: list[list[int]] = []
+    for index, role in enumerate(scene.record.roles):
+        if role == "user" or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(index)
+    messages = scene.record.messages
+    found = [one for one in exchanges if any(_strikes(messages[index], scene.compiled) for index in one)]
+    return [index for one in found for index in one]
+
+
+def _strikes(value: object, compiled: Compiled) -> bool:
+    if isinstance(value, str):
+        core = value.strip()
+        return bool(core) and (core in compiled.words or any(literal in value for literal in compiled.literals))
+    if isinstance(value, dict):
+        return any(_strikes(item, compiled) for key, item in value.items() if key not in ("role", "type", "name"))
+    return isinstance(value, list) and any(_strikes(item, compiled) for item in value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +158,8 @@ class _Sample:
     """A sample, known by its key and template."""
 
     key: str
+    index: int
+    """The message that it is about; at most one follows it."""
     compiled: Compiled
     special_tokens: Mapping[str, str] = field(compare=False)
     messages: list[dict[str, Any]] = field(compare=False)
@@ -135,8 +169,8 @@ class _Sample:
 
 @lru_cache(maxsize=4096)
 def _look(sample: _Sample) -> Shown | None:
-    """Render a sample; None if the template does not take it or writes nothing of its last message."""
-    index = len(sample.messages) - 1
+    """Render a sample; None if the template does not take it or writes nothing of the message."""
+    index = sample.index
     try:
         record = read_record(
             sample.messages, sample.tools, sample.options, [one["role"] for one in sample.messages]
@@ -145,19 +179,36 @@ def _look(sample: _Sample) -> Shown | None:
         whole = scene.trace(index + 1, False)
         own = own_range(whole, record, index)
         last = None if own is None else origin_at(whole, own[1] - 1)
-        if last is None:
+        if own is None or last is None:
             return None
-        header = asked(scene, index)
-        after = None if header is None or header.after is None else _place(record, header.after)
+        header = asked(scene, index) if record.roles[index] == "assistant" else None
+        leads = [_lead(scene, trace, header, index) for trace in _ends(scene, whole, index)] if header else []
         return Shown(
-            header=None if header is None or after is None or after.message != index - 1 else header.text,
-            after=after,
-            prompt=generation_prompt(scene, index),
+            header=header.text if header and None not in leads else None,
+            after=_place(record, header.after) if header and header.after else None,
+            leads=tuple(lead for lead in leads if lead is not None),
             last=_place(record, last),
             tails=closings(scene, index, last),
         )
     except Refusal:
         return None
+
+
+def _ends(scene: Scene, whole: Trace, index: int) -> list[Trace]:
+    """Return the renders that end with a message and, if it is not the last, with the one after it."""
+    more = scene.try_trace(index + 2, False) if index + 1 < len(scene.record.roles) else None
+    return [whole] if more is None else [whole, more]
+
+
+def _lead(scene: Scene, trace: Trace, header: Header, index: int) -> str | None:
+    """Return what stands between a header and its message; None if the message does not begin after the header."""
+    own = own_range(trace, scene.record, index)
+    if own is None or header.after is None:
+        return None
+    ends = header_ends(trace, scene.record, header, own[0])
+    follows = scene.record.owners[scene.record.string_of(header.after)] == index - 1
+    begins = header_end(scene, trace, index, own[0])
+    return trace.text[begins : own[0]] if follows and ends and ends[-1] == begins else None
 
 
 def _place(record: Record, origin: int) -> Place:

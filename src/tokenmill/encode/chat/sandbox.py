@@ -90,12 +90,23 @@ def _strings(node: nodes.Node) -> set[str]:
     return {one.value for one in found if isinstance(one.value, str)}
 
 
+def _objects(tree: nodes.Template) -> set[str]:
+    """Return the names that stand for an object: a field of theirs is read that is no method of texts or lists."""
+    methods = {*dir(str), *dir(list)}
+    dotted = [(node.node, node.attr) for node in tree.find_all(nodes.Getattr)]
+    named = [(node.node, getattr(node.arg, "value", 0)) for node in tree.find_all(nodes.Getitem)]
+    fields = [(node, name) for node, name in (*dotted, *named) if isinstance(name, str) and name not in methods]
+    return {node.name for node, _ in fields if isinstance(node, nodes.Name)}
+
+
 def _looked_for(tree: nodes.Template) -> set[str]:
     """Return the literals that a template may search a text for: with `in`, by a method, or under another name."""
     found: set[str] = set()
+    objects = _objects(tree)
     for test in tree.find_all(nodes.Compare):
         if any(operand.op in ("in", "notin") for operand in test.ops):
-            found |= _strings(test)
+            of_object = isinstance(test.ops[0].expr, nodes.Name) and test.ops[0].expr.name in objects
+            found |= {text for text in _strings(test) if not (of_object and text.isidentifier())}
     for call in tree.find_all(nodes.Call):
         name = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
         given = set[str]().union(*map(_strings, [*call.args, *call.kwargs]))

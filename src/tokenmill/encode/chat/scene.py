@@ -79,6 +79,8 @@ class Scene:
     where: str
     special_tokens: Mapping[str, str]
     record: Record
+    striking: list[list[int]] = field(default_factory=list)
+    """Kept by `sample`, once it is known: messages with what the template may look for."""
     _kept: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
     def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:

@@ -17,7 +17,6 @@ from tokenmill.encode.chat.turns import (
     header_ends,
     origin_at,
     own_range,
-    turn_begin,
 )
 
 
@@ -114,9 +113,8 @@ def _turn_range(scene: Scene, full: Trace, index: int) -> Range:
     begin, end = first, None
     if asks:
         ends = header_ends(full, record, known.header, first) if known and known.header else []
-        prompt = known.prompt if known else ""
-        found = turn_begin(full, index, ends[-1], first, lambda: prompt) if ends else None
-        begin = header_end(scene, full, index, first) if found is None else found
+        shown = known is not None and bool(ends) and full.text[ends[-1] : first] in ("", *known.leads)
+        begin = ends[-1] if shown else header_end(scene, full, index, first)
     last = origin_at(full, after - 1)
     if known is not None and known.last == last:
         end = closing_of(full, known.tails, after)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill.encode.chat.record import Record
@@ -79,35 +78,24 @@ def header_ends(full: Trace, record: Record, header: Header, before: int) -> lis
     return [end for end in ends if end <= before and not full.within(end - len(header.text), end)]
 
 
-def turn_begin(full: Trace, index: int, end: int | None, before: int, prompt: Callable[[], str]) -> int | None:
-    """Return where a turn of the assistant begins: where its header ends, or the prompt, if that comes later.
-
-    A template may also write what asks for a turn where its prompt does not, as in one that goes on after a tool.
-    """
-    if end is not None and (end == before or not MARKUP.search(full.text, end, before)):
-        return end
-    text = prompt()
-    least = end
-    if least is None:
-        least = max((min(one.end, before) for one in full.before(before) if one.owner != index), default=0)
-    found = full.text.rfind(text, least, before) if text.strip() else -1
-    return found + len(text) if found >= 0 else end
-
-
 def header_end(scene: Scene, full: Trace, index: int, before: int) -> int:
     """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
     known = asked(scene, index)
     ends = header_ends(full, scene.record, known, before) if known else []
-    begin = turn_begin(full, index, ends[-1] if ends else None, before, lambda: generation_prompt(scene, index))
-    if begin is None:
-        header = generation_prompt(scene, index)
+    end = ends[-1] if ends else None
+    if end is not None and (end == before or not MARKUP.search(full.text, end, before)):
+        return end
+    # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
+    header = _REASONING.sub("", _generation_prompt(scene, index) or "")
+    least = end
+    if least is None:
+        least = max((min(one.end, before) for one in full.before(before) if one.owner != index), default=0)
+    found = full.text.rfind(header, least, before) if header.strip() else -1
+    if found >= 0:
+        return found + len(header)
+    if end is None:
         raise Refusal("header", f"where message {index} begins cannot be told: {header!r} is not before it")
-    return begin
-
-
-def generation_prompt(scene: Scene, index: int) -> str:
-    """Return what a template adds to ask for a message, up to where reasoning begins; "" if that cannot be told."""
-    return _REASONING.sub("", _generation_prompt(scene, index) or "")
+    return end
 
 
 def empty_turn(scene: Scene, trace: Trace, index: int) -> int:
