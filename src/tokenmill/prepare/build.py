@@ -146,9 +146,9 @@ def _warn_of_spelled(bench: Bench) -> None:
     spelled = bench.encoder.spelled() if bench.encoder is not None else ()
     if spelled:
         say_loudly(
-            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no control "
-            "token for: it is spelled in ordinary tokens, and a message may spell it too; use a template that fits "
-            "the tokenizer, or add the token to it"
+            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
+            "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
+            "use a template that fits the tokenizer, or add the token to it"
         )
 
 
