@@ -238,7 +238,7 @@ def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str
             peak[0] = max([peak[0], *(peak_mb(pid) for pid in children())])
 
     def timed(crew: Any, tasks: Any, _tick: Any) -> Iterator[Any]:
-        processes, barrier = pool._Pool(crew.bench.job), threading.Barrier(workers)
+        processes, barrier = pool._Pool(crew.bench.job, crew.lock), threading.Barrier(workers)
         warm = tasks[0].__class__(unit=empty_unit(work), key="warm", scan=True)
 
         def open_one(_index: int) -> None:
@@ -250,9 +250,9 @@ def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str
             list(threads.map(open_one, range(workers)))
             with clock:
                 replies = list(threads.map(processes.run, tasks))
-            yield from zip(tasks, replies, strict=True)
             processes.kill()
         processes.close()
+        yield from zip(tasks, replies, strict=True)
 
     drive._replies = timed  # type: ignore[assignment]
     watcher = threading.Thread(target=watch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -102,6 +102,8 @@ class Records:
     refused: Sequence[Refused] = ()
     truncated: int = 0
     """How many of them were cut short."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """What was done to records that a user should know, by name: to how many of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,7 @@ def archive(tmp_path):
 def test_text_is_the_txt_member_unless_another_is_named(archive):
     batches = read(archive)
     assert texts_of(batches) == ["one ä", "another folder"]
-    assert bad_of(batches) == [(1, "missing_field", "no field 'text' in the object of 'data/0002'")]
+    assert bad_of(batches) == [(1, "missing_field", "no field 'text' but '__key__' of 'data/0002'")]
     assert texts_of(read(archive, text_field="json.text")) == ["from json", "second"]
     assert texts_of(read(archive, text_field="md")) == ["# two"]
     assert texts_of(read(archive, text_field="seg.txt")) == ["part"]

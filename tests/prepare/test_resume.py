@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.prepare.corpus import files_of, lines_of, some_texts, texts_of, write_file
 
-from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.prepare import PrepareOptions, prepare
 from tokenmill.prepare.unit import UnitWriter
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
@@ -292,7 +292,7 @@ def test_a_file_that_changed_after_it_was_prepared_is_refused(tmp_path):
         ({"text_field": "body"}, r"recipe\.input\.sections\[0\]\.field 'text' -> 'body'"),
         ({"min_chars": 3}, r"recipe\.preprocessing\.min_chars 0 -> 3"),
         ({"val_fraction": 0.5}, r"recipe\.preprocessing\.val_fraction 0\.0 -> 0\.5"),
-        ({"on_error": "skip"}, r"options\.on_error 'stop' -> 'skip'"),
+        ({"format": "jsonl"}, r"options\.format None -> 'jsonl'"),
     ],
 )
 @pytest.mark.parametrize("finished", [True, False])
@@ -302,15 +302,48 @@ def test_another_option_is_refused_with_the_first_difference(tmp_path, monkeypat
     if finished:
         build(corpus, tmp_path / "store")
     else:
-        monkeypatch.setattr(UnitWriter, "append", lambda *_: 1 / 0)
+        stop_at_the_second_unit(monkeypatch)
         with pytest.raises(ZeroDivisionError):
-            build(corpus, tmp_path / "store")
+            build(corpus, tmp_path / "store", chunk_bytes=400)
         monkeypatch.undo()
     before = files_of(tmp_path / "store")
     rule = "added to as it was made" if finished else "go on as it began"
     with pytest.raises(StoreExistsError, match=rf"must (be )?{rule}, got {difference}; .*--rebuild"):
         build(corpus, tmp_path / "store", **change)
     assert files_of(tmp_path / "store") == before
+
+
+def stop_at_the_second_unit(monkeypatch):
+    first, commits = UnitWriter.append, []
+
+    def append(self, *arguments):
+        commits.append(self.key)
+        if len(set(commits)) > 1:
+            raise ZeroDivisionError
+        first(self, *arguments)
+
+    monkeypatch.setattr(UnitWriter, "append", append)
+
+
+def test_a_build_that_has_finished_nothing_yet_may_be_asked_for_otherwise(tmp_path):
+    """The first try of a newcomer fails at a bad line or a wrong field; the advice of the error must work."""
+    corpus = tmp_path / "a.jsonl"
+    corpus.write_bytes(b'{"body": "one"}\n{"body": 2}\n')
+    with pytest.raises(DocumentError, match="--text-field"):
+        build(corpus, tmp_path / "store")
+    with pytest.raises(DocumentError, match="--on-error skip"):
+        build(corpus, tmp_path / "store", text_field="body")
+    assert build(corpus, tmp_path / "store", text_field="body", on_error="skip").documents == 1
+
+
+def test_bad_records_may_be_skipped_from_the_middle_of_a_build_on(tmp_path):
+    corpus = tmp_path / "a.jsonl"
+    corpus.write_bytes(lines_of(TEXTS[:200]) + b"broken\n" + lines_of(TEXTS[200:]))
+    with pytest.raises(DocumentError, match=r"a\.jsonl:201"):
+        build(corpus, tmp_path / "store", chunk_bytes=2000)
+    report = build(corpus, tmp_path / "store", chunk_bytes=2000, on_error="skip")
+    assert report.resumed_units > 5
+    assert (report.documents, report.skipped) == (300, {"json": 1})
 
 
 def test_a_rebuild_replaces_the_store_at_the_end_and_not_before(tmp_path, monkeypatch):

@@ -298,3 +298,15 @@ def test_conversations_in_which_others_say_the_same_are_no_duplicates(tmp_path):
     options = PrepareOptions(deduplicate=True, chat_template="chatml")
     report = prepare(path, out=tmp_path / "out", recipe="chat", workers=1, progress=False, options=options)
     assert (report.documents, report.skipped) == (2, {"duplicate": 2})
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 200])
+def test_what_stands_behind_the_items_that_are_wanted_is_not_looked_at(tmp_path, chunk_bytes):
+    path = tmp_path / "in.jsonl"
+    write_file(path, WORDS[:10])
+    path.write_bytes(path.read_bytes() + b"BROKEN\n" + path.read_bytes())
+    report = build(path, tmp_path / "out", max_items=7, chunk_bytes=chunk_bytes)
+    assert texts_of(open_store(tmp_path / "out")) == WORDS[:7]
+    assert report.skipped == {"max_items": 14}
+    with pytest.raises(DocumentError, match=r"in\.jsonl:11"):
+        build(path, tmp_path / "more", max_items=11, chunk_bytes=chunk_bytes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.console import console, megabytes, print_json, table
+from tokenmill.cli.console import console, errors, megabytes, print_json, table
 
 if TYPE_CHECKING:
     from tokenmill.prepare import PrepareReport
@@ -64,6 +66,12 @@ def prepare(
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
     storage_format: Annotated[str | None, typer.Option(help="bin, or h5 for HDF5.")] = None,
+    bos_token: Annotated[
+        str | None, typer.Option(help="Which string is BOS, if not what the tokenizer says.")
+    ] = None,
+    eos_token: Annotated[
+        str | None, typer.Option(help="Which string is EOS; instruct tokenizers name the end of a turn.")
+    ] = None,
     bos: Annotated[
         bool | None, typer.Option(help="Start every document with BOS; default: if the tokenizer has one.")
     ] = None,
@@ -81,60 +89,76 @@ def prepare(
     from tokenmill.prepare import PrepareOptions
     from tokenmill.prepare.build import prepare as build
 
-    report = build(
-        inputs,
-        out=out,
-        tokenizer=tokenizer,
-        recipe=recipe,
-        workers=workers,
-        rebuild=rebuild,
-        options=PrepareOptions(
-            text_field=text_field,
-            control_strings=control_strings,
-            chat_template=chat_template,
-            format=format,
-            text_unit=text_unit,
-            on_error=on_error,
-            min_chars=min_chars,
-            max_chars=max_chars,
-            max_items=max_items,
-            max_seq_len=max_seq_len,
-            domain_key=domain_key,
-            deduplicate=deduplicate,
-            val_fraction=val_fraction,
-            max_tokens_per_shard=max_tokens_per_shard,
-            storage_format=storage_format,
-            add_bos=bos,
-            add_eos=eos,
-            engine=engine,
-            max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
-        ),
-    )
+    with _interrupts_told():
+        report = build(
+            inputs,
+            out=out,
+            tokenizer=tokenizer,
+            recipe=recipe,
+            workers=workers,
+            rebuild=rebuild,
+            options=PrepareOptions(
+                text_field=text_field,
+                control_strings=control_strings,
+                chat_template=chat_template,
+                format=format,
+                text_unit=text_unit,
+                on_error=on_error,
+                min_chars=min_chars,
+                max_chars=max_chars,
+                max_items=max_items,
+                max_seq_len=max_seq_len,
+                domain_key=domain_key,
+                deduplicate=deduplicate,
+                val_fraction=val_fraction,
+                max_tokens_per_shard=max_tokens_per_shard,
+                storage_format=storage_format,
+                bos_token=bos_token,
+                eos_token=eos_token,
+                add_bos=bos,
+                add_eos=eos,
+                engine=engine,
+                max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
+            ),
+        )
     if json:
         print_json(report.to_json())
     else:
         _show(out, report)
 
 
+@contextmanager
+def _interrupts_told() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("interrupted: run the same command again, and it goes on from here", style="bold yellow")
+        raise typer.Exit(130) from None
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
+
+
 def _show(out: Path, report: PrepareReport) -> None:
-    rows: list[tuple[str, object]] = [
-        ("documents", report.documents),
-        ("tokens", report.tokens),
-        ("text", megabytes(report.text_bytes)),
-        ("tokens per byte", round(report.tokens_per_byte, 4)),
-        ("shards", report.shards),
-        ("skipped", ", ".join(f"{reason} {count:,}" for reason, count in report.skipped.items()) or "none"),
-        ("tokenizer engine", report.engine),
-        ("time", f"{report.seconds:.1f} s, {report.megabytes_per_second:.1f} MB of text a second"),
-        ("fingerprint", report.fingerprint),
-    ]
-    if report.truncated:
-        rows.insert(6, ("cut to max_seq_len", report.truncated))
-    if report.resumed_units:
-        rows.insert(0, ("went on with", f"{report.resumed_units} of {report.units} units done before"))
+    rows: list[tuple[str, object]] = []
     if report.new_files < report.files:
         news = f"{report.new_files} files, {report.new_documents:,} documents, {report.new_tokens:,} tokens"
-        rows.insert(0, ("new", news if report.new_files else "nothing: all files are in the store already"))
+        rows.append(("new", news if report.new_files else "nothing: all files are in the store already"))
+    if report.resumed_units:
+        rows.append(("went on with", f"{report.resumed_units} of {report.units} units done before"))
+    rows += [("documents", report.documents), ("tokens", report.tokens), ("shards", report.shards)]
+    if report.new_files:
+        rows.append(("text", megabytes(report.text_bytes)))
+        if report.kind == "seq":  # else templates write more than the text
+            rows.append(("tokens per byte", round(report.tokens_per_byte, 4)))
+        rows.append(("skipped", _counts(report.skipped) or "none"))
+        rows += [("cut to max_seq_len", report.truncated)] if report.truncated else []
+        rows += [("note", _counts(report.notes))] if report.notes else []
+        rate = f"{report.megabytes_per_second:,.1f} MB of text a second"
+        opening = f"{report.opening_seconds:.1f} s of it opening the tokenizer"
+        rows.append(("time", f"{report.seconds:.1f} s, {opening}; then {rate}"))
+    rows += [("tokenizer engine", report.engine), ("fingerprint", report.fingerprint)]
     console.print(table(f"Store {out}", ("what", "value"), rows))
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]

@@ -130,11 +130,17 @@ def text_of(value: object, text_field: str) -> str:
         if not isinstance(value, dict):
             raise RecordError("missing_field", f"no field {name!r} in {kind_of(value)}")
         if name not in value:
-            raise RecordError("missing_field", f"no field {name!r} in the object")
+            raise RecordError("missing_field", f"no field {name!r} but {_names(value)}")
         value = value[name]
     if not isinstance(value, str):
         raise RecordError("not_text", f"field {text_field!r} is {kind_of(value)}")
     return value
+
+
+def _names(value: Mapping[str, object]) -> str:
+    """Name the fields of an object, a few of them."""
+    names = [repr(str(name))[:40] for name in list(value)[:6]]
+    return (", ".join(names) + (", ..." if len(value) > 6 else "")) or "none at all"
 
 
 def refuse_surrogates(value: object) -> None:

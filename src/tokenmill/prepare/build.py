@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from tokenmill.encode.recipe import Recipe
     from tokenmill.encode.tokenizer import Tokenizer
 
-_OF_READING = ("on_error", "format", "text_unit", "max_record_bytes")
+_OF_READING = ("format", "text_unit", "max_record_bytes")
 """Options beside the recipe and the tokenizer that decide over what is in a store."""
 
 
@@ -73,6 +74,7 @@ def prepare(
         say_loudly(warning)
     bench = open_bench(_job(journal, tokenizer, opened, chosen, options), opened)
     _warn_of_spelled(bench)
+    ready = time.monotonic()
     with _system_errors_told(journal.out), _made_and_locked(journal.out) as lock:
         if rebuild:
             give_up_publish(journal)
@@ -89,11 +91,11 @@ def prepare(
         outcome = None
         if order.files:
             outcome = drive(order, chosen, Crew(bench=bench, workers=workers, lock=lock, progress=progress))
-            described = {"tokenizer": tokenizer, "engine": opened.engine}
+            described = {"tokenizer": tokenizer, "engine": opened.engine, "on_error": options.on_error}
             if warning:
                 described["engine_warning"] = warning
             _publish(order, outcome, bench.job, chosen, described)
-        return _report(order, outcome, chosen.kind, opened.engine, time.monotonic() - begin)
+        return _report(order, outcome, chosen.kind, opened.engine, (begin, time.monotonic(), ready))
 
 
 def _inputs(
@@ -238,12 +240,15 @@ def _ledger(order: Order, outcome: Outcome) -> Ledger:
         counts=counts,
         listed=[*(base.listed if base else ()), *tally.listed][:MAX_LISTED],
         truncated=tally.truncated + (base.truncated if base else 0),
+        notes=dict(sorted((tally.notes + Counter(base.notes if base else {})).items())),
         text_bytes=tally.text_bytes + (base.text_bytes if base else 0),
         scans=[*(base.scans if base else ()), *outcome.scans],
     )
 
 
-def _report(order: Order, outcome: Outcome | None, kind: str, engine: str, seconds: float) -> PrepareReport:
+def _report(
+    order: Order, outcome: Outcome | None, kind: str, engine: str, times: tuple[float, float, float]
+) -> PrepareReport:
     ledger = order.journal.ledger()
     assert ledger is not None
     stores = store_reports(order.journal.out, published(order.journal, ledger.routes))
@@ -266,6 +271,8 @@ def _report(order: Order, outcome: Outcome | None, kind: str, engine: str, secon
         worked_bytes=tally.new_text_bytes if tally else 0,
         skipped=dict(sorted(tally.reasons.items())) if tally else {},
         truncated=tally.truncated if tally else 0,
+        notes=dict(sorted(tally.notes.items())) if tally else {},
         engine=engine,
-        seconds=seconds,
+        seconds=times[1] - times[0],
+        opening_seconds=times[2] - times[0],
     )

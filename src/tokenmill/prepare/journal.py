@@ -12,6 +12,7 @@ inputs.json       the finished store: what it was asked for, and which files are
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Ledger:
     listed: Sequence[Mapping[str, Any]]
     """The first bad ones of them."""
     truncated: int
+    notes: Mapping[str, int]
     text_bytes: int
     scans: Sequence[str]
     """Names of the hashes of its records, in order, where duplicates are looked for or only so many are taken."""
@@ -90,6 +92,10 @@ class Journal:
         """Forget the build under way and its units, not the finished store."""
         (self.folder / BUILD).unlink(missing_ok=True)
         shutil.rmtree(self.units, ignore_errors=True)
+
+    def has_finished_units(self) -> bool:
+        """Whether the build under way has come so far that there is something to lose."""
+        return self.units.is_dir() and any(not name.startswith(".") for name in os.listdir(self.units))
 
     def ledger(self) -> Ledger | None:
         """Return what is in the finished store, None if there is none that prepare made."""

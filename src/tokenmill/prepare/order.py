@@ -52,6 +52,8 @@ def place_order(
         )
     if build is not None and rebuild and not (build["rebuild"] and _same(build["identity"], identity)):
         build = None  # begun in another way, and given up for this
+    if build is not None and not journal.has_finished_units() and not _same(build["identity"], identity):
+        build = None  # nothing is lost by beginning anew
     if build is not None:
         refuse_difference(journal.out, build["identity"], identity, finished=False)
     elif ledger is not None and not rebuild:

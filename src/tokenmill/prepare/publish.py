@@ -113,6 +113,7 @@ def _write_manifest(out: Path, route: str, plan: Mapping[str, Any], shards: Sequ
         skipped={
             **({"counts": ledger["counts"], "first": ledger["listed"]} if ledger["counts"] else {}),
             **({"truncated": ledger["truncated"]} if ledger["truncated"] else {}),
+            **({"notes": ledger["notes"]} if ledger["notes"] else {}),
         },
     )
     write_atomically(store / MANIFEST, manifest_bytes(manifest))

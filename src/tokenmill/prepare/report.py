@@ -55,9 +55,13 @@ class PrepareReport:
     """Records that were left out, by reason."""
     truncated: int
     """Records that were cut to `max_seq_len`."""
+    notes: Mapping[str, int]
+    """What else was done to records, and to how many: tools or reasoning that the chat template does not write."""
     engine: str
     """What ran the tokenizer."""
     seconds: float
+    opening_seconds: float
+    """How much of that went into finding the files and opening and proving the tokenizer."""
 
     @property
     def fingerprint(self) -> str:
@@ -73,8 +77,8 @@ class PrepareReport:
 
     @property
     def megabytes_per_second(self) -> float:
-        """Text a second, in 10⁶ bytes, over the whole build and all workers."""
-        return self.worked_bytes / 1e6 / self.seconds
+        """Text a second, in 10⁶ bytes, over all workers, once the tokenizer was open."""
+        return self.worked_bytes / 1e6 / max(self.seconds - self.opening_seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -83,6 +87,7 @@ class PrepareReport:
             "path": str(self.path),
             "stores": [{**asdict(store), "path": str(store.path)} for store in self.stores],
             "skipped": dict(self.skipped),
+            "notes": dict(self.notes),
             "fingerprint": self.fingerprint,
             "tokens_per_byte": self.tokens_per_byte,
             "megabytes_per_second": self.megabytes_per_second,

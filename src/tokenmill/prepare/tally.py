@@ -31,6 +31,7 @@ class Tally:
     taken: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Path -> route -> documents and tokens."""
     reasons: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
     listed: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, unit: Unit, result: UnitResult, *, new: bool) -> None:
@@ -60,6 +61,7 @@ class Tally:
         self.new_text_bytes += counts.text_bytes if new else 0
         self.truncated += counts.truncated
         self.reasons.update(counts.skipped)
+        self.notes.update(counts.notes)
 
     def refuse_nothing(self, first: InputFile, num_files: int, *, new: bool) -> None:
         """Raise if there is not one document: an empty store is a mistake that would show much later.
@@ -68,9 +70,11 @@ class Tally:
         """
         all_bad = self.reasons and not self.reasons.keys() & LEFT_OUT
         if not self.documents and (new or all_bad):
+            told = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.reasons.items()))
             raise DocumentError(
-                f"{first.path} and {num_files - 1} more: must hold at least one document, "
-                f"got none, {self.reasons.total()} skipped {dict(self.reasons)}; check the files and the fields"
+                f"{first.path}{f' and {num_files - 1} more' if num_files > 1 else ''}: must hold at least one "
+                f"document, got none, {self.reasons.total()} skipped ({told or 'the files are empty'}); "
+                "check the files and the fields"
             )
 
 
@@ -82,7 +86,12 @@ def _rules() -> Mapping[str, str]:
 
 def _bad_record(unit: Unit, line: int, bad: Bad) -> DocumentError:
     rule = _rules().get(bad.reason, f"a record must fit the recipe ({bad.reason})")
+    ways = "mend the record"
+    if bad.reason in ("missing_field", "not_text"):
+        ways = "name the field with --text-field, or what the records are with --recipe (chat, dpo, ...)"
+    elif bad.reason == "too_long":
+        ways = "cut the record, allow it with --max-record-bytes"
     return DocumentError(
         f"{place(unit.pieces[bad.piece], line)}: {rule}, got {bad.detail}; "
-        "mend the record, name other fields, or skip bad ones with --on-error skip"
+        f"{ways}, or skip bad ones with --on-error skip"
     )

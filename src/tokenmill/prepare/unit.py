@@ -63,6 +63,8 @@ class Counts:
     taken: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     """Route -> piece -> documents and tokens that it gave."""
     skipped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    """What was done to records that were taken, such as tools that the chat template does not write."""
     bad: list[Bad] = field(default_factory=list)
     """The first bad records, at most `MAX_LISTED`."""
 
@@ -71,7 +73,7 @@ class Counts:
         taken = {
             route: [[piece, *numbers] for piece, numbers in pieces.items()] for route, pieces in self.taken.items()
         }
-        return {**asdict(self), "taken": taken, "skipped": dict(self.skipped)}
+        return {**asdict(self), "taken": taken, "skipped": dict(self.skipped), "notes": dict(self.notes)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Counts:
@@ -81,7 +83,8 @@ class Counts:
             for route, pieces in value["taken"].items()
         }
         bad = [Bad(**one) for one in value["bad"]]
-        return cls(**{**value, "taken": taken, "skipped": Counter(value["skipped"]), "bad": bad})
+        counted = {name: Counter(value[name]) for name in ("skipped", "notes")}
+        return cls(**{**value, "taken": taken, **counted, "bad": bad})
 
     def note_bad(self, bad: Sequence[Bad]) -> None:
         """Count the bad records of a batch, and list the first."""

@@ -11,7 +11,7 @@ import numpy as np
 from tokenmill.documents import InputFile, Piece, Unit
 from tokenmill.errors import DocumentError
 from tokenmill.prepare.bench import Bench, Joined, joined
-from tokenmill.prepare.select import ROUTE, select
+from tokenmill.prepare.select import ROUTE, SURPLUS, select
 from tokenmill.prepare.unit import Bad, UnitResult, UnitWriter, disk_errors_told
 
 if TYPE_CHECKING:
@@ -45,11 +45,15 @@ def _run(
     after_batch: Callable[[], None],
 ) -> UnitResult:
     counts, options = writer.counts, bench.job.options
-    done = counts.batches
+    done, wanted = counts.batches, _num_wanted(fates)
     for number, batch in enumerate(joined(unit, bench.reading)):
         if number < done:
             continue  # before the checkpoint that this unit goes on from
-        counts.note_bad([*batch.bad, *_take(bench, batch, fates, writer)])
+        if fates is not None and wanted < fates.size and counts.place >= wanted:
+            # All that is left is beyond max_items: counted, and good or bad not looked at.
+            counts.skipped["max_items"] += batch.num_records + len(batch.bad)
+            continue
+        counts.note_bad(_take(bench, batch, fates, writer))
         if counts.bad and options.on_error == "stop":
             return UnitResult(key=writer.key, counts=counts, shards={}, finished=False)
         for _, part in batch.runs:
@@ -58,6 +62,8 @@ def _run(
         writer.tell_progress(min(batch.position, unit.bytes))
         writer.checkpoint(options.checkpoint_seconds)
         after_batch()
+    if fates is not None and wanted < fates.size and counts.place >= wanted:
+        counts.place = fates.size
     if fates is not None and counts.place != fates.size:
         raise DocumentError(
             f"{unit.pieces[0].file.path}: must have the {fates.size} records in which duplicates were looked for, "
@@ -66,10 +72,18 @@ def _run(
     return writer.commit()
 
 
+def _num_wanted(fates: npt.NDArray[np.uint8] | None) -> int:
+    """Return how many records there are before those that are all beyond `max_items`."""
+    if fates is None:
+        return 0
+    wanted = np.flatnonzero(fates != SURPLUS)
+    return int(wanted[-1]) + 1 if wanted.size else 0
+
+
 def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writer: UnitWriter) -> list[Bad]:
     """Choose among the records of a batch, encode them, add them to the shards of their routes; return bad ones."""
     counts = writer.counts
-    bad: list[Bad] = []
+    bad = list(batch.bad)
     if not batch.num_records:
         return bad
     contents = bench.contents(batch)
@@ -88,6 +102,12 @@ def _take(bench: Bench, batch: Joined, fates: npt.NDArray[np.uint8] | None, writ
             refused = bench.encode(batch, chosen.unfit)
             assert not refused.kept.size, "a record without content must be refused"
             bad += _refused(batch, chosen.unfit, refused)
+        last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
+        if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
+            # What is wrong with records that are not wanted is nobody's trouble.
+            before = [one for one in bad if (one.piece, one.line) < batch.place(last)]
+            counts.skipped["max_items"] += len(bad) - len(before)
+            bad = before
     return bad
 
 
@@ -112,6 +132,7 @@ def _append(
         texts = [text for text in map(contents.__getitem__, kept.tolist()) if text is not None]
         writer.counts.text_bytes += _num_bytes(texts)
     writer.counts.truncated += records.truncated
+    writer.counts.notes.update(records.notes)
     return _refused(batch, chosen, records)
 
 
