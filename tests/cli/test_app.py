@@ -53,8 +53,8 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_1():
     done = start("verify", "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: nowhere: a store must be a folder with manifest.json, got nothing there; "
-        "run `tokenmill prepare` or fix the path\n"
+        "error: nowhere: a store must be a folder with manifest.json, or token files of another project, "
+        "got nothing there; run `tokenmill prepare` or fix the path\n"
     )
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_may_not_be_read_is_an_error_and_no_traceback(tokenmill, run
 
 
 def test_a_folder_in_place_of_a_file_is_an_error_and_no_traceback(tokenmill, folder):
-    for arguments in (["plan", folder], ["batches", folder / "run.toml", "--state", folder]):
+    for arguments in (["what", folder, "--step", 0], ["batches", folder / "run.toml", "--state", folder]):
         done = tokenmill(*arguments)
         assert (done.code, done.out) == (1, "")
         assert re.fullmatch(r"error: .*: .*, got Is a directory; .*\n", done.err)

@@ -82,4 +82,47 @@ def test_verify_says_what_it_checked_of_files_without_checksums(tokenmill, tmp_p
 def test_inspect_shows_foreign_files(tokenmill, tmp_path, tokens):
     done = tokenmill("inspect", tmp_path / "a.npy", "--json")
     assert done.json["a.npy"]["tokens"] == tokens.size
-    assert tokenmill("inspect", tmp_path / "a.npy").code == 0
+    shown = tokenmill("inspect", tmp_path / "a.npy")
+    assert re.search(r"tokenizer +unknown, ids below 65,536\s*$", shown.out, re.MULTILINE)
+    assert re.search(r"BOS / EOS +none / none\s*$", shown.out, re.MULTILINE)
+    assert re.search(r"recipe +npy, read in place\s*$", shown.out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("tokens")
+def test_inspect_takes_the_same_word_for_foreign_files_as_verify(tokenmill, tmp_path):
+    options = ["--dtype", "uint16", "--vocab-size", 256, "--eos-id", 0, "--format", "bin"]
+    found = tokenmill("inspect", tmp_path / "b.bin", *options, "--json").json["b.bin"]
+    assert (found["documents"], found["longest"]) == (10, {"sequence": 50})
+    assert [one["without_eos"] for one in found["audit"]] == [0]
+    shown = tokenmill("inspect", tmp_path / "b.bin", *options).out
+    assert re.search(r"tokenizer +not named, 256 ids\s*$", shown, re.MULTILINE)
+    assert re.search(r"BOS / EOS +none / id 0, ends every document\s*$", shown, re.MULTILINE)
+    shown = tokenmill("inspect", tmp_path / "b.bin", "--dtype", "uint16", "--bos-id", 0).out
+    assert re.search(r"id 0, not at the start of every document / none\s*$", shown, re.MULTILINE)
+    done = tokenmill("inspect", tmp_path / "b.bin")
+    assert (done.code, done.out) == (1, "")
+
+
+@pytest.mark.usefixtures("tokens")
+def test_without_an_eos_id_nothing_is_said_of_ends(tokenmill, tmp_path):
+    (found,) = tokenmill("inspect", tmp_path / "a.npy", "--json").json["a.npy"]["audit"]
+    assert (found["without_eos"], found["without_eos_percent"]) == (None, None)
+
+
+@pytest.mark.usefixtures("tokens")
+def test_what_was_imported_is_not_said_to_be_added(tokenmill, tmp_path):
+    arguments = ["--out", tmp_path / "ours", "--vocab-size", 256, "--eos-id", 0]
+    assert tokenmill("import", tmp_path / "a.npy", *arguments).code == 0
+    shown = tokenmill("inspect", tmp_path / "ours").out
+    assert re.search(r"tokenizer +not named, 256 ids\s*$", shown, re.MULTILINE)
+    assert re.search(r"BOS / EOS +none / id 0, ends every document\s*$", shown, re.MULTILINE)
+    assert re.search(r"recipe +imported from npy\s*$", shown, re.MULTILINE)
+
+
+def test_files_that_are_not_there_are_said_to_be_missing(tokenmill, tmp_path):
+    done = tokenmill("import", tmp_path / "no.npy", "--out", tmp_path / "ours")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        f"error: {tmp_path}/no.npy: must be a store, or a file, folder or glob of token files, got nothing there; "
+        "fix the path\n"
+    )

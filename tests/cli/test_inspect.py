@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import io
+import json
 import re
 import shutil
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
 from tokenmill.store import open_store
@@ -36,15 +39,15 @@ def test_json_holds_the_facts_of_a_store(tokenmill, folder):
 def test_lengths_are_counted_by_powers_of_two(tokenmill, make_store, lengths, bins):
     path, _, _ = make_store("web", lengths, max_tokens_per_shard=16)
     facts = tokenmill("inspect", path, "--json").json["web"]
-    assert facts["lengths"] == bins
-    assert facts["longest_document"] == max(lengths, default=0)
+    assert facts["lengths"] == {"sequence": bins}
+    assert facts["longest"] == {"sequence": max(lengths, default=0)}
     assert tokenmill("inspect", path).code == 0
 
 
 def test_text_shows_facts_lengths_and_examples(tokenmill, folder):
     done = tokenmill("inspect", folder / "stores" / "web")
     assert (done.code, done.err) == (0, "")
-    titles = ["Store web", "Supervision", "Document lengths", "Examples: trained bright, masked dim"]
+    titles = ["Store web", "Supervision", "Document lengths", "Examples: ⟦trained⟧, masked without brackets"]
     assert [title for title in re.findall(r"^\S.*?(?=\s*$)", done.out, re.MULTILINE) if title in titles] == titles
     assert "bytes, 259 ids" in done.out
     assert "id 256, added / id 257, added" in done.out
@@ -79,7 +82,7 @@ def test_a_run_shows_all_its_stores(tokenmill, folder):
 def test_lengths_add_up_to_all_documents(tokenmill, make_store):
     lengths = np.random.default_rng(0).integers(0, 300, 50).tolist()
     path, _, _ = make_store("web", lengths, max_tokens_per_shard=1000)
-    assert sum(tokenmill("inspect", path, "--json").json["web"]["lengths"].values()) == 50
+    assert sum(tokenmill("inspect", path, "--json").json["web"]["lengths"]["sequence"].values()) == 50
 
 
 def test_a_tokenizer_file_that_is_gone_costs_only_the_examples(tokenmill, tmp_path):
@@ -92,7 +95,39 @@ def test_a_tokenizer_file_that_is_gone_costs_only_the_examples(tokenmill, tmp_pa
     assert "tokenizer.json, " in done.out
 
 
-@pytest.mark.parametrize("name", ["nowhere", "nowhere.toml", "stores"])
+def test_all_stores_of_a_folder_are_shown_one_after_the_other(tokenmill, folder):
+    found = tokenmill("inspect", folder / "stores", "--json").json
+    assert [(name, facts["documents"]) for name, facts in found.items()] == [("books", 25), ("web", 60)]
+    done = tokenmill("inspect", folder / "stores", "--html", folder / "all.html")
+    assert re.findall(r"^Store (\w+)", done.out, re.MULTILINE) == ["books", "web"]
+    assert re.findall(r"<h2>Store (\w+)", (folder / "all.html").read_text(encoding="utf-8")) == ["books", "web"]
+
+
+def test_the_working_directory_has_a_name(tokenmill, folder, monkeypatch):
+    monkeypatch.chdir(folder / "stores" / "web")
+    assert list(tokenmill("inspect", ".", "--json").json) == ["web"]
+
+
+def test_what_is_said_of_foreign_files_is_not_for_a_run(tokenmill, folder):
+    done = tokenmill("inspect", folder / "run.toml", "--eos-id", 3)
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"error: .*run\.toml: .* must be said in the config .*, got eos_id = 3 .*; .*\n", done.err)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/report.html", r"must be a file in a folder that is there, got .*no/report\.html; make .*no first"),
+        ("stores", r"must be a file, got the folder .*stores; name a file in it, such as report\.html"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(tokenmill, folder, name, message):
+    done = tokenmill("inspect", folder / "nowhere", "--html", folder / name)
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(rf"error: --html: {message}\n", done.err)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.toml", "web.jsonl"])
 def test_what_is_not_there_is_an_error(tokenmill, folder, name):
     done = tokenmill("inspect", folder / name)
     assert (done.code, done.out) == (1, "")
@@ -141,6 +176,30 @@ def test_the_audit_finds_masked_cut_and_endless_records(tokenmill, tmp_path, tok
     assert found["truncated"] is None
 
 
+def test_an_answer_that_ends_a_turn_is_not_called_endless(tokenmill, tmp_path):
+    """[T1.d] What a template writes behind the end of a turn is not trained, and says nothing of it."""
+    (tmp_path / "tokenizer").mkdir()
+    body = json.loads((TOKENIZER_DIR / "tokenizer.json").read_text(encoding="utf-8"))
+    marks = [
+        {"id": 4096 + number, "content": text, "special": True, "normalized": False}
+        | {"single_word": False, "lstrip": False, "rstrip": False}
+        for number, text in enumerate(["<|im_start|>", "<|im_end|>"])
+    ]
+    body["added_tokens"] += marks
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(body), encoding="utf-8")
+    shutil.copy(TOKENIZER_DIR / "tokenizer_config.json", tmp_path / "tokenizer")
+    (tmp_path / "chat.jsonl").write_text(CHAT, encoding="utf-8")
+    options = ["--recipe", "chat", "--chat-template", "chatml", "--tokenizer", tmp_path / "tokenizer"]
+    assert tokenmill("prepare", tmp_path / "chat.jsonl", "--out", tmp_path / "chat", *options).code == 0
+    store = open_store(tmp_path / "chat")
+    assert 4097 not in [int(store.fetch_record(record, "sequence")[-1]) for record in range(2)]
+    (found,) = tokenmill("inspect", tmp_path / "chat", "--json").json["chat"]["audit"]
+    assert (found["supervised"] > 0, found["without_eos"], found["without_eos_percent"]) == (True, 0, 0)
+    shutil.rmtree(tmp_path / "tokenizer")  # without it, nobody knows which token ends a turn
+    (found,) = tokenmill("inspect", tmp_path / "chat", "--json").json["chat"]["audit"]
+    assert (found["without_eos"], found["without_eos_percent"]) == (None, None)
+
+
 def test_examples_tell_trained_from_masked(chat):
     """[T1.d]"""
     from tokenmill.cli.audit import examples
@@ -166,11 +225,121 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tokenmill, chat, tmp_path)
     assert "default-src 'none'" in text
 
 
-def test_pairs_are_audited_array_by_array(tokenmill, tmp_path):
+def test_without_colour_trained_text_stands_in_brackets(tokenmill, chat):
+    """[T1.d]"""
+    shown = tokenmill("inspect", chat).out
+    assert "Examples: ⟦trained⟧, masked without brackets" in shown.splitlines()
+    assert re.findall("⟦(.*?)⟧", shown) == ["trained", "four<|im_end|>", "five & six<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "marked"),
+    [
+        ({"force_terminal": True, "color_system": "truecolor", "no_color": False}, False),
+        ({"force_terminal": True, "color_system": "truecolor", "no_color": True}, True),
+        ({"force_terminal": True, "color_system": None}, True),
+        ({"force_terminal": False, "color_system": "truecolor", "no_color": False}, True),
+    ],
+)
+def test_brackets_stand_where_there_is_no_terminal_with_colour(tokenmill, chat, monkeypatch, options, marked):
+    written = io.StringIO()
+    monkeypatch.setattr("tokenmill.cli.inspect.console", Console(file=written, width=200, **options))
+    assert tokenmill("inspect", chat).code == 0
+    shown = written.getvalue()
+    assert ("⟦four<|im_end|>⟧" in shown, "⟦" in shown) == (marked, marked)
+    assert ("trained bright, masked dim" in shown) == (not marked)
+    assert (re.search(r"\x1b\[1;32mfour<\|im_end\|>", shown) is not None) == (not marked)
+
+
+@pytest.fixture
+def skipping(tokenmill, tmp_path):
+    """Return a store of which 12 records were skipped."""
+    lines = ['{"text": "good"}', *(f'{{"no{number}\\u001b[2J<b>": 1}}' for number in range(12))]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = ["--out", tmp_path / "bad", "--on-error", "skip", "--workers", 1]
+    assert tokenmill("prepare", tmp_path / "bad.jsonl", *options).code == 0
+    return tmp_path / "bad"
+
+
+def test_the_first_skipped_records_are_listed_by_place(tokenmill, skipping):
+    """[S.i]"""
+    listed = tokenmill("inspect", skipping, "--json").json["bad"]["skipped"]["first"]
+    assert [one["line"] for one in listed[:10]] == [*range(2, 12)]
+    done = tokenmill("inspect", skipping)
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"^The first 10 of 12 skipped records\s*$", done.out, re.MULTILINE)
+    rows = re.findall(r"^ bad\.jsonl +(\d+) +(\w+) +.*no(\d+)", done.out, re.MULTILINE)
+    assert rows == [(str(number + 2), listed[0]["reason"], str(number)) for number in range(10)]
+    assert "\x1b" not in done.out
+
+
+def test_the_page_names_recipe_input_files_and_skipped_records(tokenmill, skipping, tmp_path):
+    assert tokenmill("inspect", skipping, "--html", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>recipe</td><td>text</td>" in text
+    inputs = text.split("<h2>Input files</h2>")[1].split("</table>")[0]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", inputs) == ["bad.jsonl", "1", "6"]
+    skipped = text.split("<h2>The first 10 of 12 skipped records</h2>")[1].split("</table>")[0]
+    assert re.findall(r'<tr><td>bad\.jsonl</td><td class="number">(\d+)</td>', skipped) == [
+        str(line) for line in range(2, 12)
+    ]
+    assert "&lt;b&gt;" in skipped
+    assert "<b>" not in skipped
+
+
+def test_a_store_without_skipped_records_lists_none(tokenmill, folder):
+    assert "skipped records" not in tokenmill("inspect", folder / "stores" / "web").out
+
+
+def test_pairs_are_counted_and_audited_array_by_array(tokenmill, tmp_path):
     (tmp_path / "dpo.jsonl").write_text(
         '{"prompt": "Say: ", "chosen": "yes", "rejected": "no"}\n', encoding="utf-8"
     )
     assert tokenmill("prepare", tmp_path / "dpo.jsonl", "--out", tmp_path / "dpo", "--recipe", "dpo").code == 0
-    found = tokenmill("inspect", tmp_path / "dpo", "--json").json["dpo"]["audit"]
-    assert [(one["key"], one["supervised"]) for one in found] == [("chosen", 4), ("rejected", 3)]
-    assert tokenmill("inspect", tmp_path / "dpo").code == 0
+    facts = tokenmill("inspect", tmp_path / "dpo", "--json").json["dpo"]
+    assert [(one["key"], one["supervised"]) for one in facts["audit"]] == [("chosen", 4), ("rejected", 3)]
+    chosen, rejected = len("<Say: yes>"), len("<Say: no>")  # with BOS and EOS
+    assert facts["tokens"] == chosen + rejected
+    assert facts["longest"] == {"chosen": chosen, "rejected": rejected}
+    assert facts["lengths"] == {"chosen": {"8 to 15": 1}, "rejected": {"8 to 15": 1}}
+    shown = tokenmill("inspect", tmp_path / "dpo").out
+    assert re.findall(r"^ (longest \w+) +(\d+) *$", shown, re.MULTILINE) == [
+        ("longest chosen", str(chosen)),
+        ("longest rejected", str(rejected)),
+    ]
+    assert re.search(rf"^ tokens a record +{chosen + rejected} *$", shown, re.MULTILINE)
+    assert re.findall(r"^Lengths of (\w+)", shown, re.MULTILINE) == ["chosen", "rejected"]
+
+
+def test_prompts_have_no_share_of_masked_or_endless_ones(tokenmill, tmp_path):
+    (tmp_path / "grpo.jsonl").write_text(
+        '{"prompt": "2+2=", "responses": ["4", "five", ""], "rewards": [1, 0, 0]}\n', encoding="utf-8"
+    )
+    assert tokenmill("prepare", tmp_path / "grpo.jsonl", "--out", tmp_path / "grpo", "--recipe", "grpo").code == 0
+    facts = tokenmill("inspect", tmp_path / "grpo", "--json").json["grpo"]
+    prompts, responses = facts["audit"]
+    assert [prompts[name] for name in ("key", "fully_masked", "without_eos")] == ["prompts", None, None]
+    assert (prompts["fully_masked_percent"], prompts["without_eos_percent"]) == (None, None)
+    assert [responses[name] for name in ("key", "fully_masked", "without_eos")] == ["responses", 0, 0]
+    assert facts["tokens"] == len("<2+2=") + len("4>") + len("five>") + len(">")
+    assert facts["longest"] == {"prompts": 5, "responses": 5}
+    assert sum(facts["lengths"]["responses"].values()) == 3
+    shown = tokenmill("inspect", tmp_path / "grpo").out
+    assert re.search(r"^ prompts +1 +0 +– +0 +– *$", shown, re.MULTILINE)
+
+
+def test_the_audit_is_whole_at_80_columns(tokenmill, tmp_path, monkeypatch):
+    (tmp_path / "grpo.jsonl").write_text(
+        '{"prompt": "2+2=", "responses": ["4", "5"], "rewards": [1, 0]}\n', encoding="utf-8"
+    )
+    assert tokenmill("prepare", tmp_path / "grpo.jsonl", "--out", tmp_path / "grpo", "--recipe", "grpo").code == 0
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = tokenmill("inspect", tmp_path / "grpo").out
+    audit = shown.split("Supervision")[1].split("Lengths of")[0]
+    assert sorted(re.findall(r"supervised|masked|truncated|EOS", audit)) == [
+        "EOS",
+        "masked",
+        "supervised",
+        "truncated",
+    ]
+    assert max(map(len, audit.splitlines())) <= 80

@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
+from tokenmill.cli.plan import fitting
 from tokenmill.run import Run
+from tokenmill.store import open_store
 
 
 def test_json_is_the_report_of_the_compiler(tokenmill, run_toml):
@@ -92,6 +95,143 @@ def test_what_is_said_of_a_stage_is_what_its_batches_hold(tokenmill, tmp_path, r
     for share in facts["shares"]:
         cells = [share["rows"], share["trained"], share["unlabelled"], share["padding"]]
         assert re.search(rf"{share['stage']} +data .*" + " +".join(f"{cell:,}" for cell in cells), shown)
+
+
+CHATS = 'packing = "best_fit"'
+LOST = "what follows a cut is trained without what stood before"
+
+
+@pytest.fixture
+def chats(tokenmill, tmp_path):
+    """Return the config of a run on 13 records with a mask, 2 of more than 129 tokens, and on their texts."""
+    lengths = [121, 122, 123, *[10] * 10]  # beside BOS, a mark of 6 tokens and EOS
+    (tmp_path / "recipe.json").write_text(
+        '{"input": {"sections": [{"field": "mark", "action": "mask"}, {"field": "text", "action": "train"}]}}',
+        encoding="utf-8",
+    )
+    lines = [json.dumps({"mark": "answer", "text": "a" * length}) + "\n" for length in lengths]
+    (tmp_path / "data.jsonl").write_text("".join(lines), encoding="utf-8")
+    for name, chosen in (("chat", tmp_path / "recipe.json"), ("web", "text")):
+        arguments = ["--out", tmp_path / name, "--recipe", chosen, "--workers", 1]
+        assert tokenmill("prepare", tmp_path / "data.jsonl", *arguments).code == 0
+    (tmp_path / "run.toml").write_text(
+        f"[run]\nsteps = 4\nglobal_batch_size = 2\nseq_len = 128\n{CHATS}\n"
+        '[[sources]]\nname = "chat"\nstore = "chat"\n[[sources]]\nname = "web"\nstore = "web"\n'
+        '[[stages]]\nname = "one"\nstart_step = 0\nweights = { chat = 1, web = 1 }\n'
+        '[[stages]]\nname = "two"\nstart_step = 2\nseq_len = 130\nweights = { chat = 1 }\n',
+        encoding="utf-8",
+    )
+    return tmp_path / "run.toml"
+
+
+def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
+    """[T1.d] A record of seq_len + 1 tokens is one row, as its last token is only a label."""
+    lengths = np.diff(open_store(chats.parent / "chat").document_offsets(0, 13)).tolist()
+    assert lengths[:4] == [129, 130, 131, 18]
+    found = tokenmill("plan", chats, "--json").json["warnings"]
+    way_out = 'split = "forbid" refuses them, "truncate_end" cuts them off (docs/guides/packing.md)'
+    assert found == [
+        f"stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut: {LOST}; {way_out}"
+    ]
+    shown = tokenmill("plan", chats)
+    assert (shown.code, shown.err) == (0, "")
+    assert f"warning: {found[0]}" in shown.lines
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        'packing = "best_fit"\nsplit = "truncate_end"',
+        'packing = "best_fit"\nsplit = "truncate_start"',
+        'packing = "padded"\nsplit = "truncate_end"',
+        'packing = "bos_best_fit"\ncrop = "discard"',
+    ],
+)
+def test_no_warning_where_nothing_is_trained_behind_a_cut(tokenmill, chats, packing):
+    chats.write_text(chats.read_text(encoding="utf-8").replace(CHATS, packing), encoding="utf-8")
+    assert tokenmill("plan", chats, "--json").json["warnings"] == []
+    assert "warning" not in tokenmill("plan", chats).out
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 40, 128, 380])
+def test_concat_counts_the_records_that_have_labels_in_several_rows(tokenmill, chats, seq_len):
+    text = chats.read_text(encoding="utf-8").replace(CHATS, 'packing = "concat"')
+    chats.write_text(text.replace("seq_len = 128", f"seq_len = {seq_len}"), encoding="utf-8")
+    rows = Run.from_toml(chats).plan().stages[0].rows["chat"]
+    spans = rows.spans(np.arange(rows.num_rows))
+    cut = int((np.bincount(spans.document[spans.length > 1]) > 1).sum())
+    assert (cut > 0) == (seq_len < 380)  # of the only row, the rest of the last record is dropped
+    found = [one for one in tokenmill("plan", chats, "--json").json["warnings"] if one.startswith("stage 'one'")]
+    where = f"cut where a row of {seq_len} tokens ends"
+    wanted = f"stage 'one': {cut} of 13 records of 'chat' are {where}: {LOST}; packing = \"best_fit\" cuts only"
+    assert [one[: len(wanted)] for one in found] == [wanted][:cut]
+
+
+def test_bos_best_fit_cuts_to_fill_a_row_and_says_so(tokenmill, chats):
+    text = chats.read_text(encoding="utf-8").replace(CHATS, 'packing = "bos_best_fit"')
+    chats.write_text(text, encoding="utf-8")
+    one, two = tokenmill("plan", chats, "--json").json["warnings"]
+    assert one.startswith(
+        "stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut, and others where "
+        f"that fills a row: {LOST}; "
+    )
+    assert two.startswith("stage 'two': 0 of 13 records")
+
+
+def test_a_folder_is_no_run(tokenmill, folder):
+    done = tokenmill("plan", folder / "stores" / "web")
+    assert (done.code, done.out) == (1, "")
+    path = re.escape(str(folder / "stores" / "web"))
+    assert re.fullmatch(
+        rf"error: {path}: must be the \.toml of a run, got a folder; `tokenmill inspect {path}` shows a store\n",
+        done.err,
+    )
+
+
+def test_a_folder_of_several_stores_is_no_source(tokenmill, folder):
+    text = (folder / "run.toml").read_text(encoding="utf-8")
+    (folder / "run.toml").write_text(text.replace('"stores/web"', '"stores"'), encoding="utf-8")
+    done = tokenmill("plan", folder / "run.toml")
+    assert (done.code, done.out) == (1, "")
+    stores = re.escape(str(folder.resolve() / "stores"))
+    assert re.fullmatch(
+        rf"error: {stores}: must be one store, got the stores books, web in it; "
+        rf"name one of them, such as {stores}/books\n",
+        done.err,
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140, 300])
+def test_no_number_or_header_is_cut_on_a_narrow_terminal(tokenmill, folder, monkeypatch, columns):
+    text = (folder / "run.toml").read_text(encoding="utf-8").replace("steps = 10", "steps = 3_000_000")
+    for name in ("web", "books"):
+        long = f"{name}-with-a-name-that-is-long"
+        text = text.replace(f"{name} = ", f"{long} = ").replace(f'name = "{name}"', f'name = "{long}"')
+    text = text.replace("start_step = 6", "start_step = 1_000_000")
+    (folder / "long.toml").write_text(text, encoding="utf-8")
+    facts = tokenmill("plan", folder / "long.toml", "--json").json
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = tokenmill("plan", folder / "long.toml")
+    assert (done.code, done.err) == (0, "")
+    shown = [line for line in done.lines if not line.startswith(("plan ", "warning: "))]
+    assert max(map(len, shown)) <= columns
+    words = re.findall(r"\S+", "\n".join(shown))
+    numbers = [n for s in facts["stages"] for n in (s["rows"], s["tokens"], s["end_step"])]
+    numbers += [n for s in facts["shares"] for n in (s["rows"], s["trained"], s["unlabelled"], s["padding"])]
+    numbers += [n for s in facts["sources"] for n in (s["rows"], s["drawn"], s["fates"]["tokens"])]
+    assert [n for n in numbers if f"{n:,}" not in words] == []
+    headers = "first end step batch seq_len asked got rows labels no label padding epochs drawn repeat trained why"
+    assert [word for word in headers.split() if word not in words] == []
+
+
+@pytest.mark.parametrize(("columns", "titles"), [(200, ["T"])])
+def test_estimates_are_shown_whole_beside_counted_figures(monkeypatch, columns, titles):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    made = fitting("T", ("name", "labels", "why"), [("a" * 40, "about 1,234,567,890", "x" * 30), ("b", 7, "–")])
+    assert [str(one.title) for one in made] == titles
+    figures = made[0].columns[1]
+    assert (figures.width, figures.justify) == (len("about 1,234,567,890"), "right")
+    assert made[-1].columns[-1].width == 30
 
 
 ILLEGAL = {

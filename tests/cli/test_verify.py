@@ -79,3 +79,39 @@ def test_the_exit_code_of_the_process_tells_a_whole_store_from_a_broken_one(fold
 def test_a_path_with_brackets_is_shown_as_it_is(tokenmill, folder):
     store = (folder / "stores" / "web").rename(folder / "a[bold]b")
     assert f"ok  {store}: " in tokenmill("verify", store).out
+
+
+@pytest.fixture
+def split(tokenmill, folder):
+    """Return a folder with the stores train and val, as `prepare --val-fraction` makes it."""
+    arguments = ["--out", folder / "split", "--val-fraction", 0.3, "--workers", 1]
+    assert tokenmill("prepare", folder / "web.jsonl", *arguments).code == 0
+    return folder / "split"
+
+
+def test_all_stores_of_a_folder_are_verified_one_after_the_other(tokenmill, split):
+    done = tokenmill("verify", split)
+    assert (done.code, done.err) == (0, "")
+    assert [line.split(": ")[0] for line in done.lines] == [f"ok  {split}/train", f"ok  {split}/val"]
+    found = tokenmill("verify", split, "--json").json
+    assert (found["path"], found["ok"]) == (str(split), True)
+    assert found["stores"] == [tokenmill("verify", split / name, "--json").json for name in ("train", "val")]
+    assert sum(store["documents"] for store in found["stores"]) == 60
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (lambda out: flip(out / "val" / "shard-00000" / "sequence.bin"), "val/shard-00000/sequence.bin"),
+        (lambda out: (out / "val" / "manifest.json").unlink(), "val"),
+    ],
+)
+def test_one_broken_store_of_a_folder_gives_exit_code_1(tokenmill, split, damage, name):
+    """[S.f]"""
+    damage(split)
+    done = tokenmill("verify", split)
+    assert done.code == 1
+    assert [line.split(": ")[0] for line in done.lines] == [f"ok  {split}/train"]
+    assert re.fullmatch(rf"error: {re.escape(str(split))}/{name}: .*, got .*; .*\n", done.err)
+    done = tokenmill("verify", split, "--json")
+    assert (done.code, done.out) == (1, "")

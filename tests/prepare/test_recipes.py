@@ -64,6 +64,34 @@ def test_a_chat_without_a_template_says_how_to_name_one(tmp_path):
         build(CHATS, tmp_path, recipe="chat")
 
 
+def test_a_refusal_of_the_chat_template_says_rule_and_cause(tmp_path):
+    """[T1.b]"""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    records = [*CHATS[:2], {"messages": [CHATS[0]["messages"][0], call]}]
+    with pytest.raises(DocumentError) as caught:
+        build(records, tmp_path, recipe="chat", chat_template="chatml")
+    place, _, told = str(caught.value).partition(": ")
+    assert place.endswith("in.jsonl:3")
+    assert told.startswith(
+        "every message that is trained on must be written by the chat template, got the template writes no tool "
+        "calls, and message 2 of 2 (assistant, with tool calls) has nothing else; "
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_seq_len": 20}, {"domain_key": "kind"}], ids=["fast", "cut", "domain"]
+)
+def test_an_empty_text_is_a_document_whatever_else_is_asked_for(tmp_path, options):
+    records = [{"text": text, "kind": "web"} for text in ("one", "", "two")]
+    out = build(records, tmp_path, **options)
+    store = open_store(out / "web" if "domain_key" in options else out)
+    assert [TOKENIZER.decode(store.fetch_record(i, "sequence")) for i in range(3)] == [
+        "<|bos|>one<|eos|>",
+        "<|bos|><|eos|>",
+        "<|bos|>two<|eos|>",
+    ]
+
+
 def test_pairs_keep_their_ends(tmp_path):
     records = [
         {"prompt": f"Say {i}: ", "chosen": "yes " * i + "!", "rejected": "no " * (40 - i) + "!"} for i in range(40)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -44,10 +44,11 @@ class Audit:
     """Of those."""
     supervised: int
     """Tokens that are trained on; the first token of a document never is."""
-    fully_masked: int
-    """Items without such a token."""
-    without_eos: int
-    """Items that end neither with EOS nor with another control token, such as the end of a turn."""
+    fully_masked: int | None
+    """Items without such a token; None of prompts, which are never trained on."""
+    without_eos: int | None
+    """Items whose last trained token, or last where none is, is neither EOS nor another control token, such as the
+    end of a turn; None of prompts, and where no such token is known."""
     truncated: int | None
     """Items that were cut when they were prepared; None where a store does not say."""
 
@@ -56,9 +57,9 @@ class Audit:
         return {
             **asdict(self),
             "supervised_percent": percent(self.supervised, self.tokens),
-            "fully_masked_percent": percent(self.fully_masked, self.audited),
-            "without_eos_percent": percent(self.without_eos, self.audited),
-            "truncated_percent": None if self.truncated is None else percent(self.truncated, self.items),
+            "fully_masked_percent": share(self.fully_masked, self.audited),
+            "without_eos_percent": share(self.without_eos, self.audited),
+            "truncated_percent": share(self.truncated, self.items),
         }
 
 
@@ -80,12 +81,24 @@ def percent(part: int, whole: int) -> float:
     return 100 * part / whole if whole else 0.0
 
 
+def share(part: int | None, whole: int) -> float | None:
+    """Return a share in percent, None where the part is not known."""
+    return None if part is None else percent(part, whole)
+
+
+def has_chat_template(recipe: Mapping[str, Any]) -> bool:
+    """Whether records were, or could be, written by a chat template, which places BOS and EOS itself."""
+    return isinstance(recipe.get("recipe", {}).get("chat_template"), dict)
+
+
 def audit(store: Store, tokenizer: Tokenizer | None) -> list[Audit]:
     """Audit every array of token ids of a store; at most `MAX_ITEMS` items of each are looked at."""
     identity = store.manifest.tokenizer
     ends: set[int] = set() if identity.get("eos_id") is None else {int(identity["eos_id"])}
     if tokenizer is not None:
         ends |= set(tokenizer.special_ids.values())
+    elif has_chat_template(store.manifest.recipe):
+        ends.clear()  # turns end with tokens that only the tokenizer knows
     return [_audit_key(store, key, np.array(sorted(ends), np.int64)) for key in token_keys(store.keys)]
 
 
@@ -97,22 +110,36 @@ def _audit_key(store: Store, key: str, ends: npt.NDArray[np.int64]) -> Audit:
         ids, trained = _tokens_and_masks(store, key, offsets)
         lengths = np.diff(offsets)
         counts = np.diff(np.concatenate([[0], np.cumsum(trained)])[offsets - offsets[0]])
-        last = ids[(offsets[1:] - offsets[0] - 1)[lengths > 0]]
         audited += end - begin
         tokens += int(lengths.sum())
         supervised += int(counts.sum())
         fully_masked += int((counts == 0).sum())
-        without_eos += int((lengths == 0).sum()) + int((~np.isin(last, ends)).sum())
+        without_eos += int((lengths == 0).sum()) + int((~np.isin(ids[_last(offsets, trained, counts)], ends)).sum())
     return Audit(
         key=key,
         items=items,
         audited=audited,
         tokens=tokens,
         supervised=supervised,
-        fully_masked=fully_masked,
-        without_eos=without_eos,
+        fully_masked=None if key == "prompts" else fully_masked,
+        without_eos=None if key == "prompts" or not ends.size else without_eos,
         truncated=store.manifest.skipped.get("truncated", 0) if "name" in store.manifest.recipe else None,
     )
+
+
+def _last(
+    offsets: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return where the last trained token of each item is, or the last one where none is; no place of empty items.
+
+    What a template puts behind the end of a turn, such as a line break, is masked and says nothing of that end.
+    """
+    ends = offsets[1:] - offsets[0] - 1
+    places = np.where(trained, np.arange(trained.size), -1)
+    latest: npt.NDArray[np.int64] = np.maximum.accumulate(places)
+    filled = np.diff(offsets) > 0
+    found: npt.NDArray[np.int64] = np.where(counts[filled] > 0, latest[ends[filled]], ends[filled])
+    return found
 
 
 def _blocks(items: int) -> Iterator[tuple[int, int]]:

@@ -59,7 +59,7 @@ class Bench:
         """Return of each record the text that filters, hashes and splits go by; None where it fits no recipe."""
         if self.encoder is None:
             return batch.texts
-        return [self.encoder.content(record) or None for record in batch.records]
+        return [self.encoder.content(record) for record in batch.records]
 
     def keys(self, batch: Joined) -> Sequence[bytes]:
         """Return of each record what tells it from others: its text, or all fields that the recipe may use.

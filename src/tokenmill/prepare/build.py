@@ -82,11 +82,7 @@ def prepare(
         finish_publish(journal)
         ledger = journal.ledger()
         refuse_strangers(journal.out, ledger.routes if ledger else [])
-        identity = {
-            "tokenizer": opened.identity.to_json(),
-            "recipe": bench.encoder.to_json() if bench.encoder else chosen.to_json(),
-            "options": {name: getattr(options, name) for name in _OF_READING},
-        }
+        identity = _identity(bench, chosen, options)
         order = place_order(journal, identity, found.files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
         outcome = None
         if order.files:
@@ -141,6 +137,15 @@ def _made_and_locked(out: Path) -> Iterator[int]:
     make_folder(out)
     with locked_folder(out) as lock:
         yield lock
+
+
+def _identity(bench: Bench, recipe: Recipe, options: PrepareOptions) -> dict[str, Any]:
+    """Return what two builds must have in common to be one."""
+    return {
+        "tokenizer": bench.tokenizer.identity.to_json(),
+        "recipe": bench.encoder.to_json() if bench.encoder else recipe.to_json(),
+        "options": {name: getattr(options, name) for name in _OF_READING},
+    }
 
 
 def _warn_of_spelled(bench: Bench) -> None:

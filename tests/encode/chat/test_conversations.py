@@ -154,7 +154,9 @@ def test_what_is_refused_is_told_by_index_and_the_rest_is_kept(small):
     assert encoded.kept.tolist() == [1, 3]
     assert encoded.encoded.num_documents == 2
     assert encoded.refused[0] == Refused(
-        index=0, reason="template_error", detail="TemplateError: System role not supported"
+        index=0,
+        reason="template_error",
+        detail="the template fails with TemplateError: System role not supported",
     )
     assert [(one.index, one.reason) for one in encoded.refused[1:]] == [
         (2, "no_trained_message"),
@@ -253,7 +255,7 @@ def test_a_template_must_be_loaded_for_the_tokenizer_that_encodes(small, small_f
 
 
 def test_an_error_of_one_record_says_why_as_a_document_error():
-    with pytest.raises(Refusal, match=r"^conversation: refused as role: message 0 has the unknown role 'x'$"):
+    with pytest.raises(Refusal, match=r"^conversation: refused as role: message 1 of 1 with the unknown role 'x'$"):
         render(load_template("chatml", tokenizer=None), [{"role": "x", "content": ""}])
 
 

@@ -108,7 +108,7 @@ def test_a_template_cannot_take_all_time_or_memory(source, monkeypatch):
     monkeypatch.setattr(scene, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
     with pytest.raises(Refusal) as caught:
         rendered(source)
-    assert caught.value.reason in ("too_long", "too_large", "template_error")
+    assert caught.value.reason in ("too_many_steps", "too_large", "template_error")
 
 
 def test_there_is_a_limit_without_being_asked_for():

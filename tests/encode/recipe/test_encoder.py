@@ -457,7 +457,57 @@ def test_the_content_is_every_text_once(encoder):
     record = {"prompt": "p", "chosen": "c", "rejected": "r", "responses": ["a", "b"], "rewards": [0, 1]}
     assert encoder({"input": PAIRS}).content(record) == "p\nc\nr"
     assert encoder({"input": GROUPS}).content(record) == "p\na\nb"
-    assert encoder({"input": PAIRS}).content({"prompt": 3}) == ""
+    assert encoder({"input": PAIRS}).content({"prompt": 3}) is None
+
+
+@pytest.mark.parametrize(
+    "framing", [{}, {"add_bos": False}, {"add_eos": False}, {"add_bos": False, "add_eos": False}]
+)
+def test_an_empty_text_is_a_document_where_nothing_is_masked(encoder, framing):
+    """It is what the text recipe makes of it where no encoder is needed."""
+    opened = encoder({"preset": "text", "preprocessing": {"max_seq_len": 9}}, **framing)
+    done = opened.encode([{"text": text} for text in ("", "ab", "")])
+    tokenizer = open_tokenizer("bytes", **framing)
+    framed = frame(tokenizer.encode(["", "ab", ""]), tokenizer.identity)
+    assert (done.refused, done.kept.tolist()) == ((), [0, 1, 2])
+    assert done.values["sequence"].tolist() == framed.ids.tolist()
+    assert done.offsets["documents"].tolist() == framed.offsets.tolist()
+
+
+def test_a_text_of_which_a_cut_leaves_bos_alone_is_refused(encoder):
+    """[T1.b]"""
+    recipe = sections("train", "train", preprocessing={"max_seq_len": 2})
+    recipe["input"]["sections"][1]["add_special_tokens"] = True
+    done = encoder(recipe, add_eos=False).encode([record_of("", "ab"), record_of("", "")])
+    assert reasons(done) == [(0, "no_supervision")]
+    assert done.values["sequence"].tolist() == [256, 256], "nothing was cut"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "record", "content"),
+    [
+        ("text", {"text": ""}, ""),
+        ("text", {"text": "a"}, "a"),
+        ("text", {"text": None}, None),
+        ("text", {"text": 3}, None),
+        ("text", {}, None),
+        (sections("train", kind="sft"), record_of(""), None),
+        (sections("train", kind="sft"), record_of("a"), "a"),
+        (
+            {"input": {"sections": [{"field": "f0", "action": "train", "prefix": "A: "}]}, "kind": "sft"},
+            record_of(""),
+            "",
+        ),
+        ({"input": PAIRS}, {"prompt": "p", "chosen": "c"}, None),
+        ({"input": GROUPS}, {"prompt": "p", "responses": "a", "rewards": [1]}, None),
+    ],
+)
+def test_a_record_without_content_is_refused_and_one_whose_content_is_empty_is_not(
+    encoder, recipe, record, content
+):
+    opened = encoder(recipe)
+    assert opened.content(record) == content
+    assert opened.encode([record]).kept.size == (content is not None)
 
 
 def test_an_id_outside_the_vocabulary_is_an_error():

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,12 +63,13 @@ def test_messages_go_through_the_template_of_the_tokenizer(write, encoder):
 
 
 def test_a_preset_that_needs_a_template_says_how_to_name_one(encoder, write):
-    with pytest.raises(
-        ConfigError, match=r'recipe \'chat\': messages must go .*; or name .* chat_template = "chatml"'
-    ):
-        encoder("chat")
-    with pytest.raises(ConfigError, match=r"got none named 'default' in .*; or name one in the recipe"):
-        encoder("chat", write())
+    for tokenizer, place in (("bytes", "for 'bytes'"), (spec := write(), f"in {Path(spec).parent}")):
+        with pytest.raises(ConfigError) as caught:
+            encoder("chat", tokenizer)
+        assert str(caught.value) == (
+            f"chat template 'tokenizer': the tokenizer must have one, got none {place}; "
+            "name one with --chat-template: chatml, or the path of a .jinja file"
+        )
     with pytest.raises(ConfigError, match=r"got no such file; did you mean 'chatml'\?"):
         encoder({"preset": "chat", "chat_template": "chatlm"})
 
@@ -77,7 +79,18 @@ def test_texts_do_without_a_template_and_messages_are_refused_without_one(encode
     done = encoder("dpo").encode([{"chosen": [USER, YES], "rejected": [USER, NO]}, pair])
     assert shown(done, "chosen", "chosen_mask") == ["^q[a$]"]
     assert [(each.index, each.reason) for each in done.refused] == [(0, "no_template")]
-    assert "name one in the recipe" in done.refused[0].detail
+    assert done.refused[0].detail == (
+        "none beside the tokenizer 'bytes'; name one with --chat-template: chatml, or the path of a .jinja file"
+    )
+
+
+def test_a_template_that_cannot_be_used_says_why(encoder, write):
+    with pytest.raises(ConfigError, match=r"must compile, got .* at line 1; correct the template$"):
+        encoder("chat", write(tokenizer_config={"chat_template": "{% if %}"}))
+    done = encoder("dpo", write(tokenizer_config={"chat_template": "{% if %}"})).encode(
+        [{"chosen": [USER, YES], "rejected": [USER, NO]}]
+    )
+    assert "must compile, got" in done.refused[0].detail
 
 
 def test_messages_and_sharegpt_give_the_same_tokens(chatml, shown):
@@ -286,7 +299,72 @@ def test_the_content_of_messages_is_what_they_say(chatml):
     assert chatml("chat").content({"messages": TALK}) == "S\nIs it?\nYes\nSure?\nNo"
     assert chatml("chat").content({"conversations": [{"from": "human", "value": "h"}], "system": "s"}) == "s\nh"
     assert chatml("dpo").content({"prompt": "p", "chosen": [YES], "rejected": [NO]}) == "p\nYes\nNo"
-    assert chatml("chat").content({"text": "x"}) == ""
+    assert chatml("chat").content({"text": "x"}) is None
+    assert chatml("chat").content({"messages": "x"}) is None
+
+
+def test_a_conversation_without_a_word_may_be_kept_and_so_has_a_content(chatml):
+    opened = chatml("chat", preprocessing={"min_chars": 0})
+    record = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]}
+    assert opened.content(record) == ""
+    assert opened.encode([record]).kept.tolist() == [0]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+THOUGHT = {**YES, "reasoning_content": "It must be."}
+
+
+def test_what_the_template_does_not_write_is_counted_by_record(chatml):
+    """[T1.b]"""
+    done = chatml("chat").encode(
+        [
+            {"messages": [USER, YES], "tools": [TOOL]},
+            {"messages": [USER, THOUGHT], "tools": json.dumps([TOOL, TOOL])},
+            {"messages": [USER, YES], "tools": []},
+            {"messages": [USER], "tools": [TOOL]},
+        ]
+    )
+    assert done.kept.tolist() == [0, 1, 2]
+    assert done.notes == {"reasoning_dropped": 1, "tools_not_written": 2}
+    assert chatml("chat").encode([{"messages": [USER, YES]}]).notes == {}
+
+
+def test_a_record_of_several_conversations_is_noted_once_and_not_at_all_if_it_is_refused(chatml):
+    """[T1.b]"""
+    pair = {"chosen": [USER, THOUGHT], "rejected": [USER, {**THOUGHT, "content": "No"}], "tools": [TOOL]}
+    done = chatml("dpo").encode([pair, {**pair, "rejected": [USER]}, {**pair, "tools": None}])
+    assert done.kept.tolist() == [0, 2]
+    assert done.notes == {"reasoning_dropped": 2, "tools_not_written": 1}
+    group = {"prompt": [USER], "responses": ["Yes", "No"], "rewards": [1, 0], "tools": [TOOL]}
+    done = chatml("grpo").encode([group, {**group, "rewards": [1]}, group])
+    assert done.kept.tolist() == [0, 2]
+    assert done.notes == {"tools_not_written": 2}
+
+
+def test_a_call_of_tools_without_a_content_is_refused_by_what_the_template_lacks(chatml):
+    """[T1.b]"""
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "weather", "arguments": {}}}],
+    }
+    (refused,) = chatml("chat").encode([{"messages": [USER, call, YES]}]).refused
+    assert (refused.reason, refused.detail) == (
+        "missing",
+        "the template writes no tool calls, and message 2 of 3 (assistant, with tool calls) has nothing else",
+    )
+
+
+def test_texts_in_parts_are_what_one_text_is(write, encoder):
+    """[T1.a]"""
+    spec = write(tokenizer_config={"chat_template": PLAIN_CHAT, "bos_token": "<s>", "eos_token": "</s>"})
+    parts = [{"type": "text", "text": "Y"}, {"type": "text", "text": "es"}]
+    done = encoder("chat", spec).encode(
+        [{"messages": [USER, {**YES, "content": parts}]}, {"messages": [USER, YES]}]
+    )
+    assert (done.refused, done.notes) == ((), {})
+    ids, offsets = done.values["sequence"], done.offsets["documents"]
+    assert ids[: offsets[1]].tolist() == ids[offsets[1] :].tolist()
 
 
 def test_the_roles_of_the_mask_table_are_those_of_chat_templates():

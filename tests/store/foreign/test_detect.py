@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from tokenmill.errors import StoreError, StoreMissingError
-from tokenmill.store import detect_format, open_store
-from tokenmill.store.foreign.files import files_of
+from tokenmill.store import StoreSpec, StoreWriter, detect_format, open_store
+from tokenmill.store.foreign.files import files_of, stores_below
 
 
 def test_a_store_of_ours_is_told_apart(make_store):
@@ -21,16 +23,78 @@ def test_a_store_that_was_not_finished_is_not_taken_for_raw_files(make_store):
 
 
 def test_a_folder_of_our_stores_is_not_taken_for_raw_files(make_store, tmp_path):
-    path, _, _ = make_store("web", [3])
-    with pytest.raises(StoreError, match=rf"got a store of tokenmill in {path}; name that store"):
-        open_store(tmp_path, dtype="uint16")
+    path, _, _ = make_store("out/web", [3])
+    with pytest.raises(
+        StoreError, match=rf"out: must be one store, got the store web in it; name one of them, such as {path}$"
+    ):
+        open_store(tmp_path / "out", dtype="uint16")
 
 
-def test_nothing_there_is_said_as_for_a_store(tmp_path):
-    with pytest.raises(StoreMissingError, match="got nothing there"):
+@pytest.mark.parametrize("given", ["", "*", "**"])
+def test_several_stores_are_not_taken_for_one(make_store, tmp_path, given):
+    names = ["train", "val", "deep/part2", "deep/part10"]
+    for name in names:
+        make_store(f"out/{name}", [3])
+    out = tmp_path / "out"
+    inside = ["deep/part2", "deep/part10", "train", "val"]
+    matched = [r"\S+"] * len(inside)  # a glob matches in the order of the folder
+    listed = ", ".join(matched if given else inside)
+    with pytest.raises(
+        StoreError, match=rf": must be one store, got the stores {listed} in it; name one of them, "
+    ):
+        open_store(out / given if given else out)
+    assert [os.fspath(store.relative_to(out)) for store in stores_below(out)] == inside
+
+
+def test_many_stores_are_not_all_listed(make_store, tmp_path):
+    for number in range(11):
+        make_store(f"out/d{number}", [1])
+    with pytest.raises(StoreError, match=r"got the stores d0, d1, d2, d3, d4, d5, d6, d7, 3 more in it; name one"):
+        detect_format(tmp_path / "out")
+
+
+def test_a_store_of_hdf5_is_told_below_a_folder_too(tmp_path, tokenizer_identity):
+    keys, identity = {"sequence": "<u2"}, tokenizer_identity(300)
+    spec = StoreSpec(keys=keys, tokenizer=identity, recipe={}, storage="h5")
+    with StoreWriter(tmp_path / "out" / "train", spec) as writer:
+        writer.append({"sequence": np.arange(3, dtype="<u2")}, np.array([0, 3]))
+        writer.commit()
+    assert [path.name for path in (tmp_path / "out" / "train").glob("shard-*")] == ["shard-00000.h5"]
+    with pytest.raises(StoreError, match="must be one store, got the store train in it"):
+        open_store(tmp_path / "out")
+
+
+def test_stores_that_were_not_finished_count_only_beside_finished_ones(make_store, tmp_path):
+    for name in ("train", "val"):
+        make_store(f"out/{name}", [3])
+    (tmp_path / "out" / "val" / "manifest.json").unlink()
+    assert [store.name for store in stores_below(tmp_path / "out")] == ["train", "val"]
+    (tmp_path / "out" / "train" / "manifest.json").unlink()
+    assert stores_below(tmp_path / "out") == []
+
+
+def test_hidden_folders_hold_no_stores(make_store, tmp_path):
+    make_store("out/.old/train", [3])
+    np.save(tmp_path / "out" / "a.npy", np.array([1, 2], np.uint16))
+    assert stores_below(tmp_path / "out") == []
+    assert open_store(tmp_path / "out").num_tokens == 2
+
+
+@pytest.mark.parametrize("missing", ["no.npy", "*.npy", "no.bin"])
+def test_token_files_that_are_not_there_are_not_called_a_store(tmp_path, missing):
+    with pytest.raises(StoreMissingError) as caught:
+        open_store(tmp_path / missing)
+    assert str(caught.value) == (
+        f"{tmp_path / missing}: must be a store, or a file, folder or glob of token files, got nothing there; "
+        "fix the path"
+    )
+
+
+def test_a_folder_that_is_not_there_may_be_a_store_to_prepare(tmp_path):
+    with pytest.raises(
+        StoreMissingError, match=r"no: a store must be a folder with manifest\.json, or token files"
+    ):
         detect_format(tmp_path / "no")
-    with pytest.raises(StoreMissingError, match="got nothing there"):
-        detect_format(tmp_path / "*.npy")
 
 
 def test_what_is_not_known_is_listed_with_what_is(tmp_path):

@@ -6,8 +6,13 @@
    (`tracked`); finds what the assistant has to produce (`spans`), by `{% generation %}` blocks or by comparing
    renders (`turns`) that are mostly those of a short conversation of the same kind (`sample`); places control ids
    only where the template wrote them (`tokens`), with the white space that goes with them (`controls`).
-3. Goes out: `ChatEncoded`: ids, a mask of the same length, and every conversation that was refused, with why.
-   What cannot be proven is refused, never masked by guess.
+3. Goes out: `ChatEncoded`: ids, a mask of the same length, every conversation that was refused, with why, and how
+   many lost something that the template does not write (`losses`). What cannot be proven is refused, never masked
+   by guess.
 4. Must not know: where conversations come from, how ids are stored, what a step is. jinja2 is imported when a
    template is loaded, not before.
 """
+
+from tokenmill.encode.chat.refusal import RULES
+
+__all__ = ["RULES"]

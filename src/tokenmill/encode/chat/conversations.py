@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,13 @@ class ChatEncoded:
     kept: npt.NDArray[np.int64]
     """Which of the conversations that were given these are, in order."""
     refused: Sequence[Refused]
+    lost: Sequence[tuple[str, ...]]
+    """Of each that was kept, what the template did not write of it, by the names of `losses`."""
+
+    @property
+    def notes(self) -> Mapping[str, int]:
+        """What a user should know, by name: of how many conversations it is true."""
+        return dict(sorted(Counter(name for names in self.lost for name in names).items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +83,11 @@ class ChatEncoder:
             raise ConfigError(
                 f"chat: train_on must name roles, got {self.train_on!r}; write train_on=('assistant',)"
             )
-        self._refuse_taken(self.kwargs)
+        taken = self._taken(self.kwargs)
+        if taken is not None:
+            raise ConfigError(
+                f"chat: an option must not replace what the template is given, got {taken!r}; leave it out"
+            )
 
     @property
     def spelled(self) -> tuple[str, ...]:
@@ -122,9 +134,11 @@ class ChatEncoder:
             except Refusal as error:
                 refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
         kept: list[int] = []
+        lost: list[tuple[str, ...]] = []
         ids: list[Ids] = []
         masks: list[Mask] = [np.empty(0, np.uint8)]
-        for index, result in zip(places, encode_all(rendered, self.tokenizer, self._controls), strict=True):
+        results = encode_all(rendered, self.tokenizer, self._controls)
+        for index, shown, result in zip(places, rendered, results, strict=True):
             try:
                 if isinstance(result, Refusal):
                     raise result
@@ -135,6 +149,7 @@ class ChatEncoder:
                 refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
                 continue
             kept.append(index)
+            lost.append(shown.lost)
             ids.append(one)
             masks.append(mask)
         return ChatEncoded(
@@ -142,13 +157,13 @@ class ChatEncoder:
             masks=np.concatenate(masks),
             kept=np.array(kept, np.int64),
             refused=sorted(refused, key=lambda one: one.index),
+            lost=lost,
         )
 
     def _rendered(self, conversation: Conversation) -> Rendered:
-        try:
-            self._refuse_taken(conversation.kwargs)
-        except ConfigError as error:
-            raise Refusal("options", str(error)) from error
+        taken = self._taken(conversation.kwargs)
+        if taken is not None:
+            raise Refusal("options", repr(taken))
         return render(
             self.template,
             conversation.messages,
@@ -158,12 +173,9 @@ class ChatEncoder:
             last_only=self.last_only,
         )
 
-    def _refuse_taken(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            if name in _TAKEN or name in self.template.special_tokens:
-                raise ConfigError(
-                    f"chat: an option must not replace what the template is given, got {name!r}; leave it out"
-                )
+    def _taken(self, options: Mapping[str, Any]) -> str | None:
+        """Return an option that would replace what the template is given; None if none does."""
+        return next((name for name in options if name in (*_TAKEN, *self.template.special_tokens)), None)
 
     def _with_one_bos(self, ids: Ids, mask: Mask) -> tuple[Ids, Mask]:
         """See that a conversation starts with one BOS if the template writes it or the tokenizer adds it.

@@ -17,6 +17,13 @@ ROLES = frozenset(
 """Templates write the role into their control strings, so a role is no free text."""
 SETTING = -1
 """The message of a character of the tools or options."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "text": ("content",),
+    "reasoning": REASONING,
+    "tool calls": ("tool_calls",),
+}
 _LABELS = frozenset(("name", "id", "type", "tool_call_id"))
 _MAX_DEPTH = 64
 
@@ -25,6 +32,8 @@ _MAX_DEPTH = 64
 class Record:
     """The strings of one conversation, numbered from 1 through all of their characters."""
 
+    given: Sequence[Mapping[str, Any]]
+    """The messages before their strings were marked."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -35,6 +44,9 @@ class Record:
     """Message that each string belongs to, or `SETTING`."""
     labels: list[bool] = field(default_factory=list)
     """Whether a string is a name or id, which templates may write again elsewhere, as for a tool's answer."""
+    fields: list[str] = field(default_factory=list)
+    """Field of the message that each string stands in, or `tools` or `options`; empty for white space and for the
+    names of the fields."""
     firsts: list[int] = field(default_factory=list)
     """First string of each message."""
     size: int = 1
@@ -47,21 +59,31 @@ class Record:
         """Return one more than the last mark of a string."""
         return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
 
-    def has_text(self, message: int) -> bool:
-        """Say whether a message has anything but white space to show."""
-        content = self.messages[message]
-        shown = [
-            content.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
-        ]
-        return any(_text(value) for value in shown)
+    def parts_of(self, message: int) -> tuple[str, ...]:
+        """Say what a message has to show, white space aside: some of text, reasoning, tool calls."""
+        fields = self.given[message]
+        return tuple(name for name, keys in _PARTS.items() if any(_text(fields.get(key)) for key in keys))
+
+    def named(self, owner: int) -> str:
+        """Name a message for people, from 1: `message 2 of 3 (assistant, with tool calls)`."""
+        if owner == SETTING:
+            return "the tools or options"
+        more = [part for part in self.parts_of(owner) if part != "text"]
+        role = ", with ".join([self.given[owner]["role"], *([" and ".join(more)] if more else [])])
+        return f"{_numbered(self.given, owner)} ({role})"
 
 
-def _text(value: object) -> bool:
+def _numbered(messages: Sequence[object], index: int) -> str:
+    return f"message {index + 1} of {len(messages)}"
+
+
+def _text(value: object, depth: int = 0) -> bool:
     if isinstance(value, str):
         return bool(value.strip())
-    if isinstance(value, Mapping):
-        return any(_text(item) for key, item in value.items() if key != "type")
-    return any(map(_text, value)) if isinstance(value, list) else value is not None
+    if not isinstance(value, Mapping | list | tuple):
+        return value is not None
+    items = [value[key] for key in value if key != "type"] if isinstance(value, Mapping) else value
+    return depth <= _MAX_DEPTH and any(_text(item, depth + 1) for item in items)
 
 
 def read_record(
@@ -71,16 +93,16 @@ def read_record(
     trained_roles: Sequence[str],
 ) -> Record:
     """Check a conversation and mark its strings; what is not text is refused."""
-    record = Record()
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise Refusal("no_messages", f"a conversation must be a list of messages, got {_shown(messages)}")
+        raise Refusal("no_messages", _shown(messages))
+    record = Record(given=messages)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise Refusal("role", f"message {index} must be an object with a role, got {_shown(message)}")
+            raise Refusal("role", f"{_numbered(messages, index)}: {_shown(message)}")
         role = message["role"]
         if role not in ROLES and role not in trained_roles:
-            raise Refusal("role", f"message {index} has the unknown role {role[:64]!r}")
-        _refuse_media(message.get("content"), index)
+            raise Refusal("role", f"{_numbered(messages, index)} with the unknown role {role[:64]!r}")
+        _refuse_media(record, index)
         record.firsts.append(len(record.starts))
         marked_message = _marked(record, {key: message[key] for key in message if key != "role"}, index, ())
         record.messages.append({"role": authored(role), **marked_message})
@@ -91,34 +113,39 @@ def read_record(
     return record
 
 
-def _refuse_media(content: object, index: int) -> None:
+def _refuse_media(record: Record, index: int) -> None:
+    content = record.given[index].get("content")
     for part in content if isinstance(content, list | tuple) else ():
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind != "text":
-            raise Refusal(
-                "not_text", f"message {index} has a part of type {_shown(kind)}; only text can be trained on"
-            )
+            raise Refusal("media", f"a part of type {_shown(kind)} in {record.named(index)}")
 
 
-def _marked(record: Record, value: Any, owner: int, path: tuple[str, ...]) -> Any:  # noqa: ANN401 - any JSON value
+def _marked(
+    record: Record,
+    value: Any,  # noqa: ANN401 - any JSON value
+    owner: int,
+    path: tuple[str, ...],
+    depth: int = 0,
+) -> Any:  # noqa: ANN401
     if isinstance(value, str):
         return _marked_string(record, value, owner, path)
     if value is None or isinstance(value, bool | int | float):
         return value
-    if len(path) > _MAX_DEPTH:
-        raise Refusal("not_json", f"message {owner} is nested deeper than {_MAX_DEPTH}")
+    if depth > _MAX_DEPTH:
+        raise Refusal("not_json", f"values nested deeper than {_MAX_DEPTH} in {record.named(owner)}")
     if isinstance(value, Mapping):
         made: dict[Tracked, Any] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                raise Refusal("not_json", f"message {owner} has a key that is no string: {_shown(key)}")
+                raise Refusal("not_json", f"the key {_shown(key)} in {record.named(owner)}")
             # A key of arguments is text that the assistant wrote; others are words of the format.
             name = _marked_string(record, key, owner, path if "arguments" in path else (*path, "name"))
-            made[name] = _marked(record, item, owner, (*path, key))
+            made[name] = _marked(record, item, owner, (*path, key), depth + 1)
         return made
     if isinstance(value, list | tuple):
-        return [_marked(record, item, owner, path) for item in value]
-    raise Refusal("not_json", f"message {owner} holds a {type(value).__name__}")
+        return [_marked(record, item, owner, path, depth + 1) for item in value]
+    raise Refusal("not_json", f"a value of type {type(value).__name__} in {record.named(owner)}")
 
 
 def _marked_string(record: Record, text: str, owner: int, path: tuple[str, ...]) -> Tracked:
@@ -126,11 +153,12 @@ def _marked_string(record: Record, text: str, owner: int, path: tuple[str, ...])
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise Refusal("not_unicode", f"message {owner} holds a lone surrogate: {error.reason}") from error
+            raise Refusal("not_unicode", f"a lone surrogate in {record.named(owner)}") from error
     if not text:
         return authored("")
     record.starts.append(record.size)
     record.owners.append(owner)
+    record.fields.append(path[0] if path and not text.isspace() else "")
     record.labels.append(bool(path) and path[-1] in _LABELS and "arguments" not in path)
     first = record.size
     record.size += len(text)

@@ -160,7 +160,7 @@ class Scene:
             except Exception as error:
                 # A template may fail in any way that Python can; here it costs the record, not the job.
                 text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
-                raise Refusal("template_error", text) from error
+                raise Refusal("template_error", f"the template fails with {text}") from error
 
     def _now(self) -> datetime:
         given = self.record.options.get("now")

@@ -47,7 +47,7 @@ def _merged(ranges: list[Range]) -> list[Range]:
     merged: list[Range] = []
     for begin, end in sorted(ranges):
         if merged and begin < merged[-1][1]:
-            raise Refusal("overlap", f"the turns of two messages overlap at character {begin}")
+            raise Refusal("overlap", f"a turn from character {begin}, where the one before it has not ended")
         if merged and begin == merged[-1][1]:
             merged[-1] = (merged[-1][0], end)
         else:
@@ -104,10 +104,10 @@ def _turn_range(scene: Scene, full: Trace, index: int) -> Range:
         if not asks:
             return (0, 0)
         begin = empty_turn(scene, full, index)
-        return begin, begin + len(_closing(full, closings(scene, index, None), index, begin))
+        return begin, begin + len(_closing(full, record, closings(scene, index, None), index, begin))
     first, after = own
     if any(one.owner != index for one in full.within(first, after)):
-        raise Refusal("interleaved", f"message {index} is written in parts, with others between them")
+        raise Refusal("interleaved", f"{record.named(index)} in parts, with others between them")
     # What a sample shows counts where the render has the same; else renders of the conversation itself decide.
     known = shown_by_sample(scene, index)
     begin, end = first, None
@@ -119,17 +119,26 @@ def _turn_range(scene: Scene, full: Trace, index: int) -> Range:
     if known is not None and known.last == last:
         end = closing_of(full, known.tails, after)
     if end is None:
-        end = _closing(full, closings(scene, index, last), index, after)
+        end = _closing(full, record, closings(scene, index, last), index, after)
     return begin, after + len(end)
 
 
-def _closing(full: Trace, tails: tuple[str, ...], index: int, after: int) -> str:
+def _closing(full: Trace, record: Record, tails: tuple[str, ...], index: int, after: int) -> str:
     end = closing_of(full, tails, after)
     if end is None:
-        raise Refusal("end_of_turn", f"where message {index} ends cannot be told: {at(full, after)} follows it")
+        raise Refusal("end_of_turn", f"{at(full, after)} behind {record.named(index)}")
     return end
 
 
 def _refuse_missing(full: Trace, record: Record, index: int) -> None:
-    if index not in full.of_message and record.has_text(index):
-        raise Refusal("missing", f"the template writes nothing of message {index}, which has text")
+    if index in full.of_message:
+        return
+    match record.parts_of(index):
+        case ():
+            return
+        case ("text", *_):
+            detail = f"the template writes nothing of {record.named(index)}"
+        case parts:
+            what = " and no ".join(parts)
+            detail = f"the template writes no {what}, and {record.named(index)} has nothing else"
+    raise Refusal("missing", detail)

@@ -48,8 +48,10 @@ CHATML = """\
 
 _BUILT_IN = {"chatml": CHATML}
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_RULES = 1
-"""Raised when spans are found in another way, so that masks of two versions are never taken for the same."""
+_RULES = 2
+"""Raised when texts or spans are made in another way, so that two versions are never taken for the same."""
+NAME_ONE = "name one with --chat-template: chatml, or the path of a .jinja file"
+"""What to do about a tokenizer that has no template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,12 @@ def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
     )
 
 
+def has_template(tokenizer: str) -> bool:
+    """Say whether there is a chat template beside a tokenizer; it may be one that cannot be used."""
+    folder = _folder(tokenizer)
+    return folder is not None and _find(folder, "default") is not None
+
+
 def _of_file(spec: str) -> str:
     path = Path(spec)
     if not path.is_file():
@@ -126,13 +134,16 @@ def _read(path: Path) -> str:
 
 
 def _of_tokenizer(tokenizer: str | None, name: str) -> tuple[str, str]:
-    """Find the template beside a tokenizer: the files that Hugging Face libraries look for, in their order."""
     folder = _folder(tokenizer)
-    if folder is None:
-        raise ConfigError(
-            f"chat template 'tokenizer': the tokenizer must be a folder or a tokenizer.json, got {tokenizer!r}; "
-            "give the path of a .jinja file"
-        )
+    found = None if folder is None else _find(folder, name)
+    if found is None:
+        place = f"for {tokenizer!r}" if folder is None else f"in {folder}"
+        raise ConfigError(f"chat template 'tokenizer': the tokenizer must have one, got none {place}; {NAME_ONE}")
+    return found
+
+
+def _find(folder: Path, name: str) -> tuple[str, str] | None:
+    """Find a template in the files that Hugging Face libraries look for, in their order."""
     lone = folder / "chat_template.jinja"
     if lone.is_file() and name == "default":
         return _read(lone), str(lone)
@@ -149,10 +160,7 @@ def _of_tokenizer(tokenizer: str | None, name: str) -> tuple[str, str]:
                     "write tokenizer:<name> for one of them"
                 )
             return named[name], f"{path} ({name})"
-    raise ConfigError(
-        f"chat template 'tokenizer': the folder {folder} must hold one, got none named {name!r} in "
-        "chat_template.jinja, chat_template.json or tokenizer_config.json; give the path of a .jinja file"
-    )
+    return None
 
 
 def _folder(tokenizer: str | None) -> Path | None:

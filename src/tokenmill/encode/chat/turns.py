@@ -41,7 +41,7 @@ def own_range(trace: Trace, record: Record, index: int) -> Range | None:
             known = last_origins[one.string]
             if one.origin < known or (one.origin == known and ranges[-1][1] != one.begin):
                 raise Refusal(
-                    "rewritten", f"message {index} is written twice or out of order: {at(trace, one.begin)}"
+                    "rewritten", f"{at(trace, one.begin)} of {record.named(index)}, twice or out of order"
                 )
         if last_origins.get(one.string) != -1:
             ranges.append((one.begin, one.end))
@@ -94,7 +94,7 @@ def header_end(scene: Scene, full: Trace, index: int, before: int) -> int:
     if found >= 0:
         return found + len(header)
     if end is None:
-        raise Refusal("header", f"where message {index} begins cannot be told: {header!r} is not before it")
+        raise Refusal("header", f"{scene.record.named(index)}, and {header!r} is not before it")
     return end
 
 
@@ -103,7 +103,7 @@ def empty_turn(scene: Scene, trace: Trace, index: int) -> int:
     known = asked(scene, index)
     ends = header_ends(trace, scene.record, known, len(trace.text)) if known else []
     if len(ends) != 1:
-        raise Refusal("header", f"where message {index}, which is empty, begins cannot be told")
+        raise Refusal("header", f"{scene.record.named(index)}, which is empty")
     return ends[0]
 
 

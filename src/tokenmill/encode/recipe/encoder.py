@@ -20,6 +20,7 @@ from tokenmill.encode.recipe.extract import (
     add_texts,
     choose,
     numbers_of,
+    suits,
     text_of,
 )
 from tokenmill.encode.recipe.messages import Problem
@@ -40,8 +41,12 @@ class RecordEncoder(Protocol):
     def keys(self) -> Mapping[str, str]:
         """Array -> dtype as numpy writes it. `position_ids` that go on through a shard are left to the caller."""
 
-    def content(self, record: Mapping[str, Any]) -> str:
-        """Return the text of a record that is used, fields a line each; "" if the record will be refused."""
+    def content(self, record: Mapping[str, Any]) -> str | None:
+        """Return the text of a record that is used, fields a line each.
+
+        None for a record that will be refused, as its fields are not those of the recipe or hold no text to train
+        on. A record that has a text may be refused as well, for what `encode` alone can see.
+        """
 
     def encode(self, records: Sequence[Mapping[str, Any]]) -> Records:
         """Encode records; those that cannot be are refused, each with its reason."""
@@ -97,6 +102,8 @@ class _Batch:
     pieces: dict[str, Pieces] = field(default_factory=dict)
     talks: dict[str, Talks] = field(default_factory=dict)
     problems: dict[int, Problem] = field(default_factory=dict)
+    notes: dict[str, set[int]] = field(default_factory=dict)
+    """Name -> the records that it is true of."""
 
     def kept(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the records that have no problem, in order."""
@@ -111,6 +118,11 @@ class _Batch:
             for index, problem in sorted(self.problems.items())
         )
 
+    def counted(self) -> dict[str, int]:
+        """Return of each note how many records it is true of, those that have a problem aside."""
+        counts = {name: len(owners - self.problems.keys()) for name, owners in sorted(self.notes.items())}
+        return {name: count for name, count in counts.items() if count}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Encoder:
@@ -121,10 +133,15 @@ class _Encoder:
     ways: tuple[Way, ...]
     texts: Texts
 
-    def content(self, record: Mapping[str, Any]) -> str:
-        """Return the text of a record that is used, fields a line each; "" if the record will be refused."""
+    def content(self, record: Mapping[str, Any]) -> str | None:
+        """Return the text of a record that is used, fields a line each; None if the record will be refused."""
         way = choose(self.ways, record)
-        return "" if isinstance(way, Problem) else text_of(record, way)
+        if isinstance(way, Problem) or not suits(way, record):
+            return None
+        text = text_of(record, way)
+        # An empty conversation is for the chat template to refuse, which may write something even so.
+        nothing = not text and self.recipe.kind != "seq" and not way.template and not way.adds_text
+        return None if nothing else text
 
     def to_json(self) -> dict[str, object]:
         """Return what the arrays depend on beside the tokenizer."""
@@ -171,7 +188,7 @@ class SequenceEncoder(_Encoder):
             if problem is not None:
                 batch.problems[index] = problem
         plain = self.texts.encode(batch.pieces, batch.problems)["sequence"]
-        chats = self.texts.encode_talks(batch.talks, batch.problems)["sequence"]
+        chats = self.texts.encode_talks(batch.talks, batch.problems, batch.notes)["sequence"]
         ragged, cut = self.texts.shortened(merged(plain, chats), batch.problems)
         ragged = self._good(batch, ragged)
         values = self._values("sequence", ragged)
@@ -183,6 +200,7 @@ class SequenceEncoder(_Encoder):
             kept=batch.kept(),
             refused=batch.refused(),
             truncated=len(cut - batch.problems.keys()),
+            notes=batch.counted(),
         )
 
 
@@ -205,7 +223,7 @@ class PairEncoder(_Encoder):
                 if problem is not None:
                     batch.problems.setdefault(index, problem)
         plain = self.texts.encode(batch.pieces, batch.problems)
-        chats = self.texts.encode_talks(batch.talks, batch.problems)
+        chats = self.texts.encode_talks(batch.talks, batch.problems, batch.notes)
         made: dict[str, Ragged] = {}
         cut: set[int] = set()
         for name in names:
@@ -223,6 +241,7 @@ class PairEncoder(_Encoder):
             kept=batch.kept(),
             refused=batch.refused(),
             truncated=len(cut - batch.problems.keys()),
+            notes=batch.counted(),
         )
 
 
@@ -244,7 +263,7 @@ class GroupEncoder(_Encoder):
                 batch.problems[index] = found
             rewards.append(() if isinstance(found, Problem) else found)
         plain = self.texts.encode(batch.pieces, batch.problems)
-        chats = self.texts.encode_talks(batch.talks, batch.problems)["answers"]
+        chats = self.texts.encode_talks(batch.talks, batch.problems, batch.notes)["answers"]
         chat_prompts, chat_responses = _split(self._good(batch, chats), batch.problems)
         prompts = merged(plain["prompts"], chat_prompts)
         self._refuse_long(prompts, batch.problems)
@@ -265,6 +284,7 @@ class GroupEncoder(_Encoder):
             kept=kept,
             refused=batch.refused(),
             truncated=len(cut - batch.problems.keys()),
+            notes=batch.counted(),
         )
 
     def _add(self, batch: _Batch, index: int, record: Mapping[str, Any]) -> Problem | list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.encode.chat import RULES as CHAT_RULES
 from tokenmill.encode.recipe.messages import (
     Message,
     Problem,
@@ -20,6 +21,7 @@ from tokenmill.encode.recipe.messages import (
 from tokenmill.encode.recipe.recipe import JOINED, Recipe, Section, Source, Variant
 
 RULES: Mapping[str, str] = {
+    **CHAT_RULES,
     "missing_field": "a record must have the fields of the recipe",
     "not_text": "a field without template must be a string",
     "not_messages": "a field with template must be a list of messages",
@@ -34,7 +36,7 @@ RULES: Mapping[str, str] = {
     "no_supervision": "a record must have a token to train on",
     "utf8": "text must be valid Unicode",
 }
-"""Reason for which a record is refused -> the rule it breaks; the chat template has more of its own."""
+"""Reason for which a record is refused -> the rule it breaks."""
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -96,6 +98,8 @@ class Way:
     fields: tuple[tuple[Section, bool, tuple[str, ...]], ...]
     """Each field once: its section, whether it holds a list of items, and its path."""
     parts: Mapping[str, Part]
+    adds_text: bool
+    """Whether the recipe puts a text before or behind some field."""
 
     @classmethod
     def of(cls, recipe: Recipe, variant: Variant) -> Way:
@@ -105,6 +109,7 @@ class Way:
             template=variant.template,
             fields=tuple(once.values()),
             parts={name: Part.of(recipe, source) for name, source in variant.sources.items()},
+            adds_text=any(section.prefix or section.suffix for section, _ in variant.sections()),
         )
 
 
@@ -145,6 +150,11 @@ def choose(ways: Sequence[Way], record: Mapping[str, Any]) -> Way | Problem:
     got = ", ".join(map(repr, some)) + (", ..." if len(record) > len(some) else "")
     detail = f"fields {got}; wanted are {', or '.join(dict.fromkeys(wanted))}"
     return Problem(reason="missing_field", detail=detail)
+
+
+def suits(way: Way, record: Mapping[str, Any]) -> bool:
+    """Say whether the fields of a way are there and of the right kind; where they are not the record is refused."""
+    return all(_suits(section, listed, look_up(record, path)) for section, listed, path in way.fields)
 
 
 def _suits(section: Section, listed: bool, value: object) -> bool:

@@ -59,7 +59,8 @@ class Texts:
             first += len(each.texts)
             # A response goes on where its prompt ends: nothing closes the one, nothing opens the other.
             made[name] = lay_out(part, each, bos_id=bos_id, eos_id=None if name == "prompts" else eos_id)
-            if name not in ("prompts", "responses"):
+            # Where nothing is masked an empty text is a document as any other, if a short one.
+            if name not in ("prompts", "responses") and self.recipe.kind != "seq":
                 _refuse_nothing_said(part, each, problems)
         return made
 
@@ -79,8 +80,13 @@ class Texts:
                 texts[index] = ""
             return frame(self.tokenizer.encode(texts), bare)
 
-    def encode_talks(self, talks: Mapping[str, Talks], problems: dict[int, Problem]) -> dict[str, Ragged]:
-        """Encode the conversations of all sources in one call; each keeps those that could be."""
+    def encode_talks(
+        self, talks: Mapping[str, Talks], problems: dict[int, Problem], notes: dict[str, set[int]]
+    ) -> dict[str, Ragged]:
+        """Encode the conversations of all sources in one call; each keeps those that could be.
+
+        What the template did not write of a record is noted: name -> records.
+        """
         empty = Ragged(
             ids=np.empty(0, np.uint32),
             mask=np.empty(0, np.uint8),
@@ -102,6 +108,9 @@ class Texts:
         for refused in done.refused:
             problem = Problem(reason=refused.reason, detail=refused.detail)
             problems.setdefault(int(owners[refused.index]), problem)
+        for owner, names in zip(owners[done.kept].tolist(), done.lost, strict=True):
+            for name in names:
+                notes.setdefault(name, set()).add(owner)
         bare = replace(self.tokenizer.identity, add_bos=False, add_eos=False)
         encoded = frame(done.encoded, bare)
         made: dict[str, Ragged] = {}
@@ -145,6 +154,8 @@ class Texts:
             )
         for item in np.flatnonzero(~made.trained).tolist():
             owner = int(ragged.owners[item])
+            if self.recipe.kind == "seq" and owner not in cut:
+                continue  # an empty text, and no EOS behind it
             limit = f", max_seq_len is {limits.max_seq_len}" if owner in cut else ""
             detail = f"{int(ragged.lengths[item])} tokens, none of them trained{limit}"
             problems.setdefault(owner, Problem(reason="no_supervision", detail=detail))
@@ -161,15 +172,20 @@ def open_texts(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> Tex
         try:
             chat = _open_chat(recipe, tokenizer, tokenizer_spec)
         except ConfigError as error:
-            if recipe.chat_template != "tokenizer":
+            if recipe.chat_template != "tokenizer" or all(variant.template for variant in recipe.variants):
                 raise
-            lacking = (
-                f"recipe {recipe.name!r}: messages must go through a chat template, got {error}; or name one in "
-                'the recipe: chat_template = "chatml", or the path of a .jinja file'
-            )
-            if all(variant.template for variant in recipe.variants):
-                raise ConfigError(lacking) from error
+            lacking = _lacking(tokenizer_spec, error)
     return Texts(recipe=recipe, tokenizer=tokenizer, chat=chat, lacking=lacking)
+
+
+def _lacking(tokenizer_spec: str, error: ConfigError) -> str:
+    from tokenmill.encode.chat.template import NAME_ONE, has_template
+
+    try:
+        there = has_template(tokenizer_spec)
+    except ConfigError:
+        there = True  # and cannot be read, which is what the error says
+    return str(error) if there else f"none beside the tokenizer {tokenizer_spec!r}; {NAME_ONE}"
 
 
 def _open_chat(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> ChatEncoder:
