@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tokenmill.cli.app import main
+from tokenmill.cli.console import console
 from tokenmill.prepare.build import prepare
 
 RUN = """\
@@ -70,6 +72,8 @@ def tokenmill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     def run(*arguments: object) -> Outcome:
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["tokenmill", *map(str, arguments)])
+        # A process asks for its width once; workers of the test runner have another one in their environment.
+        monkeypatch.setattr(console, "width", int(os.environ["COLUMNS"]))
         try:
             main()
             code = 0

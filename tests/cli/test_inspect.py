@@ -156,6 +156,7 @@ def test_the_audit_counts_what_is_trained_on(tokenmill, chat):
     assert (found["key"], found["items"], found["audited"], found["supervised"]) == ("sequence", 2, 2, trained)
     assert found["supervised_percent"] == 100 * trained / store.num_tokens
     assert (found["fully_masked"], found["truncated"]) == (0, 0)
+    assert "id 256, added where no chat template is / id 257, added where no" in tokenmill("inspect", chat).out
 
 
 def test_the_audit_finds_masked_cut_and_endless_records(tokenmill, tmp_path, tokenizer_identity):

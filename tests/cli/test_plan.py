@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from tokenmill.cli.console import console
 from tokenmill.cli.plan import fitting
 from tokenmill.run import Run
 from tokenmill.store import open_store
@@ -201,7 +202,7 @@ def test_a_folder_of_several_stores_is_no_source(tokenmill, folder):
     )
 
 
-@pytest.mark.parametrize("columns", [80, 100, 140, 300])
+@pytest.mark.parametrize("columns", [60, 80, 100, 140, 300])
 def test_no_number_or_header_is_cut_on_a_narrow_terminal(tokenmill, folder, monkeypatch, columns):
     text = (folder / "run.toml").read_text(encoding="utf-8").replace("steps = 10", "steps = 3_000_000")
     for name in ("web", "books"):
@@ -224,9 +225,11 @@ def test_no_number_or_header_is_cut_on_a_narrow_terminal(tokenmill, folder, monk
     assert [word for word in headers.split() if word not in words] == []
 
 
-@pytest.mark.parametrize(("columns", "titles"), [(200, ["T"])])
+@pytest.mark.parametrize(
+    ("columns", "titles"), [(200, ["T"]), (60, ["T", "T, continued"]), (10, ["T", "T, continued"])]
+)
 def test_estimates_are_shown_whole_beside_counted_figures(monkeypatch, columns, titles):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(console, "width", columns)
     made = fitting("T", ("name", "labels", "why"), [("a" * 40, "about 1,234,567,890", "x" * 30), ("b", 7, "–")])
     assert [str(one.title) for one in made] == titles
     figures = made[0].columns[1]
