@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +13,7 @@ from tokenmill.packing import ConcatRows, Policy, pack_rows
 from tokenmill.plan.report import report
 from tokenmill.plan.rows import NOTHING
 from tokenmill.run import Run
-from tokenmill.store import StoreSpec, StoreWriter, open_store
+from tokenmill.store import open_store
 
 POLICIES = [
     Policy(),
@@ -31,33 +29,6 @@ shapes = st.tuples(
     st.lists(st.one_of(st.integers(0, 4), st.integers(0, 70)), min_size=1, max_size=30),
     st.integers(0, 3),
 )
-
-
-@pytest.fixture
-def make_masked(tmp_path, tokenizer_identity):
-    """Return a function that writes a store with a random loss mask and gives (path, mask, offsets)."""
-
-    def make(lengths, seed=0, *, size=10**6, share=0.5, name="sft"):
-        rng = np.random.default_rng(seed)
-        offsets = np.cumsum([0, *lengths])
-        ids = rng.integers(2, 300, offsets[-1]).astype("<u2")
-        ids[offsets[:-1][np.diff(offsets) > 0]] = 1
-        mask = (rng.random(offsets[-1]) < share).astype("|u1")
-        if (tmp_path / name).exists():
-            shutil.rmtree(tmp_path / name)
-        spec = StoreSpec(
-            kind="sft",
-            keys={"sequence": "<u2", "loss_mask": "|u1"},
-            tokenizer=tokenizer_identity(300) | {"add_bos": True, "bos_id": 1},
-            recipe={},
-            max_tokens_per_shard=size,
-        )
-        with StoreWriter(tmp_path / name, spec) as writer:
-            writer.append({"sequence": ids, "loss_mask": mask}, offsets)
-            writer.commit()
-        return tmp_path / name, mask, offsets
-
-    return make
 
 
 def labels_by_hand(rows, offsets):

@@ -22,6 +22,7 @@ import xxhash
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.index import PackedWindow, WindowIndex, build_index
+from tokenmill.packing.window import EXCLUDED, NUM_COUNTS
 from tokenmill.store.cache_folder import private_folder, writable
 from tokenmill.store.durable import sync_folder
 from tokenmill.store.maps import FileRequest, map_file
@@ -84,7 +85,8 @@ def _write_footer(
             "format": FORMAT,
             "description": dict(description),
             "windows": len(table) - 1,
-            "counts": counts.tolist(),
+            # The last count came later than the format: it is written only where it says something.
+            "counts": counts[: NUM_COUNTS if counts[EXCLUDED] else EXCLUDED].tolist(),
             "table": xxhash.xxh3_64_hexdigest(table.tobytes()),
         }
     )
@@ -112,10 +114,12 @@ def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
     table = np.frombuffer(raw, np.int64).reshape(-1, 5)
     if begin - int(table[-1, 1]) not in range(8):
         return None
+    counts = np.zeros(NUM_COUNTS, np.int64)
+    counts[: len(footer["counts"])] = footer["counts"]
     return WindowIndex(
         table=table,
         data=data[:begin],
-        counts=np.array(footer["counts"], np.int64),
+        counts=counts,
         checked=np.zeros(footer["windows"], np.bool_),
     )
 

@@ -2,7 +2,8 @@
 
 Row r holds tokens r * seq_len to (r + 1) * seq_len of the stream, both included: one more than
 seq_len, so that every input has a label; that token is also the first input of the next row. All
-tokens are used but the last partial row, which `dropped_tokens` counts.
+tokens are used but the last partial row, which `dropped_tokens` counts. Documents that are excluded are
+holes in the stream, over which it closes.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numba
 import numpy as np
 
 from tokenmill.errors import PlanError, StoreCorruptError
 from tokenmill.packing.distinct import distinct
-from tokenmill.packing.masks import LOSS_MASK, count_stream, hold
+from tokenmill.packing.holes import (
+    QUARANTINED,
+    Holes,
+    are_excluded,
+    check_excluded,
+    describe_excluded,
+    excluded_within,
+    token_holes,
+)
+from tokenmill.packing.masks import LOSS_MASK, count_rows, count_stream, hold
 from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.store.memory import view_uint32, view_uint64
@@ -30,6 +40,14 @@ if TYPE_CHECKING:
     from tokenmill.store.reader import Store
     from tokenmill.types import Whole
 
+    Runs: TypeAlias = tuple[
+        npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
+    ]
+    """Runs of tokens of the store: (first token, length, which of the mapped shards has it, number of the run)."""
+
+_DOCUMENTS = 1 << 20
+"""Documents that are looked at together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConcatRows:
@@ -39,18 +57,33 @@ class ConcatRows:
     seq_len: int
     cross_document_labels: bool = False
     """Whether the first token of a document is a label of the last token of the one before it."""
+    excluded: npt.NDArray[np.int64] | None = None
+    """Documents that no row holds, ascending."""
 
     num_rest: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_excluded(self.store, self.excluded)
+
+    @cached_property
+    def holes(self) -> Holes:
+        """What the excluded documents leave out of the stream."""
+        return token_holes(self.store, self.excluded)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the stream has."""
+        return self.store.num_tokens - self.holes.size
 
     @property
     def num_rows(self) -> int:
         """How many whole rows the stream has."""
-        return max(0, (self.store.num_tokens - 1) // self.seq_len)
+        return max(0, (self.num_tokens - 1) // self.seq_len)
 
     @property
     def dropped_tokens(self) -> int:
         """Tokens of the last partial row, which no row holds."""
-        return self.store.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
+        return self.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
 
     @property
     def row_slots(self) -> int:
@@ -71,21 +104,36 @@ class ConcatRows:
 
     @cached_property
     def _fates(self) -> Fates:
-        held = self.store.num_tokens - self.dropped_tokens
+        held = self.num_tokens - self.dropped_tokens
         if LOSS_MASK in self.store.keys:
-            masked = held - count_stream(self)
+            masked = held - (count_rows(self) if self.holes.size else count_stream(self))
         else:
-            masked = 1 if held and self.cross_document_labels else _count_starts(self.store, held)
+            masked = 1 if held and self.cross_document_labels else self._count_starts(held)
+        dropped = {"last partial row": self.dropped_tokens, QUARANTINED: self.holes.size}
         return Fates(
             rows=self.num_rows,
             tokens=self.store.num_tokens,
             trained=held - masked,
             masked=masked,
-            dropped={"last partial row": self.dropped_tokens} if self.dropped_tokens else {},
+            dropped={reason: number for reason, number in dropped.items() if number},
             padding=0,
         )
 
-    @property
+    def _count_starts(self, held: int) -> int:
+        """Return how many documents with tokens begin in the first `held` tokens of the stream."""
+        store, found = self.store, 0
+        end = int(self.holes.opened(np.array([held - 1]))[0]) + 1 if held else 0
+        for begin in range(0, store.num_documents, _DOCUMENTS):
+            last = min(begin + _DOCUMENTS, store.num_documents)
+            offsets = store.document_offsets(begin, last)
+            starts = (offsets[1:] > offsets[:-1]) & (offsets[:-1] < end)
+            starts[excluded_within(self.excluded, begin, last)] = False
+            found += int(starts.sum())
+            if int(offsets[-1]) >= end:
+                break
+        return found
+
+    @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows."""
         return {
@@ -94,6 +142,7 @@ class ConcatRows:
             "seq_len": self.seq_len,
             "cross_document_labels": self.cross_document_labels,
             "rows": self.num_rows,
+            **describe_excluded(self.excluded),
         }
 
     def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
@@ -105,8 +154,13 @@ class ConcatRows:
     def rows_of(self, document: int) -> npt.NDArray[np.int64]:
         """Return the rows that hold a token of a document, in ascending order; none for an empty document."""
         begin, end = self.store.document_bounds(document)
-        if begin == end:
+        if begin == end or are_excluded(self.excluded, np.array([document]))[0]:
             return np.empty(0, np.int64)
+        return self.rows_within(begin, end)
+
+    def rows_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the rows that hold tokens `begin` to `end` (exclusive) of the store, in ascending order."""
+        begin, end = self.holes.closed(np.array([begin, end])).tolist()
         first = max(0, -(-(begin - self.seq_len) // self.seq_len))
         last = min(self.num_rows - 1, (end - 1) // self.seq_len)
         return np.arange(first, last + 1, dtype=np.int64)
@@ -122,19 +176,22 @@ class ConcatRows:
                 f"{self.store.path}: rows must lie within 0:{self.num_rows}, "
                 f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
             )
-        begins = self.store.token_begins
-        first_shard = np.searchsorted(begins, rows * self.seq_len, side="right") - 1
-        last_shard = np.searchsorted(begins, rows * self.seq_len + self.seq_len, side="right") - 1
-        first = np.empty(rows.size, np.int64)
-        count = np.empty(rows.size, np.int64)
+        begins, sizes, runs = self.holes.runs(rows * self.seq_len, self.seq_len + 1)
+        first_shard = np.searchsorted(self.store.token_begins, begins, side="right") - 1
+        last_shard = np.searchsorted(self.store.token_begins, begins + sizes - 1, side="right") - 1
+        first = np.empty(begins.size, np.int64)
+        count = np.empty(begins.size, np.int64)
         parts: list[npt.NDArray[np.int64]] = []
         filled = 0
         for chosen, shards in _groups(first_shard, last_shard, self.store.maps.limit // 4):
-            found = self._spans_of(rows[chosen], first_shard[chosen], shards, first, count, chosen)
+            local = np.searchsorted(shards, first_shard[chosen])
+            found = self._spans_of((begins[chosen], sizes[chosen], local, chosen), shards, first, count)
             first[chosen] += filled
             filled += found.shape[0]
             parts.append(found)
         columns = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty((0, 5), np.int64)])
+        if begins.size > rows.size:
+            columns, first, count = _join_runs(columns, first, count, runs)
         return Spans(
             first=first,
             count=count,
@@ -147,24 +204,20 @@ class ConcatRows:
 
     def _spans_of(
         self,
-        rows: npt.NDArray[np.int64],
-        row_shards: npt.NDArray[np.int64],
+        runs: Runs,
         shards: npt.NDArray[np.int64],
         first: npt.NDArray[np.int64],
         count: npt.NDArray[np.int64],
-        chosen: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int64]:
         store = self.store
         with store.maps.borrow([store.file(int(shard), DOCUMENTS) for shard in shards]) as files:
             addresses = np.array([file.address for file in files], np.uint64)
-            local = np.searchsorted(shards, row_shards)
             mean = store.num_tokens / max(1, store.num_documents)
-            capacity = int(rows.size * (3 + 1.5 * self.seq_len / max(1.0, mean))) + 16
+            capacity = int(3 * runs[0].size + 1.5 * int(runs[1].sum()) / max(1.0, mean)) + 16
             while True:
                 out = np.empty((capacity, 5), np.int64)
                 needed = _find_spans(
-                    (rows * self.seq_len, local, chosen),
-                    self.seq_len + 1,
+                    runs,
                     (shards, addresses, store.token_begins, store.document_begins),
                     first,
                     count,
@@ -180,23 +233,25 @@ class ConcatRows:
                 capacity = int(needed)
 
 
-def _count_starts(store: Store, end: int) -> int:
-    """Return how many documents with tokens begin before token `end` of the stream."""
-    found = 0
-    for begin in range(0, store.num_documents, 1 << 20):
-        offsets = store.document_offsets(begin, min(begin + (1 << 20), store.num_documents))
-        found += int(((offsets[1:] > offsets[:-1]) & (offsets[:-1] < end)).sum())
-        if int(offsets[-1]) >= end:
-            break
-    return found
+def _join_runs(
+    columns: npt.NDArray[np.int64],
+    first: npt.NDArray[np.int64],
+    count: npt.NDArray[np.int64],
+    runs: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Put the spans of rows that are made of several runs side by side; return them, and (first, count) of rows."""
+    ends = np.cumsum(count)
+    order = np.arange(columns.shape[0]) + np.repeat(first - (ends - count), count)
+    heads = np.cumsum(runs) - runs
+    return columns[order], (ends - count)[heads], np.add.reduceat(count, heads)
 
 
 def _groups(
     first: npt.NDArray[np.int64], last: npt.NDArray[np.int64], limit: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Cut rows into groups that need few shards at a time: (which rows, the shards they need, ascending).
+    """Cut runs into groups that need few shards at a time: (which runs, the shards they need, ascending).
 
-    A row needs all shards from its first to its last; one row alone may need more than `limit`.
+    A run needs all shards from its first to its last; one run alone may need more than `limit`.
     """
     shards = distinct(np.concatenate([first, last]))
     if bool((last - first <= 1).all()) and shards.size <= limit:
@@ -219,23 +274,22 @@ def _groups(
 
 @numba.njit(cache=True, nogil=True)
 def _find_spans(
-    rows: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    row_tokens: int,
+    runs: Runs,
     shards: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
     first: npt.NDArray[np.int64],
     count: npt.NDArray[np.int64],
     out: npt.NDArray[np.int64],
 ) -> Whole:
-    """Write the spans of rows that begin at given tokens; return how many there are, even if `out` is too small.
+    """Write the spans of runs of tokens; return how many there are, even if `out` is too small.
 
     A negative number says that the documents of a shard cannot be right: -1 less the shard.
     """
-    begins, locals_, chosen = rows
+    begins, sizes, locals_, chosen = runs
     numbers, addresses, token_begins, document_begins = shards
     filled: Whole = 0
     for i in range(begins.size):
         position = begins[i]
-        end = position + row_tokens
+        end = position + sizes[i]
         local = locals_[i]
         first[chosen[i]] = filled
         while position < end:

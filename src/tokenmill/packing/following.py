@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
+from tokenmill.packing.holes import excluded_within
 from tokenmill.packing.packed import PackedRows, pack_rows
 from tokenmill.packing.window import MAX_DOCUMENTS
 from tokenmill.types import Fates, Spans
@@ -143,6 +144,7 @@ def follow(full: ConcatRows | PackedRows, previous: RowIndex, seen: Seen, policy
         cross_document_labels=full.cross_document_labels,
         fragments_of=_unseen(part, seen, context=policy.name != "bos_best_fit"),
         after=after,
+        excluded=full.excluded,
     )
     return FollowingRows(full=full, rest=rest) if rest.num_rows else full
 
@@ -160,6 +162,7 @@ def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> Wind
         left = seen.unseen(rows)
         # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
         touched = np.full(lengths.size, seen.rest)
+        touched[excluded_within(part.excluded, begin, end)] = True  # no part of that epoch, so not left of it
         drawn = part.spans(rows[~left]).document
         touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
         documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)
@@ -177,9 +180,7 @@ def _rows_of_window(
         table = part.index.table
         return np.arange(int(table[window, 0]), int(table[window + 1, 0]))
     # A row of `concat` may reach into the windows beside this one; each takes its own documents from it.
-    first = max(0, -(-(int(offsets[0]) - part.seq_len) // part.seq_len))
-    last = min(part.num_rows - 1, (int(offsets[-1]) - 1) // part.seq_len)
-    return np.arange(first, last + 1)
+    return part.rows_within(int(offsets[0]), int(offsets[-1]))
 
 
 def _owed(

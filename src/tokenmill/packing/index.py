@@ -16,11 +16,14 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError
-from tokenmill.packing.policy import pack_window
+from tokenmill.packing.holes import excluded_within
+from tokenmill.packing.policy import count_tokens, pack_window
 from tokenmill.packing.window import (
+    EXCLUDED,
     MAX_DOCUMENTS,
     MAX_LENGTH,
     NUM_COUNTS,
+    TOKENS,
     TOO_LONG,
     document_fragments,
     needed_room,
@@ -107,12 +110,23 @@ def num_windows(store: Store) -> int:
     return -(-store.num_documents // MAX_DOCUMENTS)
 
 
-def pack_one(window: int, fragments_of: WindowFragments, seq_len: int, policy: Policy, where: str) -> PackedWindow:
-    """Pack one window."""
+def pack_one(
+    window: int,
+    fragments_of: WindowFragments,
+    seq_len: int,
+    policy: Policy,
+    where: str,
+    excluded: npt.NDArray[np.int64] | None,
+) -> PackedWindow:
+    """Pack one window, without the documents that are excluded."""
     fragments, lengths = fragments_of(window)
+    counts = np.zeros(NUM_COUNTS, np.int64)
+    gone = excluded_within(excluded, window * MAX_DOCUMENTS, window * MAX_DOCUMENTS + lengths.size)
+    if gone.size:
+        fragments, left_out = _split(fragments, gone, lengths.size)
+        counts[EXCLUDED] = counts[TOKENS] = count_tokens(left_out, policy.numbers()[0])
     room = int(needed_room(fragments[2], seq_len))
     out = (np.empty(room, np.uint32), np.empty(room, np.uint16), np.empty(3 * room, np.uint32))
-    counts = np.zeros(NUM_COUNTS, np.int64)
     rows, pieces, cuts = pack_window(fragments, lengths, (seq_len, *policy.numbers()), out, counts)
     if counts[TOO_LONG]:
         document = window * MAX_DOCUMENTS + int(counts[TOO_LONG]) - 1
@@ -126,6 +140,15 @@ def pack_one(window: int, fragments_of: WindowFragments, seq_len: int, policy: P
         (out[0][:rows].tobytes(), out[1][:pieces].tobytes(), b"\0\0" * (pieces % 2), out[2][: 3 * cuts].tobytes())
     )
     return PackedWindow(rows=int(rows), pieces=int(pieces), cuts=int(cuts), data=data, counts=counts)
+
+
+def _split(fragments: Fragments, excluded: npt.NDArray[np.int64], documents: int) -> tuple[Fragments, Fragments]:
+    """Return the fragments that are to be packed, and those of excluded documents of the window."""
+    gone = np.zeros(documents, np.bool_)
+    gone[excluded] = True
+    mine = gone[fragments[0]]
+    number, start, size = fragments
+    return (number[~mine], start[~mine], size[~mine]), (number[mine], start[mine], size[mine])
 
 
 def pack_all(windows: int, pack: Callable[[int], PackedWindow], threads: int) -> Iterator[PackedWindow]:

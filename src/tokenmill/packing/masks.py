@@ -45,14 +45,14 @@ def hold(rows: ConcatRows | PackedRows, numbers: npt.NDArray[np.int64]) -> Held:
     return Held(tokens=int(np.minimum(used, rows.seq_len).sum()), trained=trained)
 
 
-def count_packed(rows: PackedRows) -> int:
+def count_rows(rows: ConcatRows | PackedRows) -> int:
     """Return how many labels of an epoch the mask leaves; reads all of it, some rows at a time."""
     starts = range(0, rows.num_rows, _ROWS)
     return sum(hold(rows, np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
 
 
 def count_stream(rows: ConcatRows) -> int:
-    """Return how many labels of an epoch the mask leaves where rows are cut from the stream."""
+    """Return what `count_rows` does for rows cut from a stream without holes; faster, as it finds no spans."""
     store, end = rows.store, rows.store.num_tokens - rows.dropped_tokens
     found = sum(_ones_within(store, begin, min(begin + _TOKENS, end)) for begin in range(1, end, _TOKENS))
     if rows.cross_document_labels:

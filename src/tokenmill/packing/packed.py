@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError
 from tokenmill.packing.cache import cached_index
+from tokenmill.packing.holes import QUARANTINED, check_excluded, describe_excluded
 from tokenmill.packing.index import (
     BYTE,
     CUTS,
@@ -27,12 +28,13 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.masks import LOSS_MASK, count_packed, hold
+from tokenmill.packing.masks import LOSS_MASK, count_rows, hold
 from tokenmill.packing.window import (
     BOS,
     BOS_ADDED,
     CROPPED,
     CUT,
+    EXCLUDED,
     FIRST,
     ID_MASK,
     MAX_DOCUMENTS,
@@ -67,6 +69,8 @@ class PackedRows:
     index: WindowIndex
     description: Mapping[str, int | str | bool]
     cross_document_labels: bool = False
+    excluded: npt.NDArray[np.int64] | None = None
+    """Documents that no row holds, ascending."""
     num_rest: int = 0
 
     @property
@@ -94,8 +98,8 @@ class PackedRows:
     @cached_property
     def _fates(self) -> Fates:
         counts = [int(number) for number in self.index.counts]
-        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED]}
-        trained = count_packed(self) if LOSS_MASK in self.store.keys else counts[TRAINED]
+        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED], QUARANTINED: counts[EXCLUDED]}
+        trained = count_rows(self) if LOSS_MASK in self.store.keys else counts[TRAINED]
         return Fates(
             rows=counts[ROWS],
             tokens=counts[TOKENS],
@@ -176,8 +180,13 @@ def pack_rows(
     cross_document_labels: bool = False,
     fragments_of: WindowFragments | None = None,
     after: str = "",
+    excluded: npt.NDArray[np.int64] | None = None,
 ) -> PackedRows:
-    """Pack a store, or what `fragments_of` leaves of it (`after` then says after what, for the description)."""
+    """Pack a store, or what `fragments_of` leaves of it (`after` then says after what, for the description).
+
+    `excluded` names documents, in ascending order, that are left out.
+    """
+    check_excluded(store, excluded)
     if policy.name == "bos_best_fit" and not store.manifest.tokenizer.get("add_bos"):
         raise ConfigError(
             f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
@@ -188,10 +197,14 @@ def pack_rows(
         **policy.describe(),
         "seq_len": seq_len,
         "cross_document_labels": cross_document_labels,
+        **describe_excluded(excluded),
     }
     if after:
         described["after"] = after
-    index = _index(store, described, fragments_of or whole_documents(store), seq_len, policy)
+    fragments = fragments_of or whole_documents(store)
+    index = _index(
+        store, described, lambda window: pack_one(window, fragments, seq_len, policy, str(store.path), excluded)
+    )
     return PackedRows(
         store=store,
         seq_len=seq_len,
@@ -199,21 +212,18 @@ def pack_rows(
         index=index,
         description={**described, "rows": index.num_rows},
         cross_document_labels=cross_document_labels,
+        excluded=excluded,
     )
 
 
 def _index(
-    store: Store,
-    described: Mapping[str, int | str | bool],
-    fragments_of: WindowFragments,
-    seq_len: int,
-    policy: Policy,
+    store: Store, described: Mapping[str, int | str | bool], pack: Callable[[int], PackedWindow]
 ) -> WindowIndex:
     windows = num_windows(store)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def packed() -> Iterator[PackedWindow]:
-        return pack_all(windows, lambda w: pack_one(w, fragments_of, seq_len, policy, str(store.path)), threads)
+        return pack_all(windows, pack, threads)
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
         return cached_index(store.path, described, packed)

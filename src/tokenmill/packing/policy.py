@@ -83,12 +83,18 @@ def pack_window(
         written = pack_stream(fragments, lengths, seq_len, out)
     else:
         written = pack_best_fit(fragments, lengths, (seq_len, split, policy == PADDED), out, counts)
+    counts[TOKENS] += count_tokens(fragments, policy)
+    count_window((seq_len, split), lengths, out, written, counts)
+    return written
+
+
+@numba.njit(cache=True, nogil=True)
+def count_tokens(fragments: Fragments, policy: Whole) -> Whole:
+    """Return how many tokens fragments bring to a window."""
     _, starts, sizes = fragments
     tokens: Whole = 0
     for i in range(sizes.size):
         # A fragment from within a document begins with a token that was trained before, and is here for context;
         # with BOS before it, it needs none.
         tokens += np.int64(sizes[i]) - (starts[i] > 0 and policy != BOS_BEST_FIT)
-    counts[TOKENS] += tokens
-    count_window((seq_len, split), lengths, out, written, counts)
-    return written
+    return tokens

@@ -11,6 +11,15 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
+from tokenmill.packing.holes import (
+    QUARANTINED,
+    Holes,
+    are_excluded,
+    check_excluded,
+    describe_excluded,
+    excluded_within,
+    record_holes,
+)
 from tokenmill.packing.masks import count_ones
 from tokenmill.plan.rows import NOTHING, Held
 from tokenmill.store.locate import locate
@@ -44,7 +53,7 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordRows:
-    """The rows of a store of DPO pairs or GRPO groups: row i is record i, each of its arrays cut to `seq_len`.
+    """The rows of a store of DPO pairs or GRPO groups: a record a row, in order, each array cut to `seq_len`.
 
     `spans` names the tokens of the first array, `chosen` or `prompts`; `runs` finds those of any.
     """
@@ -57,8 +66,11 @@ class RecordRows:
     """Records that come before the first epoch: what a stage before, of another sequence length, has not drawn."""
     after: str = ""
     """After what the rest is left, for the description."""
+    excluded: npt.NDArray[np.int64] | None = None
+    """Records that no row holds, ascending."""
 
     def __post_init__(self) -> None:
+        check_excluded(self.store, self.excluded)
         missing = [key for key in PARTS[self.store.manifest.kind] if key not in self.store.keys]
         if missing:
             raise ConfigError(
@@ -78,7 +90,12 @@ class RecordRows:
     @property
     def num_rows(self) -> int:
         """How many records there are."""
-        return self.store.num_documents
+        return self.store.num_documents - self.holes.size
+
+    @cached_property
+    def holes(self) -> Holes:
+        """What is left out of the numbers of records."""
+        return record_holes(self.excluded)
 
     @property
     def num_rest(self) -> int:
@@ -104,14 +121,19 @@ class RecordRows:
             "split": self.policy.describe()["split"],
             "seq_len": self.seq_len,
             "rows": self.num_rows,
+            **describe_excluded(self.excluded),
         }
 
     @cached_property
     def largest_group(self) -> int:
-        """The largest number of responses of a record; 0 where records have none. Reads where groups begin."""
+        """The largest number of responses of a record; 0 where records have none. Reads where groups begin.
+
+        Excluded records count, so that the shape of a batch does not change when one is quarantined.
+        """
         if "groups" not in self.store.axes:
             return 0
-        return max((int(np.diff(self.store.offsets("groups", *part)).max()) for part in self._blocks()), default=0)
+        blocks = _blocks(self.store.num_documents)
+        return max((int(np.diff(self.store.offsets("groups", *part)).max()) for part in blocks), default=0)
 
     @property
     def row_slots(self) -> int:
@@ -120,21 +142,31 @@ class RecordRows:
 
     @cached_property
     def _fates(self) -> Fates:
-        held = sum((self.held(np.arange(begin, end)) for begin, end in self._blocks()), NOTHING)
+        held = sum((self.held(np.arange(begin, end)) for begin, end in _blocks(self.num_rows)), NOTHING)
         tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
-        dropped = tokens - held.tokens
+        quarantined = self._count_excluded()
+        dropped = {"truncated": tokens - held.tokens - quarantined, QUARANTINED: quarantined}
         return Fates(
             rows=self.num_rows,
             tokens=tokens,
             trained=held.trained,
             masked=held.tokens - held.trained,
-            dropped={"truncated": dropped} if dropped else {},
+            dropped={reason: number for reason, number in dropped.items() if number},
             padding=self.num_rows * self.row_slots - held.tokens,
         )
 
     def fates(self) -> Fates:
         """Return what becomes of every token of all arrays in an epoch; reads lengths and masks, once."""
         return self._fates
+
+    def _count_excluded(self) -> int:
+        """Return how many tokens the excluded records have, over all arrays."""
+        found = 0
+        for begin, end in _blocks(self.store.num_documents):
+            records = excluded_within(self.excluded, begin, end) + begin
+            for key in self.parts if records.size else ():
+                found += int(locate(self.store, self.items(key, records)[0], self.store.axis(key))[2].sum())
+        return found
 
     def held(self, rows: npt.NDArray[np.int64]) -> Held:
         """Return what the given rows hold, over all arrays; reads lengths, and the masks of their tokens."""
@@ -167,17 +199,21 @@ class RecordRows:
                 f"{self.store.path}: a source must keep its store from stage to stage, got another than "
                 f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
             )
-        rest = np.flatnonzero(seen.unseen(np.arange(seen.size)))
+        left = np.flatnonzero(seen.unseen(np.arange(seen.size)))
+        rest = before.records(left + before.num_rows if seen.rest else left)
         after = digest({"rows": dict(before.description), "seen": dict(seen.describe())})
-        return replace(self, rest=before.rest[rest] if seen.rest else rest, after=after)
+        return replace(self, rest=rest[~are_excluded(self.excluded, rest)], after=after)
 
     def rows_of(self, document: int) -> npt.NDArray[np.int64]:
         """Return the row of a record, and that of the rest which holds it as well, if one does."""
-        if not 0 <= document < self.num_rows:
+        if not 0 <= document < self.store.num_documents:
             raise PlanError(
-                f"{self.store.path}: a record must lie within 0:{self.num_rows}, got {document}; count from 0"
+                f"{self.store.path}: a record must lie within 0:{self.store.num_documents}, got {document}; "
+                "count from 0"
             )
-        return np.concatenate([[document], np.flatnonzero(self.rest == document) + self.num_rows])
+        record = np.array([document])
+        row = self.holes.closed(record)[~are_excluded(self.excluded, record)]
+        return np.concatenate([row, np.flatnonzero(self.rest == document) + self.num_rows])
 
     def records(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the record that each row holds."""
@@ -186,7 +222,7 @@ class RecordRows:
                 f"{self.store.path}: rows must lie within 0:{self.num_rows + self.num_rest}, "
                 f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
             )
-        records = rows.copy()
+        records = self.holes.opened(rows)
         left = rows >= self.num_rows
         records[left] = self.rest[rows[left] - self.num_rows]
         return records
@@ -227,14 +263,9 @@ class RecordRows:
             first = first + length - kept
         return Runs(shard=shard, first=first, length=kept)
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Cut the records into runs."""
-        for begin in range(0, self.num_rows, _BLOCK):
-            yield begin, min(begin + _BLOCK, self.num_rows)
-
     def _refuse_longer(self) -> None:
-        for begin, end in self._blocks():
-            records = np.arange(begin, end)
+        for begin, end in _blocks(self.num_rows):
+            records = self.records(np.arange(begin, end))
             for key in self.parts:
                 items, owner = self.items(key, records)
                 length = locate(self.store, items, self.store.axis(key))[2]
@@ -242,6 +273,12 @@ class RecordRows:
                 if long.size:
                     raise ConfigError(
                         f"{self.store.path}: {key} must have at most seq_len = {self.seq_len} tokens, got "
-                        f"{int(length[long[0]])} in record {begin + int(owner[long[0]])}; "
+                        f"{int(length[long[0]])} in record {int(records[owner[long[0]]])}; "
                         "raise seq_len, or use split = truncate_end or truncate_start"
                     )
+
+
+def _blocks(number: int) -> Iterator[tuple[int, int]]:
+    """Cut so many records into runs."""
+    for begin in range(0, number, _BLOCK):
+        yield begin, min(begin + _BLOCK, number)

@@ -39,10 +39,12 @@ MAX_LENGTH = (1 << 31) - 1
 SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END = range(4)
 
 ROWS, TOKENS, TRAINED, FIRST, PADDING, TRUNCATED, CROPPED, CUT_DOCUMENTS, BOS_ADDED, TOO_LONG = range(10)
-"""What a window counts. TOKENS = TRAINED + FIRST + TRUNCATED + CROPPED, where FIRST are the tokens before which
-nothing stands. PADDING are input slots without a token; BOS_ADDED the BOS put before rests of documents; TOO_LONG
-is one more than the first document that must not be cut, or 0."""
-NUM_COUNTS = 10
+"""What a window counts. TOKENS = TRAINED + FIRST + TRUNCATED + CROPPED + EXCLUDED, where FIRST are the tokens
+before which nothing stands. PADDING are input slots without a token; BOS_ADDED the BOS put before rests of
+documents; TOO_LONG is one more than the first document that must not be cut, or 0."""
+EXCLUDED = 10
+"""Tokens of excluded documents that would have been packed."""
+NUM_COUNTS = 11
 
 
 @numba.njit(cache=True, nogil=True)
