@@ -2,7 +2,8 @@
 
     python benchmarks/order.py [--json]
 
-Stage, mixture and shuffle together, vectorised, one core, at 10^9 rows a source. Start and resume run
+Stage, mixture and shuffle together, vectorised, one core, at 10^9 rows a source; within a ramp, blocks of 2 steps of
+1,024 rows, each reached from the last step that is kept. Start and resume run
 in fresh processes: from an opened plan (modules imported, kernels compiled) to the first row ids.
 """
 
@@ -14,11 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.plan import Ramp, Shuffle, StageSpec, compile_plan
 from tokenmill.plan.mixture import build_mixture, draw_all, integer_weights
 from tokenmill.plan.order import rows_at
 from tokenmill.plan.permute import permute_all
@@ -86,12 +87,32 @@ def nanoseconds_a_row(sources: int, mode: str) -> float:
     index = np.arange(1 << 18)
     rounds = []
     for start in range(12):
-        stage = plan.at(600_000 + start * 1000)
+        stage = plan.stage(600_000 + start * 1000)
         steps = index // 1024 + 600_000 + start * 1000
         begin = time.process_time()
         rows_at(stage, steps, index % 1024)
         rounds.append((time.process_time() - begin) / index.size * 1e9)
     return statistics.median(rounds[2:])
+
+
+def nanoseconds_in_a_ramp(sources: int) -> tuple[float, float]:
+    """Return (ns a row, ms to compile) where weights change over 10^6 steps; medians of 10."""
+    plan = make_plan(sources)
+    spec = plan.stages[0].spec
+    ramp = Ramp(shape="cosine", begin=0, end=10**6, weights=dict.fromkeys(spec.weights, 1.0))
+    begin = time.process_time()
+    stage = compile_plan([replace(spec, ramp=ramp)], sources=list(spec.weights), steps=10**6).stages[0]
+    rows_at(stage, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    compiled = (time.process_time() - begin) * 1e3
+    index = np.arange(2048)
+    rounds = []
+    for start in range(12):
+        steps = index // 1024 + 600_000 + start * 1000
+        begin = time.process_time()
+        for _ in range(20):
+            rows_at(stage, steps, index % 1024)
+        rounds.append((time.process_time() - begin) / index.size / 20 * 1e9)
+    return statistics.median(rounds[2:]), compiled
 
 
 PROBE = """
@@ -143,6 +164,10 @@ def main() -> None:
     for sources in (1, 2, 8, 64):
         for mode in ("full", "block"):
             results[f"ns a row, {sources} sources, {mode}"] = round(nanoseconds_a_row(sources, mode), 1)
+    for sources in (2, 8, 64):
+        row, compiled = nanoseconds_in_a_ramp(sources)
+        results[f"ns a row, {sources} sources, within a ramp"] = round(row, 1)
+        results[f"ms to compile a ramp of 10^6 steps, {sources} sources"] = round(compiled, 1)
     for name, step in (("first rows", 0), ("rows after resume at step 10^6", 10**6)):
         compile_ms, first_ms, memory = fresh_process(step)
         results[f"{name}: ms to compile a plan of 8 sources x 10^9 rows"] = round(compile_ms, 2)

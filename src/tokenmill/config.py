@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
+from tokenmill.checks import check_choice, check_packing, check_positive, check_seed, check_weighing
+from tokenmill.edits import QuarantineConfig, SkipConfig, check_edits
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.types import ARRAYS, CROPS, ON_CHANGE, PACKINGS, POSITIONS, SPLITS
+from tokenmill.tables import check_keys, read_list, read_table
+from tokenmill.types import ARRAYS, ON_CHANGE, ON_EXHAUSTED, POSITIONS, RAMPS
 
 MAX_SEQ_LEN = 1 << 24
-MAX_NUMBER = 1 << 40
-"""Steps and rows of a batch, so that positions of a run fit 64 bits many times over."""
+MAX_RAMP_BATCH = 1 << 22
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +25,18 @@ class SourceConfig:
     """A named set of rows."""
 
     name: str
-    store: str
+    store: str | None = None
     """Folder of the store, or files of another project; a relative path counts from the folder of the config."""
+    documents: tuple[str, ...] = ()
+    """In place of a store: files, folders, globs or `hf:` names of text, prepared into a store when first used."""
+    tokenizer: str | None = None
+    """Of `documents`, as `prepare` takes it."""
+    text_field: str = "text"
     max_epochs: float | None = None
     """How often the source may be read in the whole run; checked before the first step."""
+    on_exhausted: str | None = None
+    """What happens when it has been read so often (once, where max_epochs does not say): an `error` before step 0
+    (the default with max_epochs), `stop` drawing from it, or `repeat` for ever (the default without)."""
     dtype: str | None = None
     """What files of another project do not say of themselves, as all below; must not contradict what they say."""
     vocab_size: int | None = None
@@ -41,6 +50,24 @@ class SourceConfig:
         if self.max_epochs is not None and not 0 < self.max_epochs < float("inf"):
             raise ConfigError(
                 f"source {self.name!r}: max_epochs must be positive, got {self.max_epochs}; omit it for no limit"
+            )
+        if self.on_exhausted is not None:
+            check_choice(f"source {self.name!r}", "on_exhausted", self.on_exhausted, ON_EXHAUSTED)
+        if self.on_exhausted == "repeat" and self.max_epochs is not None:
+            raise ConfigError(
+                f"source {self.name!r}: on_exhausted = repeat is for sources without a limit, got max_epochs "
+                f"{self.max_epochs:g}; leave one of the two out"
+            )
+        if (self.store is None) == (not self.documents):
+            got = "both" if self.documents else "neither"
+            raise ConfigError(
+                f"source {self.name!r}: must have a store, or documents and a tokenizer, got {got}; "
+                'for example store = "stores/web"'
+            )
+        if self.documents and self.tokenizer is None:
+            raise ConfigError(
+                f"source {self.name!r}: documents must have a tokenizer, got none; "
+                'for example tokenizer = "path/to/tokenizer.json", or "bytes"'
             )
 
 
@@ -61,6 +88,32 @@ class StageConfig:
     on_change: str = "unseen"
     """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
     `restart` the sources."""
+    lr_scale: float = 1.0
+    """What the learning rate is to be multiplied by: handed on to the trainer, batches do not depend on it."""
+    ramp: str | None = None
+    """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
+    `cosine`."""
+    ramp_steps: int | None = None
+    ramp_from: Mapping[str, float] | None = None
+    """Weights that the ramp starts from, if not those of the stage before."""
+    temperature: float | None = None
+    weigh_by: str | None = None
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}"
+        if self.start_step < 0:
+            raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
+        if not 0 < self.lr_scale < float("inf"):
+            raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
+        if self.ramp is not None:
+            check_choice(where, "ramp", self.ramp, RAMPS)
+            if self.ramp_steps is None or self.ramp_steps < 1:
+                got = "none" if self.ramp_steps is None else self.ramp_steps
+                raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
+        elif self.ramp_steps is not None or self.ramp_from is not None:
+            key = "ramp_steps" if self.ramp_steps is not None else "ramp_from"
+            raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
+        check_weighing(where, self.temperature, self.weigh_by)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +140,11 @@ class RunConfig:
     window_blocks: int = 64
     """Blocks that are shuffled together under shuffle = "block"."""
     weights: Mapping[str, float] | None = None
-    """Share of rows of each source, for stages that do not say; need not sum to 1."""
+    """Share of each source, for stages that do not say; need not sum to 1."""
+    temperature: float = 1.0
+    """Weights are raised to the power 1 / temperature: above 1 they become more alike."""
+    weigh_by: str = "rows"
+    """What the weights are shares of: `rows`, or `tokens`, of which the rows of some sources hold fewer."""
     arrays: tuple[str, ...] = DEFAULT_ARRAYS
     """What a batch delivers, where stores hold sequences."""
     positions: str = "document"
@@ -95,14 +152,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "seq_len"):
-            _check_positive("run", name, getattr(self, name))
+            check_positive("run", name, getattr(self, name))
         if self.seq_len > MAX_SEQ_LEN:
             raise ConfigError(f"run: seq_len must be at most {MAX_SEQ_LEN}, got {self.seq_len}; shorten it")
-        _check_seed("run", self.seed)
-        _check_packing("run", self.packing, self.split, self.crop)
-        _check_choice("run", "positions", self.positions, POSITIONS)
+        check_seed("run", self.seed)
+        check_packing("run", self.packing, self.split, self.crop)
+        check_choice("run", "positions", self.positions, POSITIONS)
+        check_weighing("run", self.temperature, self.weigh_by)
         for name in self.arrays:
-            _check_choice("run", "arrays", name, ARRAYS)
+            check_choice("run", "arrays", name, ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +170,8 @@ class Config:
     run: RunConfig
     sources: tuple[SourceConfig, ...]
     stages: tuple[StageConfig, ...] = field(default=())
+    skip: tuple[SkipConfig, ...] = field(default=())
+    quarantine: tuple[QuarantineConfig, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -122,6 +182,7 @@ class Config:
             twice = sorted({name for name in names if list(names).count(name) > 1})
             if twice:
                 raise ConfigError(f"{kind}: names must differ, got {twice[0]!r} twice; rename one")
+        check_edits(self.skip, self.quarantine, self.source_names, self.run.steps)
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -131,19 +192,41 @@ class Config:
     def resolved_stages(self) -> tuple[StageConfig, ...]:
         """Return the stages with everything said: own values, else those of [run]."""
         stages = self.stages or (StageConfig(name="main", start_step=0),)
+        ends = [*(stage.start_step for stage in stages[1:]), self.run.steps]
+        for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
+            self._check_ramp(stage, end, first=not number)
         return tuple(self._resolve(stage) for stage in stages)
+
+    def _check_ramp(self, stage: StageConfig, end: int, *, first: bool) -> None:
+        if stage.ramp is None or stage.ramp_steps is None:
+            return
+        where = f"stage {stage.name!r}"
+        if first and stage.ramp_from is None:
+            raise ConfigError(
+                f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
+            )
+        if stage.ramp_steps > max(end - stage.start_step, 0):
+            raise ConfigError(
+                f"{where}: ramp_steps must be at most the {max(end - stage.start_step, 0)} steps of the stage, "
+                f"got {stage.ramp_steps}; shorten it"
+            )
+        batch = stage.global_batch_size or self.run.global_batch_size
+        if batch > MAX_RAMP_BATCH:
+            raise ConfigError(
+                f"{where}: global_batch_size must be at most {MAX_RAMP_BATCH} in a ramp, got {batch}; lower it"
+            )
+        if stage.ramp_from is not None:
+            self._check_weights(f"{where}, ramp_from", stage.ramp_from)
 
     def _resolve(self, stage: StageConfig) -> StageConfig:
         where = f"stage {stage.name!r}"
         for name in ("global_batch_size", "seq_len"):
             if getattr(stage, name) is not None:
-                _check_positive(where, name, getattr(stage, name))
+                check_positive(where, name, getattr(stage, name))
         if stage.seq_len is not None and stage.seq_len > MAX_SEQ_LEN:
             raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {stage.seq_len}; shorten it")
         if stage.seed is not None:
-            _check_seed(where, stage.seed)
-        if stage.start_step < 0:
-            raise ConfigError(f"{where}: start_step must not be negative, got {stage.start_step}; count from 0")
+            check_seed(where, stage.seed)
         weights = stage.weights if stage.weights is not None else self.run.weights
         if weights is None:
             if len(self.sources) > 1:
@@ -156,16 +239,15 @@ class Config:
         packing = stage.packing or self.run.packing
         split = stage.split or (self.run.split if packing in ("best_fit", "padded") else "allow")
         crop = stage.crop or (self.run.crop if packing == "bos_best_fit" else "return")
-        _check_packing(where, packing, split, crop)
+        check_packing(where, packing, split, crop)
         if self.run.cross_document_labels and packing != "concat":
             raise ConfigError(
                 f"{where}: cross_document_labels is for packing concat, got it with {packing!r}; "
                 "leave it out, or use packing = concat"
             )
-        _check_choice(where, "on_change", stage.on_change, ON_CHANGE)
-        return StageConfig(
-            name=stage.name,
-            start_step=stage.start_step,
+        check_choice(where, "on_change", stage.on_change, ON_CHANGE)
+        return replace(
+            stage,
             weights=weights,
             seed=self.run.seed if stage.seed is None else stage.seed,
             global_batch_size=stage.global_batch_size or self.run.global_batch_size,
@@ -174,7 +256,8 @@ class Config:
             split=split,
             crop=crop,
             shuffle=stage.shuffle or self.run.shuffle,
-            on_change=stage.on_change,
+            temperature=self.run.temperature if stage.temperature is None else stage.temperature,
+            weigh_by=stage.weigh_by or self.run.weigh_by,
         )
 
     def _check_weights(self, where: str, weights: Mapping[str, float]) -> None:
@@ -191,114 +274,39 @@ class Config:
             )
 
 
-def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read a config file in TOML; every key must be known and every value of its type."""
+def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a config file in TOML."""
     file = Path(path)
+    if file.is_dir():
+        raise ConfigError(
+            f"{file}: must be the .toml of a run, got a folder; `tokenmill inspect {file}` shows a store"
+        )
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{file}: a run must be described in a TOML file, got nothing there; fix the path"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: must be TOML, got {error}; fix that line") from None
-    return parse_config(tables, where=str(file))
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """Read a config file of our own in TOML; every key must be known and every value of its type."""
+    return parse_config(read_tables(path), where=str(path))
 
 
 def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     """Make a config of nested tables, as a TOML reader gives them."""
-    _check_keys(where, tables, ("run", "sources", "stages"))
+    check_keys(where, tables, ("run", "sources", "stages", "skip", "quarantine"))
     if "run" not in tables:
         raise ConfigError(
             f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
         )
     return Config(
-        run=_read(RunConfig, tables["run"], "run"),
-        sources=tuple(
-            _read(SourceConfig, item, f"sources[{i}]") for i, item in enumerate(_list(tables, "sources"))
-        ),
-        stages=tuple(_read(StageConfig, item, f"stages[{i}]") for i, item in enumerate(_list(tables, "stages"))),
+        run=read_table(RunConfig, tables["run"], "run"),
+        sources=read_list(SourceConfig, tables, "sources"),
+        stages=read_list(StageConfig, tables, "stages"),
+        skip=read_list(SkipConfig, tables, "skip"),
+        quarantine=read_list(QuarantineConfig, tables, "quarantine"),
     )
-
-
-def _list(tables: Mapping[str, Any], key: str) -> list[Any]:
-    value = tables.get(key, [])
-    if not isinstance(value, list):
-        raise ConfigError(f"{key}: must be a list of tables, got {type(value).__name__}; write [[{key}]]")
-    return value
-
-
-def _read(kind: type[T], table: Any, where: str) -> T:  # noqa: ANN401 - what TOML gives
-    """Fill a dataclass from a table; names, presence and types are checked."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}: must be a table, got {table!r}; write [{where}]")
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    _check_keys(where, table, tuple(known))
-    for name, item in known.items():
-        if name not in table and item.default is MISSING and item.default_factory is MISSING:
-            raise ConfigError(f"{where}: {name} must be given, got nothing; add {name} = ...")
-    hints = get_type_hints(kind)
-    values = {name: _convert(f"{where}.{name}", value, hints[name]) for name, value in table.items()}
-    return kind(**values)
-
-
-def _convert(where: str, value: Any, hint: Any) -> Any:  # noqa: ANN401 - what TOML gives, what a hint is
-    """Return a TOML value as the type of its field, or refuse it."""
-    text = str(hint)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if "Mapping" in text:
-        ok = isinstance(value, Mapping) and all(
-            isinstance(weight, int | float) and not isinstance(weight, bool) for weight in value.values()
-        )
-        wanted, result = "a table of numbers", value
-    elif "tuple" in text:
-        ok = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        wanted, result = "a list of strings", tuple(value) if ok else value
-    elif "bool" in text:
-        ok, wanted, result = isinstance(value, bool), "true or false", value
-    elif "float" in text:
-        ok, wanted, result = number, "a number", value
-    elif "int" in text:
-        ok, wanted, result = number and isinstance(value, int), "a whole number", value
-    else:
-        ok, wanted, result = isinstance(value, str), "a string", value
-    if not ok:
-        raise ConfigError(f"{where}: must be {wanted}, got {value!r}; change its type")
-    return result
-
-
-def _check_keys(where: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"{where}: keys must be known, got {key!r}; {nearest(key, known)}")
-
-
-def _check_positive(where: str, name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{where}: {name} must be at least 1, got {value}; raise it")
-    if value > MAX_NUMBER:
-        raise ConfigError(f"{where}: {name} must be at most {MAX_NUMBER}, got {value}; lower it")
-
-
-def _check_seed(where: str, seed: int) -> None:
-    if not 0 <= seed < 1 << 63:
-        raise ConfigError(f"{where}: seed must lie within 0 and 2^63, got {seed}; choose a smaller one")
-
-
-def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
-    _check_choice(where, "packing", packing, PACKINGS)
-    _check_choice(where, "split", split, SPLITS)
-    _check_choice(where, "crop", crop, CROPS)
-    if split != "allow" and packing not in ("best_fit", "padded"):
-        raise ConfigError(
-            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
-        )
-    if crop != "return" and packing != "bos_best_fit":
-        raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
-
-
-def _check_choice(where: str, name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}; {nearest(value, choices)}"
-        )

@@ -9,14 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.config import DEFAULT_ARRAYS, Config, StageConfig, read_config
+from tokenmill.config import DEFAULT_ARRAYS, Config, SourceConfig, StageConfig, parse_config, read_tables
+from tokenmill.dialects import Translation, translate
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from tokenmill.loader import Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
-    from tokenmill.plan import Plan, StageSpec
+    from tokenmill.plan import Plan, RowIndex
     from tokenmill.store import Store
 
 RECORD_KINDS = frozenset(("dpo", "grpo"))
@@ -34,11 +38,21 @@ class Run:
     config: Config
     folder: Path
     """Where relative paths count from, and where plans are recorded."""
+    name: str = "run"
+    """Of the config file, without its ending: what the history of edits is kept under."""
+    translation: Translation | None = None
+    """How the config file was read, if it was."""
 
     @classmethod
-    def from_toml(cls, path: str | os.PathLike[str]) -> Run:
-        """Read a config file; its stores are opened when the plan is made."""
-        return cls(config=read_config(path), folder=Path(path).resolve().parent)
+    def from_toml(cls, path: str | os.PathLike[str], *, world_size: int | None = None) -> Run:
+        """Read a config file, our own, of KempnerForge or of torchtitan; stores are opened when the plan is made.
+
+        `world_size` is for configs of others, which give the batch of one rank.
+        """
+        translation = translate(read_tables(path), where=str(path), world_size=world_size)
+        config = parse_config(translation.tables, where=str(path))
+        file = Path(path).resolve()
+        return cls(config=config, folder=file.parent, name=file.stem, translation=translation)
 
     @cached_property
     def stores(self) -> dict[str, Store]:
@@ -49,7 +63,7 @@ class Run:
         maps = MapCache()
         stores = {
             source.name: open_store(
-                self.folder / source.store,
+                self._store_folder(source),
                 maps=maps,
                 dtype=source.dtype,
                 vocab_size=source.vocab_size,
@@ -63,24 +77,49 @@ class Run:
         _check_kinds(stores)
         return stores
 
+    def _store_folder(self, source: SourceConfig) -> Path:
+        """Return where the store of a source is; text is prepared first, once."""
+        if source.store is not None:
+            return self.folder / source.store
+        from tokenmill.prepare.cached import cached_store
+
+        assert source.tokenizer is not None
+        plain = source.tokenizer == "bytes" or ":" in source.tokenizer
+        return cached_store(
+            [text if text.startswith("hf:") else str(self.folder / text) for text in source.documents],
+            tokenizer=source.tokenizer if plain else str(self.folder / source.tokenizer),
+            text_field=source.text_field,
+            folder=self.folder / ".tokenmill" / "stores",
+            where=f"source {source.name!r}",
+        )
+
     @cached_property
-    def _rows(self) -> dict[tuple[str, int, Policy], ConcatRows | PackedRows | RecordRows]:
+    def _rows(self) -> dict[tuple[str, int, Policy, bytes], ConcatRows | PackedRows | RecordRows]:
         return {}
 
-    def rows(self, source: str, seq_len: int, policy: Policy) -> ConcatRows | PackedRows | RecordRows:
-        """Return the rows of a source at a sequence length under a policy; pairs and groups are never packed."""
+    def rows(
+        self, source: str, seq_len: int, policy: Policy, excluded: npt.NDArray[np.int64] | None = None
+    ) -> ConcatRows | PackedRows | RecordRows:
+        """Return the rows of a source at a sequence length under a policy, without the `excluded` documents.
+
+        Pairs and groups are never packed.
+        """
         from tokenmill.packing import ConcatRows, RecordRows, pack_rows
 
-        key = (source, seq_len, policy)
+        key = (source, seq_len, policy, b"" if excluded is None else excluded.tobytes())
         if key not in self._rows:
             crossing = self.config.run.cross_document_labels
             store = self.stores[source]
             if store.manifest.kind in RECORD_KINDS:
-                self._rows[key] = RecordRows(store=store, seq_len=seq_len, policy=policy)
+                self._rows[key] = RecordRows(store=store, seq_len=seq_len, policy=policy, excluded=excluded)
             elif policy.name == "concat":
-                self._rows[key] = ConcatRows(store=store, seq_len=seq_len, cross_document_labels=crossing)
+                self._rows[key] = ConcatRows(
+                    store=store, seq_len=seq_len, cross_document_labels=crossing, excluded=excluded
+                )
             else:
-                self._rows[key] = pack_rows(store, seq_len=seq_len, policy=policy, cross_document_labels=crossing)
+                self._rows[key] = pack_rows(
+                    store, seq_len=seq_len, policy=policy, cross_document_labels=crossing, excluded=excluded
+                )
         return self._rows[key]
 
     def plan(self) -> Plan:
@@ -90,15 +129,18 @@ class Run:
     @cached_property
     def _plan(self) -> Plan:
         from tokenmill.plan.plan import check_order, compile_plan
+        from tokenmill.schedule import limits, schedule
 
-        limits = {source.name: source.max_epochs for source in self.config.sources}
-        stages, steps = self.config.resolved_stages(), self.config.run.steps
+        steps = self.config.run.steps
+        stages = self.config.stages or self.config.resolved_stages()
         check_order([(stage.name, stage.start_step) for stage in stages], steps)  # before any row is packed
+        errors, stops = limits(self.config)
         return compile_plan(
-            [self._stage(stage) for stage in stages],
+            schedule(self.config, self.folder, self._stage_rows),
             sources=self.config.source_names,
             steps=steps,
-            max_epochs={name: limit for name, limit in limits.items() if limit is not None},
+            max_epochs=errors,
+            stops=stops,
             contract={"positions": self.config.run.positions},
         )
 
@@ -131,34 +173,16 @@ class Run:
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )
 
-    def _stage(self, stage: StageConfig) -> StageSpec:
+    def _stage_rows(self, name: str, stage: StageConfig, excluded: npt.NDArray[np.int64]) -> RowIndex:
+        """Return the rows of a source in a stage."""
         from tokenmill.packing import Policy
-        from tokenmill.plan import Shuffle, StageSpec
 
         # resolved_stages() has filled everything in.
-        assert stage.weights is not None
-        assert stage.seed is not None
-        assert stage.global_batch_size is not None
         assert stage.seq_len is not None
-        assert stage.packing is not None
         assert stage.split is not None
         assert stage.crop is not None
         policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
-        return StageSpec(
-            name=stage.name,
-            start_step=stage.start_step,
-            global_batch_size=stage.global_batch_size,
-            seq_len=stage.seq_len,
-            seed=stage.seed,
-            shuffle=Shuffle(
-                mode=stage.shuffle or self.config.run.shuffle,
-                block_rows=self.config.run.block_rows,
-                window_blocks=self.config.run.window_blocks,
-            ),
-            weights=dict(stage.weights),
-            rows={name: self.rows(name, stage.seq_len, policy) for name in stage.weights},
-            on_change=stage.on_change,
-        )
+        return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
 
     def _packing(self, stage: StageConfig) -> str:
         """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""

@@ -35,6 +35,9 @@ SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
 CROPS = ("return", "discard")
 """What can become of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")
+ON_EXHAUSTED = ("repeat", "stop", "error")
+RAMPS = ("linear", "cosine")
+WEIGHINGS = ("rows", "tokens")
 """What a stage can do with a source whose rows are not those of the stage before."""
 
 Whole: TypeAlias = Any

@@ -85,7 +85,11 @@ def test_a_file_that_may_not_be_read_is_an_error_and_no_traceback(tokenmill, run
 
 
 def test_a_folder_in_place_of_a_file_is_an_error_and_no_traceback(tokenmill, folder):
-    for arguments in (["what", folder, "--step", 0], ["batches", folder / "run.toml", "--state", folder]):
+    for arguments, got in (
+        (["what", folder, "--step", 0], "got a folder"),
+        (["batches", folder], "got a folder"),
+        (["batches", folder / "run.toml", "--state", folder], "got Is a directory"),
+    ):
         done = tokenmill(*arguments)
         assert (done.code, done.out) == (1, "")
-        assert re.fullmatch(r"error: .*: .*, got Is a directory; .*\n", done.err)
+        assert re.fullmatch(rf"error: .*: .*, {got}; .*\n", done.err)

@@ -70,7 +70,7 @@ def global_batches():
         plan = loaders[0].plan
         out = []
         for step in range(plan.steps if steps is None else steps):
-            count = loaders[0].part.batches(plan.at(step))
+            count = loaders[0].part.batches(plan.stage(step))
             drawn = [next(stream) for stream in streams for _ in range(count)]
             out.append({name: np.concatenate([batch[name] for batch in drawn]).tobytes() for name in drawn[0]})
         return out

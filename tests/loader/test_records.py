@@ -230,7 +230,7 @@ def global_batches(run, world_size, micro_batch, steps, **options):
     streams = [iter(loader) for loader in loaders]
     out = []
     for step in range(steps):
-        count = loaders[0].part.batches(loaders[0].plan.at(step))
+        count = loaders[0].part.batches(loaders[0].plan.stage(step))
         out.append(stack([next(stream) for stream in streams for _ in range(count)]))
     return bytes_of(out)
 
@@ -281,7 +281,7 @@ def test_resume_from_any_step_gives_the_rest_of_the_run(mixed_run, kind):
             fresh.load_state_dict(state)
             assert fresh.state_dict() == state
         streams = [iter(fresh) for fresh in again]
-        count = again[0].part.batches(again[0].plan.at(step))
+        count = again[0].part.batches(again[0].plan.stage(step))
         assert bytes_of([stack([next(s) for s in streams for _ in range(count)])]) == [whole[step]]
 
 

@@ -38,12 +38,14 @@ def test_between_steps_a_state_says_nothing_of_ranks(make_run):
         "step",
         "fingerprint",
         "plan",
+        "stage_idx",
+        "stage_name",
         "batches",
         "micro_batch",
         "world_size",
     }
     next(stream)
-    assert set(loader.state_dict()) == {"version", "step", "fingerprint", "plan"}
+    assert set(loader.state_dict()) == {"version", "step", "fingerprint", "plan", "stage_idx", "stage_name"}
     assert loader.state_dict()["step"] == 1
 
 
@@ -65,7 +67,7 @@ def test_chains_of_resumes_at_other_world_sizes_give_the_same_stream(make_run, g
             assert loader.state_dict() == state
         streams = [iter(loader) for loader in loaders]
         for step in range(loaders[0].step, min(30, loaders[0].step + steps)):
-            count = loaders[0].part.batches(loaders[0].plan.at(step))
+            count = loaders[0].part.batches(loaders[0].plan.stage(step))
             drawn = [next(stream) for stream in streams for _ in range(count)]
             got.append({name: np.concatenate([batch[name] for batch in drawn]).tobytes() for name in drawn[0]})
         state = json.loads(json.dumps(loaders[-1].state_dict()))

@@ -67,7 +67,7 @@ def numbered_rows():
 def make_plan():
     """Compile stages given as (start_step, batch, weights[, changes]) over sources given by their sizes."""
 
-    def make(sizes, stages, *, steps, seed=7, shuffle="full", max_epochs=None):
+    def make(sizes, stages, *, steps, seed=7, shuffle="full", max_epochs=None, stops=None):
         rows = {name: NumberedRows(size, name) for name, size in sizes.items()}
         specs = []
         for index, (start, batch, weights, *rest) in enumerate(stages):
@@ -81,9 +81,13 @@ def make_plan():
                     seed=changes.get("seed", seed),
                     shuffle=changes.get("shuffle", Shuffle(mode=shuffle, block_rows=4, window_blocks=3)),
                     weights=weights,
-                    rows={name: rows[name] for name in weights},
+                    rows={name: rows[name] for name in sizes},
+                    number=changes.get("number", index),
+                    lr_scale=changes.get("lr_scale", 1.0),
+                    ramp=changes.get("ramp"),
+                    skipped=changes.get("skipped"),
                 )
             )
-        return compile_plan(specs, sources=tuple(sizes), steps=steps, max_epochs=max_epochs)
+        return compile_plan(specs, sources=tuple(sizes), steps=steps, max_epochs=max_epochs, stops=stops)
 
     return make

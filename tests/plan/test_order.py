@@ -81,7 +81,7 @@ def test_any_slots_of_any_steps_are_those_of_the_whole_batch(make_plan, step):
     plan = make_plan(SIZES, STAGES, steps=120)
     sources, rows = plan.rows(step)
     picked = np.random.default_rng(step).permutation(rows.size)
-    found = rows_at(plan.at(step), np.full(rows.size, step), picked)
+    found = rows_at(plan.stage(step), np.full(rows.size, step), picked)
     assert np.array_equal(found[0], sources[picked])
     assert np.array_equal(found[1], rows[picked])
 

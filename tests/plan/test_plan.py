@@ -11,7 +11,7 @@ STAGES = [(0, 12, {"web": 0.6, "books": 0.4}), (30, 8, {"web": 0.2, "books": 0.8
 @pytest.mark.parametrize(("step", "name"), [(0, "stage0"), (29, "stage0"), (30, "stage1"), (59, "stage1")])
 def test_boundary_belongs_to_the_new_stage(make_plan, step, name):
     """[M1.b]"""
-    assert make_plan(SIZES, STAGES, steps=60).at(step).spec.name == name
+    assert make_plan(SIZES, STAGES, steps=60).at(step).stage == name
 
 
 def test_a_changed_future_leaves_batches_and_fingerprints_of_the_past_alone(make_plan):

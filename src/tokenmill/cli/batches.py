@@ -71,7 +71,9 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
     plan = loaders[0].plan
     streams = [iter(loader) for loader in loaders]
     for step in range(loaders[0].step, last):
-        stage = plan.at(step)
+        stage = plan.stage(step)
+        if stage.spec.skipped is not None:
+            continue
         rows: list[bytes] = []
         tokens = trained = 0
         for loader, stream in zip(loaders, streams, strict=True):

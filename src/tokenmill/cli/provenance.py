@@ -56,7 +56,7 @@ def what(
         (use.slot, use.source, use.row, span.document, f"{span.start}:{span.start + span.length}", found)
         for use, span, found in lines
     ]
-    title = f"Step {step}, stage {plan.at(step).spec.name!r}"
+    title = f"Step {step}, stage {plan.at(step).stage!r}"
     console.print(table(title, ("slot", "source", "row", "document", "tokens", "text"), rows))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from tokenmill.errors import ConfigError, nearest
+from tokenmill.loader.announce import announce_plan, announce_stage
 from tokenmill.loader.assemble import Block, StoredRows, layout
 from tokenmill.loader.buffers import BufferPool
 from tokenmill.loader.records import RECORD_ARRAYS, RecordBlock, record_layout, row_slots
@@ -78,7 +79,7 @@ class Loader:
         self.options = options or LoaderOptions(arrays=usual_arrays(plan))
         _check_arrays(self.options.arrays, _kind(plan))
         self._explain = explain
-        self._first_batch = np.cumsum([0, *(stage.num_steps * part.batches(stage) for stage in plan.stages)])
+        self._first_batch = np.cumsum([0, *(self._num_batches(stage) for stage in plan.stages)])
         self._pools: dict[tuple[int, ...], BufferPool] = {}
         self._drawn = 0
         self._jumps = 0
@@ -90,7 +91,8 @@ class Loader:
 
     def __getitem__(self, step: int) -> Batch:
         """Return this rank's whole slice of the batch of a step."""
-        stage = self.plan.at(step)
+        self.plan.rows(step)  # refuses a step that is skipped
+        stage = self.plan.stage(step)
         first = (step - stage.spec.start_step) * self.part.batches(stage)
         block = self._block(stage, first, self.part.batches(stage))
         try:
@@ -120,14 +122,16 @@ class Loader:
     def seek(self, step: int) -> None:
         """Go to the start of a step, or to the end of the run; a running iteration goes on from there."""
         if step != self.plan.steps:
-            self.plan.at(step)
+            self.plan.stage(step)
         self._go_to(Position(step=step))
 
     def _go_to(self, position: Position) -> None:
+        # Skipped steps have no batches: who goes to one of them stands at the next that has.
+        position = Position(step=self.plan.next_trained(position.step), batch=position.batch)
         if position.step == self.plan.steps:
             self._drawn = len(self)
         else:
-            stage = self.plan.at(position.step)
+            stage = self.plan.stage(position.step)
             steps = position.step - stage.spec.start_step
             self._drawn = int(self._first_batch[stage.index]) + steps * self.part.batches(stage) + position.batch
         self._jumps += 1
@@ -182,12 +186,16 @@ class Loader:
         """
         rows = FIRST_BLOCK_ROWS
         for stage, begin in zip(self.plan.stages, self._first_batch.tolist(), strict=False):
-            first, end = max(0, drawn - begin), stage.num_steps * self.part.batches(stage)
+            first, end = max(0, drawn - begin), self._num_batches(stage)
             while first < end:
                 count = min(end - first, max(1, rows // self.part.micro_batch))
                 yield stage, first, count
                 first += count
                 rows = min(self._block_rows(stage), 4 * rows)
+
+    def _num_batches(self, stage: Stage) -> int:
+        """Return how many micro-batches the steps of a stage have; those that are skipped have none."""
+        return 0 if stage.spec.skipped is not None else stage.num_steps * self.part.batches(stage)
 
     def _block_rows(self, stage: Stage) -> int:
         """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""
@@ -249,6 +257,10 @@ class _Batches(Iterator["Batch"]):
         self._loader = loader
         self._number = number
         self._jumps = -1
+        self._edge = -1
+        """Number of batches drawn at which the next stage begins."""
+        self._step = -1
+        """Step of the batch for which something was last logged."""
         self._stream: Iterator[Batch] = iter(())
         self._stop: Callable[[], object] = lambda: None
 
@@ -262,7 +274,10 @@ class _Batches(Iterator["Batch"]):
             )
         if self._jumps != loader._jumps:
             self._jumps = loader._jumps
+            self._announce(loader)
             self._start()
+        elif loader._drawn == self._edge:
+            self._announce(loader)
         try:
             batch = next(self._stream)
         except StopIteration:
@@ -272,6 +287,19 @@ class _Batches(Iterator["Batch"]):
             raise
         loader._drawn += 1
         return batch
+
+    def _announce(self, loader: Loader) -> None:
+        """Log the plan where an iteration starts, and then every stage that begins; rank 0 alone."""
+        step, edges = loader.step, loader._first_batch
+        after = int(np.searchsorted(edges, loader._drawn, side="right"))
+        self._edge = int(edges[after]) if after < edges.size else -1
+        if loader.part.rank or step == loader.plan.steps:
+            return
+        if self._step < 0:
+            announce_plan(loader.plan, step)
+        elif step > self._step:
+            announce_stage(loader.plan, self._step, step)
+        self._step = step
 
     def _start(self) -> None:
         self._stop()

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 STATE_VERSION = 1
 _KEYS = ("version", "step", "fingerprint", "plan")
 _MID_STEP_KEYS = ("batches", "micro_batch", "world_size")
+_TOLD_KEYS = ("stage_idx", "stage_name")
+"""For people to read; a state goes by its step and fingerprints."""
+_NAME_LENGTH = 24
 
 Explain = Callable[[str, int], str | None]
 """(digest of the plan that made a state, step) -> the first difference to this run's plan, if it is on record."""
@@ -42,6 +45,8 @@ def save_state(plan: Plan, position: Position, part: RankSlice) -> dict[str, int
         "fingerprint": plan.fingerprint_at(position.covered),
         "plan": plan.fingerprint[:16],
     }
+    spec = plan.stage(min(position.step, plan.steps - 1)).spec
+    state |= {"stage_idx": spec.number, "stage_name": spec.name[:_NAME_LENGTH]}
     if position.batch:
         state |= {"batches": position.batch, "micro_batch": part.micro_batch, "world_size": part.world_size}
     return state
@@ -66,7 +71,7 @@ def load_state(state: Mapping[str, Any], plan: Plan, part: RankSlice, explain: E
                 f"{then[0]} and {then[1]}, got {part.world_size} and {part.micro_batch}; "
                 "resume with those, or from a state saved between two steps"
             )
-        if batch >= part.batches(plan.at(step)):
+        if batch >= part.batches(plan.stage(step)):
             raise ResumeError(
                 f"state: batches must lie within step {step}, got {batch}; use a state that was not edited"
             )
@@ -77,8 +82,9 @@ def _check_shape(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise ResumeError(f"state: must be the dict that state_dict() gave, got {type(state).__name__}; pass that")
     for key in state:
-        if key not in (*_KEYS, *_MID_STEP_KEYS):
-            raise ResumeError(f"state: keys must be known, got {key!r}; {nearest(key, (*_KEYS, *_MID_STEP_KEYS))}")
+        known = (*_KEYS, *_MID_STEP_KEYS, *_TOLD_KEYS)
+        if key not in known:
+            raise ResumeError(f"state: keys must be known, got {key!r}; {nearest(key, known)}")
     missing = [key for key in _KEYS if key not in state]
     missing += [key for key in _MID_STEP_KEYS if key not in state and "batches" in state]
     if missing:

@@ -7,10 +7,10 @@
 4. Must not know: files, clocks, ranks, stores. It is given sizes and asks row indexes for spans.
 """
 
-from tokenmill.plan.plan import Plan, compile_plan
+from tokenmill.plan.plan import Moment, Plan, compile_plan
 from tokenmill.plan.provenance import RowUse
 from tokenmill.plan.rows import RowIndex
 from tokenmill.plan.shuffle import Shuffle
-from tokenmill.plan.stages import Stage, StageSpec
+from tokenmill.plan.stages import Ramp, Stage, StageSpec
 
-__all__ = ["Plan", "RowIndex", "RowUse", "Shuffle", "Stage", "StageSpec", "compile_plan"]
+__all__ = ["Moment", "Plan", "Ramp", "RowIndex", "RowUse", "Shuffle", "Stage", "StageSpec", "compile_plan"]

@@ -8,16 +8,20 @@ Each level rounds by at most half a row, and an inner node of a Huffman tree hol
 of its parent, so after any number of positions a source is less than 2 rows from its share:
 half a row for the leaf's own level, and 1/2 + 2/3 * (1/2 + 2/3 * ...) = 3/2 for those above it.
 After every `period` positions all counts are exact. See docs/decisions/0003-mixture-tree.md.
+
+Where the weights of a run change, the new tree is told how far each source is ahead of its share. A node
+then rounds as if it had always been there: what is behind gets every draw, and what is ahead none, until
+the shares of the whole run hold. So an edge adds no error. See docs/decisions/0011-edges-and-ramps.md.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import gcd, lcm
+from math import floor, gcd, lcm
 from typing import TYPE_CHECKING
 
 import numba
@@ -36,11 +40,14 @@ MAX_TOTAL = 1 << 31
 _SMALL = np.uint64(1 << 32)
 """Below this a position times a weight fits 64 bits, and one division a level is enough."""
 
-LEFT, RIGHT, HALF, TOTAL, LEFT_WEIGHT, PARENT = range(6)
-"""Columns of a node: children (a leaf is ~source), rounding, weights, and the node above."""
+LEFT, RIGHT, OFFSET, TOTAL, LEFT_WEIGHT, PARENT = range(6)
+"""Columns of a node: children (a leaf is ~source), rounding, weights, and the node above. Of m draws that reach it,
+(m * LEFT_WEIGHT + OFFSET) // TOTAL go left; OFFSET lies within 0 and TOTAL - 1."""
+
+_HALF = Fraction(1, 2)
 
 
-def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
+def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
     """Return weights as whole numbers in the same proportions, none of them 0.
 
     Decimal weights keep their proportions exactly, as long as their sum stays below 2^31; others are
@@ -55,8 +62,7 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
             f"weights: must be positive and finite, got {bad or dict(weights)}; "
             "leave a source out to give it no share"
         )
-    # The shortest decimal that means this float is what the user wrote: 0.1 is one tenth.
-    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}
+    exact = {name: exact_weight(weight) for name, weight in weights.items()}
     scale = lcm(*(weight.denominator for weight in exact.values()))
     whole = {name: int(weight * scale) for name, weight in exact.items()}
     shared = gcd(*whole.values())
@@ -66,6 +72,27 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
         return whole
     room = MAX_TOTAL - len(whole)
     return {name: max(1, weight * room // total) for name, weight in whole.items()}
+
+
+def exact_weight(weight: float | Fraction) -> Fraction:
+    """Return the number that a weight stands for: the shortest decimal that means this float is what was written.
+
+    >>> exact_weight(0.1)
+    Fraction(1, 10)
+    """
+    return weight if isinstance(weight, Fraction) else Fraction(repr(float(weight)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Trees that draw consecutive positions, one after another."""
+
+    starts: npt.NDArray[np.int64]
+    """Position at which each begins."""
+    nodes: npt.NDArray[np.int64]
+    """Tree by tree, line by line."""
+    bases: npt.NDArray[np.int64]
+    """Draws of each source before each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +121,9 @@ class Mixture:
         if not self._order:
             return [positions]
         for index in range(len(self._order) - 1, -1, -1):
-            left, right, half, total, left_weight, _parent = self._order[index]
+            left, right, offset, total, left_weight, _parent = self._order[index]
             here = arriving[index]
-            to_left = (here * left_weight + half) // total
+            to_left = (here * left_weight + offset) // total
             for child, number in ((left, to_left), (right, here - to_left)):
                 if child < 0:
                     counts[~child] = number
@@ -104,34 +131,97 @@ class Mixture:
                     arriving[child] = number
         return counts
 
+    def ahead(self, positions: int, before: Sequence[Fraction]) -> list[Fraction]:
+        """Return how many rows each source is ahead of its share after so many positions."""
+        return [
+            lead + drawn - Fraction(positions * weight, self.period)
+            for lead, drawn, weight in zip(before, self.counts(positions), self.weights, strict=True)
+        ]
 
-def build_mixture(weights: tuple[int, ...]) -> Mixture:
-    """Build the tree for whole, positive weights of sources 0..n-1."""
+    def segments(self, first: int, last: int) -> Segments:  # noqa: ARG002 - where weights change there are several
+        """Return what draws the positions from `first` to `last`: one tree draws all."""
+        return self._segments
+
+    @cached_property
+    def _segments(self) -> Segments:
+        bases = np.zeros((1, len(self.weights)), np.int64)
+        return Segments(starts=np.zeros(1, np.int64), nodes=self.nodes[None], bases=bases)
+
+    def positions_of(self, source: int, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of some draws of a source."""
+        found: npt.NDArray[np.int64] = positions_of(source, drawn, self.nodes, self.leaf_parent)
+        return found
+
+
+def build_mixture(weights: tuple[int, ...], ahead: Sequence[Fraction] | None = None) -> Mixture:
+    """Build the tree for whole, positive weights of sources 0..n-1, which are `ahead` of their shares so far."""
     assert weights
     assert all(weight > 0 for weight in weights)
     assert sum(weights) <= MAX_TOTAL
-    heap = [(weight, source, ~source) for source, weight in enumerate(weights)]
-    heapq.heapify(heap)
-    nodes: list[list[int]] = []
-    leaf_parent = [-1] * len(weights)
-    while len(heap) > 1:
-        light, _, right = heapq.heappop(heap)
-        heavy, _, left = heapq.heappop(heap)
-        total = light + heavy
-        number = len(nodes)
-        nodes.append([left, right, total // 2, total, heavy, -1])
-        for child in (left, right):
-            if child < 0:
-                leaf_parent[~child] = number
-            else:
-                nodes[child][PARENT] = number
-        # Ties go to the older node, which keeps the tree a function of the weights alone.
-        heapq.heappush(heap, (total, len(weights) + number, number))
+    nodes = [[left, right, 0, 0, 0, parent] for left, right, parent in build_tree(weights)]
+    weigh_nodes(nodes, weights)
+    round_nodes(nodes, ahead or [Fraction(0)] * len(weights))
     return Mixture(
         weights=weights,
         nodes=np.array(nodes, np.int64).reshape(-1, 6),
-        leaf_parent=np.array(leaf_parent, np.int64),
+        leaf_parent=leaf_parents(nodes, len(weights)),
     )
+
+
+def weigh_nodes(nodes: list[list[int]], weights: Sequence[int]) -> None:
+    """Fill in the weights of the nodes."""
+    for node in nodes:
+        left, right = (weights[~child] if child < 0 else nodes[child][TOTAL] for child in node[:2])
+        node[TOTAL], node[LEFT_WEIGHT] = left + right, left
+
+
+def round_nodes(nodes: list[list[int]], ahead: Sequence[Fraction]) -> None:
+    """Let every node round so that what its children are ahead of their shares is evened out.
+
+    What all together are ahead stays: sources that are not drawn now keep their error, and all others have the
+    opposite of it, an equal part each. A node can even out half a row; what is more than that stays as well.
+    """
+    sums: list[tuple[int, Fraction]] = []
+    for node in nodes:
+        sides = [(1, ahead[~child]) if child < 0 else sums[child] for child in node[:2]]
+        sums.append((sides[0][0] + sides[1][0], sides[0][1] + sides[1][1]))
+    kept = {len(nodes) - 1: sum(ahead, Fraction(0))}
+    for number in range(len(nodes) - 1, -1, -1):
+        left, right, _, total, left_weight, _ = nodes[number]
+        leaves, lead = sums[number]
+        some, left_lead = (1, ahead[~left]) if left < 0 else sums[left]
+        share = Fraction(left_weight, total) * (lead - kept[number])
+        turn = max(-_HALF, min(_HALF, left_lead - kept[number] * some / leaves - share))
+        nodes[number][OFFSET] = min(floor((_HALF - turn) * total), total - 1)
+        kept[left] = left_lead - share - turn
+        kept[right] = kept[number] - kept[left]
+
+
+def leaf_parents(nodes: Sequence[Sequence[int]], sources: int) -> npt.NDArray[np.int64]:
+    """Return the node above each source; -1 where there is one source."""
+    parents = np.full(sources, -1, np.int64)
+    for number, node in enumerate(nodes):
+        for child in node[:2]:
+            if child < 0:
+                parents[~child] = number
+    return parents
+
+
+def build_tree(weights: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return Huffman's tree as (left, right, parent) a node; a leaf is ~source, the root is last, its parent -1."""
+    heap = [(weight, source, ~source) for source, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    children: list[tuple[int, int]] = []
+    parents: dict[int, int] = {}
+    while len(heap) > 1:
+        light, _, right = heapq.heappop(heap)
+        heavy, _, left = heapq.heappop(heap)
+        number = len(children)
+        children.append((left, right))
+        parents |= {child: number for child in (left, right) if child >= 0}
+        # Ties go to the older node, which keeps the tree a function of the weights alone.
+        heapq.heappush(heap, (light + heavy, len(weights) + number, number))
+    return [(left, right, parents.get(number, -1)) for number, (left, right) in enumerate(children)]
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -144,15 +234,15 @@ def draw(position: Whole, nodes: npt.NDArray[np.int64]) -> tuple[Whole, Whole]:
     while True:
         total = np.uint64(nodes[node, TOTAL])
         left_weight = np.uint64(nodes[node, LEFT_WEIGHT])
-        half = np.uint64(nodes[node, HALF])
+        offset = np.uint64(nodes[node, OFFSET])
         if here < _SMALL:
-            scaled = here * left_weight + half
+            scaled = here * left_weight + offset
             to_left = scaled // total
             rest = scaled - to_left * total
         else:
             # here = rounds * total + the rest, so that no product leaves 64 bits.
             rounds = here // total
-            scaled = (here - rounds * total) * left_weight + half
+            scaled = (here - rounds * total) * left_weight + offset
             more = scaled // total
             to_left = rounds * left_weight + more
             rest = scaled - more * total
@@ -177,14 +267,14 @@ def position_of(
     while node >= 0:
         total = nodes[node, TOTAL]
         weight = nodes[node, LEFT_WEIGHT]
-        half = nodes[node, HALF]
+        offset = nodes[node, OFFSET]
         if nodes[node, LEFT] != child:
             weight = total - weight
-            half = total - 1 - half
+            offset = total - 1 - offset
         rounds = (here + 1) // weight
         rest = (here + 1) - rounds * weight
         # The smallest number of arrivals that has sent here + 1 of them this way, less one.
-        here = rounds * total - ((half - rest * total) // weight) - 1
+        here = rounds * total - ((offset - rest * total) // weight) - 1
         child = node
         node = nodes[node, PARENT]
     return here

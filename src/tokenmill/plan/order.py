@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
-from tokenmill.plan.mixture import draw, positions_of
+from tokenmill.plan.mixture import draw
 from tokenmill.plan.permute import derive
 from tokenmill.plan.shuffle import shuffle_row, unshuffle_rows
 from tokenmill.plan.stages import (
@@ -49,8 +49,16 @@ def _rows_at(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     sources = np.empty(steps.size, np.int64)
     rows = np.empty(steps.size, np.int64)
-    shape = (stage.spec.start_step, stage.spec.global_batch_size, int(rotate))
-    _rows(steps, slots, shape, (stage.mixture.nodes, stage.table, stage.keys, stage.rotation_key), sources, rows)
+    if not steps.size:
+        return sources, rows
+    batch = stage.spec.global_batch_size
+    first, last = (
+        stage.origin + (int(step) - stage.spec.start_step) * batch for step in (steps.min(), steps.max() + 1)
+    )
+    found = stage.mixture.segments(first, last)
+    shape = (stage.spec.start_step, batch, int(rotate), stage.origin)
+    tables = (stage.table, stage.keys, stage.rotation_key)
+    _rows(steps, slots, shape, (found.starts, found.nodes, found.bases), tables, sources, rows)
     return sources, rows
 
 
@@ -58,15 +66,19 @@ def _rows_at(
 def _rows(
     steps: npt.NDArray[np.int64],
     slots: npt.NDArray[np.int64],
-    shape: tuple[int, int, int],
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.uint64], np.uint64],
+    shape: tuple[int, int, int, int],
+    segments: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], np.uint64],
     sources: npt.NDArray[np.int64],
     rows: npt.NDArray[np.int64],
 ) -> None:
-    start_step, batch, rotate = shape
-    nodes, table, keys, rotation_key = tables
+    start_step, batch, rotate, origin = shape
+    starts, trees, bases = segments
+    table, keys, rotation_key = tables
     turned_step = np.int64(-1)
     turn = np.int64(0)
+    segment = 0
+    nodes = trees[0]
     for i in range(steps.size):
         step = steps[i]
         slot = slots[i]
@@ -77,7 +89,16 @@ def _rows(
             slot += turn
             if slot >= batch:
                 slot -= batch
-        line, drawn = draw((step - start_step) * batch + slot, nodes)
+        position = origin + (step - start_step) * batch + slot
+        before = segment
+        while position < starts[segment]:
+            segment -= 1
+        while segment + 1 < starts.size and position >= starts[segment + 1]:
+            segment += 1
+        if segment != before:
+            nodes = trees[segment]
+        line, drawn = draw(position - starts[segment], nodes)
+        drawn += bases[segment, line]
         ordinal = table[line, CARRY] + drawn
         size = table[line, SIZE]
         first = np.int64(0)
@@ -103,7 +124,8 @@ def uses_in_stage(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (step, slot, row) of every use of the given rows of one source in a stage, by step and slot."""
     line = stage.names.index(name)
-    carry, rest, size = (int(stage.table[line, column]) for column in (CARRY, REST, SIZE))
+    carry = stage.carry(name)
+    rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
     end = carry + stage.draws[name]
     epochs = range(max(0, carry - rest) // size, max(0, -(-(end - rest) // size)))
     full, left = rows[rows < size], rows[rows >= size]
@@ -116,7 +138,7 @@ def uses_in_stage(
     ordinals = np.concatenate([ordinal for ordinal, _ in found])
     used = np.concatenate([row for _, row in found])
     inside = (ordinals >= carry) & (ordinals < end)
-    positions = positions_of(line, ordinals[inside] - carry, stage.mixture.nodes, stage.mixture.leaf_parent)
+    positions = stage.positions_of(name, ordinals[inside] - carry)
     used = used[inside]
     batch = stage.spec.global_batch_size
     steps = positions // batch + stage.spec.start_step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,38 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.fingerprint import digest
+from tokenmill.plan.compile import compile_stages
+from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.order import rows_at
 from tokenmill.plan.provenance import RowUse, what, when
-from tokenmill.plan.stages import Stage, StageSpec, compile_stages, stage_at
+from tokenmill.plan.stages import Stage, StageSpec, stage_at
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 """Changes when the same description would give other batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What a step belongs to."""
+
+    step: int
+    stage: str
+    """Name of the stage."""
+    index: int
+    """How-manieth stage it is, from 0."""
+    progress: float
+    """How much of the stage is behind: 0 at its first step, less than 1 at its last."""
+    lr_scale: float
+    """What the learning rate is to be multiplied by."""
+    shares: Mapping[str, float]
+    """Share of rows that the weights ask for from each source."""
+    global_batch_size: int
+    seq_len: int
+    skipped: str | None
+    """Why the step is not trained on, if it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +53,7 @@ class Plan:
     sources: tuple[str, ...]
     """Names of all sources; `rows` speaks of them by index."""
     stages: tuple[Stage, ...]
+    """In order; those that are parts of one stage of the config share its name and number."""
     max_epochs: Mapping[str, float]
     contract: Mapping[str, str] = field(default_factory=dict)
     """Choices of delivery that change what a batch holds."""
@@ -40,19 +63,56 @@ class Plan:
         """Number of steps of the run."""
         return self.stages[-1].end_step
 
-    def at(self, step: int) -> Stage:
-        """Return the stage that a step belongs to."""
+    def at(self, step: int) -> Moment:
+        """Return what a step belongs to, and what it asks for."""
+        stage = self.stage(step)
+        begin, end = self.span(stage.spec.number)
+        return Moment(
+            step=step,
+            stage=stage.spec.name,
+            index=stage.spec.number,
+            progress=(step - begin) / (end - begin),
+            lr_scale=stage.spec.lr_scale,
+            shares=stage.shares(step),
+            global_batch_size=stage.spec.global_batch_size,
+            seq_len=stage.spec.seq_len,
+            skipped=stage.spec.skipped,
+        )
+
+    def stage(self, step: int) -> Stage:
+        """Return the stage, or the part of one, that a step belongs to."""
         return stage_at(self.stages, step)
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the first step of a stage and the one at which it ends."""
+        parts = [stage for stage in self.stages if stage.spec.number == number]
+        return parts[0].spec.start_step, parts[-1].end_step
 
     def rows(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return (source ids, row ids) of the global batch of a step, in order."""
-        stage = self.at(step)
+        stage = self._trained(step)
         slots = np.arange(stage.spec.global_batch_size)
         return rows_at(stage, np.full_like(slots, step), slots)
 
     def what(self, step: int) -> tuple[RowUse, ...]:
         """Return the documents and spans of the global batch of a step."""
-        return what(self.at(step), step, self.sources)
+        return what(self._trained(step), step, self.sources)
+
+    def _trained(self, step: int) -> Stage:
+        """Return the stage of a step, unless the step is skipped."""
+        stage = self.stage(step)
+        if stage.spec.skipped is not None:
+            raise PlanError(
+                f"step: must be one that is trained on, got {step}, which the run skips "
+                f"({stage.spec.skipped or 'no reason given'}); the next one is {self.next_trained(step)}"
+            )
+        return stage
+
+    def next_trained(self, step: int) -> int:
+        """Return the first step from `step` on that is not skipped; the number of steps, if there is none."""
+        while step < self.steps and self.stage(step).spec.skipped is not None:
+            step = self.stage(step).end_step
+        return step
 
     def when(self, source: str, document: int) -> tuple[RowUse, ...]:
         """Return every step and slot at which a document is seen, over the whole run."""
@@ -63,10 +123,13 @@ class Plan:
     def describe(self, step: int | None = None) -> dict[str, Any]:
         """Return what decides the batches before `step` (default: all of them), as JSON."""
         end = self.steps if step is None else step
-        stages = [stage.spec.describe() for stage in self.stages if stage.spec.start_step < end]
-        for stage in stages:
-            for name, source in stage["sources"].items():
+        stages: list[dict[str, Any]] = []
+        for part in self.stages:
+            described = part.spec.describe()
+            for name, source in described["sources"].items():
                 source["id"] = self.sources.index(name)
+            if part.spec.start_step < end and not (stages and _goes_on(stages[-1], described)):
+                stages.append(described)
         return {"version": PLAN_VERSION, "contract": dict(self.contract), "stages": stages}
 
     def fingerprint_at(self, step: int) -> str:
@@ -79,19 +142,31 @@ class Plan:
         return digest([self.steps, self.describe()])
 
 
+def _goes_on(before: Mapping[str, Any], stage: Mapping[str, Any]) -> bool:
+    """Say whether a stage only goes on with the one before: batches do not know that there is an edge."""
+    told = ("start_step", "on_change")
+    return {k: v for k, v in before.items() if k not in told} == {k: v for k, v in stage.items() if k not in told}
+
+
 def compile_plan(
     stages: Sequence[StageSpec],
     *,
     sources: Sequence[str],
     steps: int,
     max_epochs: Mapping[str, float] | None = None,
+    stops: Mapping[str, float] | None = None,
     contract: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Compile stages into a plan; contradictions are refused here, before the first step."""
+    """Compile stages into a plan; contradictions are refused here, before the first step.
+
+    A source of `max_epochs` must not be read more often than that, one of `stops` leaves the mixture then.
+    """
     check_order([(stage.name, stage.start_step) for stage in stages], steps)
     plan = Plan(
         sources=tuple(sources),
-        stages=compile_stages(stages, sources, steps),
+        stages=compile_stages(
+            stages, sources, steps, {name: exact_weight(limit) for name, limit in (stops or {}).items()}
+        ),
         max_epochs=dict(max_epochs or {}),
         contract=dict(contract or {}),
     )
@@ -128,9 +203,9 @@ def _check_epochs(plan: Plan) -> None:
     for stage in plan.stages:
         for name in stage.names:
             allowed = plan.max_epochs.get(name)
-            if allowed is not None and stage.epochs(name) > Fraction(allowed):
+            if allowed is not None and stage.epochs(name) > exact_weight(allowed):
                 index = stage.rows[name]
-                over = ceil((stage.epochs(name) - Fraction(allowed)) * index.num_rows)
+                over = ceil((stage.epochs(name) - exact_weight(allowed)) * index.num_rows)
                 raise ConfigError(
                     f"source {name!r}: max_epochs must not be passed, got {float(stage.epochs(name)):.3f} epochs "
                     f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "

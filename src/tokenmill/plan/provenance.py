@@ -48,7 +48,7 @@ def what(stage: Stage, step: int, sources: tuple[str, ...]) -> tuple[RowUse, ...
 def when(stages: tuple[Stage, ...], source: str, document: int) -> Iterator[RowUse]:
     """Yield every use of a document over the whole run, in order; only its own spans are named."""
     for stage in stages:
-        if source not in stage.names:
+        if source not in stage.names or stage.spec.skipped is not None:
             continue
         index = stage.rows[source]
         rows = index.rows_of(document)

@@ -2,227 +2,186 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import groupby
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tokenmill.plan.mixture import positions_of
-from tokenmill.plan.order import rows_in_order
+from tokenmill.plan.exhaust import room
+from tokenmill.plan.mixture import exact_weight
+from tokenmill.plan.report_count import held_rows, step_of
+from tokenmill.plan.report_facts import PlanReport, Quarantined, SourceFacts, SourceShare, StageFacts
 from tokenmill.plan.rows import NOTHING, Held
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.rows import RowIndex
     from tokenmill.plan.stages import Stage
     from tokenmill.types import Fates
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceShare:
-    """What one stage draws from one source."""
-
-    stage: str
-    source: str
-    asked: float
-    """Share of rows that the weights ask for."""
-    realised: float
-    """Share of rows that the stage draws."""
-    rows: int
-    tokens: int
-    """Input slots of the rows, over all their arrays: trained + unlabelled + padding."""
-    epochs: float
-    """How often the source has been read by the end of the stage."""
-    trained: int
-    """Labels that the rows have, less those that a mask leaves out."""
-    unlabelled: int
-    """Tokens whose next one is no label: the last of a document, or of a row that is not full, and one before a
-    token that a mask leaves out. Of pairs and groups: tokens that are not trained on."""
-    padding: int
-    """Input slots of the rows that hold no token."""
-    counted: bool
-    """Whether the three above are exact, or taken in part from the mean of an epoch."""
+__all__ = ["PlanReport", "Quarantined", "SourceFacts", "SourceShare", "StageFacts", "report"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageFacts:
-    """One stage at a glance."""
-
-    name: str
-    start_step: int
-    end_step: int
-    global_batch_size: int
-    seq_len: int
-    rows: int
-    tokens: int
-    """Input slots of its rows, over all their arrays."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceFacts:
-    """One source over the whole run."""
-
-    name: str
-    rows: int
-    """Rows of one epoch."""
-    drawn: int
-    epochs: float
-    first_repeat: int | None
-    """Step at which a row of the source is seen for the second time."""
-    fates: Fates | None
-    """What becomes of its tokens in an epoch, as the last stage that uses it packs them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReport:
-    """The compiler's report."""
-
-    fingerprint: str
-    steps: int
-    rows: int
-    tokens: int
-    stages: tuple[StageFacts, ...]
-    shares: tuple[SourceShare, ...]
-    sources: tuple[SourceFacts, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return asdict(self)
-
-
-def report(plan: Plan) -> PlanReport:
+def report(
+    plan: Plan, *, stops: Mapping[str, float] | None = None, quarantined: Sequence[Quarantined] = ()
+) -> PlanReport:
     """Count what the plan draws: whole epochs at once, so that a run of any length is reported soon.
 
-    Reads no token, but masks where there are any.
+    Reads no token, but masks where there are any. `stops` are the sources that leave the mixture, with how often
+    they are read before; a plan does not know them, nor how large the documents are that were put aside.
     """
-    stages = tuple(_stage_facts(stage) for stage in plan.stages)
+    stages = [list(parts) for _, parts in groupby(plan.stages, key=lambda part: part.spec.number)]
+    facts = tuple(_stage_facts(parts) for parts in stages)
     return PlanReport(
         fingerprint=plan.fingerprint,
         steps=plan.steps,
-        rows=sum(stage.rows for stage in stages),
-        tokens=sum(stage.tokens for stage in stages),
-        stages=stages,
-        shares=_shares(plan),
-        sources=tuple(_source_facts(plan, name) for name in plan.sources),
+        rows=sum(stage.rows for stage in facts),
+        tokens=sum(stage.tokens for stage in facts),
+        skipped_steps=sum(stage.skipped_steps for stage in facts),
+        skipped_rows=sum(stage.skipped_rows for stage in facts),
+        skipped_tokens=sum(stage.skipped_tokens for stage in facts),
+        stages=facts,
+        shares=tuple(share for parts in stages for share in _shares(parts)),
+        sources=tuple(_source_facts(plan, name, stops or {}) for name in plan.sources),
+        quarantined=tuple(quarantined),
     )
 
 
-def _stage_facts(stage: Stage) -> StageFacts:
+def _stage_facts(parts: Sequence[Stage]) -> StageFacts:
+    trained, skipped = _split(parts)
+    spec = parts[0].spec
     return StageFacts(
-        name=stage.spec.name,
-        start_step=stage.spec.start_step,
-        end_step=stage.end_step,
-        global_batch_size=stage.spec.global_batch_size,
-        seq_len=stage.spec.seq_len,
-        rows=stage.num_positions,
-        tokens=stage.num_positions * _row_slots(stage),
+        name=spec.name,
+        start_step=spec.start_step,
+        end_step=parts[-1].end_step,
+        steps=sum(part.num_steps for part in trained),
+        skipped_steps=sum(part.num_steps for part in skipped),
+        global_batch_size=spec.global_batch_size,
+        seq_len=spec.seq_len,
+        lr_scale=spec.lr_scale,
+        ramp_end=next((part.spec.ramp.end for part in parts if part.spec.ramp), None),
+        rows=sum(part.num_positions for part in trained),
+        tokens=sum(part.num_positions * _row_slots(part) for part in trained),
+        skipped_rows=sum(part.num_positions for part in skipped),
+        skipped_tokens=sum(part.num_positions * _row_slots(part) for part in skipped),
     )
 
 
-def _row_slots(stage: Stage) -> int:
-    """Return how many input slots a row has in the batches of a stage: its sources share one shape."""
-    return max(index.row_slots for index in stage.rows.values())
+def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
+    """Return the parts that are trained on, and those that are skipped."""
+    return (
+        [part for part in parts if part.spec.skipped is None],
+        [part for part in parts if part.spec.skipped is not None],
+    )
 
 
-def _shares(plan: Plan) -> tuple[SourceShare, ...]:
-    shares = []
-    for stage in plan.stages:
-        total = sum(stage.spec.weights.values())
-        for name, drawn in stage.draws.items():
-            held, counted = _held(stage, name)
-            slots = drawn * _row_slots(stage)
-            shares.append(
-                SourceShare(
-                    stage=stage.spec.name,
-                    source=name,
-                    asked=stage.spec.weights[name] / total,
-                    realised=drawn / stage.num_positions,
-                    rows=drawn,
-                    tokens=slots,
-                    epochs=float(stage.epochs(name)),
-                    trained=held.trained,
-                    unlabelled=held.tokens - held.trained,
-                    padding=slots - held.tokens,
-                    counted=counted,
-                )
-            )
-    return tuple(shares)
+def _row_slots(part: Stage) -> int:
+    """Return how many input slots a row has in the batches of a part: its sources share one shape."""
+    return max(index.row_slots for index in part.rows.values())
 
 
-def _source_facts(plan: Plan, name: str) -> SourceFacts:
-    using = [stage for stage in plan.stages if name in stage.names]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drawn:
+    """What the parts of a stage draw from a source, added up."""
+
+    asked: Fraction
+    """Rows."""
+    asked_tokens: Fraction
+    rows: int
+    slots: int
+    held: Held
+    counted: bool
+
+
+def _drawn(parts: Sequence[Stage], name: str) -> _Drawn:
+    held, counted = NOTHING, True
+    for part in parts:
+        more, exact = held_rows(part, name, len(parts))
+        held, counted = held + more, counted and exact
+    asked = [(part.num_positions * part.asked()[name], part.rows[name]) for part in parts]
+    return _Drawn(
+        asked=sum((rows for rows, _ in asked), Fraction(0)),
+        asked_tokens=sum((rows * _tokens_of_a_row(index) for rows, index in asked), Fraction(0)),
+        rows=sum(part.draws[name] for part in parts),
+        slots=sum(part.draws[name] * _row_slots(part) for part in parts),
+        held=held,
+        counted=counted,
+    )
+
+
+def _tokens_of_a_row(index: RowIndex) -> Fraction:
+    fates = index.fates()
+    return Fraction(fates.rows * index.row_slots - fates.padding, fates.rows)
+
+
+def _shares(parts: Sequence[Stage]) -> list[SourceShare]:
+    names = sorted({name for part in parts for name in part.names})
+    using = {name: [part for part in parts if name in part.names] for name in names}
+    trained, skipped = _split(parts)
+    drawn = {name: _drawn([part for part in trained if name in part.names], name) for name in names}
+    rows, wanted, held = (
+        sum(part.num_positions for part in trained),
+        sum(one.asked_tokens for one in drawn.values()),
+        sum(one.held.tokens for one in drawn.values()),
+    )
+    return [
+        SourceShare(
+            stage=parts[0].spec.name,
+            source=name,
+            asked=float(one.asked / rows) if rows else 0.0,
+            realised=one.rows / rows if rows else 0.0,
+            asked_tokens=float(one.asked_tokens / wanted) if wanted else 0.0,
+            realised_tokens=one.held.tokens / held if held else 0.0,
+            rows=one.rows,
+            tokens=one.slots,
+            epochs=float(using[name][-1].epochs(name)),
+            trained=one.held.trained,
+            unlabelled=one.held.tokens - one.held.trained,
+            padding=one.slots - one.held.tokens,
+            counted=one.counted,
+            dropped=dict(using[name][-1].rows[name].fates().dropped),
+            skipped_rows=sum(part.draws[name] for part in skipped if name in part.names),
+            skipped_tokens=sum(part.draws[name] * _row_slots(part) for part in skipped if name in part.names),
+        )
+        for name, one in drawn.items()
+    ]
+
+
+def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFacts:
+    using = [part for part in plan.stages if name in part.names]
     return SourceFacts(
         name=name,
         rows=using[-1].rows[name].num_rows if using else 0,
-        drawn=sum(stage.draws[name] for stage in using),
+        drawn=sum(part.draws[name] for part in using),
+        skipped=sum(part.draws[name] for part in _split(using)[1]),
         epochs=float(using[-1].epochs(name)) if using else 0.0,
         first_repeat=_first_repeat(using, name),
+        gone_from=_gone_from(plan, using, name, exact_weight(stops[name])) if name in stops else None,
         fates=_fates(using[-1], name) if using else None,
     )
 
 
-def _fates(stage: Stage, name: str) -> Fates:
+def _fates(part: Stage, name: str) -> Fates:
     """Return the fates of a source, padded to the shape that the sources of a stage share."""
-    index = stage.rows[name]
+    index = part.rows[name]
     fates = index.fates()
-    return replace(fates, padding=fates.padding + fates.rows * (_row_slots(stage) - index.row_slots))
+    return replace(fates, padding=fates.padding + fates.rows * (_row_slots(part) - index.row_slots))
 
 
-COUNTED_ROWS = 1 << 20
-"""Of the epochs that a stage does not draw whole, up to so many rows are counted; for more, the mean must do."""
-_BLOCK = 1 << 16
-
-
-def _held(stage: Stage, name: str) -> tuple[Held, bool]:
-    """Return what the rows that a stage draws from a source hold, and whether all of it was counted."""
-    index = stage.rows[name]
-    epochs, parts = _epochs(stage, name)
-    rows = sum(len(part) for part in parts)
-    if rows > COUNTED_ROWS:
-        return _mean(index, epochs * index.num_rows + rows), False
-    held = _mean(index, epochs * index.num_rows) if epochs else NOTHING
-    # In ascending order, so that neighbours on disk are read together.
-    drawn = np.sort(np.concatenate([_rows(stage, name, part) for part in parts]))
-    for begin in range(0, rows, _BLOCK):
-        held += index.held(drawn[begin : begin + _BLOCK])
-    return held, True
-
-
-def _epochs(stage: Stage, name: str) -> tuple[int, tuple[range, range]]:
-    """Return how many whole epochs of a source a stage draws, and its draws before and after them."""
-    carry, drawn, index = stage.carry(name), stage.draws[name], stage.rows[name]
-    # Draws are counted from the first of the stage, epochs from the end of the rest before them.
-    first = index.num_rest - carry
-    first += -(min(0, first) // index.num_rows) * index.num_rows
-    epochs = max(0, (drawn - first) // index.num_rows)
-    begin = min(first, drawn)
-    return epochs, (range(begin), range(begin + epochs * index.num_rows, drawn))
-
-
-def _mean(index: RowIndex, rows: int) -> Held:
-    """Return what so many rows hold if they are like those of an epoch: exact for whole epochs."""
-    fates = index.fates()
-    tokens = fates.rows * index.row_slots - fates.padding
-    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
-
-
-def _rows(stage: Stage, name: str, draws: range) -> npt.NDArray[np.int64]:
-    """Return the rows of some draws of a source, counted from the first of the stage."""
-    line = stage.names.index(name)
-    numbers = np.arange(draws.start, draws.stop)
-    positions = positions_of(line, numbers, stage.mixture.nodes, stage.mixture.leaf_parent)
-    return rows_in_order(stage, positions)[1]
-
-
-def _first_repeat(using: list[Stage], name: str) -> int | None:
+def _first_repeat(using: Sequence[Stage], name: str) -> int | None:
     """Return the first step at which a row, or a token of one, is drawn that was drawn before."""
-    for stage in using:
-        earlier = max(0, stage.repeats_from[name] - stage.carry(name))
-        if earlier < stage.draws[name]:
-            line = stage.names.index(name)
-            drawn = np.array([earlier])
-            position = positions_of(line, drawn, stage.mixture.nodes, stage.mixture.leaf_parent)[0]
-            return int(position) // stage.spec.global_batch_size + stage.spec.start_step
+    for part in using:
+        earlier = max(0, part.repeats_from[name] - part.carry(name))
+        if earlier < part.draws[name]:
+            return step_of(part, name, earlier)
     return None
+
+
+def _gone_from(plan: Plan, using: Sequence[Stage], name: str, limit: Fraction) -> int | None:
+    """Return the step after the one that draws the last row that a source may give, if the run goes on then."""
+    drawing = [part for part in using if part.draws[name]]
+    if not drawing or room(drawing[-1], name, limit) > drawing[-1].draws[name]:
+        return None
+    step = step_of(drawing[-1], name, drawing[-1].draws[name] - 1) + 1
+    return step if step < plan.steps else None

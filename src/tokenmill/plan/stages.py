@@ -1,4 +1,8 @@
-"""Which stage of training a step belongs to, and what a stage is compiled to."""
+"""Which stage of training a step belongs to, and what a stage is compiled to.
+
+A stage is what the config calls so. Where something changes in its midst (a ramp ends, steps are skipped, documents
+are put aside, a source is used up) it is compiled to several parts, each a `Stage` here; they share its name.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +10,69 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import floor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, nearest
-from tokenmill.fingerprint import key64
-from tokenmill.plan.mixture import Mixture, build_mixture, integer_weights
-from tokenmill.plan.permute import derive
-from tokenmill.plan.rows import Seen
-from tokenmill.plan.shuffle import MODES, Shuffle
+from tokenmill.plan.mixture import Mixture
 from tokenmill.types import ON_CHANGE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from tokenmill.plan.ramp import RampMixture
     from tokenmill.plan.rows import RowIndex
+    from tokenmill.plan.shuffle import Shuffle
+
+Weights = Mapping[str, float | Fraction]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ramp:
+    """Steps over which the weights change little by little."""
+
+    shape: str
+    """`linear` or `cosine`."""
+    begin: int
+    end: int
+    """Steps, the last exclusive; a stage may be cut within."""
+    weights: Weights
+    """Where they come from; where they go to is what the stage has."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the weights of its steps, as JSON."""
+        return {"shape": self.shape, "begin": self.begin, "end": self.end, "weights": _plain(self.weights)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """A run of steps with one mixture, sequence length and batch size."""
+    """A run of steps with one mixture, sequence length and batch size; a stage, or a part of one."""
 
     name: str
     start_step: int
-    """First step of the stage, inclusive. It ends where the next one starts."""
+    """First step, inclusive. It ends where the next one starts."""
     global_batch_size: int
     """Rows of one optimizer step, over all ranks."""
     seq_len: int
     seed: int
     shuffle: Shuffle
-    weights: Mapping[str, float]
+    weights: Weights
     """Share of rows drawn from each source; need not sum to 1."""
     rows: Mapping[str, RowIndex]
-    """The rows of each source that has a weight."""
+    """The rows of each source that has a weight, here or where a ramp comes from."""
     on_change: str = "unseen"
     """Where the rows of a source are not those of the stage before (another sequence length or packing): go on with
     what that stage has not used (`unseen`), or `restart` the source."""
+    number: int = 0
+    """Of the stage, from 0; its parts share it."""
+    lr_scale: float = 1.0
+    """What the stage says of the learning rate; decides no batch."""
+    ramp: Ramp | None = None
+    skipped: str | None = None
+    """Why its steps are not trained on, if they are not. Their rows count as read."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ON_CHANGE:
@@ -52,44 +81,66 @@ class StageSpec:
                 f"{nearest(self.on_change, ON_CHANGE)}"
             )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sources that are drawn, sorted, so that the order in which a config lists them does not matter."""
+        return tuple(sorted({*self.weights, *(self.ramp.weights if self.ramp else ())}))
+
     def describe(self) -> dict[str, Any]:
         """Return what decides the batches of the stage, as JSON. Its name does not."""
-        return {
+        found: dict[str, Any] = {
             "start_step": self.start_step,
             "global_batch_size": self.global_batch_size,
             "seq_len": self.seq_len,
             "seed": self.seed,
             "shuffle": self.shuffle.describe(),
             "on_change": self.on_change,
-            "weights": {name: float(weight) for name, weight in self.weights.items()},
-            "sources": {name: dict(self.rows[name].description) for name in self.weights},
+            "weights": _plain(self.weights),
+            "sources": {name: dict(self.rows[name].description) for name in self.names},
         }
+        if self.ramp:
+            found["ramp"] = self.ramp.describe()
+        if self.skipped is not None:
+            found["skipped"] = True
+        return found
+
+
+def _plain(weights: Weights) -> dict[str, float | str]:
+    """Return weights as JSON; a fraction that is no decimal as text."""
+    return {
+        name: str(weight) if isinstance(weight, Fraction) else float(weight) for name, weight in weights.items()
+    }
 
 
 SOURCE, CARRY, REST, SIZE, MODE, BLOCK_ROWS, WINDOW_BLOCKS = range(7)
 OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(7, 11)
-"""Columns of a stage's table: one line a source. Its rows are the REST of an earlier epoch, which counts as epoch
--1, then epochs of SIZE rows. An epoch that was under way when the stage began ends in the order in which it began
-(OLD_...), so that a change of seed or shuffle loses and repeats no row."""
+"""Columns of a stage's table: one line a source. CARRY plus a draw of the mixture is the how-manieth row it is.
+The rows are the REST of an earlier epoch, which counts as epoch -1, then epochs of SIZE rows. An epoch under way
+when the stage began ends in the order in which it began (OLD_...), so that a change of seed or shuffle loses and
+repeats no row."""
 NO_EPOCH = -2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage with everything that the kernels need to compute its rows."""
+    """A stage, or a part of one, with everything that the kernels need to compute its rows."""
 
     spec: StageSpec
     index: int
     end_step: int
     first_position: int
     """Position of its first row in the order of the whole run."""
-    mixture: Mixture
+    mixture: Mixture | RampMixture
+    origin: int
+    """Positions of the mixture that stages before this one have drawn."""
+    bases: tuple[int, ...]
+    """Draws of each source at these positions."""
     names: tuple[str, ...]
     """Sources of the mixture, in the order of `table`."""
     rows: Mapping[str, RowIndex]
     """The rows of each source, after what earlier stages used."""
     repeats_from: Mapping[str, int]
-    """How many rows of a source may be drawn before one is seen for the second time, counted as `table` counts."""
+    """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts."""
     epochs_before: Mapping[str, Fraction]
     """How often each source had been read when its rows last changed."""
     table: npt.NDArray[np.int64]
@@ -109,158 +160,51 @@ class Stage:
         """How many rows all its batches have."""
         return self.num_steps * self.spec.global_batch_size
 
-    @property
+    @cached_property
     def draws(self) -> dict[str, int]:
         """How many rows the stage draws from each source."""
-        return dict(zip(self.names, self.mixture.counts(self.num_positions), strict=True))
+        counts = self.mixture.counts(self.origin + self.num_positions)
+        return {name: after - before for name, after, before in zip(self.names, counts, self.bases, strict=True)}
 
-    def epochs(self, name: str) -> Fraction:
-        """Return how often a source has been read by the end of the stage; the rest of an epoch completes it."""
+    def asked(self) -> dict[str, Fraction]:
+        """Return the share of rows that the weights ask for, over all steps of the stage."""
+        first = self.origin // self.spec.global_batch_size
+        if isinstance(self.mixture, Mixture):
+            shares = [Fraction(weight, self.mixture.period) for weight in self.mixture.weights]
+        else:
+            shares = self.mixture.asked(first, first + self.num_steps)
+        return dict(zip(self.names, shares, strict=True))
+
+    def shares(self, step: int) -> dict[str, float]:
+        """Return the share of rows that the weights ask for at a step."""
+        if isinstance(self.mixture, Mixture):
+            return {name: float(share) for name, share in self.asked().items()}
+        first = self.origin // self.spec.global_batch_size + step - self.spec.start_step
+        return dict(zip(self.names, self.mixture.shares(first), strict=True))
+
+    def positions_of(self, name: str, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions within the stage of draws of a source, counted from the first of the stage."""
+        line = self.names.index(name)
+        return self.mixture.positions_of(line, drawn + self.bases[line]) - self.origin
+
+    def epochs(self, name: str, drawn: int | None = None) -> Fraction:
+        """Return how often a source has been read by the end of the stage, or after some draws of it.
+
+        The rest of an epoch completes it.
+        """
         before, index = self.epochs_before[name], self.rows[name]
-        drawn = self.carry(name) + self.draws[name]
+        total = self.carry(name) + (self.draws[name] if drawn is None else drawn)
         if not index.num_rest:
-            return before + Fraction(drawn, index.num_rows)
+            return before + Fraction(total, index.num_rows)
         left = Fraction(floor(before) + 1) - before
-        if drawn <= index.num_rest:
-            return before + left * Fraction(drawn, index.num_rest)
-        return before + left + Fraction(drawn - index.num_rest, index.num_rows)
+        if total <= index.num_rest:
+            return before + left * Fraction(total, index.num_rest)
+        return before + left + Fraction(total - index.num_rest, index.num_rows)
 
     def carry(self, name: str) -> int:
         """Return how many rows of a source were drawn before the stage."""
-        return int(self.table[self.names.index(name), CARRY])
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How far a source has been read, and the order of the epoch that is under way."""
-
-    index: RowIndex
-    repeats_from: int
-    era: int = 0
-    """How often the rows have changed; every epoch of every era has an order of its own."""
-    epochs_before: Fraction = Fraction(0)
-    consumed: int = 0
-    epochs_read: Fraction = Fraction(0)
-    key: int = 0
-    shuffle: Shuffle | None = None
-
-    def epoch(self) -> tuple[int, int, int]:
-        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1."""
-        if self.consumed < self.index.num_rest:
-            return -1, self.index.num_rest, self.consumed
-        epoch, drawn = divmod(self.consumed - self.index.num_rest, self.index.num_rows)
-        return epoch, self.index.num_rows, drawn
-
-    def seen(self) -> Seen | None:
-        """Return how far the epoch under way was read; None between two epochs."""
-        epoch, size, drawn = self.epoch()
-        if not drawn or self.shuffle is None:
-            return None
-        key = int(derive(np.uint64(self.key), epoch))
-        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
-
-
-def compile_stages(specs: Sequence[StageSpec], sources: Sequence[str], steps: int) -> tuple[Stage, ...]:
-    """Lay the stages end to end; each source goes on in a stage where the stage before left it."""
-    progress: dict[str, _Progress] = {}
-    stages: list[Stage] = []
-    position = 0
-    for index, spec in enumerate(specs):
-        end = specs[index + 1].start_step if index + 1 < len(specs) else steps
-        arrived = {name: _arrive(progress.get(name), spec, name) for name in spec.weights}
-        stage = _compile_stage(spec, (index, end, position), arrived, sources)
-        stages.append(stage)
-        position += stage.num_positions
-        for line, (name, drawn) in enumerate(stage.draws.items()):
-            # A stage that draws nothing of a source leaves it as it was, with what is still owed of it.
-            if drawn or name not in progress:
-                _advance(arrived[name], stage, line, drawn)
-                progress[name] = arrived[name]
-    return tuple(stages)
-
-
-def _arrive(before: _Progress | None, spec: StageSpec, name: str) -> _Progress:
-    """Return where a source stands at the start of a stage."""
-    index = spec.rows[name]
-    if index.num_rows < 1:
-        raise ConfigError(
-            f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
-            f"got none from {name!r}; shorten seq_len or add documents"
-        )
-    if before is None:
-        return _Progress(index=index, repeats_from=index.num_rows)
-    if dict(before.index.epoch_description) == dict(index.description):
-        return before
-    if not before.consumed:
-        return _Progress(index=index, repeats_from=index.num_rows, era=before.era)
-    seen = before.seen()
-    if spec.on_change == "restart" or seen is None:
-        return _Progress(index=index, repeats_from=0, era=before.era + 1, epochs_before=before.epochs_read)
-    following = index.following(before.index, seen)
-    return _Progress(
-        index=following,
-        repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
-        era=before.era + 1,
-        epochs_before=before.epochs_read,
-    )
-
-
-def _compile_stage(
-    spec: StageSpec, place: tuple[int, int, int], progress: Mapping[str, _Progress], sources: Sequence[str]
-) -> Stage:
-    number, end, position = place
-    # Sorted by name, so that the order in which a config lists its sources does not matter.
-    names = tuple(sorted(spec.weights))
-    whole = integer_weights(spec.weights)
-    table = np.zeros((len(names), 11), np.int64)
-    keys = np.zeros((len(names), 2), np.uint64)
-    for line, name in enumerate(names):
-        here = progress[name]
-        index = here.index
-        table[line, :OLD_EPOCH] = [
-            sources.index(name),
-            here.consumed,
-            index.num_rest,
-            index.num_rows,
-            *_shuffle_numbers(spec.shuffle),
-        ]
-        table[line, OLD_EPOCH] = NO_EPOCH
-        keys[line] = key64(spec.seed, "rows", name, *([here.era] if here.era else []))
-        epoch, _, drawn = here.epoch()
-        if drawn and here.shuffle is not None:
-            table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(here.shuffle)]
-            keys[line, 1] = here.key
-    return Stage(
-        spec=spec,
-        index=number,
-        end_step=end,
-        first_position=position,
-        mixture=build_mixture(tuple(whole[name] for name in names)),
-        names=names,
-        rows={name: progress[name].index for name in names},
-        repeats_from={name: progress[name].repeats_from for name in names},
-        epochs_before={name: progress[name].epochs_before for name in names},
-        table=table,
-        keys=keys,
-        rotation_key=np.uint64(key64(spec.seed, "rotation")),
-        rotate=len(names) > 1,
-    )
-
-
-def _shuffle_numbers(shuffle: Shuffle) -> tuple[int, int, int]:
-    return MODES[shuffle.mode], shuffle.block_rows, shuffle.window_blocks
-
-
-def _advance(progress: _Progress, stage: Stage, line: int, drawn: int) -> None:
-    if not drawn:
-        return
-    progress.consumed += drawn - 1
-    epoch, _, _ = progress.epoch()
-    progress.consumed += 1
-    progress.epochs_read = stage.epochs(stage.names[line])
-    if epoch != int(stage.table[line, OLD_EPOCH]):
-        progress.key = int(stage.keys[line, 0])
-        progress.shuffle = stage.spec.shuffle
+        line = self.names.index(name)
+        return int(self.table[line, CARRY]) + self.bases[line]
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:

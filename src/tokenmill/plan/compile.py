@@ -1,0 +1,283 @@
+"""Stages laid end to end: each source goes on in a stage where the stage before left it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tokenmill.errors import ConfigError
+from tokenmill.fingerprint import key64
+from tokenmill.plan.exhaust import drained, first_short, room
+from tokenmill.plan.mixture import Mixture, build_mixture, exact_weight, integer_weights
+from tokenmill.plan.permute import derive
+from tokenmill.plan.ramp import build_ramp
+from tokenmill.plan.rows import Seen
+from tokenmill.plan.shuffle import MODES, Shuffle
+from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Stage, StageSpec
+
+if TYPE_CHECKING:
+    from tokenmill.plan.ramp import RampMixture
+    from tokenmill.plan.rows import RowIndex
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a source has been read, and the order of the epoch that is under way."""
+
+    index: RowIndex
+    repeats_from: int
+    era: int = 0
+    """How often the rows have changed; every epoch of every era has an order of its own."""
+    epochs_before: Fraction = Fraction(0)
+    consumed: int = 0
+    epochs_read: Fraction = Fraction(0)
+    key: int = 0
+    shuffle: Shuffle | None = None
+
+    def epoch(self) -> tuple[int, int, int]:
+        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1."""
+        if self.consumed < self.index.num_rest:
+            return -1, self.index.num_rest, self.consumed
+        epoch, drawn = divmod(self.consumed - self.index.num_rest, self.index.num_rows)
+        return epoch, self.index.num_rows, drawn
+
+    def seen(self) -> Seen | None:
+        """Return how far the epoch under way was read; None between two epochs."""
+        epoch, size, drawn = self.epoch()
+        if not drawn or self.shuffle is None:
+            return None
+        key = int(derive(np.uint64(self.key), epoch))
+        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
+
+
+@dataclass(slots=True)
+class _Mixing:
+    """The mixture that is being drawn from, and how far all sources are ahead of their shares."""
+
+    ahead: dict[str, Fraction] = field(default_factory=dict)
+    """Of each source, when the mixture began."""
+    mixture: Mixture | RampMixture | None = None
+    asked: tuple[object, ...] | None = None
+    """What it was built for."""
+    names: tuple[str, ...] = ()
+    drawn: int = 0
+    """Positions of it."""
+
+    def take(self, spec: StageSpec) -> Mixture | RampMixture:
+        """Return what a stage draws from: what was drawn from before, if it asks for just the same."""
+        ramp, names = spec.ramp, spec.names
+        weights = [exact_weight(spec.weights.get(name, 0)) for name in names]
+        asked: tuple[object, ...]
+        if ramp is None:
+            whole = integer_weights(spec.weights)
+            asked = (names, *(whole[name] for name in names))
+        else:
+            asked = (names, ramp.shape, ramp.begin, ramp.end, *weights, *ramp.weights.items())
+        if self.mixture is not None and asked == self.asked:
+            return self.mixture
+        self.settle()
+        leads = [self.ahead.get(name, Fraction(0)) for name in names]
+        if ramp is None:
+            self.mixture = build_mixture(tuple(whole[name] for name in names), leads)
+        else:
+            # Where its sources change in its midst, a ramp goes on with the others from where it stands.
+            self.mixture = build_ramp(
+                [exact_weight(ramp.weights.get(name, 0)) for name in names],
+                weights,
+                steps=range(spec.start_step - ramp.begin, ramp.end - ramp.begin),
+                batch=spec.global_batch_size,
+                cosine=ramp.shape == "cosine",
+                ahead=leads,
+            )
+        self.asked, self.names, self.drawn = asked, names, 0
+        return self.mixture
+
+    def settle(self) -> None:
+        """End with the mixture, and note how far its sources are ahead."""
+        if self.mixture is not None:
+            leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
+            self.ahead |= dict(zip(self.names, self.mixture.ahead(self.drawn, leads), strict=True))
+        self.mixture = self.asked = None
+
+
+def compile_stages(
+    specs: Sequence[StageSpec], sources: Sequence[str], steps: int, stops: Mapping[str, Fraction] | None = None
+) -> tuple[Stage, ...]:
+    """Compile stages; sources of `stops` leave the mixture when they have been read so often."""
+    progress: dict[str, Progress] = {}
+    mixing = _Mixing()
+    stages: list[Stage] = []
+    ends = [*(spec.start_step for spec in specs[1:]), steps]
+    waiting = deque(zip(specs, ends, strict=True))
+    while waiting:
+        spec, end = waiting.popleft()
+        place = _Place(
+            index=len(stages),
+            end=end,
+            position=stages[-1].first_position + stages[-1].num_positions if stages else 0,
+            sources=sources,
+        )
+        arrived = {name: _arrive(progress.get(name), spec, name) for name in spec.names}
+        mixture = mixing.take(spec)
+        stage = _compile(spec, place, arrived, mixture, mixing.drawn)
+        rooms = {name: room(stage, name, limit) for name, limit in (stops or {}).items() if name in stage.names}
+        short = first_short(stage, rooms)
+        if short is None:
+            mixing.drawn += stage.num_positions
+        elif short:
+            at = spec.start_step + short
+            waiting.extendleft([(replace(spec, start_step=at), end), (spec, at)])
+            continue
+        elif not all(rooms.values()):
+            waiting.appendleft((_without(spec, [name for name in rooms if not rooms[name]]), end))
+            continue
+        else:
+            stage = _drain(stage, rooms, replace(place, end=spec.start_step + 1), arrived, mixing)
+            if stage.end_step < end:
+                waiting.appendleft((replace(spec, start_step=stage.end_step), end))
+        stages.append(stage)
+        for line, (name, drawn) in enumerate(stage.draws.items()):
+            # A stage that draws nothing of a source leaves it as it was, with what is still owed of it.
+            if drawn or name not in progress:
+                _advance(arrived[name], stage, line, drawn)
+                progress[name] = arrived[name]
+    return tuple(stages)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a stage stands in the run."""
+
+    index: int
+    end: int
+    """Step at which it ends."""
+    position: int
+    sources: Sequence[str]
+
+
+def _without(spec: StageSpec, names: Sequence[str]) -> StageSpec:
+    """Return a stage without sources that are used up."""
+    weights = {name: weight for name, weight in spec.weights.items() if name not in names}
+    if not weights:
+        raise ConfigError(
+            f"stage {spec.name!r}: its sources must last until it ends, got all of them used up "
+            f"(on_exhausted = stop) at step {spec.start_step}; end the run there, or add documents"
+        )
+    ramp = spec.ramp
+    if ramp is not None:
+        left = {name: weight for name, weight in ramp.weights.items() if name not in names}
+        ramp = replace(ramp, weights=left) if left else None
+    return replace(spec, weights=weights, ramp=ramp)
+
+
+def _drain(
+    stage: Stage, rooms: Mapping[str, int], place: _Place, arrived: Mapping[str, Progress], mixing: _Mixing
+) -> Stage:
+    """Return the one step in which sources give the last rows that they have."""
+    spec = stage.spec
+    mixing.settle()
+    shares = {name: exact_weight(share) for name, share in stage.shares(spec.start_step).items()}
+    where = f"stage {spec.name!r}, step {spec.start_step}"
+    quotas = drained(spec.global_batch_size, shares, rooms, mixing.ahead, where)
+    others = [name for name in quotas if quotas[name] < rooms.get(name, quotas[name] + 1)]
+    rows, total = sum(quotas[name] for name in others), sum(shares[name] for name in others)
+    for name in others:
+        mixing.ahead[name] = mixing.ahead.get(name, Fraction(0)) + quotas[name] - rows * shares[name] / total
+    drawn = {name: number for name, number in sorted(quotas.items()) if number}
+    return _compile(
+        replace(spec, weights=drawn, ramp=None), place, arrived, build_mixture(tuple(drawn.values())), 0
+    )
+
+
+def _arrive(before: Progress | None, spec: StageSpec, name: str) -> Progress:
+    """Return where a source stands at the start of a stage."""
+    index = spec.rows[name]
+    if index.num_rows < 1:
+        raise ConfigError(
+            f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
+            f"got none from {name!r}; shorten seq_len or add documents"
+        )
+    if before is None:
+        return Progress(index=index, repeats_from=index.num_rows)
+    if dict(before.index.epoch_description) == dict(index.description):
+        return before
+    if not before.consumed:
+        return Progress(index=index, repeats_from=index.num_rows, era=before.era)
+    seen = before.seen()
+    if spec.on_change == "restart" or seen is None:
+        return Progress(index=index, repeats_from=0, era=before.era + 1, epochs_before=before.epochs_read)
+    following = index.following(before.index, seen)
+    return Progress(
+        index=following,
+        repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
+        era=before.era + 1,
+        epochs_before=before.epochs_read,
+    )
+
+
+def _compile(
+    spec: StageSpec,
+    place: _Place,
+    progress: Mapping[str, Progress],
+    mixture: Mixture | RampMixture,
+    origin: int,
+) -> Stage:
+    names = spec.names
+    bases = tuple(mixture.counts(origin))
+    table = np.zeros((len(names), 11), np.int64)
+    keys = np.zeros((len(names), 2), np.uint64)
+    for line, name in enumerate(names):
+        here = progress[name]
+        index = here.index
+        table[line, :OLD_EPOCH] = [
+            place.sources.index(name),
+            here.consumed,
+            index.num_rest,
+            index.num_rows,
+            *_shuffle_numbers(spec.shuffle),
+        ]
+        table[line, CARRY] -= bases[line]
+        table[line, OLD_EPOCH] = NO_EPOCH
+        keys[line] = key64(spec.seed, "rows", name, *([here.era] if here.era else []))
+        epoch, _, drawn = here.epoch()
+        if drawn and here.shuffle is not None:
+            table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(here.shuffle)]
+            keys[line, 1] = here.key
+    return Stage(
+        spec=spec,
+        index=place.index,
+        end_step=place.end,
+        first_position=place.position,
+        mixture=mixture,
+        origin=origin,
+        bases=bases,
+        names=names,
+        rows={name: progress[name].index for name in names},
+        repeats_from={name: progress[name].repeats_from for name in names},
+        epochs_before={name: progress[name].epochs_before for name in names},
+        table=table,
+        keys=keys,
+        rotation_key=np.uint64(key64(spec.seed, "rotation")),
+        rotate=len(names) > 1,
+    )
+
+
+def _shuffle_numbers(shuffle: Shuffle) -> tuple[int, int, int]:
+    return MODES[shuffle.mode], shuffle.block_rows, shuffle.window_blocks
+
+
+def _advance(progress: Progress, stage: Stage, line: int, drawn: int) -> None:
+    if not drawn:
+        return
+    progress.consumed += drawn - 1
+    epoch, _, _ = progress.epoch()
+    progress.consumed += 1
+    progress.epochs_read = stage.epochs(stage.names[line])
+    if epoch != int(stage.table[line, OLD_EPOCH]):
+        progress.key = int(stage.keys[line, 0])
+        progress.shuffle = stage.spec.shuffle
