@@ -56,7 +56,8 @@ def stage_lines(plan: Plan) -> Iterator[str]:
 
 def _facts(stage: Stage) -> str:
     spec = stage.spec
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in stage.shares(stage.end_step - 1).items())
+    total = float(sum(spec.weights.values()))
+    shares = ", ".join(f"{name} {weight / total:.1%}" for name, weight in sorted(spec.weights.items()))
     scale = f", lr_scale {spec.lr_scale:g}" if spec.lr_scale != 1 else ""
-    ramp = f", a {spec.ramp.shape} ramp until step {spec.ramp.end:,}" if spec.ramp else ""
+    ramp = f" by a {spec.ramp.shape} ramp until step {spec.ramp.end:,}" if spec.ramp else ""
     return f"batch {spec.global_batch_size:,}, seq_len {spec.seq_len:,}, {shares}{ramp}{scale}"
