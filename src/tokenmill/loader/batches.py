@@ -91,8 +91,7 @@ class Loader:
 
     def __getitem__(self, step: int) -> Batch:
         """Return this rank's whole slice of the batch of a step."""
-        self.plan.rows(step)  # refuses a step that is skipped
-        stage = self.plan.stage(step)
+        stage = self.plan.trained_stage(step)
         first = (step - stage.spec.start_step) * self.part.batches(stage)
         block = self._block(stage, first, self.part.batches(stage))
         try:

@@ -90,16 +90,16 @@ class Plan:
 
     def rows(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return (source ids, row ids) of the global batch of a step, in order."""
-        stage = self._trained(step)
+        stage = self.trained_stage(step)
         slots = np.arange(stage.spec.global_batch_size)
         return rows_at(stage, np.full_like(slots, step), slots)
 
     def what(self, step: int) -> tuple[RowUse, ...]:
         """Return the documents and spans of the global batch of a step."""
-        return what(self._trained(step), step, self.sources)
+        return what(self.trained_stage(step), step, self.sources)
 
-    def _trained(self, step: int) -> Stage:
-        """Return the stage of a step, unless the step is skipped."""
+    def trained_stage(self, step: int) -> Stage:
+        """Return the stage, or the part of one, of a step; refuse a step that is skipped."""
         stage = self.stage(step)
         if stage.spec.skipped is not None:
             raise PlanError(
