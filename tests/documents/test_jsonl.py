@@ -3,11 +3,13 @@
 import gzip
 import json
 import tracemalloc
+from importlib import import_module
 
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.documents import corpora
 from tests.documents.corpora import (
     COMPRESS,
     TEXTS,
@@ -22,6 +24,16 @@ from tests.documents.corpora import (
 
 from tokenmill.documents import ReadOptions, cut_files, find_files, read_unit
 from tokenmill.errors import ConfigError, DocumentError
+
+
+@pytest.fixture(params=[False, True], ids=["parser", "kernel"], autouse=True)
+def compiled(request, monkeypatch):
+    """Have all tests run twice; the kernel is loaded before any of them measures memory."""
+    monkeypatch.setitem(corpora.DEFAULTS, "compiled", request.param)
+    if request.param:
+        scanned = import_module("tokenmill.documents.scanned")
+        list(scanned.scanned_groups(iter([b"{}"]), ReadOptions(), "text", int))
+    return request.param
 
 
 @pytest.fixture(params=COMPRESS)
@@ -203,11 +215,11 @@ def test_file_of_blank_lines_comes_in_bounded_batches(write):
     assert all(1000 <= batch.num_lines < 2000 for batch in batches[:-1])
 
 
-def test_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+def test_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, compiled):
     path = tmp_path / "input.jsonl"
     path.write_bytes(lines_of(TEXTS * 1000))
     (unit,) = cut_files(find_files(path).files, chunk_bytes=16 << 20)
-    batches = read_unit(unit, ReadOptions(batch_bytes=100))
+    batches = read_unit(unit, ReadOptions(batch_bytes=100, compiled=compiled))
     next(batches)
     path.write_bytes(path.read_bytes()[:10])
     with pytest.raises(DocumentError, match=r"input\.jsonl: must keep its .* bytes while it is read"):
@@ -230,15 +242,14 @@ def test_lines_that_are_added_while_a_file_is_read_are_not_read(tmp_path):
     assert texts_of(read_unit(unit, ReadOptions())) == TEXTS
 
 
-def test_memory_is_bounded_by_the_batch_not_by_the_file(write):
+def test_memory_is_bounded_by_the_batch_not_by_the_file(write, compiled):
     """Some 32 MB of text; a thousand-fold compression must not unfold at once."""
     path = write(lines_of(["x" * 1000]) * 32_000)
     tracemalloc.start()
     try:
         units = cut_files(find_files(path).files, chunk_bytes=8 << 20)
-        documents = sum(
-            len(batch.texts) for unit in units for batch in read_unit(unit, ReadOptions(batch_bytes=1 << 18))
-        )
+        options = ReadOptions(batch_bytes=1 << 18, compiled=compiled)
+        documents = sum(len(batch.texts) for unit in units for batch in read_unit(unit, options))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -42,7 +42,7 @@ def test_one_wide_character_makes_all_wide_and_an_escaped_backslash_none(raw, wi
 
 @pytest.mark.parametrize(("mark", "kept"), [("x", True), ("\U0001f33e", False)])
 def test_a_line_that_fits_as_bytes_but_not_as_text_is_not_read(monkeypatch, mark, kept):
-    monkeypatch.setattr(module, "_LARGE", 10)
+    monkeypatch.setattr(module, "LARGE_BYTES", 10)
     line = (mark + "a" * 60 + "\n").encode()
     ((found, last),) = split_lines(iter([line + b"short\n"]), 100)
     assert (found == line) == kept

@@ -76,6 +76,27 @@ def test_ids_of_any_width_come_out_in_the_dtype_of_the_vocabulary(dtype):
     assert framed.offsets.tolist() == [0, 4, 7]
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_long_documents_are_framed_as_short_ones_are(dtype, add_bos):
+    """They are copied one by one, those that have BOS or EOS already and empty ones among them."""
+    long = [[number % 90] * size for number, size in enumerate([3000, 0, 2000, 1])]
+    given = [*long, [BOS, *long[0]], [*long[2], EOS], [BOS, 5, EOS], [EOS], [BOS]]
+    for vocab_size in (100, 70_000):
+        framed = frame(encoded(given, dtype), identity(add_bos=add_bos, vocab_size=vocab_size))
+        bos = [BOS] * add_bos
+        assert documents_of(framed) == [
+            *([*bos, *ids, EOS] for ids in long),
+            [BOS, *long[0], EOS],
+            [*bos, *long[2], EOS],
+            [BOS, 5, EOS],
+            [*bos, EOS],
+            [BOS, EOS],
+        ]
+        assert framed.ids.dtype == token_dtype(vocab_size)
+        assert framed.ids.flags.writeable
+
+
 def test_an_unframed_batch_is_only_cast():
     framed = frame(encoded([[1, 2], []]), identity(False, False))
     assert (framed.ids.dtype, framed.ids.tolist(), framed.offsets.tolist()) == (np.uint8, [1, 2], [0, 2, 2])

@@ -7,7 +7,8 @@
 4. Must not know: tokenizers, stores, processes.
 
 A new kind of file is one `Format` (see `units`) and its line in `formats`. Formats share how files are opened
-(`opening`, `compressed`) and how raw values become documents (`lines`, `json_values`, `columns`).
+(`opening`, `compressed`) and how raw values become documents (`lines`, `json_values`, `columns`). Where the options
+ask for it, `scanned` reads lines of JSON by a kernel (`scan`, `json_strings`, `memory`).
 """
 
 from tokenmill.documents.formats import FORMATS, cut_files, place, read_unit

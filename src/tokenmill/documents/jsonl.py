@@ -49,6 +49,11 @@ class CompressedJsonl:
 
 def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[], int]) -> Iterator[Group]:
     """Read the records of lines, those of a block at a time."""
+    if options.compiled and options.text_field is not None and "." not in options.text_field:
+        from tokenmill.documents.scanned import scanned_groups
+
+        yield from scanned_groups(blocks, options, options.text_field, tell)
+        return
     most = options.batch_documents
     for block in split_lines(blocks, options.max_record_bytes):
         for lines in [block] if len(block) <= most else [block[i : i + most] for i in range(0, len(block), most)]:

@@ -12,6 +12,7 @@ from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions
 from tokenmill.errors import DocumentError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
 _READ_BYTES = 1 << 20
@@ -41,8 +42,7 @@ class Parquet:
                 leaves = [".".join(text_path(schema, options.text_field))]
             for group in range(piece.begin, piece.end):
                 position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
-                rows = _rows_at_once(opened, group, leaves, options)
-                for batch in opened.iter_batches(rows, row_groups=[group], columns=leaves, use_threads=False):
+                for batch in _batches(opened, group, leaves, options):
                     yield from column_groups(batch, options, position)
 
 
@@ -62,14 +62,27 @@ def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple
             begin, before = end, position
 
 
+def _batches(
+    opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions
+) -> Iterator[pa.RecordBatch]:
+    """Read a row group: its first row, then as many rows at a time as its sizes allow."""
+    batches = opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False)
+    first = next(batches, None)
+    if first is None:
+        return
+    # Arrow has now checked what the footer says of these columns: pyarrow's own look at a damaged one ends the
+    # process. The rows that follow are read on by the same reader; a second one would unfold the first page again.
+    opened.reader.set_batch_size(_rows_at_once(opened, group, leaves, options))
+    yield first
+    yield from batches
+
+
 def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions) -> int:
     """Return how many rows to read at a time, by the sizes that the footer gives.
 
     A column may have a dictionary, and every row its largest entry: so many rows are taken that even then they
     have some 256 MiB at most.
     """
-    # Reading a row first has the footer checked: pyarrow's own look at a damaged column chunk ends the process.
-    next(opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False), None)
     about = opened.metadata.row_group(group)
     paths = [opened.schema.column(index).path for index in range(len(opened.schema))]
     chunks = [about.column(index) for index, path in enumerate(paths) if _is_below(path, leaves)]

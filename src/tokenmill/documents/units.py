@@ -125,6 +125,9 @@ class ReadOptions:
     """A larger line, cell, member or text file is a bad record, and is not held in memory."""
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
+    compiled: bool = False
+    """Whether lines of JSON go through a compiled kernel: the same documents in 60% of the time, but it takes 0.4 s
+    to load, which pays for a process that reads some 600 MB (benchmarks/prepare.py)."""
 
     def __post_init__(self) -> None:
         if self.text_field is not None and not all(self.text_field.split(".")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from tokenmill.types import Encoded
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+_LONG = 400
+"""Tokens a document from which on it is cheaper to copy documents one by one."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -32,7 +36,8 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     """Place BOS and EOS as the identity says, and cast the ids to `token_dtype`.
 
     A document that already starts with BOS, or ends with EOS, gets no second one, so framing twice is framing once.
-    An id outside the vocabulary raises `TokenizerError`. About 2 ns a token.
+    An id outside the vocabulary raises `TokenizerError`. About half a nanosecond a token, 1.5 where documents are
+    short.
     """
     dtype = token_dtype(identity.vocab_size)
     _refuse_overflow(encoded, identity.vocab_size)
@@ -43,19 +48,51 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
 
     offsets = encoded.offsets.astype(np.int64)
     offsets[1:] += np.cumsum(needs_bos.astype(np.int64) + needs_eos)
+    if int(offsets[-1]) == ids.size:
+        framed = ids.astype(dtype, copy=False)
+    elif ids.size >= _LONG * encoded.num_documents:
+        framed = _joined(ids.astype(dtype, copy=False), encoded.offsets, needs_bos, needs_eos, identity)
+    else:
+        framed = _spread(ids, dtype, offsets, needs_bos, needs_eos, identity)
+    return Encoded(ids=framed, offsets=offsets)
+
+
+def _joined(
+    ids: npt.NDArray[Any],
+    offsets: npt.NDArray[np.int64],
+    needs_bos: npt.NDArray[np.bool_],
+    needs_eos: npt.NDArray[np.bool_],
+    identity: TokenizerIdentity,
+) -> npt.NDArray[Any]:
+    """Join documents and what frames them, as bytes: a copy a document, which is what memory can do."""
+    memory = np.ascontiguousarray(ids).data
+    parts: list[bytes | memoryview] = [b""] * (3 * needs_bos.size)
+    bos, eos = (np.array([token or 0], ids.dtype).tobytes() for token in (identity.bos_id, identity.eos_id))
+    parts[0::3] = [bos if needed else b"" for needed in needs_bos.tolist()]
+    parts[1::3] = [memory[begin:end] for begin, end in pairwise(offsets.tolist())]
+    parts[2::3] = [eos if needed else b"" for needed in needs_eos.tolist()]
+    return np.frombuffer(bytearray().join(parts), ids.dtype)
+
+
+def _spread(
+    ids: npt.NDArray[Any],
+    dtype: np.dtype[np.unsignedinteger[Any]],
+    offsets: npt.NDArray[np.int64],
+    needs_bos: npt.NDArray[np.bool_],
+    needs_eos: npt.NDArray[np.bool_],
+    identity: TokenizerIdentity,
+) -> npt.NDArray[Any]:
+    """Place all tokens by one mask, where documents are so short that a copy each is dearer."""
     at_bos = offsets[:-1][needs_bos]
     at_eos = offsets[1:][needs_eos] - 1
-    if not at_bos.size and not at_eos.size:
-        return Encoded(ids=ids.astype(dtype, copy=False), offsets=offsets)
     framed = np.empty(int(offsets[-1]), dtype=dtype)
-    # One mask over all tokens: a copy a document is dearer for short documents, an index a token for long ones.
     bare = np.ones(framed.size, dtype=np.bool_)
     bare[at_bos] = False
     bare[at_eos] = False
     framed[bare] = ids  # casts on the way, without an array of its own
     framed[at_bos] = identity.bos_id or 0
     framed[at_eos] = identity.eos_id or 0
-    return Encoded(ids=framed, offsets=offsets)
+    return framed
 
 
 def _lacks(

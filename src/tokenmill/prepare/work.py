@@ -13,6 +13,7 @@ from tokenmill.errors import DocumentError
 from tokenmill.prepare.bench import Bench, Joined, joined
 from tokenmill.prepare.select import ROUTE, SURPLUS, select
 from tokenmill.prepare.unit import Bad, UnitResult, UnitWriter, disk_errors_told
+from tokenmill.store.layout import axis_of, token_keys
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -125,15 +126,32 @@ def _append(
     if records.kept.size:
         writer.append(route, records.values, records.offsets)
         kept = chosen[records.kept]
-        pieces, at = np.unique(batch.pieces_of(kept), return_inverse=True)
-        documents, tokens = np.bincount(at), np.bincount(at, tokens_of(records, bench))
-        for piece, number, size in zip(pieces.tolist(), documents.tolist(), tokens.tolist(), strict=True):
-            writer.counts.note_taken(route, piece, number, int(size))
-        texts = [text for text in map(contents.__getitem__, kept.tolist()) if text is not None]
-        writer.counts.text_bytes += _num_bytes(texts)
+        _note_taken(bench, batch, kept, route, records, writer)
+        all_kept = kept.size == len(contents)
+        texts = contents if all_kept else [contents[index] for index in kept.tolist()]
+        writer.counts.text_bytes += _num_bytes([text for text in texts if text is not None])
     writer.counts.truncated += records.truncated
     writer.counts.notes.update(records.notes)
     return _refused(batch, chosen, records)
+
+
+def _note_taken(
+    bench: Bench,
+    batch: Joined,
+    kept: npt.NDArray[np.int64],
+    route: str,
+    records: Records,
+    writer: UnitWriter,
+) -> None:
+    """Count what each piece gave to a route; nearly always there is one."""
+    if len(batch.runs) == 1:
+        tokens = sum(records.values[name].size for name in token_keys(bench.spec.keys))
+        writer.counts.note_taken(route, batch.runs[0][1].piece, kept.size, tokens)
+        return
+    pieces, at = np.unique(batch.pieces_of(kept), return_inverse=True)
+    documents, sizes = np.bincount(at), np.bincount(at, tokens_of(records, bench))
+    for piece, number, size in zip(pieces.tolist(), documents.tolist(), sizes.tolist(), strict=True):
+        writer.counts.note_taken(route, piece, number, int(size))
 
 
 def _refused(batch: Joined, chosen: npt.NDArray[np.int64], records: Records) -> list[Bad]:
@@ -148,8 +166,6 @@ def _num_bytes(texts: Sequence[str]) -> int:
 
 def tokens_of(records: Records, bench: Bench) -> npt.NDArray[np.int64]:
     """Return how many token ids each record has, over all its arrays."""
-    from tokenmill.store.layout import axis_of, token_keys
-
     total: npt.NDArray[np.int64] = np.zeros(records.kept.size, np.int64)
     for name in token_keys(bench.spec.keys):
         offsets = records.offsets[axis_of(bench.spec.kind, name)]
