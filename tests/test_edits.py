@@ -161,6 +161,15 @@ def test_a_loader_jumps_over_skipped_steps(run_of):
     assert loader.state_dict()["step"] == 6
 
 
+def test_a_source_that_restarts_does_so_however_its_stage_is_cut(run_of):
+    """The source is not drawn before the cut: it must still start again, as it would without."""
+    late = {"name": "late", "start_step": 10, "seq_len": 8, "on_change": "restart"}
+    late["weights"] = {"web": 0.985, "books": 0.015}
+    tables = {**BASE, "stages": [BASE["stages"][0], late]}
+    whole, cut = digests(run_of(tables)), digests(run_of({**tables, "skip": [{"steps": "12:13"}]}))
+    assert cut == {step: value for step, value in whole.items() if step != 12}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_skip_together(run_of, world_size):
     """[E1.a]"""

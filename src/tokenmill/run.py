@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenmill.config import DEFAULT_ARRAYS, Config, SourceConfig, StageConfig, parse_config, read_tables
 from tokenmill.dialects import Translation, translate
 from tokenmill.errors import ConfigError
-from tokenmill.fingerprint import first_difference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -212,33 +211,18 @@ class Run:
         return usual
 
     def _record(self, plan: Plan) -> None:
-        """Keep the description of the plan beside the config, so that a refused resume can say what changed."""
-        import orjson
+        """Keep the plan beside the config, and note in the history that it is the one, if another was before."""
+        from tokenmill.history import record
 
-        from tokenmill.store.durable import write_atomically
-
-        file = self._record_file(plan.fingerprint[:16])
-        try:
-            if not file.exists():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(file, orjson.dumps(plan.describe(), option=orjson.OPT_INDENT_2))
-        except OSError:
-            return  # A read-only folder costs only the detail of a later message.
+        record(self.folder, self.name, plan, self.config)
 
     def _explain(self, plan: Plan, made_by: str, step: int) -> str | None:
-        import orjson
+        """Say what changed since the plan that made a state, if that one is on record."""
+        from tokenmill.changes import Side, tables_of
+        from tokenmill.history import explain, read_plan
 
-        try:
-            old = orjson.loads(self._record_file(made_by).read_bytes())
-        except (OSError, orjson.JSONDecodeError):
-            return None
-        stages: list[dict[str, Any]] = [stage for stage in old["stages"] if stage["start_step"] < step]
-        found = first_difference(old | {"stages": stages}, plan.describe(step))
-        return f"{found[0]} {found[1]!r} -> {found[2]!r}" if found else None
-
-    def _record_file(self, fingerprint: str) -> Path:
-        name = "".join(character for character in fingerprint if character.isalnum())
-        return self.folder / ".tokenmill" / "plans" / f"{name}.json"
+        old = read_plan(self.folder, made_by)
+        return explain(old, Side(tables=tables_of(self.config), description=plan.describe()), step) if old else None
 
 
 def _check_kinds(stores: dict[str, Store]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import tokenmill as package
 
-COMMANDS = ["demo", "prepare", "inspect", "verify", "plan", "batches", "what", "when"]
+COMMANDS = ["demo", "prepare", "inspect", "verify", "plan", "batches", "what", "when", "diff", "fork"]
 ENTRY = Path(sys.executable).parent / "tokenmill"
 
 

@@ -10,6 +10,8 @@ import typer
 from tokenmill.cli.batches import batches
 from tokenmill.cli.console import errors
 from tokenmill.cli.demo import demo
+from tokenmill.cli.diff import diff
+from tokenmill.cli.fork import fork
 from tokenmill.cli.import_ import import_
 from tokenmill.cli.inspect import inspect
 from tokenmill.cli.plan import plan
@@ -27,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order of the data flow, as --help lists them.
-for command in (demo, prepare, import_, inspect, verify, plan, batches, what, when):
+for command in (demo, prepare, import_, inspect, verify, plan, batches, what, when, diff, fork):
     app.command(command.__name__.strip("_"), no_args_is_help=command is not demo)(command)
 
 

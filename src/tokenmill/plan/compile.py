@@ -123,6 +123,8 @@ def compile_stages(
             sources=sources,
         )
         arrived = {name: _arrive(progress.get(name), spec, name) for name in spec.names}
+        if spec.on_change == "restart":
+            progress |= arrived  # also those that are drawn in a later part of the stage, or not at all
         mixture = mixing.take(spec)
         stage = _compile(spec, place, arrived, mixture, mixing.drawn)
         rooms = {name: room(stage, name, limit) for name, limit in (stops or {}).items() if name in stage.names}

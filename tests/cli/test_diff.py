@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def edited(run_toml):
+    """Return a function that writes run.toml with some text replaced and returns the file."""
+
+    def write(*changes: tuple[str, str], name="other.toml", more=""):
+        text = run_toml.read_text(encoding="utf-8")
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        file = run_toml.with_name(name)
+        file.write_text(text + more, encoding="utf-8")
+        return file
+
+    return write
+
+
+def test_the_first_difference_its_cause_and_the_rows_are_told(tokenmill, run_toml, edited):
+    """[O1.c]"""
+    other = edited(("books = 0.5", "books = 0.75"), ('name = "late"', 'name = "late"\nlr_scale = 0.5'))
+    done = tokenmill("diff", run_toml, other)
+    assert (done.code, done.err) == (1, "")
+    assert done.lines[:4] == [
+        "first difference at step 6 of 10 (stage 'late')",
+        "because stages[1].weights.books 0.5 -> 0.75",
+        "changes that change no batch:",
+        "  stages[1].lr_scale (absent) -> 0.5",
+    ]
+    assert re.fullmatch(r"\d+ of 16 rows differ after it \(\d+\.\d%\)", done.lines[4])
+    assert len(done.lines) == 5
+
+
+def test_other_changes_follow_and_the_figures_agree_with_json(tokenmill, run_toml, edited):
+    other = edited(
+        more='[[skip]]\nsteps = "3:5"\nreason = "spike"\n[[quarantine]]\nsource = "books"\nfrom_step = 8\n'
+    )
+    done = tokenmill("diff", run_toml, other)
+    assert done.lines[:7] == [
+        "first difference at step 3 of 10 (stage 'base')",
+        "because skip[0].steps (absent) -> '3:5'",
+        "other changes:",
+        "  quarantine[0].source (absent) -> 'books'",
+        "  quarantine[0].from_step (absent) -> 8",
+        "changes that change no batch:",
+        "  skip[0].reason (absent) -> 'spike'",
+    ]
+    shown = tokenmill("diff", run_toml, other, "--json")
+    assert shown.code == 1
+    found = json.loads(shown.out)
+    assert (found["first_step"], found["stage"], found["same"], found["complete"]) == (3, "base", False, True)
+    assert found["changes"][0] == {"path": "skip[0].steps", "old": None, "new": "3:5", "step": 3}
+    assert found["compared_rows"] == found["total_rows"] == 3 * 8 + 4 * 4
+    assert 16 <= found["differing_rows"] <= 16 + 8
+    assert done.lines[7].startswith(f"{found['differing_rows']} of 40 rows differ after it (")
+
+
+def test_the_same_batches_are_exit_code_0(tokenmill, run_toml, edited):
+    other = edited(('name = "late"', 'name = "cool"'))
+    done = tokenmill("diff", run_toml, other)
+    assert (done.code, done.err) == (0, "")
+    assert done.lines == [
+        "the same batches at all 10 steps",
+        "changes that change no batch:",
+        "  stages[1].name 'late' -> 'cool'",
+    ]
+    assert tokenmill("diff", run_toml, run_toml).lines == ["the same batches at all 10 steps"]
+    assert tokenmill("diff", run_toml, other, "--json").json["same"] is True
+
+
+def test_beyond_the_rows_that_are_compared_nothing_is_claimed(tokenmill, run_toml, edited):
+    other = edited(("seed = 7", "seed = 8"))
+    done = tokenmill("diff", run_toml, other, "--rows", 9)
+    assert done.code == 1
+    assert done.lines[0] == "first difference at step 0 of 10 (stage 'base')"
+    assert re.fullmatch(
+        r"\d+ of the first 16 rows after it differ \(\d+\.\d%\); the other 48 were not compared, "
+        r"raise --rows to compare more",
+        done.lines[-1],
+    )
+    stream = (("seed = 7", 'seed = 7\npacking = "concat"\nshuffle = "none"'),)
+    plain = edited(*stream, name="plain.toml")
+    late = edited(*stream, more='[[quarantine]]\nsource = "web"\nfrom_step = 0\ndocuments = [59]\n')
+    done = tokenmill("diff", plain, late, "--rows", 9)
+    assert (done.code, done.lines) == (
+        1,
+        [
+            "no difference within the first 2 steps after step 0, where the configs begin to differ in "
+            "quarantine[0].source (absent) -> 'web', quarantine[0].from_step (absent) -> 0, "
+            "quarantine[0].documents (absent) -> [59]",
+            "raise --rows to compare more",
+        ],
+    )
+
+
+def test_a_foreign_config_is_compared_by_its_native_keys(tokenmill, folder):
+    (folder / "tokens").mkdir()
+    np.save(folder / "tokens" / "a.npy", np.arange(4000, dtype=np.uint16))
+    text = '[data]\ndataset_path = "tokens"\n[train]\nbatch_size = 4\nmax_steps = 9\nseq_len = 16\n'
+    (folder / "a.toml").write_text(text)
+    (folder / "b.toml").write_text(text.replace("batch_size = 4", "batch_size = 5"))
+    done = tokenmill("diff", folder / "a.toml", folder / "b.toml", "--world-size", 2)
+    assert done.code == 1
+    assert done.lines[:2] == [
+        "first difference at step 0 of 9 (stage 'base')",
+        "because run.global_batch_size 8 -> 10",
+    ]
+    assert done.err.count("taken as a KempnerForge config:") == 2
+
+
+def test_a_config_that_is_not_there_is_an_error_of_one_line(tokenmill, run_toml):
+    done = tokenmill("diff", run_toml, "nowhere.toml")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"error: nowhere\.toml: a run must be .*; fix the path\n", done.err)
