@@ -75,8 +75,7 @@ def schedule(config: Config, folder: Path, rows_of: RowsOf) -> list[StageSpec]:
                 ),
                 weights=weights,
                 rows={name: rows_of(name, stage, part.excluded.get(name, _NONE)) for name in names},
-                # What changes in the midst of a stage does not start its sources again.
-                on_change=stage.on_change if part.start == stage.start_step else "unseen",
+                on_change=stage.on_change,
                 number=part.number,
                 lr_scale=stage.lr_scale,
                 ramp=ramp,

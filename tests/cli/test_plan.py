@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -58,7 +60,10 @@ def test_no_token_is_read(tokenmill, folder):
     before = tokenmill("plan", folder / "run.toml", "--json").json
     for shard in folder.glob("stores/*/shard-*"):
         (shard / "sequence.bin").unlink()
-    assert tokenmill("plan", folder / "run.toml", "--json").json == before
+    after = tokenmill("plan", folder / "run.toml", "--json").json
+    for facts in (before, after):
+        assert facts["costs"].pop("compile_seconds") > 0
+    assert after == before
 
 
 RECORDS = {
@@ -98,6 +103,11 @@ def test_what_is_said_of_a_stage_is_what_its_batches_hold(tokenmill, tmp_path, r
         assert re.search(rf"{share['stage']} +data .*" + " +".join(f"{cell:,}" for cell in cells), shown)
 
 
+def cuts_told(tokenmill, file):
+    """Return the warnings about records that are cut."""
+    return [told for told in tokenmill("plan", file, "--json").json["warnings"] if " records of " in told]
+
+
 CHATS = 'packing = "best_fit"'
 LOST = "what follows a cut is trained without what stood before"
 
@@ -129,7 +139,7 @@ def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
     """[T1.d] A record of seq_len + 1 tokens is one row, as its last token is only a label."""
     lengths = np.diff(open_store(chats.parent / "chat").document_offsets(0, 13)).tolist()
     assert lengths[:4] == [129, 130, 131, 18]
-    found = tokenmill("plan", chats, "--json").json["warnings"]
+    found = cuts_told(tokenmill, chats)
     way_out = 'split = "forbid" refuses them, "truncate_end" cuts them off (docs/guides/packing.md)'
     assert found == [
         f"stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut: {LOST}; {way_out}"
@@ -150,8 +160,8 @@ def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
 )
 def test_no_warning_where_nothing_is_trained_behind_a_cut(tokenmill, chats, packing):
     chats.write_text(chats.read_text(encoding="utf-8").replace(CHATS, packing), encoding="utf-8")
-    assert tokenmill("plan", chats, "--json").json["warnings"] == []
-    assert "warning" not in tokenmill("plan", chats).out
+    assert cuts_told(tokenmill, chats) == []
+    assert " records of " not in tokenmill("plan", chats).out
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 40, 128, 380])
@@ -162,7 +172,7 @@ def test_concat_counts_the_records_that_have_labels_in_several_rows(tokenmill, c
     spans = rows.spans(np.arange(rows.num_rows))
     cut = int((np.bincount(spans.document[spans.length > 1]) > 1).sum())
     assert (cut > 0) == (seq_len < 380)  # of the only row, the rest of the last record is dropped
-    found = [one for one in tokenmill("plan", chats, "--json").json["warnings"] if one.startswith("stage 'one'")]
+    found = [one for one in cuts_told(tokenmill, chats) if one.startswith("stage 'one'")]
     where = f"cut where a row of {seq_len} tokens ends"
     wanted = f"stage 'one': {cut} of 13 records of 'chat' are {where}: {LOST}; packing = \"best_fit\" cuts only"
     assert [one[: len(wanted)] for one in found] == [wanted][:cut]
@@ -171,7 +181,7 @@ def test_concat_counts_the_records_that_have_labels_in_several_rows(tokenmill, c
 def test_bos_best_fit_cuts_to_fill_a_row_and_says_so(tokenmill, chats):
     text = chats.read_text(encoding="utf-8").replace(CHATS, 'packing = "bos_best_fit"')
     chats.write_text(text, encoding="utf-8")
-    one, two = tokenmill("plan", chats, "--json").json["warnings"]
+    one, two = cuts_told(tokenmill, chats)
     assert one.startswith(
         "stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut, and others where "
         f"that fills a row: {LOST}; "
@@ -332,3 +342,217 @@ def test_sources_of_two_tokenizers_are_refused_with_the_first_difference(tokenmi
         r"add_bos: True and False; prepare one of them again\n",
         done.err,
     )
+
+
+EDITS = """
+[[skip]]
+steps = "2:4"
+reason = "loss spike"
+[[quarantine]]
+source = "web"
+from_step = 3
+documents = [5, 6]
+reason = "<leak>"
+[[quarantine]]
+source = "web"
+from_step = 5
+documents = [6, 7]
+"""
+
+
+@pytest.fixture
+def edited(folder):
+    text = (folder / "run.toml").read_text(encoding="utf-8").replace("seq_len = 16", "seq_len = 160")
+    (folder / "run.toml").write_text(text + EDITS, encoding="utf-8")
+    return folder / "run.toml"
+
+
+def test_skipped_steps_and_what_is_put_aside_are_told_apart(tokenmill, edited):
+    """[O1.c] A document that two quarantines name is put aside once."""
+    facts = tokenmill("plan", edited, "--json").json
+    assert (facts["steps"], facts["skipped_steps"], facts["skipped_rows"]) == (10, 2, 16)
+    assert facts["rows"] == 6 * 8 + 4 * 4 - 16
+    assert sum(source["drawn"] for source in facts["sources"]) == facts["rows"] + facts["skipped_rows"]
+    lengths = np.diff(open_store(edited.parent / "stores" / "web").document_offsets(0, 60)).tolist()
+    assert [(q["from_step"], q["documents"], q["tokens"], q["reason"]) for q in facts["quarantined"]] == [
+        (3, 2, lengths[5] + lengths[6], "<leak>"),
+        (5, 1, lengths[7], ""),
+    ]
+    shown = tokenmill("plan", edited)
+    assert (shown.code, shown.err) == (0, "")
+    assert "Put aside" in shown.out
+    assert re.search(r"10 steps, 48 rows, 7,680 tokens, 2 steps skipped, compiled in \d+\.\d\d s", shown.out)
+
+
+def test_tokens_of_records_that_are_put_aside_are_those_of_all_their_arrays(tokenmill, tmp_path):
+    """[O1.c]"""
+    for recipe in ("dpo", "grpo"):
+        lines = [json.dumps(record) + "\n" for record in RECORDS[recipe]]
+        (tmp_path / "data.jsonl").write_text("".join(lines), encoding="utf-8")
+        arguments = ["--out", tmp_path / recipe, "--recipe", recipe, "--on-error", "skip", "--workers", 1]
+        assert tokenmill("prepare", tmp_path / "data.jsonl", *arguments).code == 0
+        (tmp_path / "run.toml").write_text(
+            "[run]\nsteps = 30\nglobal_batch_size = 5\nseq_len = 200\n"
+            f'[[sources]]\nname = "data"\nstore = "{recipe}"\n'
+            '[[quarantine]]\nsource = "data"\nfrom_step = 4\ndocuments = [1, 7, 8]\n',
+            encoding="utf-8",
+        )
+        facts = tokenmill("plan", tmp_path / "run.toml", "--json").json
+        (aside,) = facts["quarantined"]
+        assert aside["tokens"] == facts["sources"][0]["fates"]["dropped"]["quarantined"] > 0
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        ("from_step = 9\ndocuments = [0]", ["what it puts aside"]),
+        ("from_step = 0\ndocuments = [0]", []),
+        ("from_step = 6", ["the source"]),
+        ("from_step = 5", []),
+    ],
+)
+def test_a_quarantine_that_changes_nothing_is_told(tokenmill, folder, edit, told):
+    """[O1.c] Of a source that no step after 5 draws from."""
+    text = (folder / "run.toml").read_text(encoding="utf-8").replace("web = 0.5, books = 0.5", "web = 1")
+    quarantine = f'[[quarantine]]\nsource = "books"\n{edit}\n'
+    (folder / "run.toml").write_text(text + quarantine, encoding="utf-8")
+    found = tokenmill("plan", folder / "run.toml", "--json").json["warnings"]
+    step = edit[len("from_step = ")]
+    assert [one for one in found if one.startswith("quarantine")] == [
+        f"quarantine of 'books': {what} would not be seen from step {step} on anyway; "
+        "check from_step and the documents, or leave it out"
+        for what in told
+    ]
+
+
+def test_rows_that_are_not_equally_full_suggest_to_weigh_by_tokens(tokenmill, folder):
+    """[M1.a]"""
+    prepare = ["prepare", folder / "short.jsonl", "--out", folder / "stores" / "books", "--rebuild", "--workers", 1]
+    (folder / "short.jsonl").write_text('{"text": "a"}\n' * 99, encoding="utf-8")
+    assert tokenmill(*prepare).code == 0
+    text = (folder / "run.toml").read_text(encoding="utf-8")
+    text = text.replace("seed = 7", 'seed = 7\npacking = "padded"\nsplit = "truncate_end"')
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+
+    def told():
+        found = tokenmill("plan", folder / "run.toml", "--json").json
+        return [one for one in found["warnings"] if "weigh_by" in one], found["shares"]
+
+    warned, shares = told()
+    assert [one.split(":")[0] for one in warned] == ["stage 'base'", "stage 'late'"]
+    assert all(abs(share["realised"] - share["asked"]) < 0.05 for share in shares)
+    (folder / "run.toml").write_text(text.replace("seed = 7", 'seed = 7\nweigh_by = "tokens"'), encoding="utf-8")
+    warned, shares = told()
+    assert warned == []
+    assert [round(share["asked_tokens"], 9) for share in shares] == [0.25, 0.75, 0.5, 0.5]
+    assert all(abs(share["realised_tokens"] - share["asked_tokens"]) < 0.1 for share in shares)
+
+
+def test_what_is_read_and_kept_is_told_in_bytes(tokenmill, folder):
+    """[D1.a]"""
+    text = (folder / "run.toml").read_text(encoding="utf-8").replace("seed = 7", 'seed = 7\npacking = "concat"')
+    (folder / "run.toml").write_text(text, encoding="utf-8")
+    costs = tokenmill("plan", folder / "run.toml", "--json").json["costs"]
+    width = np.dtype(open_store(folder / "stores" / "web").manifest.keys["sequence"]).itemsize
+    assert costs["read_bytes_exact"]
+    assert costs["read_bytes"] == (6 * 8 + 4 * 4) * 17 * width
+    assert costs["read_bytes_a_step"] == {"base": 8 * 17 * width, "late": 4 * 17 * width}
+    assert costs["index_bytes"] == 0
+    batch = next(iter(Run.from_toml(folder / "run.toml").loader(micro_batch=1)))
+    assert costs["loader_bytes"] == 9 * sum(array.nbytes for array in batch.values())
+
+
+def test_the_page_holds_the_picture_the_tables_and_the_warnings(tokenmill, edited, tmp_path):
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
+    done = tokenmill("plan", edited, "--html", page, "--svg", picture)
+    assert (done.code, done.err) == (0, "")
+    assert done.lines[-2:] == [f"wrote {page}", f"wrote {picture}"]
+    text, svg = page.read_text(encoding="utf-8"), picture.read_text(encoding="utf-8")
+    assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    assert svg in text
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings == [
+        *("To look at", "Stages", "Mixture", "Sources", "Put aside", "Fate of the tokens of an epoch"),
+        "Reading and memory",
+    ]
+    assert "&lt;leak&gt;" in text
+    assert "<leak>" not in text
+    for warning in tokenmill("plan", edited, "--json").json["warnings"]:
+        assert f"<li>{escape(warning)}</li>" in text
+
+
+@pytest.mark.parametrize("option", ["--html", "--svg"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(tokenmill, folder, option):
+    """[A1.a]"""
+    done = tokenmill("plan", folder / "none.toml", option, folder / "no" / "out")
+    assert re.fullmatch(
+        rf"error: {option}: must be a file in a folder that is there, got .*; make .*no first\n", done.err
+    )
+    done = tokenmill("plan", folder / "none.toml", option, folder)
+    assert re.fullmatch(rf"error: {option}: must be a file, got the folder .*; name a file in it, .*\n", done.err)
+
+
+KEMPNERFORGE = """
+[model]
+vocab_size = 500
+[train]
+batch_size = 2
+seq_len = 16
+max_steps = 8
+seed = 3
+[data]
+dataset_path = "tokens"
+"""
+
+
+@pytest.fixture
+def foreign(folder):
+    (folder / "tokens").mkdir()
+    np.save(folder / "tokens" / "part0.npy", np.random.default_rng(0).integers(0, 500, 3000).astype(np.uint16))
+    (folder / "forge.toml").write_text(KEMPNERFORGE, encoding="utf-8")
+    return folder / "forge.toml"
+
+
+def test_a_config_of_another_project_is_told_and_read_for_so_many_ranks(tokenmill, foreign):
+    """[A3.a]"""
+    done = tokenmill("plan", foreign, "--json", "--world-size", 4)
+    assert done.json["stages"][0]["global_batch_size"] == 8
+    assert done.err.startswith("taken as a KempnerForge config:\n")
+    alone = tokenmill("plan", foreign, "--json")
+    assert alone.json["stages"][0]["global_batch_size"] == 2
+    digests = tokenmill("batches", foreign, "--world-size", 4, "--digest")
+    assert (digests.code, len(digests.lines)) == (0, 8)
+    uses = tokenmill("what", foreign, "--step", 1, "--world-size", 4, "--json").json
+    assert sorted({use["slot"] for use in uses}) == list(range(8))
+    seen = tokenmill("when", foreign, "--source", uses[0]["source"], "--document", uses[0]["document"], "--json")
+    wider = tokenmill(
+        "when",
+        foreign,
+        "--source",
+        uses[0]["source"],
+        "--document",
+        uses[0]["document"],
+        "--json",
+        "--world-size",
+        4,
+    )
+    assert 1 in [use["step"] for use in wider.json]
+    assert seen.json != wider.json
+
+
+def test_the_native_equivalent_makes_the_same_plan(tokenmill, foreign):
+    """[A3.a]"""
+    done = tokenmill("plan", foreign, "--to-native", "--world-size", 4)
+    assert (done.code, done.err) == (0, "")
+    (foreign.parent / "native.toml").write_text(done.out, encoding="utf-8")
+    wanted = tokenmill("plan", foreign, "--json", "--world-size", 4).json["fingerprint"]
+    assert tokenmill("plan", foreign.parent / "native.toml", "--json").json["fingerprint"] == wanted
+
+
+def test_the_history_of_a_run_is_told(tokenmill, edited):
+    """[O1.c]"""
+    assert tokenmill("plan", edited, "--json").json["history"] == []
+    plan = Run.from_toml(edited).loader(micro_batch=4).plan
+    (line,) = tokenmill("plan", edited, "--json").json["history"]
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d plan {plan.fingerprint[:8]}… is the first on record", line)
+    assert f"history: {line}" in tokenmill("plan", edited).lines

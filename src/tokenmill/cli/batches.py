@@ -11,6 +11,7 @@ import orjson
 import typer
 
 from tokenmill.cli.console import errors
+from tokenmill.cli.front_door import tell
 from tokenmill.errors import ConfigError, ResumeError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def batches(
     rank: Annotated[
         int | None, typer.Option(help="Rank whose slice is drawn; default: all ranks, the global batch.")
     ] = None,
-    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 1,
+    world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
     micro_batch: Annotated[
         int | None, typer.Option(help="Rows at a time; default: the whole slice of a rank.")
     ] = None,
@@ -42,14 +43,19 @@ def batches(
     from tokenmill.loader import usual_arrays
     from tokenmill.run import Run
 
-    opened = Run.from_toml(run)
+    size = 1 if world_size is None else world_size
+    if size < 1:
+        raise ConfigError(f"--world-size: must be at least 1, got {size}; leave it out for 1")
+    opened = Run.from_toml(run, world_size=world_size)
+    assert opened.translation is not None
+    tell(opened.translation)
     compiled = opened.plan()
-    micro = _whole_slice(opened, world_size) if micro_batch is None else micro_batch
-    ranks = range(world_size) if rank is None else [rank]
+    micro = _whole_slice(opened, size) if micro_batch is None else micro_batch
+    ranks = range(size) if rank is None else [rank]
     loaders = [
         opened.loader(
             rank=r,
-            world_size=world_size,
+            world_size=size,
             micro_batch=micro,
             threads=threads,
             prefetch=prefetch,
@@ -101,8 +107,6 @@ def _whole_slice(run: Run, world_size: int) -> int:
     """Return the largest micro-batch that fits every stage: the whole slice, where all batches are alike."""
     from math import gcd
 
-    if world_size < 1:
-        raise ConfigError(f"--world-size: must be at least 1, got {world_size}; leave it out for 1")
     sizes = [stage.global_batch_size or 0 for stage in run.config.resolved_stages()]
     return max(1, gcd(*sizes) // world_size)
 

@@ -1,12 +1,14 @@
-"""What `inspect` found as one page of HTML that needs nothing else."""
+"""What `inspect` and `plan` tell as one page of HTML that needs nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill.cli.console import cell
+from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.cli.audit import Example
@@ -22,7 +24,21 @@ text-align: left; vertical-align: top; } td.number { text-align: right; font-var
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .8rem; }
 .masked { color: var(--dim); } .trained { color: var(--trained); font-weight: 600; }
 code { overflow-wrap: anywhere; }
+figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; }
 """
+
+
+def check_file(option: str, file: Path | None) -> None:
+    """Refuse a file that cannot be written, before anything is read; None is one that is not wanted."""
+    if file is None:
+        return
+    if file.is_dir():
+        name = f"report{'.svg' if option == '--svg' else '.html'}"
+        raise ConfigError(f"{option}: must be a file, got the folder {file}; name a file in it, such as {name}")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{option}: must be a file in a folder that is there, got {file}; make {file.parent} first"
+        )
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -41,6 +57,11 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in rows)
     return f"<h2>{escape(title)}</h2>\n<table><tr>{head}</tr>\n{body}</table>\n"
+
+
+def html_list(title: str, lines: Iterable[str]) -> str:
+    """Return a list with a heading."""
+    return f"<h2>{escape(title)}</h2>\n<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>\n"
 
 
 def _cell(value: object) -> str:

@@ -2,165 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 from rich.cells import cell_len
 from rich.text import Text
 
 from tokenmill.cli.console import cell, console, print_json, table
+from tokenmill.cli.front_door import ToNative, WorldSize, print_native, tell
+from tokenmill.cli.page import check_file, html_list, html_table, page
+from tokenmill.cli.plan_views import View, cost_view, fate_view, views
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tokenmill.config import StageConfig
     from tokenmill.plan.report import PlanReport
     from tokenmill.run import Run
-    from tokenmill.store import Store
 
-_BLOCK = 1 << 20
-"""Documents whose lengths are looked at together."""
 MIN_NAME = 12
 """Names are not folded to less than so many characters."""
-_LOST = "what follows a cut is trained without what stood before"
-_GUIDE = "docs/guides/packing.md"
 
 
 def plan(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
     json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write tables, warnings and picture as a page.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write the picture of the run.")] = None,
+    to_native: ToNative = False,
+    world_size: WorldSize = None,
 ) -> None:
     """Compile and check a run: stages, shares, epochs, first repeats. Reads masks to count labels, but no token."""
-    from tokenmill.plan.report import report
     from tokenmill.run import Run
 
     if run.is_dir():
         raise ConfigError(
             f"{run}: must be the .toml of a run, got a folder; `tokenmill inspect {run}` shows a store"
         )
-    opened = Run.from_toml(run)
-    facts = report(opened.plan())
-    found = list(warnings(opened))
-    if json:
-        print_json(facts.to_json() | {"warnings": found})
+    for option, file in (("--html", html), ("--svg", svg)):
+        check_file(option, file)
+    opened = Run.from_toml(run, world_size=world_size)
+    assert opened.translation is not None
+    if to_native:
+        print_native(opened.translation)
         return
-    for made in tables(facts):
+    tell(opened.translation)
+    _report(opened, json, html, svg)
+
+
+def _report(run: Run, json: bool, html: Path | None, svg: Path | None) -> None:
+    """Compile a run, write what is wanted of it to files, and show the rest."""
+    from tokenmill.cli.costs import costs
+    from tokenmill.cli.plan_warnings import all_warnings, put_aside
+    from tokenmill.history import lines, read_history
+    from tokenmill.plan.report import report
+    from tokenmill.schedule import limits
+
+    began = perf_counter()
+    compiled = run.plan()
+    seconds = perf_counter() - began
+    facts = report(compiled, stops=limits(run.config)[1], quarantined=put_aside(run))
+    cost, found = costs(run, facts, seconds), all_warnings(run, facts)
+    history = lines(read_history(run.folder, run.name))
+    if html is not None or svg is not None:
+        _write(run, facts, html, svg, [*views(facts), cost_view(cost)], [*found, *history])
+    if json:
+        print_json(facts.to_json() | {"costs": cost.to_json(), "warnings": found, "history": history})
+        return
+    for made in (one for view in [*views(facts), cost_view(cost)] for one in _fitting(view)):
         console.print(made)
     for warning in found:
         console.print(Text.assemble(("warning:", "bold yellow"), " ", warning), soft_wrap=True)
+    for line in history:
+        console.print(Text(f"history: {line}"), soft_wrap=True)
     totals = f"{facts.steps:,} steps, {facts.rows:,} rows, {facts.tokens:,} tokens"
-    console.print(f"plan {facts.fingerprint}  {totals}", soft_wrap=True)
+    totals += f", {facts.skipped_steps:,} steps skipped" if facts.skipped_steps else ""
+    console.print(f"plan {facts.fingerprint}  {totals}, compiled in {seconds:.2f} s", soft_wrap=True)
+    for file in (html, svg):
+        if file is not None:
+            console.print(f"wrote {file}", soft_wrap=True, markup=False)
 
 
-def warnings(run: Run) -> Iterator[str]:
-    """Yield what a user should know of records with a loss mask that are cut, by stage and source.
+def _write(
+    run: Run, facts: PlanReport, html: Path | None, svg: Path | None, shown: Sequence[View], notes: Sequence[str]
+) -> None:
+    """Write the picture, and the page with it."""
+    from tokenmill.cli.timeline import timeline
 
-    Reads document offsets, a part at a time. A text is used to being cut; an answer without its question is not.
-    """
-    for stage in run.config.resolved_stages():
-        for name in stage.weights or ():
-            store = run.stores[name]
-            told = _cuts(stage, store, name) if "loss_mask" in store.keys else None
-            if told:
-                yield f"stage {stage.name!r}: {told}"
-
-
-def _cuts(stage: StageConfig, store: Store, name: str) -> str | None:
-    """Say which records a stage cuts so that something is trained behind the cut; None if it cuts none so."""
-    assert stage.seq_len is not None  # resolved_stages() has filled it in
-    longer, crossing = _count_cut(store, stage.seq_len)
-    total = f"{store.num_documents:,} records of {name!r}"
-    if stage.packing == "best_fit" and stage.split == "allow" and longer:
-        return (
-            f"{longer:,} of {total} are longer than a row of {stage.seq_len:,} tokens and are cut: {_LOST}; "
-            f'split = "forbid" refuses them, "truncate_end" cuts them off ({_GUIDE})'
-        )
-    way_out = f'packing = "best_fit" cuts only longer ones, and none with split = "forbid" ({_GUIDE})'
-    if stage.packing == "concat" and crossing:
-        return f"{crossing:,} of {total} are cut where a row of {stage.seq_len:,} tokens ends: {_LOST}; {way_out}"
-    if stage.packing == "bos_best_fit" and stage.crop == "return":
-        return (
-            f"{longer:,} of {total} are longer than a row of {stage.seq_len:,} tokens and are cut, and others "
-            f"where that fills a row: {_LOST}; {way_out}"
-        )
-    return None
-
-
-def _count_cut(store: Store, seq_len: int) -> tuple[int, int]:
-    """Count the documents longer than a row, and those that an edge of a row cuts where `concat` makes rows."""
-    longer = crossing = 0
-    last_row = (store.num_tokens - 1) // seq_len - 1  # what stands behind it is dropped, not cut
-    for begin in range(0, store.num_documents, _BLOCK):
-        offsets = store.document_offsets(begin, min(begin + _BLOCK, store.num_documents))
-        first, last = offsets[:-1], offsets[1:] - 1
-        longer += int((np.diff(offsets) > seq_len + 1).sum())  # a row has one token more, the last label
-        # A token is the label of the one before it, and is in that one's row.
-        crossing += int((first // seq_len < np.minimum((last - 1) // seq_len, last_row)).sum())
-    return longer, crossing
+    picture = timeline(run.plan(), facts, run.name)
+    if svg is not None:
+        svg.write_text(picture, encoding="utf-8")
+    if html is not None:
+        parts = [
+            f"<p>plan <code>{facts.fingerprint}</code></p>\n",
+            f"<figure>{picture}</figure>\n",
+            *([html_list("To look at", notes)] if notes else []),
+            *(html_table(view.title, view.columns, view.rows) for view in shown),
+        ]
+        html.write_text(page(f"tokenmill plan: {run.name}", parts), encoding="utf-8")
 
 
 def tables(facts: PlanReport) -> list[Table]:
     """Return the report as tables: stages, what they draw, sources over the whole run, the fate of their tokens."""
-    return [
-        *fitting(
-            "Stages",
-            ("stage", "first step", "end step", "batch", "seq_len", "rows", "tokens"),
-            [
-                (s.name, s.start_step, s.end_step, s.global_batch_size, s.seq_len, s.rows, s.tokens)
-                for s in facts.stages
-            ],
-        ),
-        *fitting(
-            "Mixture",
-            ("stage", "source", "asked %", "got %", "rows", "labels", "no label", "padding", "epochs"),
-            [
-                (
-                    s.stage,
-                    s.source,
-                    100 * s.asked,
-                    100 * s.realised,
-                    s.rows,
-                    s.trained if s.counted else f"about {s.trained:,}",
-                    s.unlabelled if s.counted else f"about {s.unlabelled:,}",
-                    s.padding if s.counted else f"about {s.padding:,}",
-                    round(s.epochs, 4),
-                )
-                for s in facts.shares
-            ],
-            names=2,
-        ),
-        *fitting(
-            "Sources",
-            ("source", "rows an epoch", "rows drawn", "epochs", "first repeat"),
-            [(s.name, s.rows, s.drawn, round(s.epochs, 4), s.first_repeat) for s in facts.sources],
-        ),
-        *fate_tables(facts),
-    ]
+    return [made for view in views(facts) for made in _fitting(view)]
 
 
 def fate_tables(facts: PlanReport) -> list[Table]:
     """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
-    return fitting(
-        "Fate of the tokens of an epoch",
-        ("source", "tokens", "= trained", "+ masked", "+ dropped", "why", "padding"),
-        [
-            (
-                s.name,
-                s.fates.tokens,
-                s.fates.trained,
-                s.fates.masked,
-                sum(s.fates.dropped.values()),
-                ", ".join(f"{reason} {number:,}" for reason, number in s.fates.dropped.items()) or "–",
-                s.fates.padding,
-            )
-            for s in facts.sources
-            if s.fates
-        ],
-    )
+    return _fitting(fate_view(facts))
+
+
+def _fitting(view: View) -> list[Table]:
+    return fitting(view.title, view.columns, view.rows, names=view.names)
 
 
 def fitting(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1) -> list[Table]:

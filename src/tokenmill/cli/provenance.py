@@ -9,34 +9,35 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.cli.console import console, print_json, table
+from tokenmill.cli.front_door import WorldSize, tell
 from tokenmill.cli.text import excerpt, tokenizer_of
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.plan import RowUse
+    from tokenmill.run import Run
 
 
 def what(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
     step: Annotated[int, typer.Option(help="Step to look at.")],
     rank: Annotated[int | None, typer.Option(help="Only the slice of this rank.")] = None,
-    world_size: Annotated[int, typer.Option(help="Number of ranks.")] = 1,
+    world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
     text: Annotated[bool, typer.Option(help="Show the beginning of each span as text.")] = True,
     json: Annotated[bool, typer.Option(help="Print as JSON.")] = False,
 ) -> None:
     """Which documents and spans the batch of a step is made of."""
-    from tokenmill.run import Run
-
-    opened = Run.from_toml(run)
+    opened = _open(run, world_size)
     plan = opened.plan()
     uses = plan.what(step)
     if rank is not None:
-        if not 0 <= rank < world_size or len(uses) % world_size:
+        size = 1 if world_size is None else world_size
+        if not 0 <= rank < size or len(uses) % size:
             raise ConfigError(
                 f"--rank: must lie within 0:world_size, and world_size divide {len(uses)} rows, "
-                f"got {rank} and {world_size}; fix one of them"
+                f"got {rank} and {size}; fix one of them"
             )
-        share = len(uses) // world_size
+        share = len(uses) // size
         uses = uses[rank * share : (rank + 1) * share]
     tokenizers = {name: tokenizer_of(store) if text else None for name, store in opened.stores.items()}
     lines = [
@@ -60,16 +61,25 @@ def what(
     console.print(table(title, ("slot", "source", "row", "document", "tokens", "text"), rows))
 
 
+def _open(file: Path, world_size: int | None) -> Run:
+    """Read the config of a run, for so many ranks if it is of a kind that counts rows by rank."""
+    from tokenmill.run import Run
+
+    opened = Run.from_toml(file, world_size=world_size or None)
+    assert opened.translation is not None
+    tell(opened.translation)
+    return opened
+
+
 def when(
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
     source: Annotated[str, typer.Option(help="Name of the source.")],
     document: Annotated[int, typer.Option(help="Index of the document in the source, from 0.")],
     json: Annotated[bool, typer.Option(help="Print as JSON.")] = False,
+    world_size: WorldSize = None,
 ) -> None:
     """At which steps a document is seen, over the whole run, past and future."""
-    from tokenmill.run import Run
-
-    uses = Run.from_toml(run).plan().when(source, document)
+    uses = _open(run, world_size).plan().when(source, document)
     if json:
         print_json([_flat(use) for use in uses])
         return

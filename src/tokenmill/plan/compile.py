@@ -111,20 +111,23 @@ def compile_stages(
     """Compile stages; sources of `stops` leave the mixture when they have been read so often."""
     progress: dict[str, Progress] = {}
     mixing = _Mixing()
+    begun: set[tuple[int, str, str]] = set()
     stages: list[Stage] = []
     ends = [*(spec.start_step for spec in specs[1:]), steps]
     waiting = deque(zip(specs, ends, strict=True))
     while waiting:
         spec, end = waiting.popleft()
+        # What changes in the midst of a stage does not start a source again that the stage has drawn from.
+        fresh = {name for name in spec.names if (spec.number, spec.name, name) not in begun}
+        restarted = frozenset(name for name in fresh if _restarts(progress.get(name), spec, name))
+        arrived = {name: _arrive(progress.get(name), spec, name, name in restarted) for name in spec.names}
         place = _Place(
             index=len(stages),
             end=end,
             position=stages[-1].first_position + stages[-1].num_positions if stages else 0,
             sources=sources,
+            restarted=restarted,
         )
-        arrived = {name: _arrive(progress.get(name), spec, name) for name in spec.names}
-        if spec.on_change == "restart":
-            progress |= arrived  # also those that are drawn in a later part of the stage, or not at all
         mixture = mixing.take(spec)
         stage = _compile(spec, place, arrived, mixture, mixing.drawn)
         rooms = {name: room(stage, name, limit) for name, limit in (stops or {}).items() if name in stage.names}
@@ -148,6 +151,8 @@ def compile_stages(
             if drawn or name not in progress:
                 _advance(arrived[name], stage, line, drawn)
                 progress[name] = arrived[name]
+            if drawn:
+                begun.add((spec.number, spec.name, name))
     return tuple(stages)
 
 
@@ -160,6 +165,8 @@ class _Place:
     """Step at which it ends."""
     position: int
     sources: Sequence[str]
+    restarted: frozenset[str]
+    """Sources that it starts again."""
 
 
 def _without(spec: StageSpec, names: Sequence[str]) -> StageSpec:
@@ -196,7 +203,14 @@ def _drain(
     )
 
 
-def _arrive(before: Progress | None, spec: StageSpec, name: str) -> Progress:
+def _restarts(before: Progress | None, spec: StageSpec, name: str) -> bool:
+    """Say whether a stage starts a source again in the midst of an epoch, as its rows are others than before."""
+    if before is None or spec.on_change != "restart" or not before.consumed or before.seen() is None:
+        return False
+    return dict(before.index.epoch_description) != dict(spec.rows[name].description)
+
+
+def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool) -> Progress:
     """Return where a source stands at the start of a stage."""
     index = spec.rows[name]
     if index.num_rows < 1:
@@ -211,7 +225,7 @@ def _arrive(before: Progress | None, spec: StageSpec, name: str) -> Progress:
     if not before.consumed:
         return Progress(index=index, repeats_from=index.num_rows, era=before.era)
     seen = before.seen()
-    if spec.on_change == "restart" or seen is None:
+    if restarts or seen is None:
         return Progress(index=index, repeats_from=0, era=before.era + 1, epochs_before=before.epochs_read)
     following = index.following(before.index, seen)
     return Progress(
@@ -266,6 +280,7 @@ def _compile(
         keys=keys,
         rotation_key=np.uint64(key64(spec.seed, "rotation")),
         rotate=len(names) > 1,
+        restarted=place.restarted,
     )
 
 

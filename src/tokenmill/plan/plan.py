@@ -124,12 +124,13 @@ class Plan:
         """Return what decides the batches before `step` (default: all of them), as JSON."""
         end = self.steps if step is None else step
         stages: list[dict[str, Any]] = []
-        for part in self.stages:
-            described = part.spec.describe()
+        for number, part in enumerate(self.stages):
+            if part.spec.start_step >= end or (number and part.goes_on(self.stages[number - 1])):
+                continue
+            described = part.describe()
             for name, source in described["sources"].items():
                 source["id"] = self.sources.index(name)
-            if part.spec.start_step < end and not (stages and _goes_on(stages[-1], described)):
-                stages.append(described)
+            stages.append(described)
         return {"version": PLAN_VERSION, "contract": dict(self.contract), "stages": stages}
 
     def fingerprint_at(self, step: int) -> str:
@@ -140,11 +141,6 @@ class Plan:
     def fingerprint(self) -> str:
         """Digest of what decides all batches, and their number."""
         return digest([self.steps, self.describe()])
-
-
-def _goes_on(before: Mapping[str, Any], stage: Mapping[str, Any]) -> bool:
-    """Say whether a stage only goes on with the one before: batches do not know that there is an edge."""
-    return {**before, "start_step": 0} == {**stage, "start_step": 0}
 
 
 def compile_plan(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.plan.exhaust import room
 from tokenmill.plan.mixture import exact_weight
-from tokenmill.plan.report_count import held_rows, step_of
+from tokenmill.plan.report_count import held_rows, most_counted, step_of
 from tokenmill.plan.report_facts import PlanReport, Quarantined, SourceFacts, SourceShare, StageFacts
 from tokenmill.plan.rows import NOTHING, Held
 
@@ -42,7 +42,9 @@ def report(
         skipped_rows=sum(stage.skipped_rows for stage in facts),
         skipped_tokens=sum(stage.skipped_tokens for stage in facts),
         stages=facts,
-        shares=tuple(share for parts in stages for share in _shares(parts)),
+        shares=tuple(
+            share for number, parts in enumerate(stages) for share in _shares(parts, most_counted(stages, number))
+        ),
         sources=tuple(_source_facts(plan, name, stops or {}) for name in plan.sources),
         quarantined=tuple(quarantined),
     )
@@ -94,10 +96,10 @@ class _Drawn:
     counted: bool
 
 
-def _drawn(parts: Sequence[Stage], name: str) -> _Drawn:
+def _drawn(parts: Sequence[Stage], name: str, most: int) -> _Drawn:
     held, counted = NOTHING, True
     for part in parts:
-        more, exact = held_rows(part, name, len(parts))
+        more, exact = held_rows(part, name, most)
         held, counted = held + more, counted and exact
     asked = [(part.num_positions * part.asked()[name], part.rows[name]) for part in parts]
     return _Drawn(
@@ -115,11 +117,11 @@ def _tokens_of_a_row(index: RowIndex) -> Fraction:
     return Fraction(fates.rows * index.row_slots - fates.padding, fates.rows)
 
 
-def _shares(parts: Sequence[Stage]) -> list[SourceShare]:
+def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
     names = sorted({name for part in parts for name in part.names})
     using = {name: [part for part in parts if name in part.names] for name in names}
     trained, skipped = _split(parts)
-    drawn = {name: _drawn([part for part in trained if name in part.names], name) for name in names}
+    drawn = {name: _drawn([part for part in trained if name in part.names], name, most) for name in names}
     rows, wanted, held = (
         sum(part.num_positions for part in trained),
         sum(one.asked_tokens for one in drawn.values()),

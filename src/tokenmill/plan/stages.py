@@ -94,7 +94,6 @@ class StageSpec:
             "seq_len": self.seq_len,
             "seed": self.seed,
             "shuffle": self.shuffle.describe(),
-            "on_change": self.on_change,
             "weights": _plain(self.weights),
             "sources": {name: dict(self.rows[name].description) for name in self.names},
         }
@@ -149,6 +148,8 @@ class Stage:
     rotation_key: np.uint64
     rotate: bool
     """Whether each batch is turned by a keyed number of places, so that no rank always gets the same source."""
+    restarted: frozenset[str]
+    """Sources that start again with other rows, in the midst of an epoch."""
 
     @property
     def num_steps(self) -> int:
@@ -165,6 +166,24 @@ class Stage:
         """How many rows the stage draws from each source."""
         counts = self.mixture.counts(self.origin + self.num_positions)
         return {name: after - before for name, after, before in zip(self.names, counts, self.bases, strict=True)}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides its batches, after those before it, as JSON."""
+        return {
+            **self.spec.describe(),
+            "on_change": "restart" if self.restarted else "unseen",
+            "restarted": sorted(self.restarted),
+        }
+
+    def goes_on(self, before: Stage) -> bool:
+        """Say whether it only goes on with the stage before it: batches do not know that there is an edge.
+
+        What it starts again was started again by that one already, which has not drawn from it.
+        """
+        told = ("start_step", "on_change", "restarted")
+        one, other = ({k: v for k, v in stage.describe().items() if k not in told} for stage in (before, self))
+        again = {name for name in self.restarted if name in before.restarted and not before.draws.get(name)}
+        return one == other and again == self.restarted
 
     def asked(self) -> dict[str, Fraction]:
         """Return the share of rows that the weights ask for, over all steps of the stage."""
