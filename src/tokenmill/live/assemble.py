@@ -1,0 +1,80 @@
+"""Rows of several windows as the arrays of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.loader.assemble import layout
+from tokenmill.loader.buffers import BufferPool
+from tokenmill.loader.kernels import copy_rows, find_segments
+
+if TYPE_CHECKING:
+    from tokenmill.live.rows import WindowRows
+    from tokenmill.types import Batch
+
+ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
+"""What a batch can deliver: all but what takes knowing other sources, or the rows of other ranks."""
+_NOTHING = np.empty((0, 0), np.int64)
+_NO_DOCUMENTS = np.empty((0, 0), np.int32)
+_NO_MASK = np.empty((0, 0), np.bool_)
+
+
+def check_arrays(arrays: Sequence[str]) -> None:
+    """Refuse arrays that batches of live text do not have."""
+    for name in arrays:
+        if name not in ARRAYS:
+            raise ConfigError(f"arrays: must be among {', '.join(ARRAYS)}, got {name!r}; {nearest(name, ARRAYS)}")
+    if len(set(arrays)) != len(arrays) or not layout(arrays, 1, 1):
+        raise ConfigError(
+            f"arrays: must name each array once, and one that has a line for every row, got {list(arrays)}; "
+            "name input_ids and labels at least"
+        )
+
+
+@dataclass(kw_only=True)
+class Assembler:
+    """Fills batches of one shape, in memory that is used again when nobody holds it any more."""
+
+    arrays: tuple[str, ...]
+    rows: int
+    seq_len: int
+    pad: int
+    _buffers: BufferPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._buffers = BufferPool(layout(self.arrays, self.rows, self.seq_len))
+
+    def batch(self, picked: Sequence[tuple[WindowRows, int]]) -> Batch:
+        """Return the given rows of windows as a batch."""
+        lines = [window.rows[row] for window, row in picked]
+        spans = np.concatenate(
+            [window.spans[line[0] : line[0] + line[1]] for (window, _), line in zip(picked, lines, strict=True)]
+        )
+        counts = np.array([line[1] for line in lines], np.int64)
+        rows = np.stack([np.cumsum(counts) - counts, counts], axis=1)
+        out = self._buffers.batch()
+        labels = out.get("labels", _NOTHING)
+        if "loss_mask" in out and not labels.size:
+            labels = np.empty(out["loss_mask"].shape, np.int64)
+        copy_rows(
+            rows,
+            spans,
+            (0, 0, 0, self.pad),
+            out.get("input_ids", _NOTHING),
+            labels,
+            out.get("position_ids", _NOTHING),
+            out.get("doc_ids", _NO_DOCUMENTS),
+            out.get("loss_mask", _NO_MASK),
+        )
+        if "cu_seqlens" in self.arrays or "max_seqlen" in self.arrays:
+            bounds, _, longest = find_segments(rows, spans, self.seq_len, self.rows)
+            if "cu_seqlens" in self.arrays:
+                out["cu_seqlens"] = bounds
+            if "max_seqlen" in self.arrays:
+                out["max_seqlen"] = longest[0, ...]
+        return out

@@ -1,0 +1,257 @@
+"""A window as rows: read, put in order, tokenized, packed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tokenmill.documents import RULES, read_unit
+from tokenmill.encode.frame import frame
+from tokenmill.errors import DocumentError
+from tokenmill.live.windows import Window, record_name
+from tokenmill.loader.kernels import ADDRESS, describe_spans, point_spans
+from tokenmill.packing.index import WindowIndex, build_index, num_windows, pack_one, whole_documents
+from tokenmill.packing.packed import PackedRows
+from tokenmill.packing.window import FORBID
+from tokenmill.plan.permute import permute_all
+from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, key_file
+from tokenmill.store.manifest import Manifest, ShardInfo
+from tokenmill.store.maps import MemoryRequest
+from tokenmill.store.reader import store_of
+from tokenmill.types import Encoded, Fates
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
+    from tokenmill.live.options import LiveOptions
+    from tokenmill.store.reader import Store
+
+KEY = "sequence"
+BATCH_CHARACTERS = 1 << 20
+"""Texts that are tokenized together; more do not stay in the caches of a core."""
+BROKEN, TOO_LONG = "broken", "too_many_tokens"
+"""Why a window, and a document that must not be cut, are left out, beside the reasons of records."""
+Beat = Callable[[], None]
+"""Called whenever some work is done: it shows that a thread lives, and ends work that nobody wants any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """Something that was left out."""
+
+    reason: str
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+class WindowRows:
+    """The rows of a window, in the order in which they are delivered."""
+
+    rows: npt.NDArray[np.int64]
+    """(first span, number of spans) of each row."""
+    spans: npt.NDArray[np.int64]
+    """As the kernels of the loader want them; they hold addresses within `ids`."""
+    ids: npt.NDArray[np.unsignedinteger]
+    fates: Fates
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are; none where no document has a token."""
+        return len(self.rows)
+
+
+def window_rows(
+    window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
+) -> WindowRows:
+    """Turn a window into rows; the same documents, tokenizer and options give the same, whoever asks."""
+    skipped: list[Skipped] = []
+    texts, places = _read(window, options, skipped, beat)
+    if options.shuffle and texts:
+        order = permute_all(
+            np.arange(len(texts)), len(texts), window.key(options.seed, epoch, "documents")
+        ).tolist()
+        texts, places = [texts[index] for index in order], [places[index] for index in order]
+    encoded = _encode(texts, tokenizer, beat)
+    if options.policy.split_mode == FORBID:
+        encoded = _without_long(encoded, window, places, options, skipped)
+    packed = _pack(encoded, tokenizer.identity, window, options)
+    order = np.arange(packed.num_rows)
+    if options.shuffle and order.size:
+        order = permute_all(order, order.size, window.key(options.seed, epoch, "rows"))
+    beat()
+    return _pointed(packed, order, encoded, tuple(skipped))
+
+
+def padding_id(identity: TokenizerIdentity) -> int:
+    """Return the id that fills rows: PAD, else EOS, else 0. It is never trained on."""
+    return next((number for number in (identity.pad_id, identity.eos_id) if number is not None), 0)
+
+
+def _read(
+    window: Window, options: LiveOptions, skipped: list[Skipped], beat: Beat
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the texts of a window, and (piece, line) of each.
+
+    A file that is not there, or not as large as it was, ends the run whatever `on_error` says: with other files the
+    rest of the run would not be the one that its state stands for.
+    """
+    _check_sizes(window)
+    texts: list[str] = []
+    places: list[tuple[int, int]] = []
+    documents = bad = 0
+    try:
+        for batch in read_unit(window.unit, options.reading):
+            beat()
+            for record in batch.bad:
+                where = record_name(window.unit.pieces[batch.piece], record.line)
+                if options.on_error == "stop":
+                    raise DocumentError(
+                        f"{where}: {RULES[record.reason]}, got {record.detail}; mend it, or say on_error='skip'"
+                    )
+                if window.holds(bad):  # so that each is counted by one of the parts
+                    skipped.append(Skipped(reason=record.reason, place=where))
+                bad += 1
+            for text, line in zip(batch.texts, batch.lines, strict=True):
+                if window.holds(documents):
+                    texts.append(text)
+                    places.append((batch.piece, line))
+                documents += 1
+    except DocumentError as error:
+        _check_sizes(window)
+        if options.on_error == "stop":
+            raise _placed(error, window) from None
+        skipped[:] = [Skipped(reason=BROKEN, place=str(window))]
+        return [], []
+    return texts, places
+
+
+def _check_sizes(window: Window) -> None:
+    for file in {piece.file.path: piece.file for piece in window.unit.pieces}.values():
+        try:
+            size = os.stat(file.path).st_size
+        except OSError as error:
+            raise DocumentError(
+                f"{file.path}: must stay readable while it is trained on, got {error.strerror}; put it back"
+            ) from None
+        if size != file.bytes:
+            raise DocumentError(
+                f"{file.path}: must keep its {file.bytes} bytes while it is trained on, got {size}; "
+                "let nothing write to it, and put it back as it was"
+            )
+
+
+def _placed(error: DocumentError, window: Window) -> DocumentError:
+    """Say which part of a file was being read, where the error names the file alone."""
+    for path in {piece.file.path for piece in window.unit.pieces}:
+        if str(error).startswith(f"{path}: "):
+            return DocumentError(f"{window}{str(error).removeprefix(path)}")
+    return error
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, beat: Beat) -> Encoded:
+    """Tokenize texts in batches and put BOS and EOS where they belong."""
+    parts: list[Encoded] = []
+    begin = size = 0
+    for end, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= BATCH_CHARACTERS or end == len(texts):
+            parts.append(frame(tokenizer.encode(texts[begin:end]), tokenizer.identity))
+            begin, size = end, 0
+            beat()
+    if len(parts) == 1:
+        return parts[0]
+    ends = [part.offsets[1:] for part in parts]
+    bases = np.cumsum([0, *(part.ids.size for part in parts)])
+    offsets = np.concatenate([np.zeros(1, np.int64), *(end + base for end, base in zip(ends, bases, strict=False))])
+    if not parts:
+        return frame(Encoded(ids=np.empty(0, np.uint32), offsets=offsets), tokenizer.identity)
+    return Encoded(ids=np.concatenate([part.ids for part in parts]), offsets=offsets)
+
+
+def _without_long(
+    encoded: Encoded,
+    window: Window,
+    places: Sequence[tuple[int, int]],
+    options: LiveOptions,
+    skipped: list[Skipped],
+) -> Encoded:
+    """Leave out documents that do not fit a row, or refuse them, where documents must not be cut."""
+    lengths = np.diff(encoded.offsets)
+    long = lengths > options.seq_len + 1
+    for index in np.flatnonzero(long).tolist():
+        piece, line = places[index]
+        where = record_name(window.unit.pieces[piece], line)
+        if options.on_error == "stop":
+            raise DocumentError(
+                f"{where}: with packing = {options.packing!r} and split = {options.split!r} a document must have "
+                f"at most {options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or use split = "
+                "truncate_end, or on_error='skip'"
+            )
+        skipped.append(Skipped(reason=TOO_LONG, place=where))
+    if not long.any():
+        return encoded
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[~long])])
+    return Encoded(ids=encoded.ids[np.repeat(~long, lengths)], offsets=offsets)
+
+
+def _store(encoded: Encoded, identity: TokenizerIdentity, path: Path) -> Store:
+    """Return tokens in memory as a store."""
+    ids = np.ascontiguousarray(encoded.ids)
+    manifest = Manifest(
+        kind="seq",
+        keys={KEY: ids.dtype.str},
+        tokenizer=identity.to_json(),
+        recipe={"kind": "live"},
+        shards=(ShardInfo(name="live", documents=encoded.num_documents, tokens=ids.size, files={}),),
+    )
+    offsets = encoded.offsets.astype(OFFSET_DTYPE)
+    return store_of(
+        path,
+        manifest,
+        None,
+        {
+            (0, key_file(KEY)): MemoryRequest(path, ids.view(np.uint8)),
+            (0, DOCUMENTS): MemoryRequest(path, offsets.view(np.uint8)),
+        },
+    )
+
+
+def _pack(encoded: Encoded, identity: TokenizerIdentity, window: Window, options: LiveOptions) -> PackedRows:
+    """Pack the documents of a window. `concat` fills its last row with padding, so that no token is lost."""
+    policy = options.policy
+    store = _store(encoded, identity, Path(window.unit.pieces[0].file.path))
+    fragments = whole_documents(store)
+    parts: list[bytes] = []
+    table, counts = build_index(
+        (
+            pack_one(number, fragments, options.seq_len, policy, str(window), None)
+            for number in range(num_windows(store))
+        ),
+        parts.append,
+    )
+    index = WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
+    return PackedRows(store=store, seq_len=options.seq_len, policy=policy, index=index, description={})
+
+
+def _pointed(
+    packed: PackedRows, order: npt.NDArray[np.int64], encoded: Encoded, skipped: tuple[Skipped, ...]
+) -> WindowRows:
+    """Find the spans of all rows, and where their tokens are in memory."""
+    ids = np.ascontiguousarray(encoded.ids)
+    rows, spans = np.empty((order.size, 2), np.int64), np.empty((0, 5), np.int64)
+    if order.size:
+        found = packed.spans(order)
+        rows[:, 0], rows[:, 1] = found.first, found.count
+        spans = np.empty((found.length.size, 5), np.int64)
+        width = ids.dtype.itemsize
+        describe_spans(spans, found.joined, found.length, width)
+        address = np.array([ids.ctypes.data], np.int64)
+        point_spans(spans, (found.shard, found.token), np.zeros(1, np.int64), address, ADDRESS, width)
+    return WindowRows(rows=rows, spans=spans, ids=ids, fates=packed.fates(), skipped=skipped)

@@ -1,0 +1,173 @@
+"""States: refused with the reason where they cannot be gone on from."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tokenmill.errors import ResumeError
+from tokenmill.live import merge_states
+
+
+def saved(loader):
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def test_a_state_holds_three_numbers_a_lane_and_little_else(make_source, make_loader):
+    loader = make_loader(make_source(), global_batch_size=8, world_size=2, rank=1)
+    state = saved(loader)
+    assert state["lanes"] == {str(lane): [0, 0, 0] for lane in range(4, 8)}
+    assert list(state) == ["version", "step", "fingerprint", "made_of", "lanes"]
+    assert len(json.dumps(state)) - len(json.dumps(state["lanes"])) < 1000
+
+
+def test_a_state_of_many_files_stays_small(tmp_path, write, make_source, make_loader):
+    for number in range(200):
+        write(tmp_path / f"{number}.jsonl", ["1 2 3"])
+    source = make_source([tmp_path])
+    state = saved(make_loader(source))
+    assert len(json.dumps(state)) < 2048
+    (tmp_path / "77.jsonl").write_text((tmp_path / "77.jsonl").read_text().replace("1 2 3", "3 2 1"))
+    with pytest.raises(ResumeError, match=r"got one of 76\.jsonl to 79\.jsonl with other content"):
+        make_loader(make_source([tmp_path])).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, r"options\.seed must be as when it was saved, 3, got 4"),
+        ({"seq_len": 17}, r"options\.seq_len .* 16, got 17"),
+        ({"packing": "concat"}, r"options\.packing .* 'best_fit', got 'concat'"),
+        ({"shuffle": False}, r"options\.shuffle .* True, got False"),
+        ({"window_bytes": 301}, r"options\.window_bytes .* 300, got 301"),
+        ({"lanes": 2}, r"options\.lanes .* 4, got 2"),
+        ({"text_field": "n"}, r"options\.text_field .* 'text', got 'n'"),
+    ],
+)
+def test_an_option_that_decides_rows_must_stay(corpus, make_source, make_loader, change, message):
+    state = saved(make_loader(make_source(corpus / "b.jsonl")))
+    loader = make_loader(make_source(corpus / "b.jsonl", **change))
+    with pytest.raises(ResumeError, match=message):
+        loader.load_state_dict(state)
+
+
+def test_options_that_decide_no_rows_may_change(make_source, make_loader, draw):
+    first = make_loader(make_source(), threads=1, ahead=1)
+    draw(first, 9)
+    other = make_loader(make_source(on_error="skip"), threads=2, ahead=5, arrays=("labels",), steps=99)
+    other.load_state_dict(saved(first))
+    assert saved(other) == saved(first)
+
+
+def test_a_changed_tokenizer_is_refused(make_source, make_loader, numbers):
+    state = saved(make_loader(make_source()))
+    for tokenizer, message in (
+        (numbers(shift=1), r"state: tokenizer\.content must be as when it was saved"),
+        ("bytes", r"state: tokenizer\.content must be .* got 'f4756294691334de153f0ae6c3ebbbd7'"),
+    ):
+        with pytest.raises(ResumeError, match=message):
+            make_loader(make_source(tokenizer=tokenizer)).load_state_dict(state)
+
+
+def test_changed_files_are_refused_by_name(corpus, make_source, make_loader, write):
+    state = saved(make_loader(make_source()))
+    file = corpus / "b.jsonl"
+    old = file.read_text()
+    file.write_text(old.replace("11", "12"))
+    with pytest.raises(ResumeError, match=r"got b\.jsonl with other content; put it back"):
+        make_loader(make_source()).load_state_dict(state)
+    file.write_text(old + old)
+    with pytest.raises(ResumeError, match=r"got b\.jsonl with other content"):
+        make_loader(make_source()).load_state_dict(state)
+    file.write_text(old)
+    write(corpus / "z.jsonl", ["1"])
+    with pytest.raises(ResumeError, match=r"files\.count must be as when it was saved, 5, got 6"):
+        make_loader(make_source()).load_state_dict(state)
+    (corpus / "z.jsonl").unlink()
+    file.rename(corpus / "bb.jsonl")
+    with pytest.raises(ResumeError, match="got other names"):
+        make_loader(make_source()).load_state_dict(state)
+
+
+def test_a_folder_may_move(corpus, tmp_path, make_source, make_loader, draw):
+    loader = make_loader(make_source())
+    draw(loader, 5)
+    state, rest = saved(loader), draw(loader)
+    corpus.rename(tmp_path / "elsewhere")
+    moved = make_loader(make_source(tmp_path / "elsewhere"))
+    moved.load_state_dict(state)
+    assert draw(moved) == rest
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda _: [], "must be the dict that state_dict"),
+        (lambda state: {**state, "stap": 1}, "keys must be known, got 'stap'; did you mean 'step'"),
+        (lambda state: {key: state[key] for key in ("version", "step")}, r"got none of \['fingerprint', 'made_of'"),
+        (lambda state: {**state, "version": 2}, "version must be 1, got 2"),
+        (lambda state: {**state, "step": -1}, "step must be a whole number, got -1"),
+        (lambda state: {**state, "step": True}, "step must be a whole number, got True"),
+        (lambda state: {**state, "step": 11}, "step must be at most steps 10, got 11; raise steps"),
+        (lambda state: {**state, "lanes": []}, "lanes must be a dict, got list"),
+        (lambda state: {**state, "lanes": {"a": [0, 0, 0]}}, "lanes must be named by numbers, got 'a'"),
+        (
+            lambda state: {**state, "lanes": {"0": [0, 0]}},
+            r"lane 0 must be at \[epoch, window, row\], got \[0, 0\]",
+        ),
+        (lambda state: {**state, "lanes": {**state["lanes"], "1": [0, 99, 0]}}, "lane 1 must be at one of its"),
+        (lambda state: {**state, "batches": 1}, r"got none of \['micro_batch', 'world_size'\]"),
+        (
+            lambda state: {**state, "batches": 4, "micro_batch": 1, "world_size": 1},
+            "batches must lie within step 0",
+        ),
+        (lambda state: {**state, "fingerprint": "0" * 32}, "got others of the same names and sizes"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(make_source, make_loader, edit, message):
+    loader = make_loader(make_source())
+    before = saved(loader)
+    with pytest.raises(ResumeError, match=message):
+        loader.load_state_dict(edit(before))
+    assert saved(loader) == before
+
+
+def test_a_row_that_a_window_does_not_have_is_refused(make_source, make_loader):
+    loader = make_loader(make_source())
+    state = saved(loader)
+    loader.load_state_dict({**state, "lanes": {**state["lanes"], "0": [0, 0, 10**6]}})
+    with pytest.raises(ResumeError, match="lane 0 must be at a row of window 0 of epoch 0, got row 1000000"):
+        next(iter(loader))
+
+
+def test_in_the_middle_of_a_step_the_ranks_must_stay(make_source, make_loader, draw):
+    source = make_source()
+    loader = make_loader(source)
+    draw(loader, 6)
+    state = saved(loader)
+    assert (state["step"], state["batches"]) == (1, 2)
+    with pytest.raises(
+        ResumeError, match="in the middle of step 1, so world_size and micro_batch must stay 1 and 1"
+    ):
+        make_loader(source, micro_batch=2).load_state_dict(state)
+    other = make_loader(source)
+    other.load_state_dict(state)
+    assert draw(other) == draw(loader)
+
+
+def test_states_of_different_steps_or_places_are_not_joined(make_source, make_loader, draw):
+    source = make_source()
+    ranks = [make_loader(source, world_size=2, rank=rank) for rank in range(2)]
+    with pytest.raises(ResumeError, match="must be those of all ranks, got none"):
+        merge_states([])
+    early = saved(ranks[0])
+    draw(ranks[1], 2)
+    with pytest.raises(ResumeError, match=r"states: step must be the same on all ranks, got 0 and 1"):
+        merge_states([early, saved(ranks[1])])
+    with pytest.raises(ResumeError, match=r"lane 0 must stand at one place, got \[0, 0, 0\] and \[0, 0, 1\]"):
+        merge_states([early, {**early, "lanes": {"0": [0, 0, 1]}}])
+    draw(ranks[0], 2)
+    both = merge_states([saved(rank) for rank in ranks])
+    assert list(both["lanes"]) == ["0", "1", "2", "3"]
+    assert merge_states([both]) == merge_states([both, saved(ranks[0])]) == both
