@@ -2,9 +2,9 @@
 
     python benchmarks/order.py [--json]
 
-Stage, mixture and shuffle together, vectorised, one core, at 10^9 rows a source; within a ramp, blocks of 2 steps of
-1,024 rows, each reached from the last step that is kept. Start and resume run
-in fresh processes: from an opened plan (modules imported, kernels compiled) to the first row ids.
+Stage, mixture and shuffle together, vectorised, one core, at 10^9 rows a source; within a ramp, blocks of 2 steps
+of 1,024 rows, each reached from the last step that is kept. Start and resume run in fresh processes: from an
+opened plan (modules imported, kernels compiled) to the first row ids.
 """
 
 from __future__ import annotations
