@@ -226,6 +226,20 @@ def test_documents_may_be_named_in_a_file(run_of, tmp_path):
             "quarantine of 'web': documents must be numbers from 0 on, got -4; count from 0",
         ),
         (
+            {"quarantine": [{"source": "web", "from_step": 1, "documents": [10**20]}]},
+            f"quarantine of 'web': documents must be numbers from 0 on, got {10**20}; count from 0",
+        ),
+        (
+            {"quarantine": [{"source": "web", "from_step": 1, "documents": []}]},
+            "quarantine of 'web': documents must name some, got an empty list; leave the quarantine out, "
+            "or documents to put the whole source aside",
+        ),
+        (
+            {"quarantine": [{"source": "books", "from_step": 9, "documents": list(range(17))}]},
+            "stage 'base': a source must have documents left at step 9, got all of 'books' in quarantine; "
+            "put the whole source aside: leave out documents and file",
+        ),
+        (
             {"quarantine": [{"source": "web", "from_step": 1, "documents": [4], "file": "x"}]},
             "quarantine of 'web': must have documents or a file of them, got both; leave one of the two out",
         ),

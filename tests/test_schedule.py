@@ -152,6 +152,16 @@ LATE = {"name": "late", "start_step": 10, "weights": {"short": 1}}
             "stage 'late': global_batch_size must be at most 4194304 in a ramp, got 8388608; lower it",
         ),
         ({"lr_scale": 0.0}, "stage 'late': lr_scale must be positive, got 0.0; leave it out for 1"),
+        (
+            {"temperature": 1e-5, "weights": {"short": 0.1}},
+            "stage 'late': temperature must leave every weight above 0 and finite, got 1e-05; "
+            "choose one nearer to 1",
+        ),
+        (
+            {"temperature": 1e-5, "weights": {"short": 3}},
+            "stage 'late': temperature must leave every weight above 0 and finite, got 1e-05; "
+            "choose one nearer to 1",
+        ),
         ({"temperature": -1}, "stage 'late': temperature must be positive, got -1; leave it out for 1"),
         (
             {"weigh_by": "bytes"},

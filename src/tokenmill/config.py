@@ -17,6 +17,8 @@ from tokenmill.types import ARRAYS, ON_CHANGE, ON_EXHAUSTED, POSITIONS, RAMPS
 
 MAX_SEQ_LEN = 1 << 24
 MAX_RAMP_BATCH = 1 << 22
+MAX_RAMP_STEPS = 1 << 24
+"""Compiling a ramp takes a third of a microsecond a step, and a source."""
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
 
 
@@ -204,6 +206,11 @@ class Config:
         if first and stage.ramp_from is None:
             raise ConfigError(
                 f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
+            )
+        if stage.ramp_steps > MAX_RAMP_STEPS:
+            raise ConfigError(
+                f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {stage.ramp_steps}; "
+                "shorten it, or put several stages after each other"
             )
         if stage.ramp_steps > max(end - stage.start_step, 0):
             raise ConfigError(

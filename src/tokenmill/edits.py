@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tokenmill.checks import MAX_NUMBER
 from tokenmill.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class SkipConfig:
     def range(self) -> tuple[int, int]:
         """Return the first step and the one after the last."""
         first, _, last = self.steps.partition(":")
-        if not (first.strip().isdecimal() and last.strip().isdecimal()) or int(first) >= int(last):
+        numbers = [part.strip() for part in (first, last)]
+        if not all(part.isascii() and part.isdecimal() for part in numbers) or int(first) >= int(last):
             raise ConfigError(
                 f"skip: steps must be a:b with a below b, got {self.steps!r}; for example steps = '1200:1240'"
             )
@@ -42,8 +44,8 @@ class QuarantineConfig:
 
     source: str
     from_step: int
-    documents: tuple[int, ...] = ()
-    """Their numbers in the store."""
+    documents: tuple[int, ...] | None = None
+    """Their numbers in the store; the whole source, where neither these nor a file are given."""
     file: str | None = None
     """File with such numbers, one a line; a relative path counts from the folder of the config."""
     reason: str = ""
@@ -52,21 +54,26 @@ class QuarantineConfig:
         where = f"quarantine of {self.source!r}"
         if self.from_step < 0:
             raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")
-        if self.documents and self.file is not None:
+        if self.documents is not None and self.file is not None:
             raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
-        bad = [number for number in self.documents if number < 0]
+        if self.documents is not None and not self.documents:
+            raise ConfigError(
+                f"{where}: documents must name some, got an empty list; leave the quarantine out, "
+                "or documents to put the whole source aside"
+            )
+        bad = [number for number in self.documents or () if not 0 <= number < MAX_NUMBER]
         if bad:
             raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
 
     @property
     def whole(self) -> bool:
         """Whether all of the source is meant."""
-        return not self.documents and self.file is None
+        return self.documents is None and self.file is None
 
     def numbers(self, folder: Path) -> npt.NDArray[np.int64]:
         """Return the documents, sorted, each once; reads the file, if there is one."""
         if self.file is None:
-            return np.unique(np.array(self.documents, np.int64))
+            return np.unique(np.array(self.documents or (), np.int64))
         file = folder / self.file
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -77,7 +84,7 @@ class QuarantineConfig:
         found = []
         for number, line in enumerate(lines, 1):
             text = line.partition("#")[0].strip()
-            if text and not text.isdecimal():
+            if text and not (text.isascii() and text.isdecimal() and int(text) < MAX_NUMBER):
                 raise ConfigError(
                     f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
                     "write one a line, what follows # is not read"

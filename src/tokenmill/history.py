@@ -233,8 +233,9 @@ def _quarantine(edit: QuarantineConfig) -> str:
     elif edit.file is not None:
         what = f"documents in {edit.file}"
     else:
-        shown = ", ".join(map(str, edit.documents[:4])) + (", …" if len(edit.documents) > 4 else "")
-        what = f"document{'s' * (len(edit.documents) > 1)} {shown}"
+        numbers = edit.documents or ()
+        shown = ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")
+        what = f"document{'s' * (len(numbers) > 1)} {shown}"
     return f"quarantine {what} of {edit.source} from step {edit.from_step}"
 
 

@@ -91,7 +91,7 @@ _NONE = np.empty(0, np.int64)
 def _parts(config: Config, folder: Path) -> list[_Part]:
     """Cut the stages wherever a ramp ends, steps are skipped, or something is put aside."""
     stages, steps = config.resolved_stages(), config.run.steps
-    skips = [(*skip.range(), skip.reason) for skip in config.skip]
+    skips = [(*skip.range(), skip.reason or "no reason given") for skip in config.skip]
     cuts = {0, steps}
     cuts |= {stage.start_step for stage in stages}
     cuts |= {stage.start_step + (stage.ramp_steps or 0) for stage in stages}
@@ -139,7 +139,15 @@ def _weights(
     found: dict[str, float | Fraction] = {name: weight for name, weight in weights.items() if name not in part.gone}
     if stage.temperature not in (None, 1):
         power = 1 / (stage.temperature or 1)
-        found = {name: float(f"{float(weight) ** power:.{_DIGITS}g}") for name, weight in found.items()}
+        try:
+            found = {name: float(f"{float(weight) ** power:.{_DIGITS}g}") for name, weight in found.items()}
+        except OverflowError:
+            found = dict.fromkeys(found, float("inf"))
+        if not all(0 < weight < float("inf") for weight in found.values()):
+            raise ConfigError(
+                f"stage {stage.name!r}: temperature must leave every weight above 0 and finite, got "
+                f"{stage.temperature}; choose one nearer to 1"
+            )
     if stage.weigh_by == "tokens":
         # Of the rows of the whole source: what is put aside later does not change the shares of rows.
         found = {

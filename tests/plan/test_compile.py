@@ -213,3 +213,76 @@ def test_a_stage_has_its_learning_rate_scale_at_every_step(make_plan):
     assert [plan.at(step).progress for step in (0, 3, 6, 9)] == [0.0, 0.5, 0.0, 0.75]
     # It decides no batch, and neither does the name of a stage.
     assert plan.fingerprint == make_plan({"web": 9}, stages[:1], steps=10).fingerprint
+
+
+def test_steps_that_drain_a_source_have_a_fingerprint_of_their_own():
+    """Equal digests must mean equal batches: what leads the others have after it depends on who was drained."""
+    sizes = {"a": 500, "b": 500, "c": 16, "d": 60}
+    stages = [(0, 8, {"a": 2, "b": 6, "c": 5, "d": 1}, None), (6, 8, {"a": 2, "b": 6}, None)]
+    one = plan_of(stages, 18, sizes, stops={"c": 1.0, "d": 4 / 60})
+    other = plan_of(stages, 18, sizes, stops={"c": 1.0, "d": 34 / 60})
+    assert rows_of(one) != rows_of(other)
+    assert one.fingerprint != other.fingerprint
+    sizes = {"a": 500, "b": 500, "c": 5}
+    drained = plan_of([(0, 8, {"a": 1, "b": 7, "c": 7}, None)], 60, sizes, stops={"c": 1.0})
+    plain = [(0, 8, {"a": 1, "b": 7, "c": 7}, None), (1, 8, {"a": 1, "b": 6, "c": 1}, None)]
+    staged = plan_of([*plain, (2, 8, {"a": 1, "b": 7}, None)], 60, sizes)
+    assert rows_of(drained) != rows_of(staged)
+    assert drained.fingerprint != staged.fingerprint
+
+
+def test_a_very_long_ramp_to_several_new_sources_compiles():
+    ramp = Ramp(shape="linear", begin=0, end=524_289, weights={"a": 1.0})
+    plan = plan_of([(0, 4, {"a": 1, "b": 0.01, "c": 0.01}, ramp)], 524_289, {"a": 10**6, "b": 10**6, "c": 10**6})
+    assert plan.rows(524_288)[0].size == 4
+    assert sum(plan.stages[0].draws.values()) == 4 * 524_289
+
+
+def test_a_run_of_more_rows_than_64_bits_can_count_is_refused():
+    with pytest.raises(ConfigError) as error:
+        plan_of([(0, 1 << 40, {"a": 1}, None)], 1 << 30, {"a": 10})
+    assert str(error.value) == (
+        f"run: steps * global_batch_size must be below 2^62, got {1 << 70}; lower one of the two"
+    )
+    with pytest.raises(ConfigError, match="global_batch_size must be at most 2147483648 where a source stops"):
+        plan_of([(0, (1 << 33) + 1, {"a": 1, "b": 2}, None)], 10, {"a": 10**13, "b": 10**10}, stops={"b": 1.0})
+
+
+def test_what_is_left_of_an_epoch_counts_as_what_it_is_after_a_restart():
+    """A source is read 0.9 times, starts again, and is read to 0.04 of that; 0.96 are left, not 0.06."""
+
+    class Changing(NumberedRows):
+        def following(self, _, seen):
+            return Changing(self.num_rows, self.name, self.seq_len, seen.size - seen.drawn)
+
+        @property
+        def epoch_description(self):
+            return {"store": self.name, "rows": self.num_rows}
+
+        @property
+        def description(self):
+            return {**self.epoch_description, **({"rest": self.num_rest} if self.num_rest else {})}
+
+    def spec(number, start, name, on_change):
+        return StageSpec(
+            name=f"stage{number}",
+            number=number,
+            start_step=start,
+            global_batch_size=1,
+            seq_len=8,
+            seed=3,
+            shuffle=Shuffle(),
+            weights={"a": 1},
+            rows={"a": Changing(100, name)},
+            on_change=on_change,
+        )
+
+    specs = [spec(0, 0, "x", "unseen"), spec(1, 90, "y", "restart"), spec(2, 94, "z", "unseen")]
+    plan = compile_plan(specs, sources=("a",), steps=200)
+    assert [stage.epochs("a") for stage in plan.stages] == [
+        Fraction(9, 10),
+        Fraction(94, 100),
+        Fraction(94, 100) + Fraction(96, 100) + Fraction(10, 100),
+    ]
+    with pytest.raises(ConfigError, match=r"all of them used up \(on_exhausted = stop\) at step 100"):
+        compile_plan(specs, sources=("a",), steps=200, stops={"a": 1.0})

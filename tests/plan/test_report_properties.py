@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from math import floor
+from math import ceil, floor
 
 import numpy as np
 import pytest
@@ -206,6 +206,8 @@ class Counted:
             if not drawn:
                 continue
             rest = min(drawn, index.num_rest)
+            if not index.num_rest:
+                found = float(ceil(found - 1e-9))  # nothing is left of the epoch, or none was under way
             if rest:
                 found += (floor(found + 1e-9) + 1 - found) * rest / index.num_rest
             found += (drawn - rest) / index.num_rows

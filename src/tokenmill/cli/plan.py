@@ -82,7 +82,9 @@ def _report(run: Run, json: bool, html: Path | None, svg: Path | None) -> None:
         console.print(Text(f"history: {line}"), soft_wrap=True)
     totals = f"{facts.steps:,} steps, {facts.rows:,} rows, {facts.tokens:,} tokens"
     totals += f", {facts.skipped_steps:,} steps skipped" if facts.skipped_steps else ""
-    console.print(f"plan {facts.fingerprint}  {totals}, compiled in {seconds:.2f} s", soft_wrap=True)
+    console.print(
+        f"plan {facts.fingerprint}  {totals}, compiled in {seconds:.2f} s, about what a start takes", soft_wrap=True
+    )
     for file in (html, svg):
         if file is not None:
             console.print(f"wrote {file}", soft_wrap=True, markup=False)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.exhaust import drained, first_short, room
-from tokenmill.plan.mixture import Mixture, build_mixture, exact_weight, integer_weights
+from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, exact_weight, integer_weights
 from tokenmill.plan.permute import derive
 from tokenmill.plan.ramp import build_ramp
 from tokenmill.plan.rows import Seen
@@ -34,6 +35,8 @@ class Progress:
     era: int = 0
     """How often the rows have changed; every epoch of every era has an order of its own."""
     epochs_before: Fraction = Fraction(0)
+    left: Fraction = Fraction(0)
+    """How much of an epoch the rest is, or would be: where all of it was put aside, the next epoch begins."""
     consumed: int = 0
     epochs_read: Fraction = Fraction(0)
     key: int = 0
@@ -53,6 +56,9 @@ class Progress:
             return None
         key = int(derive(np.uint64(self.key), epoch))
         return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
+
+
+_GRAIN = 1 << 40
 
 
 @dataclass(slots=True)
@@ -101,7 +107,9 @@ class _Mixing:
         """End with the mixture, and note how far its sources are ahead."""
         if self.mixture is not None:
             leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
-            self.ahead |= dict(zip(self.names, self.mixture.ahead(self.drawn, leads), strict=True))
+            # Far finer than a row; else fractions would grow with every edge.
+            ahead = [round(lead * _GRAIN) / Fraction(_GRAIN) for lead in self.mixture.ahead(self.drawn, leads)]
+            self.ahead |= dict(zip(self.names, ahead, strict=True))
         self.mixture = self.asked = None
 
 
@@ -190,16 +198,30 @@ def _drain(
     """Return the one step in which sources give the last rows that they have."""
     spec = stage.spec
     mixing.settle()
-    shares = {name: exact_weight(share) for name, share in stage.shares(spec.start_step).items()}
+    first = stage.origin // spec.global_batch_size
+    shares = stage.asked()
+    if not isinstance(stage.mixture, Mixture):
+        shares = dict(zip(stage.names, stage.mixture.asked(first, first + 1), strict=True))
     where = f"stage {spec.name!r}, step {spec.start_step}"
     quotas = drained(spec.global_batch_size, shares, rooms, mixing.ahead, where)
-    others = [name for name in quotas if quotas[name] < rooms.get(name, quotas[name] + 1)]
+    ended = tuple(sorted(name for name in quotas if quotas[name] == rooms.get(name)))
+    others = [name for name in quotas if name not in ended]
     rows, total = sum(quotas[name] for name in others), sum(shares[name] for name in others)
     for name in others:
         mixing.ahead[name] = mixing.ahead.get(name, Fraction(0)) + quotas[name] - rows * shares[name] / total
     drawn = {name: number for name, number in sorted(quotas.items()) if number}
+    shared = gcd(*drawn.values())
+    if sum(drawn.values()) // shared > MAX_TOTAL:
+        raise ConfigError(
+            f"{where}: global_batch_size must be at most {MAX_TOTAL} where a source stops, "
+            f"got {spec.global_batch_size}; lower it, or use on_exhausted = error"
+        )
     return _compile(
-        replace(spec, weights=drawn, ramp=None), place, arrived, build_mixture(tuple(drawn.values())), 0
+        replace(spec, weights=drawn, ramp=None, drained=ended),
+        place,
+        arrived,
+        build_mixture(tuple(number // shared for number in drawn.values())),
+        0,
     )
 
 
@@ -213,6 +235,11 @@ def _restarts(before: Progress | None, spec: StageSpec, name: str) -> bool:
 def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool) -> Progress:
     """Return where a source stands at the start of a stage."""
     index = spec.rows[name]
+    if index.num_rows < 1 and "quarantined" in index.description:
+        raise ConfigError(
+            f"stage {spec.name!r}: a source must have documents left at step {spec.start_step}, got all of "
+            f"{name!r} in quarantine; put the whole source aside: leave out documents and file"
+        )
     if index.num_rows < 1:
         raise ConfigError(
             f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
@@ -228,11 +255,13 @@ def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool)
     if restarts or seen is None:
         return Progress(index=index, repeats_from=0, era=before.era + 1, epochs_before=before.epochs_read)
     following = index.following(before.index, seen)
+    left = (1 - Fraction(seen.drawn, seen.size)) * (before.left if seen.rest else 1)
     return Progress(
         index=following,
         repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
         era=before.era + 1,
         epochs_before=before.epochs_read,
+        left=left,
     )
 
 
@@ -276,6 +305,7 @@ def _compile(
         rows={name: progress[name].index for name in names},
         repeats_from={name: progress[name].repeats_from for name in names},
         epochs_before={name: progress[name].epochs_before for name in names},
+        rest_epochs={name: progress[name].left for name in names},
         table=table,
         keys=keys,
         rotation_key=np.uint64(key64(spec.seed, "rotation")),

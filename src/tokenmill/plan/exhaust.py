@@ -7,6 +7,8 @@ from fractions import Fraction
 from math import floor
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,33 +18,22 @@ if TYPE_CHECKING:
 def room(stage: Stage, name: str, limit: Fraction) -> int:
     """Return how many rows of a source a stage may draw until it has been read `limit` times."""
     before, index = stage.epochs_before[name], stage.rows[name]
+    left = stage.rest_epochs[name]
     if not index.num_rest:
-        rows = floor((limit - before) * index.num_rows)
+        rows = floor((limit - before - left) * index.num_rows)
+    elif limit < before + left:
+        rows = floor((limit - before) / left * index.num_rest)
     else:
-        left = Fraction(floor(before) + 1) - before
-        if limit < before + left:
-            rows = floor((limit - before) / left * index.num_rest)
-        else:
-            rows = index.num_rest + floor((limit - before - left) * index.num_rows)
+        rows = index.num_rest + floor((limit - before - left) * index.num_rows)
     return max(0, rows - stage.carry(name))
 
 
 def first_short(stage: Stage, rooms: Mapping[str, int]) -> int | None:
     """Return the first step of a stage, counted from its start, that needs more rows than a source has left."""
-    found: int | None = None
-    batch = stage.spec.global_batch_size
-    for name, left in rooms.items():
-        if stage.draws[name] <= left:
-            continue
-        line = stage.names.index(name)
-        low, high = 0, stage.num_steps if found is None else found
-        while low < high:
-            middle = (low + high) // 2
-            drawn = stage.mixture.counts(stage.origin + (middle + 1) * batch)[line] - stage.bases[line]
-            low, high = (low, middle) if drawn > left else (middle + 1, high)
-        if low < stage.num_steps:
-            found = low if found is None else min(found, low)
-    return found
+    # The draw after the last that there is a row for.
+    over = {name: left for name, left in rooms.items() if stage.draws[name] > left}
+    positions = [int(stage.positions_of(name, np.array([left]))[0]) for name, left in over.items()]
+    return min(positions) // stage.spec.global_batch_size if positions else None
 
 
 def drained(

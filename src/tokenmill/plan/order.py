@@ -91,7 +91,7 @@ def _rows(
                 slot -= batch
         position = origin + (step - start_step) * batch + slot
         before = segment
-        while position < starts[segment]:
+        while segment > 0 and position < starts[segment]:
             segment -= 1
         while segment + 1 < starts.size and position >= starts[segment + 1]:
             segment += 1

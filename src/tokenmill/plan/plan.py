@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ from tokenmill.plan.stages import Stage, StageSpec, stage_at
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+MAX_ROWS = 1 << 62
+"""Of a run, so that a position fits 64 bits."""
 PLAN_VERSION = 2
 """Changes when the same description would give other batches."""
 
@@ -81,7 +85,11 @@ class Plan:
 
     def stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, that a step belongs to."""
-        return stage_at(self.stages, step)
+        return stage_at(self.stages, self._starts, step)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [stage.spec.start_step for stage in self.stages]
 
     def span(self, number: int) -> tuple[int, int]:
         """Return the first step of a stage and the one at which it ends."""
@@ -122,22 +130,43 @@ class Plan:
 
     def describe(self, step: int | None = None) -> dict[str, Any]:
         """Return what decides the batches before `step` (default: all of them), as JSON."""
-        end = self.steps if step is None else step
-        stages: list[dict[str, Any]] = []
+        number = self._num_described(self.steps if step is None else step)
+        return {
+            "version": PLAN_VERSION,
+            "contract": dict(self.contract),
+            "stages": [described for _, described in self._described[:number]],
+        }
+
+    @cached_property
+    def _described(self) -> list[tuple[int, dict[str, Any]]]:
+        """First step and description of every stage but those that only go on with the one before."""
+        found: list[tuple[int, dict[str, Any]]] = []
         for number, part in enumerate(self.stages):
-            if part.spec.start_step >= end or (number and part.goes_on(self.stages[number - 1])):
+            if number and part.goes_on(self.stages[number - 1]):
                 continue
-            described = part.describe()
-            for name, source in described["sources"].items():
-                source["id"] = self.sources.index(name)
-            stages.append(described)
-        return {"version": PLAN_VERSION, "contract": dict(self.contract), "stages": stages}
+            sources = {
+                name: {**source, "id": self.sources.index(name)}
+                for name, source in part.description["sources"].items()
+            }
+            found.append((part.spec.start_step, {**part.description, "sources": sources}))
+        return found
+
+    def _num_described(self, step: int) -> int:
+        """Return how many of them decide the batches before a step."""
+        return bisect_left(self._described, step, key=lambda item: item[0])
+
+    @cached_property
+    def _digests(self) -> dict[int, str]:
+        return {}
 
     def fingerprint_at(self, step: int) -> str:
         """Return the digest of what decides the batches before `step`: equal digests, equal batches."""
-        return digest(self.describe(step))
+        number = self._num_described(step)
+        if number not in self._digests:
+            self._digests[number] = digest(self.describe(step))
+        return self._digests[number]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of what decides all batches, and their number."""
         return digest([self.steps, self.describe()])
@@ -157,6 +186,9 @@ def compile_plan(
     A source of `max_epochs` must not be read more often than that, one of `stops` leaves the mixture then.
     """
     check_order([(stage.name, stage.start_step) for stage in stages], steps)
+    rows = steps * max(stage.global_batch_size for stage in stages)
+    if rows >= MAX_ROWS:
+        raise ConfigError(f"run: steps * global_batch_size must be below 2^62, got {rows}; lower one of the two")
     plan = Plan(
         sources=tuple(sources),
         stages=compile_stages(

@@ -204,7 +204,7 @@ def _way_of(step: Whole, facts: tuple[int, int, int, int, int]) -> Whole:
     _, steps, parts, cosine, first = facts
     middle = 2 * (first + step) + 1
     if not cosine:
-        return middle * parts // (2 * steps)
+        return max(1, middle * parts // (2 * steps))
     at = middle / (2 * steps)
     near = min(at, 1.0 - at)
     # sin(pi / 2 * near)^2 is (1 - cos(pi * near)) / 2. A sum of products, as every machine computes it alike.

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import floor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +72,8 @@ class StageSpec:
     ramp: Ramp | None = None
     skipped: str | None = None
     """Why its steps are not trained on, if they are not. Their rows count as read."""
+    drained: tuple[str, ...] | None = None
+    """Where it is the one step in which sources give the last rows that they have: their names."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ON_CHANGE:
@@ -101,6 +102,8 @@ class StageSpec:
             found["ramp"] = self.ramp.describe()
         if self.skipped is not None:
             found["skipped"] = True
+        if self.drained is not None:
+            found["drained"] = list(self.drained)
         return found
 
 
@@ -142,6 +145,8 @@ class Stage:
     """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts."""
     epochs_before: Mapping[str, Fraction]
     """How often each source had been read when its rows last changed."""
+    rest_epochs: Mapping[str, Fraction]
+    """How much of an epoch the rest of each source is."""
     table: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint64]
     """For each source: the key of epochs that begin in this stage, and of the one under way before it."""
@@ -167,8 +172,9 @@ class Stage:
         counts = self.mixture.counts(self.origin + self.num_positions)
         return {name: after - before for name, after, before in zip(self.names, counts, self.bases, strict=True)}
 
-    def describe(self) -> dict[str, Any]:
-        """Return what decides its batches, after those before it, as JSON."""
+    @cached_property
+    def description(self) -> Mapping[str, Any]:
+        """What decides its batches, after those before it, as JSON."""
         return {
             **self.spec.describe(),
             "on_change": "restart" if self.restarted else "unseen",
@@ -181,7 +187,7 @@ class Stage:
         What it starts again was started again by that one already, which has not drawn from it.
         """
         told = ("start_step", "on_change", "restarted")
-        one, other = ({k: v for k, v in stage.describe().items() if k not in told} for stage in (before, self))
+        one, other = ({k: v for k, v in stage.description.items() if k not in told} for stage in (before, self))
         again = {name for name in self.restarted if name in before.restarted and not before.draws.get(name)}
         return one == other and again == self.restarted
 
@@ -213,9 +219,9 @@ class Stage:
         """
         before, index = self.epochs_before[name], self.rows[name]
         total = self.carry(name) + (self.draws[name] if drawn is None else drawn)
+        left = self.rest_epochs[name]
         if not index.num_rest:
-            return before + Fraction(total, index.num_rows)
-        left = Fraction(floor(before) + 1) - before
+            return before + (left if total else 0) + Fraction(total, index.num_rows)
         if total <= index.num_rest:
             return before + left * Fraction(total, index.num_rest)
         return before + left + Fraction(total - index.num_rest, index.num_rows)
@@ -226,11 +232,10 @@ class Stage:
         return int(self.table[line, CARRY]) + self.bases[line]
 
 
-def stage_at(stages: Sequence[Stage], step: int) -> Stage:
-    """Return the stage that `step` belongs to; a boundary belongs to the new stage."""
+def stage_at(stages: Sequence[Stage], starts: Sequence[int], step: int) -> Stage:
+    """Return the stage that `step` belongs to; `starts` are their first steps, which belong to the new stage."""
     last = stages[-1].end_step
     if not 0 <= step < last:
         way_out = "count from 0" if step < 0 else "raise run.steps to go on"
         raise PlanError(f"step: must lie within 0:{last}, got {step}; {way_out}")
-    starts = [stage.spec.start_step for stage in stages]
     return stages[bisect_right(starts, step) - 1]
