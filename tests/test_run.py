@@ -135,3 +135,27 @@ def test_the_front_door_needs_a_few_lines(tmp_path, monkeypatch):
     assert len(batches) == 5
     assert batches[0]["input_ids"].shape == (4, 32)
     assert np.array_equal(loader[4]["labels"], batches[4]["labels"])
+
+
+def test_the_vocabulary_of_files_of_others_may_be_given_when_a_source_is_added(tmp_path):
+    """[M1.c] Mixing needs it, one source does not: to give it in mid-run changes no batch and is accepted."""
+    for name in ("web", "books"):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "tokens.npy", np.arange(600, dtype=np.uint16) % 97)
+    web, books = ({"name": name, "store": f"{name}/*.npy"} for name in ("web", "books"))
+    run = {"steps": 12, "global_batch_size": 2, "seq_len": 8, "packing": "concat"}
+    one = Run(config=parse_config({"run": run, "sources": [web]}), folder=tmp_path)
+    loader = one.loader()
+    loader.seek(5)
+    tables = {
+        "run": run,
+        "sources": [source | {"vocab_size": 50257} for source in (web, books)],
+        "stages": [
+            {"name": "base", "start_step": 0, "weights": {"web": 1}},
+            {"name": "more", "start_step": 8, "weights": {"web": 1, "books": 1}},
+        ],
+    }
+    two = Run(config=parse_config(tables), folder=tmp_path)
+    two.loader().load_state_dict(loader.state_dict())
+    for step in range(8):
+        assert [a.tolist() for a in two.plan().rows(step)] == [a.tolist() for a in one.plan().rows(step)]

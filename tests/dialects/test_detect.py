@@ -112,3 +112,12 @@ def test_translating_opens_no_file_and_knows_no_store(path):
     assert imported - ours <= allowed
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not called & {"open", "print", "glob.glob", "glob.iglob", "posixpath.exists", "posixpath.abspath"}
+
+
+def test_edits_of_a_config_of_others_are_made_in_its_native_form():
+    with pytest.raises(ConfigError) as error:
+        translate({"data": {"dataset_path": "x"}, "skip": [{"steps": "1:2"}]}, where="run.toml")
+    assert str(error.value) == (
+        "run.toml: must be a config of one kind, got [skip] (native) and [data] (KempnerForge); "
+        "print it as our own with `tokenmill plan --to-native` and edit that"
+    )

@@ -55,7 +55,11 @@ def _dialect(tables: Mapping[str, Any], where: str) -> str:
     known = "[run] and [[sources]] (native), [data] (KempnerForge), or [training] (torchtitan)"
     if kinds:
         told = " and ".join(f"[{found[kind][0]}] ({kind})" for kind in kinds)
-        raise ConfigError(f"{where}: must be a config of one kind, got {told}; keep the tables of one")
+        edits = [name for name in ("skip", "quarantine") if name in tables]
+        way_out = "print it as our own with `tokenmill plan --to-native` and edit that" if edits else ""
+        raise ConfigError(
+            f"{where}: must be a config of one kind, got {told}; {way_out or 'keep the tables of one'}"
+        )
     # A single table under a misspelt name is told the nearest; a file of many is of another kind altogether.
     hint = nearest(next(iter(tables)), ["run", "data", "training"]) if len(tables) == 1 else "add one of them"
     got = ", ".join(f"[{name}]" for name in tables) or "no table"

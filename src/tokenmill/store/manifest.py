@@ -109,11 +109,16 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what the tokens are; paths and other provenance play no part, so a store may be moved."""
+        """Digest of what the tokens are; paths and other provenance play no part, so a store may be moved.
+
+        Nor does the vocabulary of files of other projects: it is the user's word, to be given when it is needed.
+        """
         shards = [
             [s.documents, s.tokens, {name: [f.bytes, f.xxh3] for name, f in s.files.items()}] for s in self.shards
         ]
-        return digest([1, self.kind, dict(self.keys), dict(self.tokenizer), shards])
+        told = ("kind", "vocab_size") if self.tokenizer.get("kind") in ("unknown", "given") else ()
+        tokenizer = {name: value for name, value in self.tokenizer.items() if name not in told}
+        return digest([1, self.kind, dict(self.keys), tokenizer, shards])
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
