@@ -132,6 +132,11 @@ LATE = {"name": "late", "start_step": 10, "weights": {"short": 1}}
             "stage 'late': a ramp must have ramp_steps of at least 1, got 0; say how many",
         ),
         (
+            {"ramp": "linear", "ramp_steps": (1 << 24) + 1},
+            "stage 'late': ramp_steps must be at most 16777216, got 16777217; "
+            "shorten it, or put several stages after each other",
+        ),
+        (
             {"ramp": "linear", "ramp_steps": 21},
             "stage 'late': ramp_steps must be at most the 20 steps of the stage, got 21; shorten it",
         ),
