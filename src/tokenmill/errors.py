@@ -9,7 +9,8 @@
     │   ├── StoreExistsError(FileExistsError)      something finished is already there
     │   └── StoreCorruptError                      its files are not what its manifest says
     ├── PlanError(IndexError)          a step, row or document outside the plan
-    └── ResumeError(ValueError)        a state that this run must not continue
+    ├── ResumeError(ValueError)        a state that this run must not continue
+    └── MissingExtraError(ImportError) a framework that an adapter needs is not installed
 
 A message reads: where: rule, got value; way out.
 """
@@ -61,6 +62,10 @@ class PlanError(TokenmillError, IndexError):
 
 class ResumeError(TokenmillError, ValueError):
     """A state that this run must not continue."""
+
+
+class MissingExtraError(TokenmillError, ImportError):
+    """A framework that an adapter needs is not installed."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
