@@ -310,18 +310,19 @@ def test_the_windows_that_are_needed_first_are_made_first(make_source, make_load
     assert all(asked)
 
 
-def test_windows_that_the_run_does_not_come_to_are_not_made(make_source, make_loader, monkeypatch):
-    made = []
-    real = loader_module.window_rows
-
-    def counted(*arguments):
-        made.append(real(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(loader_module, "window_rows", counted)
-    loader = make_loader(make_source(), steps=1, threads=2, ahead=9)
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_windows_that_the_run_does_not_come_to_are_not_asked_for(
+    make_source, make_loader, monkeypatch, micro_batch, steps
+):
+    real = Ahead.ask
+    asked, taken = [], []
+    monkeypatch.setattr(Ahead, "ask", lambda self, *place: (asked.append(place), real(self, *place))[1])
+    loader = make_loader(make_source(), steps=steps, threads=2, ahead=9, micro_batch=micro_batch)
+    take = loader._take
+    monkeypatch.setattr(loader, "_take", lambda number, lane: (taken.append(number), take(number, lane))[1])
     list(loader)
-    assert sum(window.num_rows > 0 for window in made) == 4
+    assert sorted(place[0] for place in asked) == sorted(taken)
 
 
 def test_epochs_are_refused_with_the_way_out(make_source):

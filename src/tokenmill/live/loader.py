@@ -103,6 +103,8 @@ class LiveLoader:
             pad=padding_id(self.source.tokenizer.identity),
         )
         self._drawn = 0
+        self._picked = 0
+        """Rows of the batch that is being drawn."""
         self._lanes = {lane: _Lane((0, 0, 0)) for lane in self.share.own}
         self._pool: Ahead | None = None
         self._finalizer: weakref.finalize[[], LiveLoader] | None = None
@@ -169,12 +171,19 @@ class LiveLoader:
         lanes = self.share.lanes_of(self._drawn % self.share.batches)
         before = {number: self._lanes[number].cursor for number in lanes}
         try:
-            batch = self._assembler.batch([self._next_row(number) for number in lanes])
+            rows = []
+            for self._picked, number in enumerate(
+                lanes, 1
+            ):  # before the row is taken: a lane then asks for its next
+                rows.append(self._next_row(number))
+            batch = self._assembler.batch(rows)
         except BaseException:
             self.close()  # a thread may hang: who tries again gets others
             for number, cursor in before.items():
                 self._lanes[number].cursor = cursor
             raise
+        finally:
+            self._picked = 0
         self._drawn += 1
         return batch
 
@@ -222,11 +231,10 @@ class LiveLoader:
         room = max(self.ahead, self.threads) - waiting
         if room <= 0:
             return
-        left = (self.steps - self.step) * self.share.rows_per_lane
         needs = sorted(
             (self._rows_held(lane), number)
             for number, lane in self._lanes.items()
-            if lane.task is None and self._rows_held(lane) < left
+            if lane.task is None and self._rows_held(lane) < self._rows_left(number)
         )
         for _, number in needs[:room]:
             lane = self._lanes[number]
@@ -237,6 +245,13 @@ class LiveLoader:
 
     def _rows_held(self, lane: _Lane) -> int:
         return 0 if lane.held is None else lane.held.window.num_rows - lane.cursor[2]
+
+    def _rows_left(self, number: int) -> int:
+        """Return how many rows a lane has still to give to this run."""
+        each = self.share.rows_per_lane
+        taken = self._drawn % self.share.batches * self.micro_batch + self._picked
+        given = min(max(0, taken - (number - self.share.own.start) * each), each)
+        return (self.steps - self.step) * each - given
 
     def _running(self) -> Ahead:
         if self._pool is None:
