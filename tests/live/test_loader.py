@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tokenmill.live.loader as loader_module
+import tokenmill.live.lanes as lanes_module
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError
 from tokenmill.live import LiveLoader, LiveOptions, merge_states, open_live
 from tokenmill.live.ahead import Ahead
@@ -208,15 +208,15 @@ def test_a_resumed_run_reads_one_window_a_lane_before_its_first_step(make_source
     loader.close()
     assert all(epoch >= 1 for epoch, _, _ in state["lanes"].values())
     read = []
-    real = loader_module.window_rows
+    real = lanes_module.tokenize_window
 
     def counted(*arguments):
         made = real(*arguments)
-        if made.num_rows:
+        if made.encoded.ids.size:
             read.append(made)
         return made
 
-    monkeypatch.setattr(loader_module, "window_rows", counted)
+    monkeypatch.setattr(lanes_module, "tokenize_window", counted)
     fresh = make_loader(source, steps=200, micro_batch=4, threads=0)
     fresh.load_state_dict(state)
     draw(fresh, 1)
@@ -278,14 +278,14 @@ def test_as_many_windows_are_alive_as_there_are_lanes_and_windows_ahead(
 ):
     alive: weakref.WeakSet[WindowRows] = weakref.WeakSet()
     most = 0
-    real = loader_module.window_rows
+    real = lanes_module.pack_window
 
     def watched(*arguments):
         made = real(*arguments)
         alive.add(made)
         return made
 
-    monkeypatch.setattr(loader_module, "window_rows", watched)
+    monkeypatch.setattr(lanes_module, "pack_window", watched)
     loader = make_loader(make_source(), steps=30, global_batch_size=6, threads=threads, ahead=ahead)
     for _ in loader:
         most = max(most, len(alive))
@@ -298,14 +298,16 @@ def test_the_windows_that_are_needed_first_are_made_first(make_source, make_load
     real = Ahead.ask
     asked = []
 
-    def ask(self, lane, epoch, turn):
-        held = {number: loader._rows_held(one) for number, one in loader._lanes.items() if one.task is None}
-        asked.append(held[lane] == min(held.values()))
-        return real(self, lane, epoch, turn)
+    def ask(self, wanted):
+        held = {
+            number: loader.lanes.rows_held(one) for number, one in loader.lanes.lanes.items() if one.task is None
+        }
+        asked.append(held[wanted.lane] == min(held.values()))
+        return real(self, wanted)
 
     monkeypatch.setattr(Ahead, "ask", ask)
     for _ in loader:
-        assert sum(lane.task is not None for lane in loader._lanes.values()) <= ahead
+        assert sum(lane.task is not None for lane in loader.lanes.lanes.values()) <= ahead
     assert len(asked) > 12
     assert all(asked)
 
@@ -317,12 +319,12 @@ def test_windows_that_the_run_does_not_come_to_are_not_asked_for(
 ):
     real = Ahead.ask
     asked, taken = [], []
-    monkeypatch.setattr(Ahead, "ask", lambda self, *place: (asked.append(place), real(self, *place))[1])
+    monkeypatch.setattr(Ahead, "ask", lambda self, wanted: (asked.append(wanted.lane), real(self, wanted))[1])
     loader = make_loader(make_source(), steps=steps, threads=2, ahead=9, micro_batch=micro_batch)
-    take = loader._take
-    monkeypatch.setattr(loader, "_take", lambda number, lane: (taken.append(number), take(number, lane))[1])
+    take = loader.lanes._take
+    monkeypatch.setattr(loader.lanes, "_take", lambda number, *rest: (taken.append(number), take(number, *rest))[1])
     list(loader)
-    assert sorted(place[0] for place in asked) == sorted(taken)
+    assert sorted(asked) == sorted(taken)
 
 
 def test_epochs_are_refused_with_the_way_out(make_source):
@@ -508,7 +510,7 @@ def test_an_error_in_a_thread_reaches_the_caller_as_it_is(make_source, make_load
     def broken(*_):
         raise OddError("as it is")
 
-    monkeypatch.setattr(loader_module, "window_rows", broken)
+    monkeypatch.setattr(lanes_module, "tokenize_window", broken)
     with pytest.raises(OddError, match="as it is"):
         next(iter(make_loader(make_source(), threads=2)))
 
@@ -521,15 +523,15 @@ def test_a_thread_that_hangs_is_given_up_by_name_and_a_later_try_goes_on(
     source = make_source()
     whole = draw(make_loader(source, steps=5))
     release = threading.Event()
-    real = loader_module.window_rows
+    real = lanes_module.tokenize_window
     with monkeypatch.context() as patch:
-        patch.setattr(loader_module, "window_rows", lambda *_: release.wait(60))
+        patch.setattr(lanes_module, "tokenize_window", lambda *_: release.wait(60))
         loader = make_loader(source, steps=5, threads=threads, timeout=0.3)
         with pytest.raises(DocumentError, match=r"corpus.*: the thread .* within 0.3 s, got nothing for"):
             next(iter(loader))
     release.set()
     loader.timeout = 30.0
-    assert loader_module.window_rows is real
+    assert lanes_module.tokenize_window is real
     assert draw(loader) == whole
 
 
@@ -542,7 +544,7 @@ def test_a_thread_that_dies_is_noticed(make_source, make_loader, monkeypatch):
 
 def test_a_window_that_takes_long_but_goes_on_is_waited_for(make_source, make_loader, draw, monkeypatch):
     """[C2.b]"""
-    real = loader_module.window_rows
+    real = lanes_module.tokenize_window
 
     def slow(window, epoch, tokenizer, options, beat):
         for _ in range(8):
@@ -552,22 +554,22 @@ def test_a_window_that_takes_long_but_goes_on_is_waited_for(make_source, make_lo
 
     source = make_source()
     whole = draw(make_loader(source, steps=1, global_batch_size=1))
-    monkeypatch.setattr(loader_module, "window_rows", slow)
+    monkeypatch.setattr(lanes_module, "tokenize_window", slow)
     loader = make_loader(source, steps=1, global_batch_size=1, timeout=1.0)
     assert draw(loader) == whole
     assert loader.waited > loader.timeout
 
 
 def test_waiting_for_text_is_told_now_and_then(make_source, make_loader, monkeypatch, caplog):
-    monkeypatch.setattr(loader_module, "TELL_SECONDS", 0.0)
-    monkeypatch.setattr(loader_module, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(lanes_module, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(lanes_module, "TOLD_SECONDS", 0.0)
     with caplog.at_level(logging.WARNING, logger="tokenmill"):
         list(make_loader(make_source(), steps=2))
     told = [record.message for record in caplog.records if record.message.startswith("waited")]
     assert told
     assert "of the last" in told[0]
     assert "more threads or a prepared store (eager) would help" in told[0]
-    monkeypatch.setattr(loader_module, "TELL_SECONDS", 3600.0)
+    monkeypatch.setattr(lanes_module, "TELL_SECONDS", 3600.0)
     caplog.clear()
     list(make_loader(make_source(), steps=2))
     assert caplog.records == []

@@ -137,7 +137,7 @@ def test_a_row_that_a_window_does_not_have_is_refused(make_source, make_loader):
     loader = make_loader(make_source())
     state = saved(loader)
     loader.load_state_dict({**state, "lanes": {**state["lanes"], "0": [0, 0, 10**6]}})
-    with pytest.raises(ResumeError, match="lane 0 must be at a row of window 0 of epoch 0, got row 1000000"):
+    with pytest.raises(ResumeError, match=r"a lane must be at a row of .*, got row 1000000 of \d+ in epoch 0"):
         next(iter(loader))
 
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from tokenmill.errors import DocumentError
 
 if TYPE_CHECKING:
-    from tokenmill.live.rows import Skipped, WindowRows
+    from tokenmill.live.cursor import Cursor
+    from tokenmill.live.options import Format
+    from tokenmill.live.rows import Drawn, Skipped, WindowRows
 
 LONGEST_JOIN_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
@@ -31,19 +33,30 @@ class Found:
     window: WindowRows
     skipped: Mapping[tuple[int, int], tuple[Skipped, ...]]
     """What was left out, by the epoch and turn of the window, of those without rows that were passed over too."""
+    format: Format
+    """How its rows were made."""
+    before: tuple[Drawn, ...] = ()
+    """Rows of it that were delivered before they were made so."""
 
 
-Find: TypeAlias = Callable[[int, int, int, Show], Found]
-"""(lane, epoch, turn) -> the first window with rows from there on."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is asked for: the rows of a lane from a place on, made in one way."""
+
+    lane: int
+    cursor: Cursor
+    format: Format
+
+
+Find: TypeAlias = Callable[[Wanted, Show], Found]
+"""Finds the first window with rows from a place on."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Task:
     """A window that was asked for."""
 
-    lane: int
-    epoch: int
-    turn: int
+    wanted: Wanted
     cancelled: bool = False
     where: str = ""
     """What is being worked on; empty before the start."""
@@ -77,9 +90,9 @@ class Ahead:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, lane: int, epoch: int, turn: int) -> Task:
+    def ask(self, wanted: Wanted) -> Task:
         """Ask for the next window of a lane that has rows."""
-        task = Task(lane=lane, epoch=epoch, turn=turn, beat=time.monotonic())
+        task = Task(wanted=wanted, beat=time.monotonic())
         self._queue.put(task)
         return task
 
@@ -90,7 +103,7 @@ class Ahead:
             quiet = time.monotonic() - max(begun, task.beat if task.where else self._last_beat)
             if quiet >= self._timeout or not any(thread.is_alive() for thread in self._threads):
                 task.cancelled = True
-                where = task.where or self._last_where or f"lane {task.lane}"
+                where = task.where or self._last_where or f"lane {task.wanted.lane}"
                 raise DocumentError(
                     f"{where}: the thread that reads and tokenizes it must go on within {self._timeout:g} s, got "
                     f"nothing for {quiet:.1f} s; look at the disk or network it is on, or raise timeout"
@@ -120,7 +133,7 @@ class Ahead:
             if task is None:
                 return
             try:
-                task.found = self._find(task.lane, task.epoch, task.turn, self._shows(task))
+                task.found = self._find(task.wanted, self._shows(task))
             except _Unwanted:
                 pass
             except BaseException as error:  # handed on, whatever it is: the thread has no one else to tell

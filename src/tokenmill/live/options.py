@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tokenmill.documents import ReadOptions
 from tokenmill.errors import ConfigError, nearest
@@ -12,6 +13,15 @@ ON_ERROR = ("stop", "skip")
 MEMORY_BYTES = 256 << 20
 """Input that the windows of all lanes hold together, where the size of a window is not said."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
+
+
+class Format(NamedTuple):
+    """How documents become rows: what a stage of a run may change."""
+
+    seq_len: int
+    packing: str
+    split: str
+    crop: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +62,15 @@ class LiveOptions:
                 f"{nearest(self.on_error, ON_ERROR)}"
             )
         _ = self.policy, self.reading
+
+    @property
+    def format(self) -> Format:
+        """How documents become rows, for a state."""
+        return Format(self.seq_len, self.packing, self.split, self.crop)
+
+    def in_format(self, format: Format) -> LiveOptions:
+        """Return these options with rows made in another way."""
+        return self if format == self.format else replace(self, **format._asdict())
 
     @property
     def policy(self) -> Policy:

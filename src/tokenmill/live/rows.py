@@ -6,19 +6,22 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tokenmill.documents import RULES, read_unit
 from tokenmill.encode.frame import frame
-from tokenmill.errors import DocumentError
+from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.loader.kernels import ADDRESS, describe_spans, point_spans
+from tokenmill.packing.following import pack_rest
 from tokenmill.packing.index import WindowIndex, build_index, num_windows, pack_one, whole_documents
 from tokenmill.packing.packed import PackedRows
 from tokenmill.packing.window import FORBID
 from tokenmill.plan.permute import permute_all
+from tokenmill.plan.rows import Seen
+from tokenmill.plan.shuffle import Shuffle
 from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, key_file
 from tokenmill.store.manifest import Manifest, ShardInfo
 from tokenmill.store.maps import MemoryRequest
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
-    from tokenmill.live.options import LiveOptions
+    from tokenmill.live.options import Format, LiveOptions
     from tokenmill.store.reader import Store
 
 KEY = "sequence"
@@ -49,6 +52,25 @@ class Skipped:
     place: str
 
 
+class Drawn(NamedTuple):
+    """How many rows of a window were delivered, made in one way."""
+
+    format: Format
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokenized:
+    """The documents of a window as tokens, in the order of an epoch."""
+
+    window: Window
+    epoch: int
+    encoded: Encoded
+    places: npt.NDArray[np.int64]
+    """(piece, line) of each document."""
+    skipped: tuple[Skipped, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class WindowRows:
     """The rows of a window, in the order in which they are delivered."""
@@ -60,6 +82,9 @@ class WindowRows:
     ids: npt.NDArray[np.unsignedinteger]
     fates: Fates
     skipped: tuple[Skipped, ...]
+    tokenized: Tokenized
+    first: int = 0
+    """The first of them that was not delivered yet."""
 
     @property
     def num_rows(self) -> int:
@@ -71,22 +96,70 @@ def window_rows(
     window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
 ) -> WindowRows:
     """Turn a window into rows; the same documents, tokenizer and options give the same, whoever asks."""
+    return pack_window(tokenize_window(window, epoch, tokenizer, options, beat), tokenizer.identity, options)
+
+
+def tokenize_window(
+    window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
+) -> Tokenized:
+    """Read the documents of a window, put them in order and tokenize them; how they are packed does not matter."""
     skipped: list[Skipped] = []
-    texts, places = _read(window, options, skipped, beat)
+    texts, found = _read(window, options, skipped, beat)
+    places = np.array(found, np.int64).reshape(-1, 2)
     if options.shuffle and texts:
-        order = permute_all(
-            np.arange(len(texts)), len(texts), window.key(options.seed, epoch, "documents")
-        ).tolist()
-        texts, places = [texts[index] for index in order], [places[index] for index in order]
+        order = permute_all(np.arange(len(texts)), len(texts), window.key(options.seed, epoch, "documents"))
+        texts, places = [texts[index] for index in order.tolist()], places[order]
     encoded = _encode(texts, tokenizer, beat)
-    if options.policy.split_mode == FORBID:
-        encoded = _without_long(encoded, window, places, options, skipped)
-    packed = _pack(encoded, tokenizer.identity, window, options)
+    return Tokenized(window=window, epoch=epoch, encoded=encoded, places=places, skipped=tuple(skipped))
+
+
+def pack_window(
+    tokenized: Tokenized, identity: TokenizerIdentity, options: LiveOptions, drawn: Sequence[Drawn] = ()
+) -> WindowRows:
+    """Pack the documents of a window; or, where rows of it were delivered, those that are left.
+
+    Where they were made in another way, what they have left is packed anew; the rows of `drawn` before the last are
+    of ways before that one.
+    """
+    window, skipped = tokenized.window, list(tokenized.skipped)
+    ways = [options.in_format(format) for format, _ in drawn]
+    if not ways or ways[-1] != options:
+        ways.append(options)
+    encoded = tokenized.encoded
+    if ways[0].policy.split_mode == FORBID:
+        encoded = _without_long(encoded, tokenized, ways[0], skipped)
+    packed = _pack(encoded, identity, window, ways[0])
+    for turn, way in enumerate(ways[1:]):
+        _check_row(drawn[turn].rows, packed, tokenized)
+        seen = Seen(
+            rest=turn > 0,
+            size=packed.num_rows,
+            drawn=drawn[turn].rows,
+            key=int(_row_key(tokenized, options, turn)),
+            shuffle=Shuffle(mode="full" if options.shuffle else "none"),
+        )
+        packed = pack_rest(packed, seen, seq_len=way.seq_len, policy=way.policy)
     order = np.arange(packed.num_rows)
     if options.shuffle and order.size:
-        order = permute_all(order, order.size, window.key(options.seed, epoch, "rows"))
-    beat()
-    return _pointed(packed, order, encoded, tuple(skipped))
+        order = permute_all(order, order.size, _row_key(tokenized, options, len(ways) - 1))
+    first = drawn[-1].rows if len(drawn) == len(ways) else 0
+    if first:
+        _check_row(first, packed, tokenized)
+    return _pointed(packed, order, encoded, tuple(skipped), tokenized, first)
+
+
+def _check_row(row: int, packed: PackedRows, tokenized: Tokenized) -> None:
+    """Refuse a place behind the last row of a window: where all were delivered, a lane is at the next window."""
+    if not 0 < row < packed.num_rows:
+        raise ResumeError(
+            f"state: a lane must be at a row of {tokenized.window}, got row {row} of {packed.num_rows} in epoch "
+            f"{tokenized.epoch}; use a state that was not edited"
+        )
+
+
+def _row_key(tokenized: Tokenized, options: LiveOptions, turn: int) -> np.uint64:
+    """Return the key of the order of rows; each time that they are packed they have one of their own."""
+    return tokenized.window.key(options.seed, tokenized.epoch, f"rows {turn}" if turn else "rows")
 
 
 def padding_id(identity: TokenizerIdentity) -> int:
@@ -175,19 +248,13 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, beat: Beat) -> Encoded:
     return Encoded(ids=np.concatenate([part.ids for part in parts]), offsets=offsets)
 
 
-def _without_long(
-    encoded: Encoded,
-    window: Window,
-    places: Sequence[tuple[int, int]],
-    options: LiveOptions,
-    skipped: list[Skipped],
-) -> Encoded:
+def _without_long(encoded: Encoded, tokenized: Tokenized, options: LiveOptions, skipped: list[Skipped]) -> Encoded:
     """Leave out documents that do not fit a row, or refuse them, where documents must not be cut."""
     lengths = np.diff(encoded.offsets)
     long = lengths > options.seq_len + 1
     for index in np.flatnonzero(long).tolist():
-        piece, line = places[index]
-        where = record_name(window.unit.pieces[piece], line)
+        piece, line = tokenized.places[index].tolist()
+        where = record_name(tokenized.window.unit.pieces[piece], line)
         if options.on_error == "stop":
             raise DocumentError(
                 f"{where}: with packing = {options.packing!r} and split = {options.split!r} a document must have "
@@ -241,7 +308,12 @@ def _pack(encoded: Encoded, identity: TokenizerIdentity, window: Window, options
 
 
 def _pointed(
-    packed: PackedRows, order: npt.NDArray[np.int64], encoded: Encoded, skipped: tuple[Skipped, ...]
+    packed: PackedRows,
+    order: npt.NDArray[np.int64],
+    encoded: Encoded,
+    skipped: tuple[Skipped, ...],
+    tokenized: Tokenized,
+    first: int = 0,
 ) -> WindowRows:
     """Find the spans of all rows, and where their tokens are in memory."""
     ids = np.ascontiguousarray(encoded.ids)
@@ -254,4 +326,12 @@ def _pointed(
         describe_spans(spans, found.joined, found.length, width)
         address = np.array([ids.ctypes.data], np.int64)
         point_spans(spans, (found.shard, found.token), np.zeros(1, np.int64), address, ADDRESS, width)
-    return WindowRows(rows=rows, spans=spans, ids=ids, fates=packed.fates(), skipped=skipped)
+    return WindowRows(
+        rows=rows,
+        spans=spans,
+        ids=ids,
+        fates=packed.fates(),
+        skipped=skipped,
+        tokenized=tokenized,
+        first=first,
+    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import ResumeError, nearest
 from tokenmill.fingerprint import first_difference
+from tokenmill.live.cursor import Cursor
+from tokenmill.live.options import Format
+from tokenmill.live.rows import Drawn
 from tokenmill.live.source import LiveSource, file_groups
 
 if TYPE_CHECKING:
@@ -18,9 +21,7 @@ STATE_VERSION = 1
 _KEYS = ("version", "step", "fingerprint", "made_of", "lanes")
 _MID_STEP_KEYS = ("batches", "micro_batch", "world_size")
 _EDITED = "use a state that was not edited"
-
-Cursor: TypeAlias = tuple[int, int, int]
-"""Where the next row of a lane is: epoch, turn among the windows of the lane in that epoch, row of the window."""
+_ANY = Format(1, "best_fit", "allow", "return")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,10 @@ def save_state(source: LiveSource, standing: Standing, share: Share) -> dict[str
         "step": standing.step,
         "fingerprint": source.fingerprint(share.lanes),
         "made_of": source.made_of(share.lanes),
-        "lanes": {str(lane): list(cursor) for lane, cursor in sorted(standing.cursors.items())},
+        "lanes": {
+            str(lane): [cursor.epoch, cursor.turn, sum(drawn.rows for drawn in cursor.drawn)]
+            for lane, cursor in sorted(standing.cursors.items())
+        },
     }
     if standing.batch:
         state |= {"batches": standing.batch, "micro_batch": share.micro_batch, "world_size": share.world_size}
@@ -75,12 +79,8 @@ def load_state(
             f"state: must have the lanes {share.own.start}:{share.own.stop} of rank {share.rank} of "
             f"{share.world_size}, got none of {missing}; join the states of all ranks with merge_states first"
         )
-    cursors = {lane: _cursor(lane, state["lanes"][str(lane)]) for lane in share.own}
-    for lane, (_, turn, _) in cursors.items():
-        if turn >= windows.num_turns(lane):
-            raise ResumeError(
-                f"state: lane {lane} must be at one of its {windows.num_turns(lane)} windows, got {turn}; {_EDITED}"
-            )
+    cursors = {lane: _cursor(lane, state["lanes"][str(lane)], source.options.format) for lane in share.own}
+    check_turns(cursors, windows)
     return Standing(step=int(state["step"]), batch=batch, cursors=cursors)
 
 
@@ -153,14 +153,24 @@ def _check_shape(state: Mapping[str, Any]) -> None:
     for lane, cursor in state["lanes"].items():
         if not isinstance(lane, str) or not lane.isdecimal():
             raise ResumeError(f"state: lanes must be named by numbers, got {lane!r}; {_EDITED}")
-        _cursor(int(lane), cursor)
+        _cursor(int(lane), cursor, _ANY)
 
 
-def _cursor(lane: int, value: object) -> Cursor:
+def check_turns(cursors: Mapping[int, Cursor], windows: Windows) -> None:
+    """Refuse lanes at windows that they do not have."""
+    for lane, cursor in cursors.items():
+        turns = windows.num_turns(lane)
+        if cursor.turn >= turns:
+            raise ResumeError(
+                f"state: lane {lane} must be at one of its {turns} windows, got {cursor.turn}; {_EDITED}"
+            )
+
+
+def _cursor(lane: int, value: object, format: Format) -> Cursor:
     if not isinstance(value, list | tuple) or len(value) != 3 or not all(map(_is_count, value)):
         raise ResumeError(f"state: lane {lane} must be at [epoch, window, row], got {value!r}; {_EDITED}")
     epoch, turn, row = value
-    return epoch, turn, row
+    return Cursor(epoch=epoch, turn=turn, drawn=(Drawn(format, row),) if row else ())
 
 
 def _is_count(value: object) -> bool:

@@ -136,17 +136,27 @@ def follow(full: ConcatRows | PackedRows, previous: RowIndex, seen: Seen, policy
             "with a change of rows; use on_change = restart, or leave cross_document_labels out"
         )
     part = (before.rest if seen.rest else before.full) if isinstance(before, FollowingRows) else before
-    after = digest({"rows": dict(part.description), "seen": dict(seen.describe())})
-    rest = pack_rows(
-        full.store,
-        seq_len=full.seq_len,
-        policy=policy,
-        cross_document_labels=full.cross_document_labels,
-        fragments_of=_unseen(part, seen, context=policy.name != "bos_best_fit"),
-        after=after,
-        excluded=full.excluded,
-    )
+    rest = pack_rest(part, seen, seq_len=full.seq_len, policy=policy, excluded=full.excluded)
     return FollowingRows(full=full, rest=rest) if rest.num_rows else full
+
+
+def pack_rest(
+    part: ConcatRows | PackedRows,
+    seen: Seen,
+    *,
+    seq_len: int,
+    policy: Policy,
+    excluded: npt.NDArray[np.int64] | None = None,
+) -> PackedRows:
+    """Pack what is left of an epoch, or of the rest of one, in another way."""
+    return pack_rows(
+        part.store,
+        seq_len=seq_len,
+        policy=policy,
+        fragments_of=_unseen(part, seen, context=policy.name != "bos_best_fit"),
+        after=digest({"rows": dict(part.description), "seen": dict(seen.describe())}),
+        excluded=excluded,
+    )
 
 
 def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> WindowFragments:

@@ -1,0 +1,293 @@
+"""Lanes: streams of rows, each with a place of its own, and the windows that are held for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tokenmill.errors import DocumentError, TokenizerError
+from tokenmill.live.ahead import Ahead, Found, Show, Task, Wanted
+from tokenmill.live.cursor import Cursor
+from tokenmill.live.rows import Drawn, Skipped, WindowRows, pack_window, tokenize_window
+
+if TYPE_CHECKING:
+    from tokenmill.live.options import Format
+    from tokenmill.live.source import LiveSource
+    from tokenmill.live.windows import Windows
+
+MAX_PLACES = 100
+TELL_SECONDS = 30.0
+"""Between two lines that say that the run waits for text."""
+TOLD_SECONDS = 0.1
+"""A shorter wait, of all in that time together, is not told."""
+MIN_TRIES = 256
+"""Windows that a lane looks into before it is said to have no text: with hardly more documents than lanes,
+shuffling may well leave a lane without any for several epochs."""
+_log = logging.getLogger("tokenmill")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AheadOptions:
+    """How windows are made before they are needed; none of it changes what a row holds."""
+
+    threads: int = 1
+    """Threads that read and tokenize; 0 does it when a row is asked for."""
+    windows: int = 2
+    """Windows that are made before they are needed, beside the one that each lane holds; at least `threads`."""
+    timeout: float = 30.0
+    """Seconds after which a thread that does nothing is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedText:
+    """What was left out of what was delivered."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Reason -> records, or windows for `broken`."""
+    places: list[Skipped] = field(default_factory=list)
+    """The first of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Where a lane stands, and what is held for it."""
+
+    cursor: Cursor
+    held: Found | None = None
+    """The window of the cursor, once it was needed."""
+    task: Task | None = None
+    """The window that is needed next."""
+
+
+class Lanes:
+    """The lanes that one rank reads of a source."""
+
+    def __init__(
+        self,
+        source: LiveSource,
+        windows: Windows,
+        own: range,
+        ahead: AheadOptions,
+        left: Callable[[int], int] | None = None,
+    ) -> None:
+        """Stand at the start of the first epoch; `left` tells how many rows a lane has still to give."""
+        self.source = source
+        self.windows = windows
+        self.waited = 0.0
+        self.skipped = SkippedText()
+        self.lanes = {number: Lane(Cursor()) for number in own}
+        self._ahead = ahead
+        self._left = left
+        self._format = source.options.format
+        """In which rows were last asked for: in this way those of windows ahead are made."""
+        self._pool: Ahead | None = None
+        self._finalizer: weakref.finalize[[], Lanes] | None = None
+        self._counted: set[tuple[int, int, int]] = set()
+        self._told = (time.monotonic(), 0.0)
+
+    @property
+    def cursors(self) -> dict[int, Cursor]:
+        """Where the lanes stand."""
+        return self.cursors_of(self.lanes)
+
+    def cursors_of(self, numbers: Iterable[int]) -> dict[int, Cursor]:
+        """Return where some of the lanes stand."""
+        return {number: self.lanes[number].cursor for number in numbers}
+
+    def stand(self, cursors: Mapping[int, Cursor]) -> None:
+        """Go to where cursors say; windows that are held for these lanes are let go."""
+        for number, cursor in cursors.items():
+            lane = self.lanes[number]
+            self._drop(lane)
+            lane.cursor = cursor
+
+    def restart(self) -> None:
+        """Begin the next epoch in every lane that is within one."""
+        self.stand(
+            {
+                number: Cursor(epoch=cursor.epoch + 1)
+                for number, cursor in self.cursors.items()
+                if cursor != Cursor(epoch=cursor.epoch)
+            }
+        )
+
+    def close(self) -> None:
+        """Stop the threads and let go of all windows; who goes on drawing starts them again."""
+        for lane in self.lanes.values():
+            self._drop(lane)
+        if self._finalizer is not None:
+            self._finalizer()
+        self._pool = self._finalizer = None
+
+    def next_row(self, number: int, format: Format) -> tuple[WindowRows, int]:
+        """Return the next row of a lane, made in the given way, and go on to the one after it."""
+        lane = self.lanes[number]
+        if lane.held is not None and lane.held.format != format:
+            self._repack(number, lane, format)
+        found = lane.held or self._take(number, lane, format)
+        row = lane.cursor.drawn[-1].rows if len(lane.cursor.drawn) > len(found.before) else 0
+        if row + 1 < found.window.num_rows:
+            drawn = (*found.before, Drawn(format, row + 1))
+            lane.cursor = Cursor(epoch=found.epoch, turn=found.turn, drawn=drawn)
+        else:
+            lane.cursor = self._after(number, found)
+            lane.held = None
+            self.ask_ahead()
+        return found.window, row
+
+    def rows_held(self, lane: Lane) -> int:
+        """Return how many rows are held for a lane."""
+        if lane.held is None:
+            return 0
+        drawn = lane.cursor.drawn
+        return lane.held.window.num_rows - (drawn[-1].rows if len(drawn) > len(lane.held.before) else 0)
+
+    def ask_ahead(self) -> None:
+        """Ask for the windows that are needed first, as many as may be made ahead."""
+        if not self._ahead.threads:
+            return
+        waiting = sum(lane.task is not None for lane in self.lanes.values())
+        room = max(self._ahead.windows, self._ahead.threads) - waiting
+        if room <= 0:
+            return
+        needs = sorted(
+            (self.rows_held(lane), number)
+            for number, lane in self.lanes.items()
+            if lane.task is None and (self._left is None or self.rows_held(lane) < self._left(number))
+        )
+        for _, number in needs[:room]:
+            lane = self.lanes[number]
+            cursor = lane.cursor if lane.held is None else self._after(number, lane.held)
+            lane.task = self._running().ask(Wanted(lane=number, cursor=cursor, format=self._format))
+
+    def _take(self, number: int, lane: Lane, format: Format) -> Found:
+        """Hold the window at the cursor of a lane, or the next one that has rows, and return it; waits for it."""
+        begun = time.monotonic()
+        self._format = format
+        wanted = Wanted(lane=number, cursor=lane.cursor, format=format)
+        if lane.task is not None and lane.task.wanted != wanted:
+            self._drop(lane)
+        if not self._ahead.threads:
+            found = self._find(wanted, lambda _: None)
+        else:
+            pool = self._running()
+            if lane.task is None:
+                lane.task = pool.ask(wanted)
+            self.ask_ahead()
+            found = pool.wait(lane.task)
+            lane.task = None
+        self.waited += time.monotonic() - begun
+        if (found.epoch, found.turn) != (lane.cursor.epoch, lane.cursor.turn):
+            lane.cursor = Cursor(epoch=found.epoch, turn=found.turn)
+        lane.held = found
+        self._note_skipped(number, found)
+        self._tell(number, found)
+        self.ask_ahead()
+        return found
+
+    def _repack(self, number: int, lane: Lane, format: Format) -> None:
+        """Pack what is left of the window that a lane holds in another way, without reading it again."""
+        assert lane.held is not None
+        found = lane.held
+        self._drop(lane)
+        options = self.source.options.in_format(format)
+        drawn = lane.cursor.drawn
+        window = pack_window(found.window.tokenized, self.source.tokenizer.identity, options, drawn)
+        if window.num_rows:
+            before = drawn[:-1] if drawn and drawn[-1].format == format else drawn
+            lane.held = Found(
+                epoch=found.epoch, turn=found.turn, window=window, skipped={}, format=format, before=before
+            )
+        else:
+            lane.cursor = self._after(number, found)
+
+    def _after(self, number: int, found: Found) -> Cursor:
+        epoch, turn = self.windows.after(number, found.epoch, found.turn)
+        return Cursor(epoch=epoch, turn=turn)
+
+    def _find(self, wanted: Wanted, show: Show) -> Found:
+        return find_window(self.source, self.windows, wanted, show)
+
+    def _drop(self, lane: Lane) -> None:
+        if lane.task is not None:
+            lane.task.cancelled = True
+        lane.held = lane.task = None
+
+    def _running(self) -> Ahead:
+        if self._pool is None:
+            source, windows = self.source, self.windows  # no reference to this object: it ends the threads
+            self._pool = Ahead(
+                lambda wanted, show: find_window(source, windows, wanted, show),
+                self._ahead.threads,
+                self._ahead.timeout,
+            )
+            self._finalizer = weakref.finalize(self, self._pool.stop)
+        return self._pool
+
+    def _note_skipped(self, number: int, found: Found) -> None:
+        """Count what was left out, once for each window of an epoch, also where one is read again."""
+        for place, skipped in found.skipped.items():
+            if (number, *place) in self._counted:
+                continue
+            self._counted.add((number, *place))
+            self.skipped.counts.update(one.reason for one in skipped)
+            self.skipped.places.extend(skipped[: MAX_PLACES - len(self.skipped.places)])
+
+    def _tell(self, number: int, found: Found) -> None:
+        """Log that the run waits for text, now and then."""
+        since, waited = self._told
+        now = time.monotonic()
+        if now - since < TELL_SECONDS:
+            return
+        self._told = (now, self.waited)
+        if self.waited - waited >= TOLD_SECONDS:
+            _log.warning(
+                "waited %.1f s of the last %.0f s for text: last for %s; "
+                "more threads or a prepared store (eager) would help",
+                self.waited - waited,
+                now - since,
+                self.windows.at(number, found.epoch, found.turn),
+            )
+
+
+def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show) -> Found:
+    """Return the first window of a lane from a cursor on that has rows left.
+
+    A lane without any would look for ever: it is given up after as many windows as there are, or, where every epoch
+    is the same, after one epoch.
+    """
+    lane, epoch, turn, drawn = wanted.lane, wanted.cursor.epoch, wanted.cursor.turn, wanted.cursor.drawn
+    options, identity = source.options.in_format(wanted.format), source.tokenizer.identity
+    limit = max(windows.num_windows + windows.lanes, MIN_TRIES) if windows.shuffle else windows.num_turns(lane)
+    skipped: dict[tuple[int, int], tuple[Skipped, ...]] = {}
+    for _ in range(limit):
+        window = windows.at(lane, epoch, turn)
+        name = str(window)
+        show(name)
+        try:
+            tokenized = tokenize_window(window, epoch, source.tokenizer, options, lambda: show(name))  # noqa: B023
+        except TokenizerError as error:
+            raise _placed(error, name) from error
+        made = pack_window(tokenized, identity, options, drawn)
+        show(name)
+        if made.skipped:
+            skipped[epoch, turn] = made.skipped
+        if made.num_rows:
+            before = drawn[:-1] if drawn and drawn[-1].format == wanted.format else drawn
+            return Found(epoch=epoch, turn=turn, window=made, skipped=skipped, format=wanted.format, before=before)
+        epoch, turn = windows.after(lane, epoch, turn)
+        drawn = ()
+    raise DocumentError(
+        f"{source.files[0].path}: every one of the {windows.lanes} lanes must find text, got none for lane {lane} "
+        f"in {limit} windows; add text, or use fewer lanes"
+    )
+
+
+def _placed(error: TokenizerError, window: str) -> TokenizerError:
+    """Say which texts a tokenizer failed on."""
+    return TokenizerError(f"{window}: {error}")
