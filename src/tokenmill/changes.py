@@ -309,12 +309,14 @@ def _hidden(old: Side, new: Side, found: Sequence[Change]) -> list[Change]:
     hidden = []
     for number, source in enumerate(new.tables.get("sources", [])):
         uses = [_uses(run, {source["name"]}) for run in (old, new)]
-        stores = [str(side[0][1]["sources"][source["name"]]["store"]) if side else "" for side in uses]
+        made_of = [side[0][1]["sources"][source["name"]] if side else {} for side in uses]
+        stores = [str(one.get("store", one.get("live", ""))) for one in made_of]
         told = any(change.path.startswith(f"sources[{number}].") and change.step is not None for change in found)
         if all(stores) and stores[0] != stores[1] and not told:
             step = min(int(side[0][1]["start_step"]) for side in uses)
             before, after = (f"content {store[:12]}" for store in stores)
-            hidden.append(Change(path=f"sources[{number}].store", old=before, new=after, step=step))
+            key = "documents" if "documents" in source else "store"
+            hidden.append(Change(path=f"sources[{number}].{key}", old=before, new=after, step=step))
     edge = _edge(old.description, new.description)
     deciding = [change for change in (*found, *hidden) if change.step is not None]
     if edge is None or any(change.step is not None and change.step <= edge for change in deciding):

@@ -226,8 +226,14 @@ def _alike(old: Stage, new: Stage) -> bool:
         and (old.names, old.rotate, old.rotation_key) == (new.names, new.rotate, new.rotation_key)
         and all(np.array_equal(left, right) for left, right in zip(_order(old), _order(new), strict=True))
         and all(dict(old.rows[name].description) == dict(new.rows[name].description) for name in old.names)
+        and not any(_is_live(index) for index in old.rows.values())
         and _same_mixture(old.mixture, new.mixture)
     )
+
+
+def _is_live(index: RowIndex) -> bool:
+    """Say whether rows are of live text: what each holds depends on all that were drawn before it."""
+    return "live" in index.description
 
 
 def _order(stage: Stage) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
@@ -286,7 +292,9 @@ class _Rows:
     def _same(
         self, old: RowIndex, old_rows: npt.NDArray[np.int64], new: RowIndex, new_rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Say which rows deliver the same."""
+        """Say which rows deliver the same; of live text none is known to, behind the first difference."""
+        if _is_live(old) or _is_live(new):
+            return np.zeros(old_rows.size, np.bool_)
         if self._same_contract and dict(old.description) == dict(new.description):
             same: npt.NDArray[np.bool_] = old_rows == new_rows
             return same

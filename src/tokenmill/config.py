@@ -12,6 +12,7 @@ from typing import Any
 from tokenmill.checks import check_choice, check_packing, check_positive, check_seed, check_weighing
 from tokenmill.edits import QuarantineConfig, SkipConfig, check_edits
 from tokenmill.errors import ConfigError, nearest
+from tokenmill.live_rules import check_live, check_live_source
 from tokenmill.tables import check_keys, read_list, read_table
 from tokenmill.types import ARRAYS, ON_CHANGE, ON_EXHAUSTED, POSITIONS, RAMPS
 
@@ -34,6 +35,14 @@ class SourceConfig:
     tokenizer: str | None = None
     """Of `documents`, as `prepare` takes it."""
     text_field: str = "text"
+    live: bool = False
+    """Whether `documents` are tokenized while the model trains, and never prepared."""
+    lanes: int | None = None
+    """How many streams live text is read in; None: the largest number that divides the batch of every stage."""
+    window_bytes: int | None = None
+    """How much of a file is shuffled and packed together where text is live."""
+    on_error: str | None = None
+    """What a record of live text that cannot be read does: `stop` the run (the default), or be `skip`ped."""
     max_epochs: float | None = None
     """How often the source may be read in the whole run; checked before the first step."""
     on_exhausted: str | None = None
@@ -66,6 +75,7 @@ class SourceConfig:
                 f"source {self.name!r}: must have a store, or documents and a tokenizer, got {got}; "
                 'for example store = "stores/web"'
             )
+        check_live_source(self)
         if self.documents and self.tokenizer is None:
             raise ConfigError(
                 f"source {self.name!r}: documents must have a tokenizer, got none; "
@@ -197,7 +207,9 @@ class Config:
         ends = [*(stage.start_step for stage in stages[1:]), self.run.steps]
         for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
             self._check_ramp(stage, end, first=not number)
-        return tuple(self._resolve(stage) for stage in stages)
+        resolved = tuple(self._resolve(stage) for stage in stages)
+        check_live(self, resolved)
+        return resolved
 
     def _check_ramp(self, stage: StageConfig, end: int, *, first: bool) -> None:
         if stage.ramp is None or stage.ramp_steps is None:

@@ -60,6 +60,7 @@ def fork(
             raise _exists(path)
     if not file.parent.is_dir():
         raise ConfigError(f"{file.parent}: must be a folder to write to, got nothing there; make it first")
+    _check_live(run, step)
     new, stage = _forked(run, file, step, name, weights)
     made = new.plan()
     _write_new(state, orjson.dumps(_state(new, step)))
@@ -82,6 +83,17 @@ def fork(
         shared=made.fingerprint_at(step),
         edited=made.fingerprint != plan.fingerprint,
     )
+
+
+def _check_live(run: Run, step: int) -> None:
+    """Refuse a fork behind live text: where its lanes stand at a step is known from a state alone."""
+    drawn = {name for part in run.plan().stages if part.spec.start_step < step for name in part.names}
+    for name in run.live:
+        if name in drawn:
+            raise ConfigError(
+                f"fork: the sources of all batches before step {step} must be stores, got live text in {name!r}, "
+                "whose lanes only a state knows; copy the config and a state of that step, and change what follows"
+            )
 
 
 def _forked(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.config import DEFAULT_ARRAYS, Config, SourceConfig, StageConfig, parse_config, read_tables
 from tokenmill.dialects import Translation, translate
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from tokenmill.live.planned import LiveRows
     from tokenmill.loader import Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, RowIndex
@@ -71,10 +72,33 @@ class Run:
                 format=source.format,
             )
             for source in self.config.sources
+            if not source.live
         }
-        _check_tokenizers(stores)
-        _check_kinds(stores)
+        _check_tokenizers(
+            {name: store.manifest.tokenizer for name, store in stores.items()}
+            | {name: rows.source.tokenizer.identity.to_json() for name, rows in self.live.items()}
+        )
+        _check_kinds(stores, self.live)
         return stores
+
+    @cached_property
+    def live(self) -> dict[str, LiveRows]:
+        """The sources of live text, with files listed and tokenizers open, as [run] makes rows of them."""
+        from tokenmill.live.planned import open_rows
+
+        return {
+            source.name: open_rows(self.config, source, self._texts(source), self._tokenizer(source))
+            for source in self.config.sources
+            if source.live
+        }
+
+    def _texts(self, source: SourceConfig) -> list[str]:
+        return [text if text.startswith("hf:") else str(self.folder / text) for text in source.documents]
+
+    def _tokenizer(self, source: SourceConfig) -> str:
+        assert source.tokenizer is not None
+        plain = source.tokenizer == "bytes" or ":" in source.tokenizer
+        return source.tokenizer if plain else str(self.folder / source.tokenizer)
 
     def _store_folder(self, source: SourceConfig) -> Path:
         """Return where the store of a source is; text is prepared first, once."""
@@ -82,11 +106,9 @@ class Run:
             return self.folder / source.store
         from tokenmill.prepare.cached import cached_store
 
-        assert source.tokenizer is not None
-        plain = source.tokenizer == "bytes" or ":" in source.tokenizer
         return cached_store(
-            [text if text.startswith("hf:") else str(self.folder / text) for text in source.documents],
-            tokenizer=source.tokenizer if plain else str(self.folder / source.tokenizer),
+            self._texts(source),
+            tokenizer=self._tokenizer(source),
             text_field=source.text_field,
             folder=self.folder / ".tokenmill" / "stores",
             where=f"source {source.name!r}",
@@ -160,7 +182,12 @@ class Run:
         arrays = arrays or self._arrays(plan)
         if rank == 0:
             self._record(plan)
-        return Loader(
+        kind: type[Loader] = Loader
+        if self.live:
+            from tokenmill.live.mixed import MixedLoader, live_rows
+
+            kind = MixedLoader if live_rows(plan) else Loader
+        return kind(
             plan,
             RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
             LoaderOptions(
@@ -180,7 +207,10 @@ class Run:
         assert stage.seq_len is not None
         assert stage.split is not None
         assert stage.crop is not None
+        _ = self.stores  # checks that all sources go together
         policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
+        if name in self.live:
+            return self.live[name].made(stage.seq_len, policy)
         return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
 
     def _packing(self, stage: StageConfig) -> str:
@@ -225,15 +255,16 @@ class Run:
         return explain(old, Side(tables=tables_of(self.config), description=plan.describe()), step) if old else None
 
 
-def _check_kinds(stores: dict[str, Store]) -> None:
+def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
     """Refuse sources whose rows do not fit one batch, and arrays that the kernels cannot read."""
-    families = {name: s.manifest.kind if s.manifest.kind in RECORD_KINDS else "seq" for name, s in stores.items()}
+    kinds = {name: store.manifest.kind for name, store in stores.items()} | dict.fromkeys(live, "seq")
+    families = {name: kind if kind in RECORD_KINDS else "seq" for name, kind in kinds.items()}
     first, *others = families
     for other in others:
         if families[other] != families[first]:
             raise ConfigError(
                 f"sources: all must be of one training type (seq and sft go together), got {first!r} of "
-                f"{stores[first].manifest.kind} and {other!r} of {stores[other].manifest.kind}; make a run of each"
+                f"{kinds[first]} and {other!r} of {kinds[other]}; make a run of each"
             )
     for store in stores.values():
         for key, dtype in store.manifest.keys.items():
@@ -244,13 +275,13 @@ def _check_kinds(stores: dict[str, Store]) -> None:
                 )
 
 
-def _check_tokenizers(stores: dict[str, Store]) -> None:
+def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse sources whose ids do not mean the same."""
     from tokenmill.store.foreign.mix import difference
 
-    first, *others = stores
+    first, *others = tokenizers
     for other in others:
-        found = difference(stores[first].manifest.tokenizer, stores[other].manifest.tokenizer)
+        found = difference(tokenizers[first], tokenizers[other])
         if found:
             raise ConfigError(
                 f"sources: all must be prepared with one tokenizer, got {first!r} and {other!r} that differ in "

@@ -35,6 +35,7 @@ SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
 CROPS = ("return", "discard")
 """What can become of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")
+ON_ERROR = ("stop", "skip")
 ON_EXHAUSTED = ("repeat", "stop", "error")
 RAMPS = ("linear", "cosine")
 WEIGHINGS = ("rows", "tokens")

@@ -293,7 +293,8 @@ def test_files_whose_vocabulary_is_not_said_are_not_mixed(tmp_path):
 
 
 @needs_text
-def test_text_of_hugging_face_is_prepared_and_drawn(tmp_path, monkeypatch):
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_text_of_hugging_face_is_prepared_or_streamed(tmp_path, monkeypatch, streaming):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()
@@ -306,12 +307,19 @@ seq_len = 32
 [data]
 hf_dataset_name = "{tmp_path}/saved"
 hf_dataset_text_field = "body"
-hf_streaming = true
+hf_streaming = {streaming}
 tokenizer_path = "bytes"
 """
     run = run_of(text, tmp_path)
-    assert run.stores["saved"].num_documents == 300
-    assert [name for step in drawn(run) for name, _, _ in step] == ["saved"] * 32
+    shown = b"".join(batch["input_ids"].astype("u1").tobytes() for batch in run.loader())
+    assert len(shown) == 4 * 8 * 32
+    assert shown.count(b"of the mill") > 20
+    if streaming == "true":
+        assert list(run.stores) == []
+        assert not (tmp_path / ".tokenmill" / "stores").exists()
+    else:
+        assert run.stores["saved"].num_documents == 300
+        assert [name for step in drawn(run) for name, _, _ in step] == ["saved"] * 32
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -161,9 +161,11 @@ def test_datasets_go_before_a_path_and_a_path_before_hugging_face():
     )
 
 
-def test_streaming_is_taken_as_documents_that_are_prepared_once():
-    found = taken({"hf_dataset_name": "x", "tokenizer_path": "/tok", "hf_streaming": True})
-    assert found.notes[0] == "data.hf_streaming = true: taken as documents that are prepared once"
+@pytest.mark.parametrize("streaming", [True, False])
+def test_streaming_is_live_text(streaming):
+    data = {"datasets": [{"hf_name": "x"}, {"path": "/web"}], "tokenizer_path": "/tok", "hf_streaming": streaming}
+    found = taken(data)
+    assert ["live" in source for source in found.tables["sources"]] == [streaming, False]
 
 
 def test_names_are_kept_or_derived_and_doubled_ones_numbered():

@@ -93,9 +93,19 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
         sys.stdout.write(line + "\n")
         if state:
             sys.stdout.flush()
-            write_atomically(state.absolute(), orjson.dumps(loaders[0].state_dict()))
+            write_atomically(state.absolute(), orjson.dumps(_state(loaders)))
     if not digest:
         errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
+
+
+def _state(loaders: list[Loader]) -> dict[str, Any]:
+    """Return where the run stands: what any rank says, but for lanes of live text, of which each has its own."""
+    states = [loader.state_dict() for loader in loaders]
+    if "live" not in states[0]:
+        return states[0]
+    from tokenmill.live import merge_states
+
+    return merge_states(states)
 
 
 def _take(stream: Iterator[Any], count: int) -> Iterator[Any]:

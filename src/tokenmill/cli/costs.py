@@ -24,7 +24,7 @@ class Costs:
     """Bytes and seconds."""
 
     read_bytes: int
-    """Tokens and masks of all steps that are trained on, over all ranks."""
+    """Tokens and masks of all steps that are trained on, over all ranks; live text is not among them."""
     read_bytes_exact: bool
     """Otherwise a little more than will be read: rows that are not full are taken to have one token more."""
     read_bytes_a_step: Mapping[str, int]
@@ -48,7 +48,8 @@ def costs(run: Run, facts: PlanReport, compile_seconds: float) -> Costs:
     widths = {name: _token_bytes(store) for name, store in run.stores.items()}
     read: dict[str, int] = {stage.name: 0 for stage in facts.stages}
     for share in facts.shares:
-        read[share.stage] += _read_tokens(plan, share) * widths[share.source]
+        if share.source in widths:  # what live text takes to be read is not known
+            read[share.stage] += _read_tokens(plan, share) * widths[share.source]
     memory = {id(rows): sizes for part in plan.stages for rows, sizes in _indexes(part)}
     return Costs(
         read_bytes=sum(read.values()),

@@ -93,11 +93,15 @@ def _mixture(shares: Sequence[SourceShare]) -> View:
             ("labels", figures("trained")),
             ("no label", figures("unlabelled")),
             ("padding", figures("padding")),
-            ("epochs", [round(s.epochs, 4) for s in shares]),
+            ("epochs", [_epochs(s.epochs) for s in shares]),
             *([("rows skipped", [s.skipped_rows for s in shares])] if skipping else []),
         ],
         names=2,
     )
+
+
+def _epochs(epochs: float | None) -> float | None:
+    return None if epochs is None else round(epochs, 4)
 
 
 def _percent(share: float) -> float:
@@ -110,10 +114,10 @@ def _sources(sources: Sequence[SourceFacts]) -> View:
         "Sources",
         [
             ("source", [s.name for s in sources]),
-            ("rows an epoch", [s.rows for s in sources]),
+            ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
             ("rows drawn", [s.drawn for s in sources]),
             *([("of them skipped", [s.skipped for s in sources])] if skipping else []),
-            ("epochs", [round(s.epochs, 4) for s in sources]),
+            ("epochs", [_epochs(s.epochs) for s in sources]),
             ("first repeat", [s.first_repeat for s in sources]),
             *([("used up from step", [s.gone_from for s in sources])] if stopping else []),
         ],

@@ -46,8 +46,8 @@ def cut_records(run: Run) -> Iterator[str]:
     """
     for stage in run.config.resolved_stages():
         for name in stage.weights or ():
-            store = run.stores[name]
-            told = _cuts(stage, store, name) if "loss_mask" in store.keys else None
+            store = run.stores.get(name)  # live text has no mask, and none here
+            told = _cuts(stage, store, name) if store is not None and "loss_mask" in store.keys else None
             if told:
                 yield f"stage {stage.name!r}: {told}"
 
@@ -93,6 +93,18 @@ def put_aside(run: Run) -> list[Quarantined]:
     gone: dict[str, npt.NDArray[np.int64]] = {}
     found = []
     for edit in sorted(run.config.quarantine, key=lambda edit: edit.from_step):
+        if edit.source not in run.stores:
+            found.append(
+                Quarantined(
+                    source=edit.source,
+                    from_step=edit.from_step,
+                    documents=None,
+                    tokens=None,
+                    whole=True,
+                    reason=edit.reason,
+                )
+            )
+            continue
         store = run.stores[edit.source]
         before = gone.get(edit.source, np.empty(0, np.int64))
         numbers = np.arange(store.num_documents) if edit.whole else edit.numbers(run.folder)

@@ -194,7 +194,7 @@ def _areas(chart: _Chart) -> Iterator[str]:
         if not outlines:
             continue
         data, fact = "".join(outlines), chart.facts.sources[index]
-        title = f"{source}: {fact.drawn:,} rows, {fact.epochs:.4g} epochs"
+        title = f"{source}: {fact.drawn:,} rows, {_epochs(fact.epochs)}"
         yield f'<g class="tm-source"><title>{text_of(title)}</title>'
         yield f'<path d="{data}" fill="{colour(index)}" class="tm-band"/>'
         if texture(index):
@@ -376,6 +376,10 @@ def _events(chart: _Chart) -> Iterator[str]:
         yield (_text(box.left + 2, box.top + 12, label) if box else "") + "</g>"
 
 
+def _epochs(epochs: float | None) -> str:
+    return "live text" if epochs is None else f"{epochs:.4g} epochs"
+
+
 def _legend(chart: _Chart) -> Iterator[str]:
     column = (RIGHT - LEFT) / chart.legend_columns
     rows = chart.facts.rows + chart.facts.skipped_rows
@@ -384,7 +388,7 @@ def _legend(chart: _Chart) -> Iterator[str]:
         x, y = LEFT + place * column, chart.legend_top + line * LEGEND_LINE
         box = f'x="{number(x)}" y="{number(y)}" width="13" height="13" rx="2"'
         share = f"{source.drawn / rows:.1%}"
-        title = f"{source.name}: {source.drawn:,} of {rows:,} rows, {source.epochs:.4g} epochs"
+        title = f"{source.name}: {source.drawn:,} of {rows:,} rows, {_epochs(source.epochs)}"
         yield f'<g class="tm-legend"><title>{text_of(title)}</title><rect {box} fill="{colour(index)}"/>'
         if texture(index):
             yield f'<rect {box} fill="url(#tm-p{texture(index)})"/>'

@@ -152,8 +152,10 @@ def _datasets(data: Table, notes: list[str]) -> list[_Dataset]:
         source = _files(data, path) if path else _texts(data, hf_name, data.text("hf_dataset_config"), data.where)
         name = plain_name(path or hf_name)
         found = [_Dataset(source={"name": name, **source}, weight=1.0, alias=name)]
-    if data.flag("hf_streaming", False) and any("documents" in dataset.source for dataset in found):
-        notes.append("data.hf_streaming = true: taken as documents that are prepared once")
+    if data.flag("hf_streaming", False):
+        for dataset in found:
+            if "documents" in dataset.source:
+                dataset.source["live"] = True
     return found
 
 

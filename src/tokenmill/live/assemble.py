@@ -14,6 +14,8 @@ from tokenmill.loader.buffers import BufferPool
 from tokenmill.loader.kernels import copy_rows, find_segments
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from tokenmill.live.rows import WindowRows
     from tokenmill.types import Batch
 
@@ -36,6 +38,17 @@ def check_arrays(arrays: Sequence[str]) -> None:
         )
 
 
+def join_rows(
+    picked: Sequence[tuple[WindowRows, int]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return (first span, number of spans) of rows of several windows, and their spans."""
+    lines = [window.rows[row].tolist() for window, row in picked]  # numbers of Python: numpy's are slow to slice by
+    parts = [window.spans[first : first + count] for (window, _), (first, count) in zip(picked, lines, strict=True)]
+    rows = np.array(lines, np.int64)
+    rows[:, 0] = np.cumsum(rows[:, 1]) - rows[:, 1]
+    return rows, np.concatenate(parts)
+
+
 @dataclass(kw_only=True)
 class Assembler:
     """Fills batches of one shape, in memory that is used again when nobody holds it any more."""
@@ -51,12 +64,7 @@ class Assembler:
 
     def batch(self, picked: Sequence[tuple[WindowRows, int]]) -> Batch:
         """Return the given rows of windows as a batch."""
-        lines = [window.rows[row] for window, row in picked]
-        spans = np.concatenate(
-            [window.spans[line[0] : line[0] + line[1]] for (window, _), line in zip(picked, lines, strict=True)]
-        )
-        counts = np.array([line[1] for line in lines], np.int64)
-        rows = np.stack([np.cumsum(counts) - counts, counts], axis=1)
+        rows, spans = join_rows(picked)
         out = self._buffers.batch()
         labels = out.get("labels", _NOTHING)
         if "loss_mask" in out and not labels.size:

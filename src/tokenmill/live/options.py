@@ -8,10 +8,12 @@ from typing import NamedTuple
 from tokenmill.documents import ReadOptions
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.packing.policy import Policy
+from tokenmill.types import ON_ERROR
 
-ON_ERROR = ("stop", "skip")
 MEMORY_BYTES = 256 << 20
 """Input that the windows of all lanes hold together, where the size of a window is not said."""
+TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes")
+"""What decides which documents a lane reads when; the others of `describe` are how rows are made of them."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
 
 

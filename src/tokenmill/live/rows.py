@@ -191,11 +191,14 @@ def _read(
                 if window.holds(bad):  # so that each is counted by one of the parts
                     skipped.append(Skipped(reason=record.reason, place=where))
                 bad += 1
-            for text, line in zip(batch.texts, batch.lines, strict=True):
-                if window.holds(documents):
-                    texts.append(text)
-                    places.append((batch.piece, line))
-                documents += 1
+            held: Sequence[int] = range(len(batch.texts))
+            if window.holds_all:
+                texts += batch.texts
+            else:
+                held = [number for number in held if window.holds(documents + number)]
+                texts += [batch.texts[number] for number in held]
+            places += [(batch.piece, batch.lines[number]) for number in held]
+            documents += len(batch.texts)
     except DocumentError as error:
         _check_sizes(window)
         if options.on_error == "stop":

@@ -15,6 +15,7 @@ from tokenmill.encode.tokenizer import TokenizerIdentity
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError
 from tokenmill.fingerprint import digest
 from tokenmill.live.foreign import ForeignTokenizer, NanochatTokenizer
+from tokenmill.live.options import TEXT_OPTIONS
 from tokenmill.live.windows import Windows, cut_windows
 from tokenmill.prepare.sample import sample_texts
 
@@ -69,10 +70,13 @@ class LiveSource:
             "options": self.options.describe(lanes),
         }
 
-    def fingerprint(self, lanes: int) -> str:
-        """Return 32 hex digits that stand for every row of every lane."""
+    def fingerprint(self, lanes: int, *, formats: bool = True) -> str:
+        """Return 32 hex digits that stand for every row of every lane; or for their text, however rows are made."""
         names = [file.name for file in self.files]
-        return digest([names, self.digests, self.tokenizer.identity.to_json(), self.options.describe(lanes)])
+        told = self.options.describe(lanes)
+        if not formats:
+            told = {name: value for name, value in told.items() if name in TEXT_OPTIONS}
+        return digest([names, self.digests, self.tokenizer.identity.to_json(), told])
 
 
 def file_groups(count: int) -> list[tuple[int, int]]:

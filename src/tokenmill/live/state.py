@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.errors import ResumeError, nearest
 from tokenmill.fingerprint import first_difference
 from tokenmill.live.cursor import Cursor
+from tokenmill.live.mixed_state import LIVE, merge_mixed
 from tokenmill.live.options import Format
 from tokenmill.live.rows import Drawn
 from tokenmill.live.source import LiveSource, file_groups
@@ -88,18 +89,15 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of all ranks, saved at the same step, into one that any world size can load."""
     if not states:
         raise ResumeError("states: must be those of all ranks, got none; gather state_dict() of every rank")
+    if any(LIVE in state for state in states):
+        return _merge_runs(states)
     lanes: dict[str, Any] = {}
     first: dict[str, Any] | None = None
     for state in states:
         _check_shape(state)
         rest = {key: value for key, value in state.items() if key != "lanes"}
         first = rest if first is None else first
-        found = first_difference(first, rest)
-        if found is not None:
-            raise ResumeError(
-                f"states: {found[0]} must be the same on all ranks, got {found[1]!r} and {found[2]!r}; "
-                "save them after the same step of one run"
-            )
+        _check_same(first, rest)
         for lane, cursor in state["lanes"].items():
             if lanes.setdefault(lane, cursor) != cursor:
                 raise ResumeError(
@@ -108,6 +106,25 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 )
     assert first is not None
     return {**first, "lanes": {lane: lanes[lane] for lane in sorted(lanes, key=int)}}
+
+
+def _merge_runs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join states of a run that draws from live text beside stores."""
+    rests = [{key: value for key, value in state.items() if key != LIVE} for state in states]
+    for state, rest in zip(states, rests, strict=True):
+        _check_same(rests[0], rest)
+        if LIVE not in state:
+            raise ResumeError("states: all must have lanes of live text, got one without; use states of one run")
+    return {**rests[0], LIVE: merge_mixed(states)}
+
+
+def _check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    found = first_difference(one, other)
+    if found is not None:
+        raise ResumeError(
+            f"states: {found[0]} must be the same on all ranks, got {found[1]!r} and {found[2]!r}; "
+            "save them after the same step of one run"
+        )
 
 
 def _refusal(old: Mapping[str, Any], new: Mapping[str, Any], source: LiveSource) -> str:

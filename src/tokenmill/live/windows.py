@@ -53,6 +53,11 @@ class Window:
         index, part = divmod(document, self.parts)
         return part == self.part and (self.take == WHOLE or (index % self.of < self.head) == (self.take == HEAD))
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether every document of the unit belongs to the window."""
+        return self.parts == 1 and self.take == WHOLE
+
     def key(self, seed: int, epoch: int, what: str) -> np.uint64:
         """Return the key of an order of the things in this window, in one epoch."""
         return np.uint64(key64(seed, what, epoch, self.number, self.take))

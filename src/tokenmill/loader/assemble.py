@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,29 @@ class StoredRows(RowIndex, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Rows whose tokens stand in memory."""
+
+    rows: npt.NDArray[np.int64]
+    """(first span, number of spans) of each."""
+    spans: npt.NDArray[np.int64]
+    """With addresses, as the kernels want them."""
+    held: object
+    """What must not go before the rows are copied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """Sources of a block that have no store."""
+
+    draw: Callable[[int, npt.NDArray[np.int64]], Drawn]
+    """(source, slots of the global batch) -> their rows; called once a source and block."""
+    pad: int
+    crossing: bool
+    """Whether labels cross documents."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
     """The spans of one source within a block."""
 
@@ -80,25 +103,32 @@ class Block:
         max_maps: int,
         *,
         continuous: bool = False,
+        given: Given | None = None,
     ) -> None:
-        """Find the rows and spans at (steps, slots) of a stage; `index` is by source id."""
+        """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, the others are `given`."""
         self.seq_len = stage.spec.seq_len
         self.arrays = tuple(arrays)
         self.continuous = continuous
         self.sources, row_ids = rows_at(stage, *places)
         self._steps = places[0]
-        self._crossing = int(any(rows.cross_document_labels for rows in index.values()))
-        self._pad = pad_id(next(iter(index.values())).store)
+        self._crossing = int(given.crossing if given else any(r.cross_document_labels for r in index.values()))
+        self._pad = given.pad if given else pad_id(next(iter(index.values())).store)
         self._rows = np.empty((row_ids.size, 2), np.int64)
         self._held: list[tuple[MapCache, list[MappedFile]]] = []
         self._whole: Batch | None = None
         self._loss_tokens: Mapping[int, int] = {}
         self._found: tuple[int, tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]] | None = None
         pieces = self._find(index, row_ids)
-        self._spans = np.empty((sum(piece.spans.length.size for piece in pieces), 5), np.int64)
+        drawn = self._draw(index, places[1], given, sum(piece.spans.length.size for piece in pieces))
+        self._stored = sum(piece.spans.length.size for piece in pieces)
+        self._spans = np.empty((self._stored + sum(len(one.spans) for one in drawn), 5), np.int64)
+        self._drawn = [one.held for one in drawn]
+        if drawn:
+            self._spans[self._stored :] = np.concatenate([one.spans for one in drawn])
         for piece in pieces:
             width = piece.store.dtype(piece.store.manifest.token_key).itemsize
-            describe_spans(self._spans[piece.offset :], piece.spans.joined, piece.spans.length, width)
+            end = piece.offset + piece.spans.length.size
+            describe_spans(self._spans[piece.offset : end], piece.spans.joined, piece.spans.length, width)
         self._masked = any(piece.masked for piece in pieces)
         if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
             try:
@@ -173,6 +203,8 @@ class Block:
         offset = 0
         present = distinct(self.sources)
         for source in present.tolist():
+            if source not in index:
+                continue
             chosen = np.flatnonzero(self.sources == source) if present.size > 1 else slice(None)
             spans = index[source].spans(row_ids[chosen])
             self._rows[chosen, 0] = spans.first + offset
@@ -180,6 +212,22 @@ class Block:
             pieces.append(_Piece(store=index[source].store, spans=spans, offset=offset))
             offset += spans.length.size
         return pieces
+
+    def _draw(
+        self, index: Mapping[int, StoredRows], slots: npt.NDArray[np.int64], given: Given | None, offset: int
+    ) -> list[Drawn]:
+        """Take the rows of sources without a store; their spans stand behind those of the others."""
+        found = []
+        for source in distinct(self.sources).tolist() if given else []:
+            if source in index:
+                continue
+            assert given is not None
+            chosen = np.flatnonzero(self.sources == source)
+            found.append(given.draw(source, slots[chosen]))
+            self._rows[chosen] = found[-1].rows
+            self._rows[chosen, 0] += offset
+            offset += len(found[-1].spans)
+        return found
 
     def _map(self, pieces: list[_Piece], max_maps: int) -> None:
         needs = [(piece, distinct(piece.spans.shard)) for piece in pieces]
@@ -207,8 +255,8 @@ class Block:
         whole = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
         for piece, shards in needs:
             for group in chunks(shards, max_maps):
-                self._spans[:, ADDRESS] = 0
-                self._spans[:, MASK] = 0
+                self._spans[: self._stored, ADDRESS] = 0
+                self._spans[: self._stored, MASK] = 0
                 self._point(piece, group)
                 self._fill(0, whole)
                 self.release()

@@ -137,7 +137,7 @@ def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
             realised_tokens=one.held.tokens / held if held else 0.0,
             rows=one.rows,
             tokens=one.slots,
-            epochs=float(using[name][-1].epochs(name)),
+            epochs=None if _is_live(using[name][-1], name) else float(using[name][-1].epochs(name)),
             trained=one.held.trained,
             unlabelled=one.held.tokens - one.held.trained,
             padding=one.slots - one.held.tokens,
@@ -152,16 +152,22 @@ def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
 
 def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFacts:
     using = [part for part in plan.stages if name in part.names]
+    live = bool(using) and _is_live(using[-1], name)
     return SourceFacts(
         name=name,
-        rows=using[-1].rows[name].num_rows if using else 0,
+        rows=None if live else using[-1].rows[name].num_rows if using else 0,
         drawn=sum(part.draws[name] for part in using),
         skipped=sum(part.draws[name] for part in _split(using)[1]),
-        epochs=float(using[-1].epochs(name)) if using else 0.0,
-        first_repeat=_first_repeat(using, name),
+        epochs=None if live else float(using[-1].epochs(name)) if using else 0.0,
+        first_repeat=None if live else _first_repeat(using, name),
         gone_from=_gone_from(plan, using, name, exact_weight(stops[name])) if name in stops else None,
-        fates=_fates(using[-1], name) if using else None,
+        fates=_fates(using[-1], name) if using and not live else None,
     )
+
+
+def _is_live(part: Stage, name: str) -> bool:
+    """Say whether a source is live text, of which nothing is counted before it is read."""
+    return "live" in part.rows[name].description
 
 
 def _fates(part: Stage, name: str) -> Fates:

@@ -46,9 +46,12 @@ def most_counted(stages: Sequence[Sequence[Stage]], number: int) -> int:
 def held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
     """Return what the rows that a part draws from a source hold, and whether all of it was counted.
 
-    If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch.
+    If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch; those
+    of live text to be full.
     """
     index = part.rows[name]
+    if "live" in index.description:
+        return _mean(index, part.draws[name]), False
     epochs, pieces = _epochs(part, name)
     rows = sum(len(piece) for piece in pieces)
     if rows > most:

@@ -27,8 +27,8 @@ class SourceShare:
     rows: int
     tokens: int
     """Input slots of the rows, over all their arrays: trained + unlabelled + padding."""
-    epochs: float
-    """How often the source has been read by the end of the stage; skipped steps read, too."""
+    epochs: float | None
+    """How often the source has been read by the end of the stage; skipped steps read, too. None of live text."""
     trained: int
     """Labels that the rows have, less those that a mask leaves out."""
     unlabelled: int
@@ -78,13 +78,13 @@ class SourceFacts:
     """One source over the whole run."""
 
     name: str
-    rows: int
-    """Rows of one epoch."""
+    rows: int | None
+    """Rows of one epoch; None of live text, which is counted when it is read."""
     drawn: int
     """Rows that are read: those that are trained on, and those of skipped steps."""
     skipped: int
     """Rows of skipped steps."""
-    epochs: float
+    epochs: float | None
     first_repeat: int | None
     """Step at which a row of the source is read for the second time; what skipped steps read counts."""
     gone_from: int | None
@@ -99,9 +99,9 @@ class Quarantined:
 
     source: str
     from_step: int
-    documents: int
-    tokens: int
-    """Over all arrays."""
+    documents: int | None
+    tokens: int | None
+    """Over all arrays; both None of live text, which nobody has counted."""
     whole: bool
     """Whether nothing of the source is left."""
     reason: str

@@ -46,9 +46,11 @@ def _unused(plan: Plan, facts: PlanReport) -> Iterator[str]:
 
 def _epochs(facts: PlanReport) -> Iterator[str]:
     for source in facts.sources:
-        if source.epochs > MANY_EPOCHS:
+        if source.epochs is not None and source.epochs > MANY_EPOCHS:
             stage = next(
-                share.stage for share in facts.shares if share.source == source.name and share.epochs > MANY_EPOCHS
+                share.stage
+                for share in facts.shares
+                if share.source == source.name and (share.epochs or 0) > MANY_EPOCHS
             )
             yield (
                 f"source {source.name!r}: it is read {source.epochs:.2f} times, more than {MANY_EPOCHS} times from "

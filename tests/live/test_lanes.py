@@ -1,0 +1,144 @@
+"""Lanes whose rows are made in several ways, one after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenmill.errors import ResumeError
+from tokenmill.live import LiveOptions, open_live
+from tokenmill.live.assemble import Assembler
+from tokenmill.live.cursor import Cursor
+from tokenmill.live.lanes import AheadOptions, Lanes
+from tokenmill.live.options import Format
+from tokenmill.live.rows import Drawn
+from tokenmill.loader.kernels import IGNORE
+
+FORMATS = [
+    Format(4, "best_fit", "allow", "return"),
+    Format(9, "best_fit", "allow", "return"),
+    Format(5, "concat", "allow", "return"),
+    Format(7, "bos_best_fit", "allow", "return"),
+]
+INLINE = AheadOptions(threads=0)
+
+
+def labels_of(window, row, format):
+    assembler = Assembler(arrays=("input_ids", "labels"), rows=1, seq_len=format.seq_len, pad=0)
+    labels = assembler.batch([(window, row)])["labels"].ravel()
+    return labels[labels != IGNORE].tolist()
+
+
+def lanes_of(source, count, cursors=None, ahead=INLINE):
+    lanes = Lanes(source, source.windows(count), range(count), ahead)
+    lanes.stand(cursors or {})
+    return lanes
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    ways=st.lists(st.tuples(st.sampled_from(FORMATS), st.integers(1, 7)), min_size=1, max_size=9),
+    count=st.integers(1, 3),
+    shuffle=st.booleans(),
+    window_bytes=st.integers(60, 900),
+)
+def test_every_token_is_a_label_once_in_an_epoch_however_often_rows_are_made_anew(
+    tmp_path, texts, write, numbers, lengths, ways, count, shuffle, window_bytes
+):
+    """[R1.d]"""
+    count = count if shuffle else 1  # in a fixed order a lane may be without text for ever
+    path = write(tmp_path / "x.jsonl", [*texts(lengths), "1 2 3"])
+    options = LiveOptions(seq_len=4, shuffle=shuffle, window_bytes=window_bytes, lanes=count)
+    source = open_live(path, tokenizer=numbers(), options=options)
+    lanes = lanes_of(source, count)
+    seen = Counter()
+    for lane in lanes.lanes:
+        turn = 0
+        while True:
+            format, rows = ways[turn % len(ways)]
+            turn += 1
+            for _ in range(rows):
+                if lanes.lanes[lane].cursor.epoch:
+                    break
+                window, row = lanes.next_row(lane, format)
+                if window.tokenized.epoch == 0:  # nothing may have been left of this one
+                    seen.update(labels_of(window, row, format))
+            if lanes.lanes[lane].cursor.epoch:
+                break
+    assert seen == Counter([*range(10, 10 + sum(lengths)), 1, 2, 3])
+
+
+@given(
+    ways=st.lists(st.tuples(st.sampled_from(FORMATS), st.integers(1, 5)), min_size=1, max_size=8),
+    cut=st.integers(0, 30),
+)
+def test_a_lane_goes_on_from_its_cursor_with_the_same_rows_in_whichever_way_they_were_made(
+    tmp_path, texts, write, numbers, ways, cut
+):
+    """[R1.a]"""
+    path = write(tmp_path / "x.jsonl", texts([13, 0, 40, 3, 7, 22, 5, 1, 18] * 3))
+    options = LiveOptions(seq_len=4, window_bytes=700, lanes=1)
+    source = open_live(path, tokenizer=numbers(), options=options)
+    order = [format for format, rows in ways for _ in range(rows)] * 2
+    whole = lanes_of(source, 1)
+    drawn, cursors = [], []
+    for format in order:
+        cursors.append(whole.cursors)
+        drawn.append(labels_of(*whole.next_row(0, format), format))
+    cut %= len(order)
+    again = lanes_of(source, 1, cursors[cut])
+    assert [labels_of(*again.next_row(0, format), format) for format in order[cut:]] == drawn[cut:]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_threads_that_work_ahead_do_not_change_rows_that_are_made_anew(make_source, threads):
+    order = [FORMATS[i // 7 % 4] for i in range(80)]
+    drawn = []
+    for ahead in (INLINE, AheadOptions(threads=threads, windows=3)):
+        lanes = lanes_of(make_source(seq_len=4), 2, ahead=ahead)
+        drawn.append([labels_of(*lanes.next_row(i % 2, format), format) for i, format in enumerate(order)])
+        lanes.close()
+    assert drawn[0] == drawn[1]
+
+
+def test_a_window_is_not_read_again_when_its_rows_are_made_anew(make_source, monkeypatch):
+    import tokenmill.live.lanes as module
+
+    lanes = lanes_of(make_source(seq_len=4, window_bytes=4000), 1)
+    lanes.next_row(0, FORMATS[0])
+    monkeypatch.setattr(module, "tokenize_window", lambda *_: pytest.fail("a window was read"))
+    for format in (*FORMATS, *FORMATS):
+        lanes.next_row(0, format)
+
+
+def test_lanes_that_start_again_begin_the_next_epoch_once(make_source):
+    lanes = lanes_of(make_source(seq_len=4), 2)
+    lanes.next_row(1, FORMATS[0])
+    lanes.restart()
+    lanes.restart()
+    assert lanes.cursors == {0: Cursor(), 1: Cursor(epoch=1)}
+
+
+@pytest.mark.parametrize("drawn", [(Drawn(FORMATS[0], 10**6),), (Drawn(FORMATS[0], 10**6), Drawn(FORMATS[1], 1))])
+def test_rows_that_a_window_does_not_have_are_refused(make_source, drawn):
+    lanes = lanes_of(make_source(seq_len=4), 1, {0: Cursor(drawn=drawn)})
+    with pytest.raises(ResumeError, match=r"a lane must be at a row of .*, got row 1000000 of \d+ in epoch 0; use"):
+        lanes.next_row(0, FORMATS[1])
+
+
+def test_documents_too_long_are_left_out_by_the_way_in_which_a_window_was_begun(tmp_path, texts, write, numbers):
+    path = write(tmp_path / "x.jsonl", texts([3, 30, 4, 5, 2, 3, 4, 2]))
+    source = open_live(
+        path, tokenizer=numbers(), options=LiveOptions(seq_len=8, packing="padded", on_error="skip", lanes=1)
+    )
+    first, second = Format(8, "padded", "allow", "return"), Format(64, "best_fit", "allow", "return")
+    lanes = lanes_of(source, 1)
+    seen = labels_of(*lanes.next_row(0, first), first)
+    seen += labels_of(*lanes.next_row(0, second), second)
+    assert lanes.cursors == {0: Cursor(epoch=1)}
+    assert sorted(seen) == [*range(10, 13), *range(43, 63)]
+    assert np.sum(list(lanes.skipped.counts.values())) == 1
