@@ -1,0 +1,222 @@
+"""AstrAI's stores: any run of values or any record, as tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from operator import index as whole
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
+
+import numpy as np
+import torch
+
+from tokenmill.adapters.astrai.formats import check_name, detect_format, open_as, refuse_unknown
+from tokenmill.errors import PlanError, StoreError
+from tokenmill.store.layout import key_file
+from tokenmill.store.locate import locate
+from tokenmill.store.maps import MemoryRequest
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tokenmill.store.reader import Store as Opened
+
+Value: TypeAlias = "torch.Tensor | list[torch.Tensor]"
+"""One array of a record; of a group of responses, a list of tensors."""
+_MASKS = ("loss_mask", "chosen_mask", "rejected_mask", "masks")
+
+
+class Store:
+    """A store that is opened by `load`; what it holds is mapped, and tokens are read when they are asked for.
+
+    Values are int64, masks bool and rewards float32, whatever their size on disk.
+    """
+
+    storage_type: ClassVar[str | None] = None
+    """How the store must be kept; None: as it is found."""
+
+    def __init__(self, **unknown: object) -> None:
+        refuse_unknown(type(self).__name__, unknown)
+        self._store: Opened | None = None
+        self._path = Path()
+
+    def load(self, path: str | os.PathLike[str], **unknown: object) -> None:
+        """Open what is at a path: a store of ours, or files of AstrAI in place."""
+        refuse_unknown(f"{type(self).__name__}.load", unknown, ("path",))
+        self._normalize(Path(path))
+
+    def _normalize(self, path: Path) -> None:
+        """Make shards of any kind one stream a key."""
+        self._store = open_as(path, self.storage_type or detect_format(path))
+        self._path = path.absolute()
+
+    @property
+    def opened(self) -> Opened:
+        """The store of the engine."""
+        if self._store is None:
+            raise RuntimeError("Store not loaded")
+        return self._store
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the arrays."""
+        return list(self.opened.keys)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what the tokens are."""
+        return self.opened.fingerprint
+
+    @property
+    def num_records(self) -> int:
+        """Number of documents, pairs or groups."""
+        return self.opened.num_documents
+
+    def __len__(self) -> int:
+        """Return the number of values of the shortest array: for seq and sft, of tokens."""
+        return min(int(axis.values[-1]) for axis in self.opened.axes.values())
+
+    @property
+    def _cum(self) -> dict[str, list[int]]:
+        """Key -> where each shard ends in the stream."""
+        store = self.opened
+        return {key: store.axes[store.axis(key)].values[1:].tolist() for key in store.keys}
+
+    @property
+    def _data(self) -> dict[str, list[torch.Tensor]]:
+        """Key -> its shards as they are on disk, mapped; what is written to such a tensor stays in this process."""
+        return {key: [self._segment(key, shard) for shard in range(self.opened.num_shards)] for key in self.keys}
+
+    def _segment(self, key: str, shard: int) -> torch.Tensor:
+        dtype, request = self.opened.dtype(key), self.opened.file(shard, key_file(key))
+        if isinstance(request, MemoryRequest):
+            return torch.from_numpy(request.data.view(dtype).copy())
+        if not request.wanted:
+            return torch.from_numpy(np.empty(0, dtype))
+        shape = (request.wanted // dtype.itemsize,)
+        return torch.from_numpy(np.memmap(request.path, dtype, "c", request.begin, shape))
+
+    @overload
+    def fetch(self, begin: int, end: int, keys: str) -> torch.Tensor: ...
+    @overload
+    def fetch(self, begin: int, end: int, keys: list[str] | tuple[str, ...]) -> dict[str, torch.Tensor]: ...
+    def fetch(
+        self, begin: int, end: int, keys: str | list[str] | tuple[str, ...]
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return values `begin` to `end` (exclusive) of the stream: a tensor for one key, a dict for several."""
+        if isinstance(keys, str):
+            return to_tensor(keys, self.opened.fetch(begin, end, keys))
+        return {key: to_tensor(key, self.opened.fetch(begin, end, key)) for key in keys}
+
+    def fetch_windows(self, begins: Sequence[int], length: int, key: str) -> torch.Tensor:
+        """Return so many values, at least 1, from each of several places on, a row each; a shard is opened once."""
+        assert length > 0
+        store, rows = self.opened, np.empty((len(begins), length), dtype_of(key))
+        edges, starts = store.axes[store.axis(key)].values, np.array(begins, np.int64)
+        for begin in starts[(starts < 0) | (starts + length > edges[-1])].tolist():
+            raise PlanError(
+                f"{self._path}: a window must lie within 0:{int(edges[-1])}, got {begin}:{begin + length}; move it"
+            )
+        shards = np.searchsorted(edges, starts, side="right") - 1
+        within = starts + length <= edges[shards + 1]
+        for shard in np.unique(shards[within]).tolist():
+            with store.maps.borrow([store.file(shard, key_file(key))]) as (mapped,):
+                values = mapped.data.view(store.dtype(key))
+                for row in np.flatnonzero(within & (shards == shard)).tolist():
+                    first = int(starts[row] - edges[shard])
+                    rows[row] = values[first : first + length]
+        for row in np.flatnonzero(~within).tolist():
+            rows[row] = store.fetch(int(starts[row]), int(starts[row]) + length, key)
+        return torch.from_numpy(rows)
+
+    @overload
+    def fetch_record(self, index: int, keys: str) -> Value: ...
+    @overload
+    def fetch_record(self, index: int, keys: list[str] | tuple[str, ...]) -> dict[str, Value]: ...
+    def fetch_record(self, index: int, keys: str | list[str] | tuple[str, ...]) -> Value | dict[str, Value]:
+        """Return one record, for one key or several; responses and their masks come as a list of tensors."""
+        found = self.fetch_records([index], [keys] if isinstance(keys, str) else keys)[0]
+        return found[keys] if isinstance(keys, str) else found
+
+    def fetch_records(self, indices: Sequence[int], keys: list[str] | tuple[str, ...]) -> list[dict[str, Value]]:
+        """Return several records; where they are is found for all at once."""
+        wanted = np.array([whole(index) for index in indices], np.int64)
+        for index in wanted[(wanted < 0) | (wanted >= self.num_records)].tolist():
+            raise PlanError(
+                f"{self._path}: records must lie within 0:{self.num_records}, got {index}; count from 0"
+            )
+        columns = {key: self._column(key, wanted) for key in keys}
+        return [{key: columns[key][row] for key in keys} for row in range(wanted.size)]
+
+    def _column(self, key: str, records: npt.NDArray[np.int64]) -> Sequence[Value]:
+        store, axis = self.opened, self.opened.axis(key)
+        if axis != "responses":
+            begins, ends = _bounds(store, axis, records)
+            return [self.fetch(begin, end, key) for begin, end in zip(begins, ends, strict=True)]
+        groups: list[list[torch.Tensor]] = []
+        for first, last in zip(*_bounds(store, "groups", records), strict=True):
+            begins, ends = _bounds(store, axis, np.arange(first, last))
+            lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            groups.append(list(self.fetch(begins[0], ends[-1], key).split(lengths)) if lengths else [])
+        return groups
+
+    def __getstate__(self) -> dict[str, str]:
+        """Return what a worker process needs to open the store itself: maps are not sent."""
+        return {} if self._store is None else {"path": str(self._path), "fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: Mapping[str, str]) -> None:
+        self._store, self._path = None, Path()
+        if state:
+            self._normalize(Path(state["path"]))
+            if self.fingerprint != state["fingerprint"]:
+                raise StoreError(
+                    f"{self._path}: must be the store that was loaded, {state['fingerprint'][:8]}, "
+                    f"got {self.fingerprint[:8]}; load it again"
+                )
+
+
+class H5Store(Store):
+    """A store kept as HDF5 files."""
+
+    storage_type = "h5"
+
+    def share_memory_(self) -> H5Store:
+        """Return the store: datasets are mapped where they are in the file, so all workers share their pages."""
+        return self
+
+
+class MmapStore(Store):
+    """A store kept as flat `.bin` files."""
+
+    storage_type = "bin"
+
+
+class StoreFactory:
+    """Stores by their storage type."""
+
+    stores: ClassVar[Mapping[str, type[Store]]] = {"h5": H5Store, "bin": MmapStore}
+
+    @classmethod
+    def create(cls, storage_type: str, **unknown: object) -> Store:
+        """Return a store that is yet to be loaded."""
+        check_name("StoreFactory.create: storage_type", storage_type, cls.stores)
+        refuse_unknown("StoreFactory.create", unknown, ("storage_type",))
+        return cls.stores[storage_type]()
+
+
+def dtype_of(key: str) -> type[np.generic]:
+    """Return the dtype in which the values of a key are delivered."""
+    return np.bool_ if key in _MASKS else np.float32 if key == "rewards" else np.int64
+
+
+def to_tensor(key: str, values: npt.NDArray[Any]) -> torch.Tensor:
+    """Return values of a key as a tensor of their own."""
+    return torch.from_numpy(values.astype(dtype_of(key)))
+
+
+def _bounds(store: Opened, axis: str, items: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Return where items of an axis begin and end (exclusive) in the stream."""
+    shards, first, lengths = locate(store, items, axis)
+    begins = store.axes[axis].values[shards] + first
+    return begins.tolist(), (begins + lengths).tolist()
