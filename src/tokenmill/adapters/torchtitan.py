@@ -1,0 +1,187 @@
+"""torchtitan's data loader over a run, and a builder that reads the data stages of its config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.adapters.needs import need
+from tokenmill.adapters.torch import TorchLoader
+from tokenmill.config import parse_config
+from tokenmill.dialects import translate
+from tokenmill.errors import ConfigError
+from tokenmill.run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenmill.plan import Plan
+
+ARRAYS = ("input_ids", "labels", "position_ids")
+_TABLES = ("training", "model", "debug", "tokenmill")
+"""Of a config of torchtitan: those that say something of data."""
+_log = logging.getLogger("tokenmill")
+
+
+class PairLoader:
+    """Batches as torchtitan takes them: ({"input": ids, "positions": positions}, labels), on the CPU.
+
+    Labels that are not trained on are -100, as there. The state is that of the run, the same on every rank.
+    """
+
+    def __init__(self, loader: TorchLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of the whole run; the same on every rank."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        for batch in self.loader:
+            yield {"input": batch["input_ids"], "positions": batch["position_ids"]}, batch["labels"]
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to, from 0."""
+        return self.loader.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the run stands; refused within a step, as torchtitan saves between two of its own."""
+        state = self.loader.state_dict()
+        if state["batches"]:
+            raise ConfigError(
+                f"torchtitan: a step must take all micro-batches of a step of the run, got a checkpoint after "
+                f"{state['batches']} of them in step {state['step']}; give the run and [training] one "
+                "global_batch_size, and the stages of the run too"
+            )
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says, saved with any number of ranks; a running iteration goes on from there."""
+        self.loader.load_state_dict(state)
+
+
+def pair_loader(
+    run: Run,
+    *,
+    dp_rank: int,
+    dp_world_size: int,
+    local_batch_size: int,
+    threads: int = 1,
+    check_ranks: bool = False,
+) -> PairLoader:
+    """Return the loader of one data-parallel rank."""
+    loader = run.loader(
+        rank=dp_rank, world_size=dp_world_size, micro_batch=local_batch_size, threads=threads, arrays=ARRAYS
+    )
+    if dp_rank == 0 and run.translation is not None:
+        for note in run.translation.notes:
+            _log.info("%s", note)
+    return PairLoader(TorchLoader(loader, check_ranks=check_ranks))
+
+
+def build_dataloader(
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: object,  # noqa: ARG001 - is passed; texts are encoded by that of the config
+    job_config: object,
+) -> PairLoader:
+    """Return the loader for a `job_config` with [training.data_stages], as `build_dataloader_fn` of a TrainSpec.
+
+    The values are those of the object, so that what the command line overrides counts. Relative paths count from
+    the folder of `job.config_file`, or where that is not known from the working directory.
+    """
+    tables = _plain(job_config)
+    file = Path(tables.get("job", {}).get("config_file") or "job_config").resolve()
+    said = {name: tables[name] for name in _TABLES if name in tables}
+    translation = translate(said, where=file.name, world_size=dp_world_size)
+    config = parse_config(translation.tables, where=file.name)
+    run = Run(config=config, folder=file.parent, name=file.stem, translation=translation)
+    rows = tables["training"].get("local_batch_size", config.run.global_batch_size // dp_world_size)
+    return pair_loader(run, dp_rank=dp_rank, dp_world_size=dp_world_size, local_batch_size=rows)
+
+
+def _plain(job_config: object) -> dict[str, Any]:
+    """Return a config object as tables; what is None was not said."""
+    if isinstance(job_config, Mapping):
+        return {key: _said(value) for key, value in job_config.items()}
+    if is_dataclass(job_config) and not isinstance(job_config, type):
+        return {key: _said(value) for key, value in asdict(job_config).items()}
+    raise ConfigError(
+        f"job_config: must be a dataclass or a mapping, got {type(job_config).__name__}; pass that of torchtitan"
+    )
+
+
+def _said(value: Any) -> Any:  # noqa: ANN401 - any value of a config
+    if isinstance(value, Mapping):
+        return {key: _said(item) for key, item in value.items() if item is not None}
+    return [_said(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _check_length(plan: Plan, seq_len: int) -> None:
+    """Refuse rows that are longer than the model is built for."""
+    for stage in plan.stages:
+        if stage.spec.seq_len > seq_len:
+            raise ConfigError(
+                f"stage {stage.spec.name!r}: seq_len must be at most training.seq_len {seq_len}, for which "
+                f"the model is built, got {stage.spec.seq_len}; raise training.seq_len"
+            )
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class over one that is only known where torchtitan is
+    """Make `TokenmillDataLoader` when it is asked for, as the builder does without all that torchtitan imports."""
+    if name != "TokenmillDataLoader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _dataloader()
+
+
+@cache
+def _dataloader() -> type[PairLoader]:
+    for module in ("torchtitan", "torchdata", "tyro"):
+        need(module, extra="torchtitan", adapter="tokenmill.adapters.torchtitan")
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    class TokenmillDataLoader(PairLoader, BaseDataLoader):
+        """A run under torchtitan's trainer: `dataloader=TokenmillDataLoader.Config(config_file="run.toml")`."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            """Which run, and how to read it."""
+
+            config_file: str = ""
+            """TOML of the run: ours, or torchtitan's with [training.data_stages]."""
+            threads: int = 1
+            """Threads that assemble batches ahead."""
+            check_ranks: bool = False
+            """Whether ranks are compared at every step."""
+            infinite: bool = True
+            """Set by the validator; the run ends after its steps in either case."""
+
+        def __init__(
+            self,
+            config: Config,
+            *,
+            dp_world_size: int,
+            dp_rank: int,
+            tokenizer: object,  # noqa: ARG002 - is passed; texts are encoded by that of the run
+            seq_len: int,
+            local_batch_size: int,
+            snapshot_every_n_steps: int | None = None,  # noqa: ARG002 - a state costs nothing
+        ) -> None:
+            run = Run.from_toml(config.config_file, world_size=dp_world_size)
+            _check_length(run.plan(), seq_len)
+            made = pair_loader(
+                run,
+                dp_rank=dp_rank,
+                dp_world_size=dp_world_size,
+                local_batch_size=local_batch_size,
+                threads=config.threads,
+                check_ranks=config.check_ranks,
+            )
+            super().__init__(made.loader)
+
+    return TokenmillDataLoader

@@ -1,0 +1,384 @@
+"""torchtitan's own interfaces over a run: its base class, its config, its checkpointer, and the fork's builder.
+
+The file is its own worker: what needs torchtitan runs in a process of its own, with stand-ins for the packages that
+torchtitan imports beside what is used here, where they are not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill import Run, prepare
+from tokenmill.adapters import torchtitan as adapter
+from tokenmill.adapters.torchtitan import build_dataloader, pair_loader
+from tokenmill.errors import ConfigError, MissingExtraError, ResumeError
+
+STEPS, SAVED = 8, 3
+NATIVE = """
+[run]
+steps = 8
+global_batch_size = 16
+seq_len = 16
+
+[[sources]]
+name = "web"
+store = "web"
+"""
+STAGED = """
+[training]
+steps = 8
+local_batch_size = 2
+global_batch_size = 16
+seq_len = 32
+dataset = "c4"
+
+[[training.data_stages]]
+name = "base"
+start_step = 0
+end_step = 5
+dataset_type = "nanoset"
+dataset_folders = ["web", "books"]
+dataset_weights = [0.75, 0.25]
+seq_len = 16
+
+[[training.data_stages]]
+name = "long"
+start_step = 5
+dataset_type = "nanoset"
+dataset_folders = ["books"]
+seq_len = 32
+"""
+STANDINS = {
+    "torchdata/__init__.py": "",
+    "torchdata/stateful_dataloader.py": "class StatefulDataLoader:\n    pass\n",
+    "tyro/__init__.py": "from tyro import constructors\n",
+    "tyro/constructors.py": "class ConstructorRegistry:\n    pass\n\n\nclass PrimitiveTypeInfo:\n    pass\n",
+}
+
+
+# The worker.
+
+
+def build(folder, rank, world_size, *, name="staged", seq_len=32, **options):
+    """Build a loader as torchtitan's trainer does."""
+    config = adapter.TokenmillDataLoader.Config(config_file=str(folder / f"{name}.toml"), **options)
+    return config.build(
+        dp_world_size=world_size,
+        dp_rank=rank,
+        tokenizer=None,
+        seq_len=seq_len,
+        local_batch_size=2,
+        snapshot_every_n_steps=10,
+    )
+
+
+def checkpointer(folder, loader):
+    """Make torchtitan's checkpointer, over the smallest model there is."""
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return CheckpointManager.Config(enable=True, interval=1, keep_latest_k=0).build(
+        dataloader=loader,
+        model_parts=[model],
+        optimizers=optimizer,
+        lr_schedulers=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        states={},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+
+
+def listed(batches):
+    """Return drawn pairs as plain lists."""
+    return [
+        [{name: tensor.tolist() for name, tensor in inputs.items()}, labels.tolist()] for inputs, labels in batches
+    ]
+
+
+def work(folder):
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    store = torch.distributed.FileStore(str(folder / "ranks"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    loader = build(folder, 0, 4)
+    stream = iter(loader)
+    first = [next(stream) for _ in range(2 * SAVED)]  # 2 batches a step
+    manager = checkpointer(folder, loader)
+    saved = manager.save(SAVED)
+    resumed = {}
+    for world_size in (2, 8):
+        for rank in range(world_size):
+            again = build(folder, rank, world_size, check_ranks=False)
+            found = checkpointer(folder, again).load(SAVED)
+            resumed[f"{rank} of {world_size}"] = [found, again.step, listed(again)]
+    next(stream)
+    try:
+        manager.save(SAVED + 1)
+        within = ""
+    except ConfigError as error:
+        within = str(error)
+    try:
+        build(folder, 0, 4, seq_len=31)
+        long = ""
+    except ConfigError as error:
+        long = str(error)
+    config = adapter.TokenmillDataLoader.Config(config_file="run.toml")
+    answers = {
+        "is_theirs": isinstance(loader, BaseDataLoader),
+        "config": replace(config, infinite=False).to_dict(),
+        "first": listed(first),
+        "saved": saved,
+        "resumed": resumed,
+        "within": within,
+        "long": long,
+        "same_class": adapter.TokenmillDataLoader is adapter.TokenmillDataLoader,
+    }
+    (folder / "answers.json").write_text(json.dumps(answers))
+    torch.distributed.destroy_process_group()
+
+
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("titan")
+    rng = np.random.default_rng(0)
+    for name in ("web", "books"):
+        lines = [" ".join(map(str, rng.integers(0, 10**6, rng.integers(1, 12)))) for _ in range(150)]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        prepare(place / f"{name}.jsonl", out=place / name, tokenizer="bytes", workers=1, progress=False)
+    (place / "run.toml").write_text(NATIVE)
+    (place / "staged.toml").write_text(STAGED)
+    return place
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    """Do in a process of its own what needs torchtitan; return what it found."""
+    if find_spec("torchtitan") is None:
+        pytest.skip("needs torchtitan")
+    for name, text in STANDINS.items():
+        if find_spec(name.split("/")[0]) is None:
+            file = folder / "standins" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    paths = [str(folder / "standins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "answers.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """Return the global batches of the staged run, step by step."""
+    loader = Run.from_toml(folder / "staged.toml", world_size=4).loader(micro_batch=16)
+    return [loader[step] for step in range(STEPS)]
+
+
+def pairs_of(batch, rank, world_size):
+    """Return the micro-batches of 2 rows of a rank, as torchtitan takes them."""
+    rows = 16 // world_size
+    return [
+        [
+            {
+                "input": batch["input_ids"][b : b + 2].tolist(),
+                "positions": batch["position_ids"][b : b + 2].tolist(),
+            },
+            batch["labels"][b : b + 2].tolist(),
+        ]
+        for b in range(rank * rows, (rank + 1) * rows, 2)
+    ]
+
+
+def test_the_loader_is_one_of_torchtitan_and_yields_its_pairs(answers, whole):
+    assert (answers["is_theirs"], answers["same_class"]) == (True, True)
+    assert answers["first"] == [pair for batch in whole[:SAVED] for pair in pairs_of(batch, 0, 4)]
+    assert any(label == -100 for _, labels in answers["first"] for row in labels for label in row)
+
+
+def test_its_config_is_written_and_changed_as_theirs(answers):
+    """The validator replaces `infinite`; the trainer logs `to_dict`."""
+    assert answers["config"] == {
+        "dataset": "",
+        "dataset_path": None,
+        "config_file": "run.toml",
+        "threads": 1,
+        "check_ranks": False,
+        "infinite": False,
+    }
+
+
+def test_a_checkpoint_of_torchtitan_is_resumed_at_any_world_size(answers, whole):
+    """[E1.a, E1.c] By its own checkpointer, over a change of the sequence length: saved by rank 0 of 4."""
+    assert answers["saved"] is True
+    assert list(answers["resumed"]) == [f"{rank} of {size}" for size in (2, 8) for rank in range(size)]
+    for name, (found, step, drawn) in answers["resumed"].items():
+        rank, size = map(int, name.split(" of "))
+        assert (found, step) == (True, SAVED)
+        assert drawn == [pair for batch in whole[SAVED:] for pair in pairs_of(batch, rank, size)]
+
+
+def test_a_checkpoint_within_a_step_of_the_run_is_refused(answers):
+    """[A1.b] The trainer and the run must take the same number of rows a step; nobody else would notice."""
+    assert answers["within"] == (
+        "torchtitan: a step must take all micro-batches of a step of the run, got a checkpoint after 1 of them in "
+        "step 3; give the run and [training] one global_batch_size, and the stages of the run too"
+    )
+
+
+def test_rows_longer_than_the_model_takes_are_refused_before_the_first_step(answers):
+    assert answers["long"] == (
+        "stage 'long': seq_len must be at most training.seq_len 31, for which the model is built, got 32; "
+        "raise training.seq_len"
+    )
+
+
+@dataclass
+class Job:
+    config_file: str | None = None
+
+
+@dataclass
+class DataStage:
+    """A stage as the fork's config has it."""
+
+    name: str
+    start_step: int
+    dataset_type: str
+    seq_len: int
+    end_step: int | None = None
+    dataset: str | None = None
+    dataset_path: str | None = None
+    dataset_folders: list[str] = field(default_factory=list)
+    dataset_weights: list[float] | None = None
+    dataset_random_seed: int | None = None
+
+
+@dataclass
+class Training:
+    steps: int = STEPS
+    local_batch_size: int = 2
+    global_batch_size: int = 16
+    seq_len: int = 32
+    dataset: str = "c4"
+    dataset_path: str | None = None
+    data_stages: list[DataStage] = field(default_factory=list)
+
+
+@dataclass
+class JobConfig:
+    job: Job
+    training: Training
+    optimizer: dict[str, float] = field(default_factory=lambda: {"lr": 1e-3})
+
+
+def job_config(folder, **training):
+    stages = [
+        DataStage(
+            name="base",
+            start_step=0,
+            end_step=5,
+            dataset_type="nanoset",
+            seq_len=16,
+            dataset_folders=["web", "books"],
+            dataset_weights=[0.75, 0.25],
+        ),
+        DataStage(name="long", start_step=5, dataset_type="nanoset", seq_len=32, dataset_folders=["books"]),
+    ]
+    return JobConfig(
+        job=Job(config_file=str(folder / "staged.toml")), training=Training(data_stages=stages, **training)
+    )
+
+
+def test_the_builder_reads_the_data_stages_of_the_config_object(folder, whole):
+    """[M1.b] As torchtitan calls it; the batches are those of the file."""
+    for rank in range(4):
+        loader = build_dataloader(dp_world_size=4, dp_rank=rank, tokenizer=None, job_config=job_config(folder))
+        assert len(loader) == 2 * STEPS
+        assert listed(loader) == [pair for batch in whole for pair in pairs_of(batch, rank, 4)]
+
+
+def test_what_the_command_line_overrides_counts(folder):
+    loader = build_dataloader(4, 0, None, job_config(folder, steps=6, global_batch_size=-1, local_batch_size=3))
+    assert (len(loader), loader.loader.loader.plan.steps) == (6, 6)
+    assert loader.loader.loader.plan.stages[0].spec.global_batch_size == 12
+
+
+def test_the_builder_takes_tables_and_counts_paths_from_the_working_directory(folder, monkeypatch, whole):
+    import tomllib
+
+    monkeypatch.chdir(folder)
+    loader = build_dataloader(2, 1, None, tomllib.loads(STAGED))
+    assert listed(loader) == [pair for batch in whole for pair in pairs_of(batch, 1, 2)]
+
+
+def test_the_builder_refuses_what_is_no_config():
+    with pytest.raises(ConfigError, match="job_config: must be a dataclass or a mapping, got str"):
+        build_dataloader(1, 0, None, "run.toml")
+
+
+def test_a_misspelt_key_of_a_stage_is_named():
+    """[A1.a]"""
+    tables = {"training": {"steps": 4, "data_stages": [{"name": "a", "start_stp": 0}]}}
+    with pytest.raises(ConfigError, match=r"'start_stp'.*did you mean 'start_step'"):
+        build_dataloader(1, 0, None, tables)
+
+
+def test_a_loader_goes_on_from_a_state_that_is_loaded_while_it_runs(folder):
+    """[A1.a] Before or after iter(), as the trainer of torchtitan may."""
+    run = Run.from_toml(folder / "run.toml")
+    loader = pair_loader(run, dp_rank=1, dp_world_size=2, local_batch_size=8)
+    stream = iter(loader)
+    drawn = [next(stream) for _ in range(4)]
+    state = loader.state_dict()
+    assert (loader.step, state["step"]) == (4, 4)
+    rest = listed(stream)
+    loader.load_state_dict(state)
+    assert listed(loader) == rest
+    other = pair_loader(run, dp_rank=1, dp_world_size=2, local_batch_size=8)
+    begun = iter(other)
+    assert torch.equal(next(begun)[1], drawn[0][1])
+    other.load_state_dict(state)
+    assert listed(begun) == rest
+
+
+def test_a_state_that_is_empty_is_refused(folder):
+    """[E1.a] torchtitan's own loaders take it for a start at step 0."""
+    loader = pair_loader(Run.from_toml(folder / "run.toml"), dp_rank=0, dp_world_size=1, local_batch_size=2)
+    with pytest.raises(ResumeError, match="state: must have version"):
+        loader.load_state_dict({})
+
+
+def test_what_is_missing_is_said_in_one_line(monkeypatch):
+    """[F1.a]"""
+    adapter._dataloader.cache_clear()
+    monkeypatch.setattr("tokenmill.adapters.needs.find_spec", lambda _: None)
+    with pytest.raises(
+        MissingExtraError, match=r"needs torchtitan, got none; pip install 'tokenmill\[torchtitan\]'"
+    ):
+        _ = adapter.TokenmillDataLoader
+    with pytest.raises(AttributeError, match="no attribute 'Lodaer'"):
+        _ = adapter.Lodaer
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
