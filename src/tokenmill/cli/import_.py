@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.cli.console import console, errors, print_json, table
+from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
 
 if TYPE_CHECKING:
     from tokenmill.store import ImportReport
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
 def import_(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Token files: a file, folder, glob or prefix.")],
     out: Annotated[Path, typer.Option(help="Folder of the store to write.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")
-    ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="All ids must be below; may prove the dtype.")] = None,
-    eos_id: Annotated[int | None, typer.Option(help="Ends documents where the format has no boundaries.")] = None,
-    bos_id: Annotated[int | None, typer.Option(help="Starts documents.")] = None,
-    format: Annotated[str | None, typer.Option(help="Format of the files; default: told by them.")] = None,
+    dtype: Dtype = None,
+    vocab_size: VocabSize = None,
+    eos_id: EosId = None,
+    bos_id: BosId = None,
+    format: Format = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="What made the ids: bytes, a tokenizer.json, a folder, tiktoken:RANKFILE.")
     ] = None,

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from tokenmill.cli.audit import Audit, Example, audit, examples, has_chat_template, percent, printable, share
 from tokenmill.cli.console import console, megabytes, print_json, table
-from tokenmill.cli.page import html_examples, html_histogram, html_table, page
+from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
+from tokenmill.cli.page import check_file, html_examples, html_histogram, html_table, page
 from tokenmill.cli.plan import fate_tables, fitting
 from tokenmill.cli.text import tokenizer_of
 from tokenmill.cli.verify import places_of
@@ -42,20 +43,17 @@ def inspect(
         Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
     ] = None,
     json: Annotated[bool, typer.Option(help="Print as JSON.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")
-    ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")] = None,
-    eos_id: Annotated[int | None, typer.Option(help="Id that ends documents.")] = None,
-    bos_id: Annotated[int | None, typer.Option(help="Id that starts documents.")] = None,
-    format: Annotated[str | None, typer.Option(help="Format of files of other projects.")] = None,
+    dtype: Dtype = None,
+    vocab_size: VocabSize = None,
+    eos_id: EosId = None,
+    bos_id: BosId = None,
+    format: Format = None,
 ) -> None:
     """Show facts, lengths, the supervision audit and examples of a store, or of every source of a run."""
     from tokenmill.store import ForeignOptions
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
-    if html is not None:
-        _check_page(html)
+    check_file("--html", html)
     stores, told = _open(path, options)
     views = [_View.of(name, store) for name, store in stores.items()]
     if html is not None:
@@ -71,14 +69,6 @@ def inspect(
             console.print(made)
     if html is not None:
         console.print(f"wrote {html}", soft_wrap=True, markup=False)
-
-
-def _check_page(html: Path) -> None:
-    """Refuse a page that cannot be written, before anything is read."""
-    if html.is_dir():
-        raise ConfigError(f"--html: must be a file, got the folder {html}; name a file in it, such as report.html")
-    if not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html: must be a file in a folder that is there, got {html}; make {html.parent} first")
 
 
 def _open(path: Path, options: ForeignOptions) -> tuple[dict[str, Store], PlanReport | None]:

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from tokenmill.cli.console import console, errors, megabytes, print_json
+from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
 
 if TYPE_CHECKING:
     from tokenmill.store import ForeignOptions, VerifyReport
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
 def verify(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or of several.")],
     json: Annotated[bool, typer.Option(help="Print the result as JSON.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")
-    ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")] = None,
-    eos_id: Annotated[int | None, typer.Option(help="Id that ends documents.")] = None,
-    bos_id: Annotated[int | None, typer.Option(help="Id that starts documents.")] = None,
-    format: Annotated[str | None, typer.Option(help="Format of files of other projects.")] = None,
+    dtype: Dtype = None,
+    vocab_size: VocabSize = None,
+    eos_id: EosId = None,
+    bos_id: BosId = None,
+    format: Format = None,
 ) -> None:
     """Read every byte of a store, or of all stores in a folder; exit 1 and the file's name if anything is broken.
 
