@@ -1,0 +1,211 @@
+"""The config picks the path: token files, text, a stream of text, or a mixture."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import islice
+
+import numpy as np
+import orjson
+import pytest
+
+from tokenmill.adapters.kempnerforge import (
+    DataConfig,
+    DatasetSource,
+    DistributedSampler,
+    HuggingFaceDataset,
+    MemoryMappedDataset,
+    MixtureDataset,
+    MixtureSampler,
+    StatefulDataLoader,
+    StreamingDataLoader,
+    TrainingPhase,
+    build_dataloader,
+)
+from tokenmill.encode.load import open_tokenizer
+from tokenmill.errors import ConfigError
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch, hub):  # noqa: ARG001 - it keeps the library off the network
+    """Make a folder of token files, one of raw ones, and one of text; work there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("web", "raw", "tales"):
+        (tmp_path / name).mkdir()
+    ids = np.random.default_rng(0).integers(1, 40_000, 2000).astype(np.uint16)
+    ids[::50] = 0
+    np.save("web/a.npy", ids)
+    ids.tofile("raw/a.bin")
+    lines = (orjson.dumps({"text": f"document {number} of the mill"}) + b"\n" for number in range(80))
+    (tmp_path / "tales" / "a.jsonl").write_bytes(b"".join(lines))
+    return ids
+
+
+def build(rank=0, world_size=1, *, batch_size=4, grad_accum_steps=1, **options):
+    config = DataConfig(num_workers=0, tokenizer_path="bytes", **options)
+    return build_dataloader(
+        config, rank, world_size, batch_size=batch_size, seq_len=16, grad_accum_steps=grad_accum_steps
+    )
+
+
+MIXED = [DatasetSource(path="web", weight=0.75), DatasetSource(hf_name="tales", weight=0.25, name="stories")]
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize(
+    ("options", "loader", "dataset", "sampler"),
+    [
+        ({"dataset_path": "web"}, StatefulDataLoader, MemoryMappedDataset, DistributedSampler),
+        (
+            {"dataset_path": "raw", "file_pattern": "*.bin", "dtype": "uint16"},
+            StatefulDataLoader,
+            MemoryMappedDataset,
+            DistributedSampler,
+        ),
+        ({"hf_dataset_name": "tales"}, StatefulDataLoader, HuggingFaceDataset, DistributedSampler),
+        ({"hf_dataset_name": "tales", "hf_streaming": True}, StreamingDataLoader, None, None),
+        ({"datasets": MIXED}, StatefulDataLoader, MixtureDataset, MixtureSampler),
+        # What goes first where several are named.
+        (
+            {"datasets": MIXED, "dataset_path": "raw", "hf_dataset_name": "nowhere", "hf_streaming": True},
+            StatefulDataLoader,
+            MixtureDataset,
+            MixtureSampler,
+        ),
+        (
+            {"dataset_path": "web", "hf_dataset_name": "nowhere", "hf_streaming": True},
+            StatefulDataLoader,
+            MemoryMappedDataset,
+            DistributedSampler,
+        ),
+    ],
+)
+def test_the_config_picks_the_path_and_every_path_resumes(options, loader, dataset, sampler):
+    """[R1.a]"""
+    built = build(**options)
+    assert type(built) is loader
+    if dataset is not None:
+        assert (type(built.dataset), type(built.sampler)) == (dataset, sampler)
+    batches = [batch["input_ids"].tolist() for batch in islice(iter(built), 12)]
+    assert {(len(batch), len(batch[0])) for batch in batches} == {(4, 16)}
+    first = build(**options)
+    for _ in islice(iter(first), 7):
+        pass
+    again = build(**options)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [batch["input_ids"].tolist() for batch in islice(iter(again), 5)] == batches[7:]
+
+
+def test_token_files_give_seq_len_inputs_and_all_their_samples(places):
+    loader = build(dataset_path="web", pack_sequences=True, eos_token_id=0)
+    rows = {tuple(row) for batch in loader for row in batch["input_ids"].tolist()}
+    expected = [tuple(places[17 * n : 17 * n + 16].tolist()) for n in range(2000 // 17)]
+    assert len(rows) == len(expected) // 4 * 4
+    assert rows <= set(expected)
+    assert next(iter(loader))["doc_ids"].shape == (4, 16)
+
+
+@pytest.mark.usefixtures("places")
+def test_the_eos_of_the_tokenizer_ends_documents_unless_it_is_said():
+    said = build(dataset_path="web", pack_sequences=True, eos_token_id=0)
+    found = build(dataset_path="web", pack_sequences=True)
+    assert said.dataset.chunks.eos_id == 0
+    assert found.dataset.chunks.eos_id == open_tokenizer("bytes").identity.eos_id
+    assert build(dataset_path="web").dataset.chunks.eos_id is None
+
+
+@pytest.mark.usefixtures("places")
+def test_a_mixture_has_its_shares_and_phases_begin_by_themselves():
+    """[M1.b]"""
+    phases = [TrainingPhase(start_step=6, dataset_weights={"web": 0, "stories": 1})]
+    loader = build(datasets=MIXED, phases=phases, batch_size=2, grad_accum_steps=2)
+    sources = [batch["dataset_idx"].tolist() for batch in islice(iter(loader), 20)]
+    assert abs(sum(sum(batch) for batch in sources[:12]) - 6) < 2
+    assert sources[12:] == [[1, 1]] * 8
+    anneal = build(datasets=MIXED, anneal_start_step=3, anneal_weights={"web": 0})
+    assert [sum(batch["dataset_idx"].tolist()) for batch in islice(iter(anneal), 6)][3:] == [4, 4, 4]
+    assert anneal.config.lr_scale_at(3) == 1.0
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "dataset_path, hf_dataset_name or datasets must be given, got none"),
+        ({"hf_dataset_name": "tales", "tokenizer_path": ""}, "tokenizer_path must be given to read text"),
+    ],
+)
+def test_a_config_without_data_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_dataloader(DataConfig(**options), 0, 1, batch_size=2, seq_len=8)
+
+
+def free_port():
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]
+
+
+SCRIPT = """
+import json, sys
+import torch.distributed as dist
+from tokenmill.adapters.kempnerforge import DataConfig, DatasetSource, build_dataloader
+
+dist.init_process_group("gloo")
+config = DataConfig(
+    num_workers=0,
+    tokenizer_path="bytes",
+    datasets=[DatasetSource(path="web", weight=3), DatasetSource(path="raw2", weight=1)],
+)
+loader = build_dataloader(config, batch_size=2, seq_len=16)
+state = json.load(open("state.json"))
+loader.load_state_dict(state)
+stream = iter(loader)
+rows = [next(stream)["input_ids"].tolist() for _ in range(6)]
+json.dump([dist.get_rank(), rows, loader.state_dict()], open(f"rank{dist.get_rank()}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_a_process_group_go_on_from_a_state_of_one(places, tmp_path):
+    """[R1.a: into fresh processes, of another number]"""
+    (tmp_path / "raw2").mkdir()
+    np.save("raw2/a.npy", places[::-1].copy())
+    sources = [DatasetSource(path="web", weight=3), DatasetSource(path="raw2", weight=1)]
+    alone = build(datasets=sources)
+    stream = iter(alone)
+    for _ in range(5):
+        next(stream)
+    (tmp_path / "state.json").write_text(json.dumps(alone.state_dict()))
+    whole = [next(stream)["input_ids"].tolist() for _ in range(6)]
+    (tmp_path / "script.py").write_text(SCRIPT)
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            env={**os.environ, **common, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    parts = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [part[0] for part in parts] == [0, 1]
+    for step in range(6):
+        turns = zip(parts[0][1][step], parts[1][1][step], strict=True)
+        here = [sorted(turn) for turn in turns]
+        assert here == [sorted(whole[step][2 * n : 2 * n + 2]) for n in range(2)]
+    states = [part[2] for part in parts]
+    for state in states:
+        state["sampler"].pop("rank")
+    assert states[0] == states[1]
+    assert states[0]["position"] == alone.state_dict()["position"] == 44

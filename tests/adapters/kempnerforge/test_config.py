@@ -1,0 +1,62 @@
+"""A config that contradicts itself is refused, with the way out."""
+
+import pytest
+
+from tokenmill.adapters.kempnerforge import DataConfig, DatasetSource, TrainingPhase
+from tokenmill.errors import ConfigError
+
+WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="org/code", weight=0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DatasetSource(path="a", weight=0), "dataset 'a': weight must be positive, got 0"),
+        (lambda: DatasetSource(name="x"), "dataset 'x': must have either path or hf_name, got none"),
+        (lambda: DatasetSource(path="a", hf_name="b"), "must have either path or hf_name, got both"),
+        (lambda: TrainingPhase(start_step=-1), "start_step must be at least 0, got -1"),
+        (lambda: TrainingPhase(lr_scale=0), "lr_scale must be positive, got 0"),
+        (lambda: TrainingPhase(dataset_weights={"a": -1}), "must be at least 0 and finite, got {'a': -1}"),
+        (lambda: DataConfig(num_workers=-1), "num_workers must be at least 0 .* got -1 and 2"),
+        (lambda: DataConfig(prefetch_factor=0), "got 4 and 0"),
+        (lambda: DataConfig(mix_temperature=0), "mix_temperature must be positive, got 0"),
+        (lambda: DataConfig(anneal_start_step=-5), "anneal_start_step must be at least 0, got -5"),
+        (
+            lambda: DataConfig(phases=[TrainingPhase(start_step=5), TrainingPhase(start_step=5)]),
+            "phases must rise, got start_step 5 after 5",
+        ),
+        (
+            lambda: DataConfig(phases=[TrainingPhase(start_step=5)], anneal_start_step=9),
+            "phases and anneal_start_step must not be given both",
+        ),
+        (lambda: DataConfig(datasets=[WEB, WEB]), "names of datasets must differ, got 'web' twice"),
+        (
+            lambda: DataConfig(datasets=[WEB], anneal_start_step=3, anneal_weights={"wbe": 1}),
+            "phase at step 3: weights must name datasets, got 'wbe'; did you mean 'web'",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_right_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("step", "weights", "scale"), [(0, [1, 0.5], 1), (9, [1, 0.5], 1), (10, [0, 0.5], 0.3), (20, [1, 4], 1)]
+)
+def test_a_phase_holds_from_its_first_step_and_names_only_what_it_changes(step, weights, scale):
+    config = DataConfig(
+        datasets=[WEB, CODE],
+        phases=[
+            TrainingPhase(start_step=10, dataset_weights={"web": 0}, lr_scale=0.3),
+            TrainingPhase(start_step=20, dataset_weights={"org/code": 4}),
+        ],
+    )
+    assert (config.weights_at(step), config.lr_scale_at(step)) == (weights, scale)
+
+
+def test_annealing_is_a_phase():
+    config = DataConfig(datasets=[WEB, CODE], anneal_start_step=7, anneal_weights={"web": 2})
+    assert config.all_phases == (TrainingPhase(start_step=7, dataset_weights={"web": 2}),)
+    assert [config.weights_at(step) for step in (6, 7)] == [[1, 0.5], [2, 0.5]]
+    assert DataConfig().phase_at(100) is None
