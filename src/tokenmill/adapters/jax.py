@@ -1,0 +1,126 @@
+"""Batches for JAX: numpy arrays, or global arrays that are shared out over the devices of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.adapters.needs import need
+
+need("jax", extra="jax", adapter="tokenmill.adapters.jax")
+
+import jax  # noqa: E402 - after the line that says what to install
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+from tokenmill.errors import ConfigError  # noqa: E402
+from tokenmill.live import LiveLoader  # noqa: E402
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from jax.sharding import Mesh
+
+    from tokenmill.live.share import Share
+    from tokenmill.loader import Loader, RankSlice
+    from tokenmill.types import Batch
+
+Arrays = dict[str, jax.Array]
+
+
+def data_parallel(mesh: Mesh, axis: str = "data") -> tuple[int, int]:
+    """Return (rank, world size) of this process along an axis of a mesh, for the loader.
+
+    Processes whose devices lie at the same places of the axis, as in tensor parallelism, are one rank.
+    """
+    if axis not in mesh.shape:
+        raise ConfigError(f"axis: must be one of the mesh, {', '.join(mesh.axis_names)}, got {axis!r}; name one")
+    size = mesh.shape[axis]
+    places = NamedSharding(mesh, PartitionSpec(axis)).addressable_devices_indices_map((size,))
+    own = sorted({place for (index,) in places.values() for place in range(*index.indices(size))})
+    if own != list(range(own[0], own[0] + len(own))) or own[0] % len(own) or size % len(own):
+        raise ConfigError(
+            f"mesh: the devices of a process must be neighbours along {axis!r}, as many in each, got places {own} "
+            f"of {size}; order them by process, as jax.devices() does"
+        )
+    return own[0] // len(own), size // len(own)
+
+
+class JaxLoader(Iterator[Any]):
+    """The batches of a loader, as they are or as global arrays; saved and resumed as the loader itself.
+
+    With a mesh, each array holds the micro-batches of all ranks, in the order of ranks, shared out along `axis`;
+    arrays that have no line for every row, such as `num_loss_tokens`, are on every device.
+    """
+
+    def __init__(self, loader: Loader | LiveLoader, *, mesh: Mesh | None = None, axis: str = "data") -> None:
+        self.loader = loader
+        self.mesh = mesh
+        self.axis = axis
+        if mesh is not None:
+            _check(loader, mesh, axis)
+            self._rows = NamedSharding(mesh, PartitionSpec(axis))
+            self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._stream: Iterator[Batch] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of the whole run; the same on every rank."""
+        return len(self.loader)
+
+    def __iter__(self) -> JaxLoader:
+        return self
+
+    def __next__(self) -> Batch | Arrays:
+        if self._stream is None:
+            self._stream = iter(self.loader)
+        batch = next(self._stream)
+        if self.mesh is None:
+            return batch
+        return {name: self._place(array) for name, array in batch.items()}
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to."""
+        return self.loader.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands, as JSON."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says; the next batch is the one from there."""
+        self.loader.load_state_dict(state)
+        self._stream = None
+
+    get_state = state_dict
+    set_state = load_state_dict
+
+    def _place(self, array: npt.NDArray[Any]) -> jax.Array:
+        """Return this rank's part as a part of the global array, in the widest type that JAX is set to."""
+        part = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+        return jax.make_array_from_process_local_data(self._rows if array.ndim else self._everywhere, part)
+
+
+def _check(loader: Loader | LiveLoader, mesh: Mesh, axis: str) -> None:
+    """Refuse a loader whose batches do not fit a mesh."""
+    part: Share | RankSlice
+    if isinstance(loader, LiveLoader):
+        part, arrays = loader.share, loader.arrays
+    else:
+        part, arrays = loader.part, loader.options.arrays
+    rank, world_size = data_parallel(mesh, axis)
+    if (part.rank, part.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"loader: must be that of rank {rank} of {world_size} along {axis!r}, got rank {part.rank} of "
+            f"{part.world_size}; pass it what data_parallel(mesh) says"
+        )
+    shards = mesh.shape[axis] // world_size
+    if part.micro_batch % shards:
+        raise ConfigError(
+            f"loader: micro_batch must be divisible by the {shards} devices of a rank along {axis!r}, got "
+            f"{part.micro_batch}; use {-(-part.micro_batch // shards) * shards}"
+        )
+    if "cu_seqlens" in arrays:
+        raise ConfigError(
+            "arrays: must be of one shape in every batch to be shared out, got cu_seqlens; doc_ids are segment ids"
+        )

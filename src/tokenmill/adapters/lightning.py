@@ -1,0 +1,150 @@
+"""A data module of Lightning that feeds a Trainer with the batches of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.adapters.needs import need
+
+need("torch", extra="torch", adapter="tokenmill.adapters.lightning")
+need("lightning", extra="lightning", adapter="tokenmill.adapters.lightning")
+
+import lightning  # noqa: E402 - after the lines that say what to install
+
+from tokenmill.adapters.distributed import gather  # noqa: E402
+from tokenmill.adapters.torch import Tensors, to_torch  # noqa: E402
+from tokenmill.errors import ConfigError  # noqa: E402
+from tokenmill.live import LiveLoader, merge_states  # noqa: E402
+from tokenmill.loader import Loader  # noqa: E402
+from tokenmill.run import Run  # noqa: E402
+
+if TYPE_CHECKING:
+    from tokenmill.live.share import Share
+    from tokenmill.loader import RankSlice
+
+MakeLoader = Callable[[int, int], Loader | LiveLoader]
+"""(rank, world size) -> the loader of that rank."""
+
+
+class RunData(lightning.LightningDataModule):
+    """Trains on a run: its batches of this rank, its state in Lightning's own checkpoints.
+
+    One epoch of Lightning is the whole run. `max_epochs=1` and `accumulate_grad_batches` are the Trainer's to say.
+    """
+
+    def __init__(self, run: Run | MakeLoader, *, micro_batch: int = 1) -> None:
+        super().__init__()
+        self.run = run
+        self.micro_batch = micro_batch
+        """Rows of a batch of one rank; who passes a function says it there."""
+        self.loader: Loader | LiveLoader | None = None
+        """Of this rank, once the Trainer has asked for batches."""
+        self._saved: Mapping[str, Any] | None = None
+
+    def train_dataloader(self) -> _Batches:
+        """Return the batches of this rank, from where the last state that was loaded says."""
+        # The strategy knows which ranks share their data, as those of tensor parallelism do.
+        told = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        rank, world_size = told["rank"], told["num_replicas"]
+        if isinstance(self.run, Run):
+            self.loader = self.run.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch)
+        else:
+            self.loader = self.run(rank, world_size)
+            _check_rank(self.loader, rank, world_size)
+        _check_trainer(self.trainer, self.loader)
+        if self._saved is not None:
+            self.loader.load_state_dict(self._saved)
+            self._saved = None
+        return _Batches(self, self.loader, _begin(self.trainer, self.loader))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where all ranks stand, as JSON; Lightning asks all ranks together."""
+        if self.loader is None:
+            return dict(self._saved or {})
+        state: dict[str, Any] = dict(self.loader.state_dict())
+        # A rank of live text, alone or beside stores, knows its own lanes alone.
+        live = type(self.loader) is not Loader and _part(self.loader).world_size > 1
+        return merge_states(gather(state, None)) if live else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says: the loader that there is, and the one that is made next."""
+        self._saved = dict(state)
+        if self.loader is not None:
+            self.loader.load_state_dict(state)
+
+
+class _Batches:
+    """What Lightning takes for a DataLoader, but shares out to no ranks: that is done.
+
+    It has the state of its data module, as Lightning warns where it resumes amid an epoch without one.
+    """
+
+    def __init__(self, data: RunData, loader: Loader | LiveLoader, begin: int) -> None:
+        self.loader = loader
+        self.begin = begin
+        self.state_dict = data.state_dict
+        self.load_state_dict = loader.load_state_dict
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of the epoch, by which Lightning knows the last one."""
+        return len(self.loader) - self.begin
+
+    def __iter__(self) -> Iterator[Tensors]:
+        for batch in self.loader:
+            yield to_torch(batch)
+
+
+def _begin(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> int:
+    """Return how many micro-batches lie before the epoch; where Lightning resumes one, tell it how many it has had.
+
+    It counts those of the ranks that it ran on before: with more of them now, it would take the epoch for done.
+    """
+    drawn = int(loader.state_dict().get("batches", 0))
+    if isinstance(loader, LiveLoader):
+        drawn += loader.step * loader.share.batches
+    else:
+        for stage in (stage for stage in loader.plan.stages if stage.spec.skipped is None):
+            steps = min(max(0, loader.step - stage.spec.start_step), stage.num_steps)
+            drawn += steps * loader.part.batches(stage)
+    if not trainer.fit_loop.restarting:
+        return drawn
+    had = trainer.fit_loop.epoch_loop.batch_progress.current
+    more = drawn - had.ready
+    had.ready, had.started = had.ready + more, had.started + more
+    had.processed, had.completed = had.processed + more, had.completed + more
+    return 0
+
+
+def _part(loader: Loader | LiveLoader) -> RankSlice | Share:
+    return loader.share if isinstance(loader, LiveLoader) else loader.part
+
+
+def _check_rank(loader: Loader | LiveLoader, rank: int, world_size: int) -> None:
+    """Refuse a loader of another rank, which would train on rows twice."""
+    part = _part(loader)
+    if (part.rank, part.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"run: the loader must be that of rank {rank} of {world_size}, got rank {part.rank} of "
+            f"{part.world_size}; hand on the two arguments of the function"
+        )
+
+
+def _check_trainer(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> None:
+    """Refuse a Trainer whose steps are not those of the run, or that would go on after its end."""
+    if isinstance(loader, LiveLoader):
+        sizes, steps = {loader.share.batches}, loader.steps
+    else:
+        stages = [stage for stage in loader.plan.stages if stage.spec.skipped is None]
+        sizes, steps = {loader.part.batches(stage) for stage in stages}, sum(stage.num_steps for stage in stages)
+    if trainer.lightning_module.automatic_optimization and sizes != {trainer.accumulate_grad_batches}:
+        wanted = " and ".join(map(str, sorted(sizes)))
+        raise ConfigError(
+            f"trainer: accumulate_grad_batches must be {wanted}, which is global_batch_size / (world_size * "
+            f"micro_batch), got {trainer.accumulate_grad_batches}; say that, or optimize by hand"
+        )
+    if trainer.max_epochs != 1 and not 0 < trainer.max_steps <= steps:
+        raise ConfigError(
+            f"trainer: max_epochs must be 1, as the run says when data repeats, got {trainer.max_epochs}; "
+            "say max_epochs=1"
+        )

@@ -1,0 +1,415 @@
+"""A real Trainer on tiny models: the same batches and losses, straight and resumed, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+import tokenmill.adapters.transformers as adapter
+from tokenmill.adapters.torch import to_torch
+from tokenmill.adapters.transformers import LoaderTrainer, TrainData, to_transformers
+from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.live import LiveLoader, LiveOptions, open_live
+from tokenmill.run import Run
+
+# What transformers and accelerate say of themselves on a machine without an accelerator.
+pytestmark = [pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
+
+STEPS, BATCH, SEQ_LEN, VOCAB = 6, 4, 32, 60
+TOML = f"""
+[run]
+seed = 3
+steps = {STEPS}
+global_batch_size = {BATCH}
+seq_len = {SEQ_LEN}
+
+[[sources]]
+name = "web"
+store = "web"
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Compute in one thread: such models are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_run(make_store, tmp_path):
+    """Make a run over a store of short documents, several in a row; `more` is added to its config."""
+    make_store("web", [int(n) for n in np.random.default_rng(0).integers(2, 40, 60)], vocab_size=VOCAB)
+
+    def make(name="run", toml=TOML, more=""):
+        (tmp_path / f"{name}.toml").write_text(toml + more)
+        return Run.from_toml(tmp_path / f"{name}.toml")
+
+    return make
+
+
+def tiny_model(**options):
+    """Make the same small model every time; with dropout, so that a lost generator state shows."""
+    torch.manual_seed(0)
+    values = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    values |= {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(values | options)))
+
+
+def arguments(folder, **options):
+    values = {"per_device_train_batch_size": 2, "save_steps": 1, "logging_steps": 1, "learning_rate": 0.01}
+    values |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    return transformers.TrainingArguments(output_dir=str(folder), **(values | options))
+
+
+class Recorder(LoaderTrainer):
+    """Keeps what every training step was given and gave."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.seen = []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        batch = {name: tensor.numpy().tobytes() for name, tensor in inputs.items()}
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.seen.append((batch, int(num_items_in_batch), loss.item()))
+        return loss
+
+
+def trained(folder, data, *, resume=None, model=None, **options):
+    trainer = Recorder(model=model or tiny_model(), args=arguments(folder, **options), train_dataset=data)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer
+
+
+def weights(trainer):
+    return {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
+
+
+def losses(trainer):
+    return [
+        (entry["step"], entry["epoch"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry
+    ]
+
+
+def test_the_batches_are_those_of_the_run_in_order(make_run, tmp_path):
+    run = make_run()
+    trainer = trained(tmp_path / "out", run, save_strategy="no")
+    expected = [to_transformers(to_torch(batch)) for batch in run.loader(micro_batch=2)]
+    assert [seen for seen, _, _ in trainer.seen] == [
+        {name: tensor.numpy().tobytes() for name, tensor in batch.items()} for batch in expected
+    ]
+    assert (trainer.state.global_step, trainer.args.gradient_accumulation_steps) == (STEPS, 2)
+    whole = run.loader(micro_batch=BATCH, arrays=["labels"])
+    counts = [int((whole[step]["labels"] >= 0).sum()) for step in range(STEPS)]
+    assert [number for _, number, _ in trainer.seen] == [count for count in counts for _ in range(2)]
+
+
+def test_every_checkpoint_resumes_with_the_same_batches_losses_and_weights(make_run, tmp_path, monkeypatch):
+    """[R2.a] Nothing is skipped through: as many batches are made as are trained on."""
+    run = make_run()
+    straight = trained(tmp_path / "out", run)
+    made = []
+    monkeypatch.setattr(
+        adapter, "to_transformers", lambda tensors, flat: made.append(1) or to_transformers(tensors, flat=flat)
+    )
+    for step in (1, 4):
+        made.clear()
+        resumed = trained(tmp_path / f"from{step}", run, resume=tmp_path / "out" / f"checkpoint-{step}")
+        assert resumed.seen == straight.seen[2 * step :]
+        assert len(made) == len(resumed.seen) == 2 * (STEPS - step)
+        assert weights(resumed) == weights(straight)
+        assert losses(resumed) == losses(straight)
+
+
+def test_a_checkpoint_of_a_resumed_run_resumes_as_well(make_run, tmp_path):
+    run = make_run()
+    straight = trained(tmp_path / "out", run, save_steps=2)
+    trained(tmp_path / "second", run, resume=tmp_path / "out" / "checkpoint-2", save_steps=2)
+    third = trained(
+        tmp_path / "third",
+        run,
+        resume=tmp_path / "second" / "checkpoint-4",
+        restore_callback_states_from_checkpoint=True,
+    )
+    assert third.seen == straight.seen[8:]
+    kept = json.loads((tmp_path / "third" / "checkpoint-6" / "trainer_state.json").read_text())
+    state = kept["stateful_callbacks"]["TokenmillState"]["attributes"]["data"]
+    assert state["step"] == STEPS
+    assert len(json.dumps(state)) <= 200
+
+
+def test_a_second_training_starts_from_the_start_again(make_run, tmp_path):
+    trainer = trained(tmp_path / "out", make_run(), save_strategy="no")
+    trainer.train()
+    batches = [batch for batch, _, _ in trainer.seen]
+    assert len(batches) == 4 * STEPS
+    assert batches[: 2 * STEPS] == batches[2 * STEPS :]
+
+
+def test_a_run_may_stop_early_and_be_prolonged(make_run, tmp_path):
+    straight = trained(tmp_path / "all", make_run(), lr_scheduler_type="constant", save_steps=STEPS)
+    short = trained(tmp_path / "short", make_run(), lr_scheduler_type="constant", max_steps=2, save_strategy="no")
+    assert short.seen == straight.seen[:4]
+    longer = make_run("longer", TOML.replace(f"steps = {STEPS}", f"steps = {STEPS + 2}"))
+    rest = trained(
+        tmp_path / "rest", longer, lr_scheduler_type="constant", resume=tmp_path / "all" / "checkpoint-6"
+    )
+    assert [batch["input_ids"] for batch, _, _ in rest.seen] == [
+        longer.loader(micro_batch=2)[step]["input_ids"][half : half + 2].tobytes()
+        for step in (6, 7)
+        for half in (0, 2)
+    ]
+
+
+def test_a_loader_that_was_moved_is_gone_on_with(make_run, tmp_path):
+    run = make_run()
+    loader = run.loader(micro_batch=2)
+    loader.seek(4)
+    trainer = trained(tmp_path / "out", loader, save_strategy="no")
+    assert trainer.state.global_step == 2
+    assert [batch["input_ids"] for batch, _, _ in trainer.seen] == [
+        run.loader(micro_batch=2)[step]["input_ids"][half : half + 2].tobytes()
+        for step in (4, 5)
+        for half in (0, 2)
+    ]
+
+
+def test_skipped_steps_are_no_steps_of_the_trainer(make_run, tmp_path):
+    run = make_run(more='\n[[skip]]\nsteps = "2:4"\nreason = "a spike"\n')
+    straight = trained(tmp_path / "out", run, save_steps=2)
+    assert straight.state.global_step == STEPS - 2
+    resumed = trained(tmp_path / "again", run, resume=tmp_path / "out" / "checkpoint-2")
+    assert resumed.seen == straight.seen[4:]
+
+
+def test_live_text_resumes_as_well(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {i} of the mill"}}\n' for i in range(300)))
+
+    def loader():
+        source = open_live(tmp_path / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
+        return LiveLoader(source, steps=4, global_batch_size=BATCH, micro_batch=2, threads=0)
+
+    straight = trained(tmp_path / "out", loader(), model=tiny_model(vocab_size=260), save_steps=3)
+    resumed = trained(
+        tmp_path / "again", loader(), resume=tmp_path / "out" / "checkpoint-3", model=tiny_model(vocab_size=260)
+    )
+    assert len(straight.seen) == 8
+    assert resumed.seen == straight.seen[6:]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_loss_is_that_of_the_documents_one_by_one(make_run, tmp_path, attention):
+    """Labels are used as they are, and no document sees another: not one label is lost or shifted twice."""
+    run = make_run()
+    model = tiny_model(attention_dropout=0.0, attn_implementation=attention)
+    total, count = 0.0, 0
+    batch = run.loader(micro_batch=BATCH)[0]
+    for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["doc_ids"], strict=True):
+        edges = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), documents.size]
+        for begin, end in pairwise(edges):
+            logits = model(torch.from_numpy(ids[None, begin:end])).logits[0]
+            targets = torch.from_numpy(labels[begin:end])
+            total += torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").item()
+            count += int((targets >= 0).sum())
+    trainer = trained(tmp_path / "out", run, model=model, max_steps=1, save_strategy="no")
+    assert trainer.seen[0][1] == count
+    assert sum(loss for _, _, loss in trainer.seen) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_rows_end_to_end_tell_flash_attention_the_same_documents(make_run, tmp_path):
+    run = make_run()
+    batch = run.loader(micro_batch=BATCH, arrays=["input_ids", "labels", "position_ids", "cu_seqlens"])[1]
+    flat = to_transformers(to_torch(batch), flat=True)
+    (edges, _), _ = prepare_fa_kwargs_from_position_ids(flat["position_ids"])
+    assert edges.tolist() == batch["cu_seqlens"].tolist()
+    model = tiny_model(attention_dropout=0.0)
+    usual = model(**to_transformers(to_torch(batch)), use_cache=False).loss.item()
+    assert model(**flat, use_cache=False).loss.item() == pytest.approx(usual, rel=1e-6)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    for kind, shape in ((model, (1, 2 * SEQ_LEN)), (tiny_model(), (2, SEQ_LEN))):
+        trainer = LoaderTrainer(model=kind, args=arguments(tmp_path / "out"), train_dataset=run)
+        assert {tuple(t.shape) for t in next(iter(trainer.get_train_dataloader())).values()} == {shape}
+
+
+def test_the_arguments_of_the_caller_are_left_as_they_are(make_run, tmp_path):
+    args = arguments(tmp_path / "out")
+    trainer = LoaderTrainer(model=tiny_model(), args=args, train_dataset=make_run())
+    assert (args.max_steps, args.gradient_accumulation_steps, args.ignore_data_skip) == (-1, 1, False)
+    told = trainer.args
+    assert (told.max_steps, told.gradient_accumulation_steps, told.ignore_data_skip) == (STEPS, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, r"gradient_accumulation_steps must be 2.*got 4; leave it out"),
+        ({"max_steps": STEPS + 1}, rf"at most the {STEPS} steps.*got {STEPS + 1}; raise run.steps"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor must be left out, got 0.1"),
+        ({"use_cache": True}, r"config.use_cache must be False.*got True"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size must be left out, got True"),
+        ({"per_device_train_batch_size": 3}, r"global_batch_size must be divisible by world_size \* micro_batch"),
+    ],
+)
+def test_arguments_that_contradict_the_run_are_refused(make_run, tmp_path, options, message):
+    """[A1.a]"""
+    with pytest.raises(ConfigError, match=message):
+        LoaderTrainer(model=tiny_model(), args=arguments(tmp_path, **options), train_dataset=make_run())
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"rank": 1, "world_size": 2, "micro_batch": 2}, r"must be that of rank 0 of 1, got rank 1 of 2"),
+        ({"micro_batch": 4}, r"micro_batch must be that of the arguments, 2, got 4; say per_device"),
+    ],
+)
+def test_a_loader_of_another_rank_or_size_is_refused(make_run, tmp_path, part, message):
+    """[A1.a]"""
+    with pytest.raises(ConfigError, match=message):
+        LoaderTrainer(model=tiny_model(), args=arguments(tmp_path), train_dataset=make_run().loader(**part))
+
+
+def test_a_run_whose_batch_grows_is_refused(make_run):
+    stages = (
+        '[[stages]]\nname = "a"\nstart_step = 0\n[[stages]]\nname = "b"\nstart_step = 3\nglobal_batch_size = 8\n'
+    )
+    with pytest.raises(ConfigError, match=r"one for all stages.*got 4 in stage 'a' and 8 in stage 'b'"):
+        TrainData(make_run(more=stages).loader(micro_batch=2))
+
+
+def test_a_loader_in_the_middle_of_a_step_is_refused(make_run):
+    loader = make_run().loader(micro_batch=2)
+    next(iter(loader))
+    with pytest.raises(ConfigError, match=r"between two steps, got the middle of step 0"):
+        TrainData(loader)
+
+
+def test_a_model_that_does_not_know_documents_is_refused_unless_they_may_see_one_another(make_run, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=4)
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(ConfigError, match=r"must take position_ids.*got MambaForCausalLM; if they may"):
+        LoaderTrainer(model=model, args=arguments(tmp_path), train_dataset=make_run())
+    loader = make_run().loader(micro_batch=2, arrays=["input_ids", "labels"])
+    trainer = LoaderTrainer(model=model, args=arguments(tmp_path), train_dataset=loader)
+    assert list(next(iter(trainer.get_train_dataloader()))) == ["input_ids", "labels", "shift_labels"]
+
+
+def test_checkpoints_of_another_plan_or_of_no_plan_are_refused(make_run, tmp_path):
+    run = make_run()
+    trained(tmp_path / "out", run, max_steps=2, save_steps=2)
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    with pytest.raises(ResumeError, match=r"stages\[0\].seed 3 -> 4"):
+        trained(tmp_path / "other", make_run("other", TOML.replace("seed = 3", "seed = 4")), resume=checkpoint)
+    file = checkpoint / "trainer_state.json"
+    kept = json.loads(file.read_text())
+    del kept["stateful_callbacks"]["TokenmillState"]
+    file.write_text(json.dumps(kept))
+    with pytest.raises(ResumeError, match=r"where the data stood at step 2, got nothing; resume from one of"):
+        trained(tmp_path / "again", run, resume=checkpoint)
+
+
+def test_arguments_must_be_given(make_run):
+    with pytest.raises(ConfigError, match="args: must be TrainingArguments, got None"):
+        LoaderTrainer(model=tiny_model(), train_dataset=make_run())
+
+
+RANKS = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from test_transformers import (
+    BATCH, SEQ_LEN, LiveLoader, LiveOptions, Recorder, Run, arguments, losses, open_live, tiny_model
+)
+
+folder = Path(sys.argv[2])
+out = {}
+
+def train(name, data, resume=None, **options):
+    args = arguments(folder / name, per_device_train_batch_size=1, **options)
+    data = data(args) if callable(data) else data
+    trainer = Recorder(model=tiny_model(attention_dropout=0.0, vocab_size=260), args=args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+    seen = [[list(batch["input_ids"]), number] for batch, number, _ in trainer.seen]
+    out[name] = {"seen": seen, "losses": losses(trainer), "rank": args.process_index, "size": args.world_size}
+
+def live(args):
+    source = open_live(folder / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
+    return LiveLoader(source, steps=3, global_batch_size=BATCH, micro_batch=1, threads=0,
+                      rank=args.process_index, world_size=args.world_size)
+
+run = Run.from_toml(folder / "run.toml")
+train("two", run)
+train("two-again", run, resume="two/checkpoint-3")
+train("two-from-one", run, resume="one/checkpoint-3")
+train("live", live)
+train("live-again", live, resume="live/checkpoint-2")
+(folder / f"rank{out['two']['rank']}.json").write_text(json.dumps(out))
+torch.distributed.destroy_process_group()
+"""
+
+
+def run_ranks(folder):
+    (folder / "ranks.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(folder / "ranks.py"), str(Path(__file__).parent), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.deep
+def test_two_ranks_train_on_the_batches_of_one_and_resume_one_another(make_run, tmp_path):
+    """Accelerate neither shards nor dispatches our batches again, whatever world size a checkpoint was made at."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {i} of the mill"}}\n' for i in range(300)))
+    run = make_run()
+
+    def alone(name, resume=None):
+        model = tiny_model(attention_dropout=0.0, vocab_size=260)
+        return trained(tmp_path / name, run, model=model, resume=resume, per_device_train_batch_size=1)
+
+    one = alone("one")
+    ranks = run_ranks(tmp_path)
+    assert [(rank["two"]["rank"], rank["two"]["size"]) for rank in ranks] == [(0, 2), (1, 2)]
+    expected = [list(batch["input_ids"]) for batch, _, _ in one.seen]
+    for name, first in (("two", 0), ("two-again", 3), ("two-from-one", 3)):
+        together = [
+            ids
+            for step in range(STEPS - first)
+            for rank in ranks
+            for ids, _ in rank[name]["seen"][2 * step : 2 * step + 2]
+        ]
+        assert together == expected[BATCH * first :]
+        for rank in ranks:
+            assert [number for _, number in rank[name]["seen"]] == [
+                number for _, number, _ in one.seen[BATCH * first :: 2]
+            ]
+            assert [loss for _, _, loss in rank[name]["losses"]] == pytest.approx(
+                [x for *_, x in losses(one)], rel=1e-4
+            )
+    assert [rank["two-again"]["losses"] for rank in ranks] == [rank["two"]["losses"] for rank in ranks]
+    for rank in ranks:
+        assert len(rank["live"]["seen"]) == 6
+        assert rank["live-again"]["seen"] == rank["live"]["seen"][4:]
+    back = alone("back", resume=tmp_path / "two" / "checkpoint-4")
+    assert [list(batch["input_ids"]) for batch, _, _ in back.seen] == expected[BATCH * 4 :]

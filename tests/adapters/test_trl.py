@@ -1,0 +1,117 @@
+"""A real SFTTrainer of TRL fed with our packed batches: labels and positions as they are, exact resume."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import trl
+
+import tokenmill as tm
+from tokenmill.adapters.torch import to_torch
+from tokenmill.adapters.transformers import LoaderTrainer, to_transformers
+from tokenmill.demo import TOKENIZER_DIR
+
+VOCAB, SEQ_LEN, BATCH = 4096, 48, 4
+
+
+class SFT(LoaderTrainer, trl.SFTTrainer):
+    """What a user writes, and a record of what every training step was given."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        batch = {name: tensor.numpy().tobytes() for name, tensor in inputs.items()}
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.seen = [*getattr(self, "seen", []), (batch, int(num_items_in_batch), loss.item())]
+        return loss
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Compute in one thread: such models are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Prepare questions and answers, of which only the answers are trained on, as a run of four steps."""
+    lines = [
+        f'{{"prompt": "How much is {n} and {n}?", "response": "{n} and {n} make {2 * n}."}}\n' for n in range(60)
+    ]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    tm.prepare(
+        tmp_path / "sums.jsonl",
+        out=tmp_path / "sums",
+        tokenizer=str(TOKENIZER_DIR),
+        recipe="instruction",
+        workers=1,
+        progress=False,
+    )
+    (tmp_path / "run.toml").write_text(
+        f"[run]\nsteps = 4\nglobal_batch_size = {BATCH}\nseq_len = {SEQ_LEN}\n"
+        '[[sources]]\nname = "sums"\nstore = "sums"\n'
+    )
+    return tm.Run.from_toml(tmp_path / "run.toml")
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def trained(folder, run, *, resume=None, **options):
+    values = {"per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1, "learning_rate": 0.01}
+    values |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "bf16": False}
+    values |= {"gradient_checkpointing": False}
+    trainer = SFT(
+        model=tiny_model(),
+        args=trl.SFTConfig(output_dir=str(folder), **(values | options)),
+        train_dataset=run,
+        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR),
+    )
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer
+
+
+def test_the_packed_batches_reach_the_model_as_they_are_and_the_loss_is_that_of_their_labels(run, tmp_path):
+    trainer = trained(tmp_path / "out", run, save_strategy="no", max_steps=1)
+    batches = [to_transformers(to_torch(batch)) for batch in run.loader(micro_batch=2)][:2]
+    assert [seen for seen, _, _ in trainer.seen] == [
+        {name: tensor.numpy().tobytes() for name, tensor in batch.items()} for batch in batches
+    ]
+    batch, model = run.loader(micro_batch=BATCH)[0], tiny_model()
+    total, count = 0.0, int((batch["labels"] >= 0).sum())
+    assert 0 < count < batch["labels"].size // 2  # of the answers alone
+    for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["doc_ids"], strict=True):
+        edges = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), documents.size]
+        assert len(edges) > 2  # several conversations in a row
+        for begin, end in pairwise(edges):
+            logits = model(torch.from_numpy(ids[None, begin:end])).logits[0]
+            targets = torch.from_numpy(labels[begin:end])
+            total += torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").item()
+    assert [number for _, number, _ in trainer.seen] == [count, count]
+    assert sum(loss for _, _, loss in trainer.seen) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_checkpoint_resumes_with_the_same_batches_losses_and_weights(run, tmp_path):
+    """[R2.a]"""
+    straight = trained(tmp_path / "out", run)
+    resumed = trained(tmp_path / "again", run, resume=tmp_path / "out" / "checkpoint-2")
+    assert len(straight.seen) == 8
+    assert resumed.seen == straight.seen[4:]
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor)
