@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 Dtype = Annotated[str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")]
-VocabSize = Annotated[
-    int | None, typer.Option(help="Ids of files of other projects must be below.")
-]
+VocabSize = Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")]
 EosId = Annotated[int | None, typer.Option(help="Id that ends documents where the format has no boundaries.")]
 BosId = Annotated[int | None, typer.Option(help="Id that starts documents.")]
 Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: told by them.")]

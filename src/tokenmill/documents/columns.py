@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.documents.json_values import RecordError, utf8_detail
@@ -58,10 +59,14 @@ def rows_at_once(num_rows: int, num_bytes: int, options: ReadOptions) -> int:
     return max(1, min(options.batch_bytes // each, options.batch_documents, _MAX_ROWS))
 
 
-def column_groups(batch: pa.RecordBatch, options: ReadOptions, position: int) -> Iterator[Group]:
+def column_groups(
+    batch: pa.RecordBatch, options: ReadOptions, position: int, *, unfolded: bool = False
+) -> Iterator[Group]:
     """Read the documents of a record batch, a slice of rows at a time.
 
     Nothing is taken from a column before it has been validated: a hostile offset would point anywhere in memory.
+    Where Arrow has made the offsets itself, as it `unfolded` a file, there is none; what is no UTF-8 shows when it
+    is decoded, and need not be looked for before.
     """
     batch.validate()
     if options.text_field is None:
@@ -74,8 +79,7 @@ def column_groups(batch: pa.RecordBatch, options: ReadOptions, position: int) ->
             yield Group(documents=records, bad=bad, blank=(), num_lines=rows.num_rows, size=size, position=position)
         return
     column = _text_column(batch, options.text_field)
-    intact = _is_valid(column)
-    if not intact:
+    if not unfolded and not _is_valid(column):
         column = _as_bytes(column)
         column.validate(full=True)
     step = rows_at_once(len(column), _num_bytes(column), options)
@@ -127,9 +131,10 @@ def _text_kinds() -> tuple[Any, ...]:
 def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRecord]]:
     """Return the texts of cells; nulls, cells that are not UTF-8 and those that are too long are bad."""
     if cells.nbytes <= options.max_record_bytes:  # else one of them may be too long
-        texts = _values(cells)
-        if set(map(type, texts)) <= {str}:
-            return texts, []
+        with suppress(UnicodeDecodeError):
+            texts = _values(cells)
+            if set(map(type, texts)) <= {str}:
+                return texts, []
     good: list[str] = []
     bad: list[BadRecord] = []
     for line, value in enumerate(_values(_as_bytes(cells))):

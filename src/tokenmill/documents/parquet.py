@@ -43,7 +43,7 @@ class Parquet:
             for group in range(piece.begin, piece.end):
                 position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
                 for batch in _batches(opened, group, leaves, options):
-                    yield from column_groups(batch, options, position)
+                    yield from column_groups(batch, options, position, unfolded=True)
 
 
 def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:

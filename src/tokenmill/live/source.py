@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from tokenmill.documents import InputFile, file_digest, find_files
@@ -29,7 +30,7 @@ MANY_PARTS = 16
 _log = logging.getLogger("tokenmill")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveSource:
     """Text that can be trained on as it is."""
 
@@ -59,24 +60,32 @@ class LiveSource:
 
     def made_of(self, lanes: int) -> dict[str, Any]:
         """Return what decides every row, as JSON of at most some 2 kB."""
-        groups = file_groups(len(self.files))
         return {
-            "files": {
-                "count": len(self.files),
-                "names": digest([file.name for file in self.files])[:16],
-                "samples": [digest(self.digests[begin:end])[:8] for begin, end in groups],
-            },
+            "files": self._files,
             "tokenizer": self.tokenizer.identity.to_json(),
             "options": self.options.describe(lanes),
         }
 
     def fingerprint(self, lanes: int, *, formats: bool = True) -> str:
         """Return 32 hex digits that stand for every row of every lane; or for their text, however rows are made."""
-        names = [file.name for file in self.files]
         told = self.options.describe(lanes)
         if not formats:
             told = {name: value for name, value in told.items() if name in TEXT_OPTIONS}
-        return digest([names, self.digests, self.tokenizer.identity.to_json(), told])
+        return digest([self._content, self.tokenizer.identity.to_json(), told])
+
+    # Both once: a state is saved often, and there may be thousands of files.
+    @cached_property
+    def _files(self) -> dict[str, Any]:
+        groups = file_groups(len(self.files))
+        return {
+            "count": len(self.files),
+            "names": digest([file.name for file in self.files])[:16],
+            "samples": [digest(self.digests[begin:end])[:8] for begin, end in groups],
+        }
+
+    @cached_property
+    def _content(self) -> str:
+        return digest([[file.name for file in self.files], self.digests])
 
 
 def file_groups(count: int) -> list[tuple[int, int]]:
