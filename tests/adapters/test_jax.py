@@ -14,27 +14,13 @@ import pytest
 from tokenmill.adapters.jax import JaxLoader
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
-from tokenmill.run import Run
 
 STEPS, BATCH, SEQ_LEN, VOCAB = 6, 8, 16, 60
-TOML = f"""
-[run]
-seed = 3
-steps = {STEPS}
-global_batch_size = {BATCH}
-seq_len = {SEQ_LEN}
-
-[[sources]]
-name = "web"
-store = "web"
-"""
 
 
 @pytest.fixture
-def run(make_store, tmp_path):
-    make_store("web", [int(n) for n in np.random.default_rng(0).integers(2, 40, 120)], vocab_size=VOCAB)
-    (tmp_path / "run.toml").write_text(TOML)
-    return Run.from_toml(tmp_path / "run.toml")
+def run(run_over_web):
+    return run_over_web(documents=120, vocab_size=VOCAB, steps=STEPS, batch=BATCH, seq_len=SEQ_LEN)
 
 
 def as_bytes(batch):
@@ -67,12 +53,12 @@ def test_a_state_resumes_in_a_new_iterator_or_in_a_running_one(run, save, load):
         assert [as_bytes(batch) for batch in iterator] == rest
 
 
-def test_a_state_of_another_plan_is_refused(run, tmp_path):
-    (tmp_path / "other.toml").write_text(TOML.replace("seed = 3", "seed = 4"))
+def test_a_state_of_another_plan_is_refused(run, run_over_web):
+    other = run_over_web("other", seed=4, steps=STEPS, batch=BATCH, seq_len=SEQ_LEN)
     batches = JaxLoader(run.loader(micro_batch=8))
     next(batches)
     with pytest.raises(ResumeError, match=r"stages\[0\].seed 3 -> 4"):
-        JaxLoader(Run.from_toml(tmp_path / "other.toml").loader(micro_batch=8)).set_state(batches.get_state())
+        JaxLoader(other.loader(micro_batch=8)).set_state(batches.get_state())
 
 
 def test_live_text_resumes_as_well(tmp_path):

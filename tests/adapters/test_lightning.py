@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import lightning
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -17,7 +16,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tokenmill.adapters.lightning import RunData
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
-from tokenmill.run import Run
 
 # What Lightning says of a small machine, and of its own use of torch.
 pytestmark = [
@@ -28,36 +26,15 @@ pytestmark = [
 ]
 
 STEPS, BATCH, SEQ_LEN, VOCAB = 6, 4, 16, 60
-TOML = f"""
-[run]
-seed = 3
-steps = {STEPS}
-global_batch_size = {BATCH}
-seq_len = {SEQ_LEN}
-
-[[sources]]
-name = "web"
-store = "web"
-"""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Compute in one thread: such models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def make_run(make_store, tmp_path):
-    """Make a run over a store of short documents; `more` is added to its config."""
-    make_store("web", [int(n) for n in np.random.default_rng(0).integers(2, 40, 60)], vocab_size=VOCAB)
+def make_run(run_over_web):
+    """Make a run over a store of short documents, several in a row; `more` is added to its config."""
 
-    def make(name="run", toml=TOML, more=""):
-        (tmp_path / f"{name}.toml").write_text(toml + more)
-        return Run.from_toml(tmp_path / f"{name}.toml")
+    def make(name="run", more="", **said):
+        numbers = {"steps": STEPS, "batch": BATCH, "seq_len": SEQ_LEN, **said}
+        return run_over_web(name, more, vocab_size=VOCAB, **numbers)
 
     return make
 
@@ -213,7 +190,7 @@ def test_a_loader_of_another_rank_is_refused(make_run, tmp_path):
 
 def test_a_checkpoint_of_another_plan_is_refused(make_run, tmp_path):
     trained(tmp_path / "out", RunData(make_run(), micro_batch=2), max_steps=2)
-    other = make_run("other", TOML.replace("seed = 3", "seed = 4"))
+    other = make_run("other", seed=4)
     with pytest.raises(ResumeError, match=r"stages\[0\].seed 3 -> 4"):
         trained(tmp_path / "again", RunData(other, micro_batch=2), resume=tmp_path / "out" / "step=2.ckpt")
 
@@ -223,7 +200,8 @@ import json, os, sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from test_lightning import BATCH, SEQ_LEN, Bigrams, LiveLoader, LiveOptions, Run, RunData, open_live, trained
+from tokenmill.run import Run
+from test_lightning import BATCH, SEQ_LEN, Bigrams, LiveLoader, LiveOptions, RunData, open_live, trained
 
 folder = Path(sys.argv[2])
 run = Run.from_toml(folder / "run.toml")

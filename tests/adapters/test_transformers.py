@@ -20,42 +20,20 @@ from tokenmill.adapters.torch import to_torch
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData, to_transformers
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
-from tokenmill.run import Run
 
 # What transformers and accelerate say of themselves on a machine without an accelerator.
 pytestmark = [pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
 
 STEPS, BATCH, SEQ_LEN, VOCAB = 6, 4, 32, 60
-TOML = f"""
-[run]
-seed = 3
-steps = {STEPS}
-global_batch_size = {BATCH}
-seq_len = {SEQ_LEN}
-
-[[sources]]
-name = "web"
-store = "web"
-"""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Compute in one thread: such models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def make_run(make_store, tmp_path):
+def make_run(run_over_web):
     """Make a run over a store of short documents, several in a row; `more` is added to its config."""
-    make_store("web", [int(n) for n in np.random.default_rng(0).integers(2, 40, 60)], vocab_size=VOCAB)
 
-    def make(name="run", toml=TOML, more=""):
-        (tmp_path / f"{name}.toml").write_text(toml + more)
-        return Run.from_toml(tmp_path / f"{name}.toml")
+    def make(name="run", more="", **said):
+        numbers = {"steps": STEPS, "batch": BATCH, "seq_len": SEQ_LEN, **said}
+        return run_over_web(name, more, vocab_size=VOCAB, **numbers)
 
     return make
 
@@ -163,7 +141,7 @@ def test_a_run_may_stop_early_and_be_prolonged(make_run, tmp_path):
     straight = trained(tmp_path / "all", make_run(), lr_scheduler_type="constant", save_steps=STEPS)
     short = trained(tmp_path / "short", make_run(), lr_scheduler_type="constant", max_steps=2, save_strategy="no")
     assert short.seen == straight.seen[:4]
-    longer = make_run("longer", TOML.replace(f"steps = {STEPS}", f"steps = {STEPS + 2}"))
+    longer = make_run("longer", steps=STEPS + 2)
     rest = trained(
         tmp_path / "rest", longer, lr_scheduler_type="constant", resume=tmp_path / "all" / "checkpoint-6"
     )
@@ -313,7 +291,7 @@ def test_checkpoints_of_another_plan_or_of_no_plan_are_refused(make_run, tmp_pat
     trained(tmp_path / "out", run, max_steps=2, save_steps=2)
     checkpoint = tmp_path / "out" / "checkpoint-2"
     with pytest.raises(ResumeError, match=r"stages\[0\].seed 3 -> 4"):
-        trained(tmp_path / "other", make_run("other", TOML.replace("seed = 3", "seed = 4")), resume=checkpoint)
+        trained(tmp_path / "other", make_run("other", seed=4), resume=checkpoint)
     file = checkpoint / "trainer_state.json"
     kept = json.loads(file.read_text())
     del kept["stateful_callbacks"]["TokenmillState"]
@@ -333,8 +311,9 @@ from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
 import torch
+from tokenmill.run import Run
 from test_transformers import (
-    BATCH, SEQ_LEN, LiveLoader, LiveOptions, Recorder, Run, arguments, losses, open_live, tiny_model
+    BATCH, SEQ_LEN, LiveLoader, LiveOptions, Recorder, arguments, losses, open_live, tiny_model
 )
 
 folder = Path(sys.argv[2])

@@ -28,15 +28,6 @@ class SFT(LoaderTrainer, trl.SFTTrainer):
         return loss
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Compute in one thread: such models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def run(tmp_path):
     """Prepare questions and answers, of which only the answers are trained on, as a run of four steps."""

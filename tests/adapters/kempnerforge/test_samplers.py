@@ -105,7 +105,7 @@ def test_rank_and_number_of_ranks_are_those_of_the_launcher_unless_they_are_give
     with pytest.raises(ConfigError, match="seed must lie within 0 and 2"):
         DistributedSampler(range(100), seed=-1)
     monkeypatch.setenv("RANK", "two")
-    with pytest.raises(ConfigError, match="RANK: must be a whole number in the environment, got 'two'"):
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE must both be whole numbers"):
         DistributedSampler(range(100))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from tokenmill.adapters.astrai.formats import refuse_unknown
+from tokenmill.adapters.distributed import find_rank
 from tokenmill.checks import MAX_NUMBER, check_seed
 from tokenmill.errors import ConfigError, ResumeError, nearest
 from tokenmill.fingerprint import key64
@@ -55,7 +55,7 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         super().__init__()
         refuse_unknown(_WHERE, unknown, _OPTIONS)
         check_seed(_WHERE, seed)
-        self.rank, self.num_replicas = _replica(process_group) if replica is None else replica
+        self.rank, self.num_replicas = find_rank(process_group) if replica is None else replica
         if not 0 <= self.rank < self.num_replicas:
             raise ConfigError(
                 f"{_WHERE}: rank must lie within 0:{self.num_replicas}, got {self.rank}; "
@@ -183,16 +183,3 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         self._moves += 1
         done = not self._rounds(state["position"])
         self._go_to(state["epoch"] + done, 0 if done else state["position"])
-
-
-def _replica(process_group: torch.distributed.ProcessGroup | None) -> tuple[int, int]:
-    """Return rank and number of ranks, of the group or else of all."""
-    group = torch.distributed
-    if process_group is not None or (group.is_available() and group.is_initialized()):
-        return group.get_rank(process_group), group.get_world_size(process_group)
-    said = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not all(number.isdecimal() for number in said):
-        raise ConfigError(
-            f"RANK, WORLD_SIZE: must be whole numbers, got {said[0]!r}, {said[1]!r}; unset or fix them"
-        )
-    return int(said[0]), int(said[1])
