@@ -123,6 +123,10 @@ def test_a_config_that_cannot_be_right_says_where_and_what(changes, message):
             r"weights must be positive, got \{'web': -1\}; leave a source out",
         ),
         ({"stages": [STAGE | {"weights": {}}]}, "weights must be positive"),
+        (
+            {"stages": [STAGE | {"name": "a\tb"}]},
+            r"stages.name: must be letters that can be printed, got .a\\tb.; rename it",
+        ),
         ({"stages": [STAGE | {"start_step": -1}]}, "start_step must not be negative, got -1"),
         ({"stages": [STAGE | {"seq_len": 0}]}, "stage 'a': seq_len must be at least 1, got 0"),
         ({"stages": [STAGE | {"packing": "x"}]}, "stage 'a': packing must be one of"),

@@ -113,6 +113,8 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}"
+        if not self.name.isprintable() or not self.name.strip():
+            raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
         if self.start_step < 0:
             raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
         if not 0 < self.lr_scale < float("inf"):

@@ -117,5 +117,5 @@ def test_a_foreign_config_is_compared_by_its_native_keys(tokenmill, folder):
 
 def test_a_config_that_is_not_there_is_an_error_of_one_line(tokenmill, run_toml):
     done = tokenmill("diff", run_toml, "nowhere.toml")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert re.fullmatch(r"error: nowhere\.toml: a run must be .*; fix the path\n", done.err)

@@ -14,7 +14,9 @@ def test_a_fork_is_written_with_its_state_and_goes_on_from_there(tokenmill, run_
         "fork", run_toml, "--at", 4, "--to", new, "--name", "more-books", "--weights", "web=1, books=3"
     )
     assert (done.code, done.err) == (0, "")
-    assert done.lines[0] == f"wrote {new} and books.state.json: stage 'more-books' begins at step 4"
+    assert (
+        done.lines[0] == f"wrote {new} and {new.with_name('books.state.json')}: stage 'more-books' begins at step 4"
+    )
     assert re.fullmatch(rf"all batches before are those of {run_toml} \(fingerprint \w{{12}}\)", done.lines[1])
     assert len(done.lines) == 2
     old, forked = (tokenmill("batches", file, "--digest").lines for file in (run_toml, new))

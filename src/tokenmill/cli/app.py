@@ -60,7 +60,8 @@ def main() -> None:
 def _fail(message: str) -> NoReturn:
     errors.print("error:", style="bold red", end=" ")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
-    sys.exit(1)
+    # As of diff(1): 1 says that two runs differ.
+    sys.exit(2 if sys.argv[1:2] == ["diff"] else 1)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def diff(
 ) -> None:
     """At which step two runs first differ, by which change of the config, and in how many rows.
 
-    The exit code is 0 if all batches are the same, and 1 if not. Reads no token.
+    The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
     """
     from tokenmill.compare import compare
     from tokenmill.run import Run

@@ -51,7 +51,7 @@ def fork(
         )
         return
     lines = [
-        f"wrote {to} and {made.state.name}: stage {made.stage!r} begins at step {made.step:,}",
+        f"wrote {to} and {to.with_name(made.state.name)}: stage {made.stage!r} begins at step {made.step:,}",
         f"all batches before are those of {run} (fingerprint {made.shared[:12]})",
     ]
     if not made.edited:
