@@ -288,10 +288,15 @@ def _source_step(key: str, sides: Sequence[Tables], runs: tuple[Side, Side]) -> 
         stops = any(side.get("on_exhausted") == "stop" for side in sides)
         return begins(*runs) if stops else None
     names = {str(side["name"]) for side in sides}
-    contents = [{str(stage["sources"][name]["store"]) for name, stage in _uses(run, names)} for run in runs]
+    contents = [{_content(stage["sources"][name]) for name, stage in _uses(run, names)} for run in runs]
     if key != "name" and contents[0] == contents[1]:
         return None
     return min((int(stage["start_step"]) for run in runs for _, stage in _uses(run, names)), default=None)
+
+
+def _content(rows: Mapping[str, Any]) -> str:
+    """Return what stands for the tokens of a source: those of a store, or of live text with what deals it out."""
+    return str(rows.get("store", rows.get("live")))
 
 
 def _uses(run: Side, names: set[str]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -310,7 +315,7 @@ def _hidden(old: Side, new: Side, found: Sequence[Change]) -> list[Change]:
     for number, source in enumerate(new.tables.get("sources", [])):
         uses = [_uses(run, {source["name"]}) for run in (old, new)]
         made_of = [side[0][1]["sources"][source["name"]] if side else {} for side in uses]
-        stores = [str(one.get("store", one.get("live", ""))) for one in made_of]
+        stores = [str(one.get("store", one.get("files", ""))) for one in made_of]
         told = any(change.path.startswith(f"sources[{number}].") and change.step is not None for change in found)
         if all(stores) and stores[0] != stores[1] and not told:
             step = min(int(side[0][1]["start_step"]) for side in uses)

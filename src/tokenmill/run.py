@@ -174,8 +174,12 @@ class Run:
         threads: int = 1,
         prefetch: int = 8,
         arrays: Sequence[str] | None = None,
+        timeout: float = 30.0,
     ) -> Loader:
-        """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds."""
+        """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds.
+
+        A thread that reads live text, and comes to nothing within `timeout` seconds, is given up.
+        """
         from tokenmill.loader import Loader, LoaderOptions, RankSlice
 
         plan = self.plan()
@@ -195,6 +199,7 @@ class Run:
                 threads=threads,
                 prefetch=prefetch,
                 positions=self.config.run.positions,
+                timeout=timeout,
             ),
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )

@@ -306,7 +306,7 @@ def test_threads_are_handed_to_a_tokenizer_that_has_them(make):
         ({"split": "test"}, r"split: must be 'train' or 'val', got 'test'"),
         ({"buffer_size": 0}, r"buffer_size: must be at least 1, got 0"),
         ({"bufer_size": 5}, r"got 'bufer_size'; .*buffer_size"),
-        ({"rows": 0}, r"lanes: must be at least 1, got 0"),
+        ({"rows": 0}, r"B, T: must be at least 1, got 0 and 16; raise them"),
         ({"tokenizer": "bytes", "tokenizer_threads": -1}, r"threads at least 0.*got .*-1"),
         ({"lanes": 3, "rank": 1, "world_size": 2}, r"world_size: must divide the 3 lanes, got 2"),
         ({"crop": "half"}, r"crop"),

@@ -51,7 +51,7 @@ def test_from_every_batch_on_a_resumed_run_is_the_uninterrupted_one(make_source,
     for _ in range(len(loader)):
         whole += draw_one(stream, draw)
         states.append(saved(loader))
-    assert max(epoch for epoch, _, _ in states[-1]["lanes"].values()) >= 1  # or the run is too short to show much
+    assert max(epoch for epoch, *_ in states[-1]["lanes"].values()) >= 1  # or the run is too short to show much
     for k in range(0, len(states), 5 if options != PACKINGS[0] else 1):
         fresh = make_loader(source, **shape, threads=k % 3)
         fresh.load_state_dict(states[k])
@@ -206,7 +206,7 @@ def test_a_resumed_run_reads_one_window_a_lane_before_its_first_step(make_source
     draw(loader, 190)
     state = saved(loader)
     loader.close()
-    assert all(epoch >= 1 for epoch, _, _ in state["lanes"].values())
+    assert all(epoch >= 1 for epoch, *_ in state["lanes"].values())
     read = []
     real = lanes_module.tokenize_window
 
@@ -230,7 +230,9 @@ def test_lanes_do_not_come_to_the_end_of_their_windows_at_the_same_step(tmp_path
     source = open_live(path, tokenizer=numbers(), options=options)
     loader = make_loader(source, steps=100, global_batch_size=8, micro_batch=8)
     ends = [
-        sum(row == 0 for _, _, row in loader.state_dict()["lanes"].values())  # they are at the start of the next
+        sum(
+            row == 0 for _, _, row, *_ in loader.state_dict()["lanes"].values()
+        )  # they are at the start of the next
         for _ in loader
     ]
     assert max(ends) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import tokenmill as tm
+from tokenmill.compare import compare
 from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError
 from tokenmill.live import LiveOptions, merge_states, open_live
 from tokenmill.live.mixed import MixedLoader
@@ -76,8 +78,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make_run(folder, request):
-    def make(name="run", **parts):
-        text = CONFIG.format(**{"run": "", "source": "", "two": "", "rest": "", **parts})
+    def make(name="run", config=CONFIG, **parts):
+        text = config.format(**{"run": "", "source": "", "two": "", "rest": "", **parts})
         file = folder / f"{request.node.name.split('[')[0][:40]}-{name}.toml"
         file.write_text(text)
         return tm.Run.from_toml(file)
@@ -357,7 +359,7 @@ def edited(state, **live):
     [
         (
             lambda s: {k: v for k, v in s.items() if k != "live"},
-            "must have the lanes of live text, got none; use a",
+            "must have the lanes of live text, which is drawn before step 4, got none; use a",
         ),
         (lambda s: {**s, "live": 3}, "live must have at, formats, lanes, got 3; use a state that was not edited"),
         (lambda s: edited(s, at=2), "live.at must be its step 4, or have skipped steps alone up to it, got 2"),
@@ -366,7 +368,7 @@ def edited(state, **live):
         (lambda s: edited(s, formats=[[1]]), "a format must be .seq_len, packing, split, crop., got .1."),
         (lambda s: edited(s, lanes={}), "must have the lanes 0:8 of 'web' for rank 0 of 1, got none of .0, 1"),
         (lambda s: edited(s, lanes={"web": {"a": [0, 0]}}), "lanes must be named by numbers, got 'a'"),
-        (lambda s: edited(s, lanes={"web": {"0": [0]}}), "lane 0 of 'web' must be at .epoch, window. and pairs"),
+        (lambda s: edited(s, lanes={"web": {"0": [0]}}), "lane 0 of 'web' must be at .epoch, window., pairs"),
         (lambda s: edited(s, lanes={"web": {"0": [0, 0, 7, 1]}}), "lane 0 of 'web' must be at .epoch, window."),
         (lambda s: edited(s, lanes={"web": {str(i): [0, 10**6] for i in range(8)}}), "one of its .* windows"),
     ],
@@ -432,3 +434,135 @@ def test_rows_that_must_start_with_bos_are_refused_where_no_document_does(folder
         ConfigError, match="packing bos_best_fit needs documents that start with BOS, got a tokenizer"
     ):
         rows.made(8, Policy(name="bos_best_fit"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        ({"source": "lanes = 4"}, "sources[0].lanes"),
+        ({"source": 'on_error = "skip"'}, None),
+        ({"source": 'text_field = "body"'}, "sources[0].text_field"),
+        (
+            {"rest": '[[stages]]\nname = "four"\nstart_step = 20\nweights = { web = 1, code = 1 }\n' + NEW},
+            "sources[2]",
+        ),
+    ],
+    ids=["lanes", "on_error", "text_field", "a new source"],
+)
+def test_edits_of_live_sources_are_compared_and_recorded(make_run, edit, told):
+    """[A1.b]"""
+    old, new = make_run("old"), make_run("new", **edit)
+    found = compare(old.plan(), new.plan(), configs=(old.config, new.config))
+    assert found.same == (told is None)
+    if told is not None:
+        assert found.changes[0].path.startswith(told)
+    name = make_run("same").loader(arrays=ARRAYS).plan.fingerprint
+    assert (make_run("same", **edit).loader(arrays=ARRAYS).plan.fingerprint == name) == (told is None)
+
+
+def without_web(text):
+    """Return the config with stores alone."""
+    return (
+        text.replace("live = true\nwindow_bytes = 600\n", "")
+        .replace('documents = ["web*.jsonl"]\ntokenizer = "bytes"\n', 'store = "books"\n')
+        .replace('name = "three"\nstart_step = 16\npacking = "concat"', 'name = "three"\nstart_step = 16')
+    )
+
+
+def test_live_text_may_be_added_to_a_run_of_stores_and_dropped_before_it_is_drawn(folder, open_loaders):
+    text = without_web(CONFIG.format(run="", source="", two="", rest=""))
+    later = '[[stages]]\nname = "four"\nstart_step = 20\nweights = { web = 1, code = 1 }\n'
+    runs = []
+    for name, more in (
+        ("stores", ""),
+        ("added", later + NEW),
+        ("skipping", later + NEW + '[[skip]]\nsteps = "10:14"\n'),
+    ):
+        (folder / f"later-{name}.toml").write_text(text + more)
+        runs.append(tm.Run.from_toml(folder / f"later-{name}.toml"))
+    plain, added, skipping = runs
+    (loader,) = [plain.loader(arrays=ARRAYS)]
+    whole = {step: batch_digest(row_digests(loader[step])) for step in range(20)}
+    loader.seek(10)
+    state = loader.state_dict()
+    assert "live" not in state
+    told, _ = draw(open_loaders(added))
+    rest, _ = draw(open_loaders(added, 2, state=state))
+    assert {step: digest for step, digest in told.items() if step >= 10} == rest
+    assert {step: told[step] for step in range(20)} == whole
+    skipped, late = draw(open_loaders(skipping, 2, state=state), 18)
+    assert list(skipped) == [14, 15, 16, 17]
+    back = plain.loader(arrays=ARRAYS)
+    with pytest.raises(ResumeError):  # of another plan
+        back.load_state_dict(late)
+    _, early = draw(open_loaders(added), 15)
+    back.load_state_dict(early)
+    assert back.step == 15
+
+
+def test_sources_of_one_size_are_not_walked_in_step(folder, open_loaders):
+    source = '[[sources]]\nname = "{}"\ndocuments = ["web0.jsonl"]\ntokenizer = "bytes"\n'
+    source += "live = true\nwindow_bytes = 300\n"
+    file = folder / "twins.toml"
+    file.write_text(
+        "[run]\nsteps = 6\nglobal_batch_size = 8\nseq_len = 64\nweights = { en = 1, fr = 1 }\n"
+        + source.format("en")
+        + source.format("fr")
+    )
+    (loader,) = open_loaders(tm.Run.from_toml(file), micro_batch=8)
+    together = 0
+    for batch in loader:
+        rows = [[], []]
+        for digest, source in zip(row_digests(batch), batch["source"], strict=True):
+            rows[int(source)].append(digest)
+        together += len(set(rows[0]) & set(rows[1]))
+    assert together < 6  # of 24, were they walked in step
+
+
+def test_documents_that_a_later_stage_must_not_cut_are_left_out_or_refused_with_their_place(make_run, open_loaders):
+    """[C2.c]"""
+    config = CONFIG.replace('packing = "concat"', 'split = "forbid"\nseq_len = 30')
+    run = make_run(config=config, source='on_error = "skip"')
+    loaders = open_loaders(run)
+    whole, state = draw(loaders)
+    assert loaders[0].skipped["web"].counts["too_many_tokens"] > 0
+    assert state["live"]["skipped"]["web"] == loaders[0].skipped["web"].counts
+    first, state = draw(open_loaders(run, 2), 17)
+    rest, again = draw(open_loaders(run, 4, state=state))
+    assert {**first, **rest} == whole
+    assert again["live"]["skipped"] == {"web": dict(loaders[0].skipped["web"].counts)}
+    with pytest.raises(
+        DocumentError, match=r"web\d\.jsonl.* line \d+.*: with packing = 'best_fit' and split = 'forbid'"
+    ):
+        draw(open_loaders(make_run("stop", config=config)))
+
+
+def test_a_run_that_has_ended_holds_no_thread_and_none_is_started_where_none_is_wanted(make_run, open_loaders):
+    def alive():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("tokenmill-live")]
+
+    before = len(alive())
+    run = make_run()
+    (loader,) = open_loaders(run, threads=1)
+    assert len(list(loader)) == len(loader)
+    assert len(alive()) == before
+    (inline,) = open_loaders(run, threads=0)
+    next(iter(inline))
+    assert len(alive()) == before
+
+
+def test_only_the_start_of_a_step_is_the_step(make_run, open_loaders):
+    (loader,) = open_loaders(make_run(), micro_batch=2)
+    stream = iter(loader)
+    for _ in range(4):
+        next(stream)
+    loader.seek(1)
+    next(stream)
+    with pytest.raises(PlanError, match="must be 0 or come from a state"):
+        loader.seek(1)
+
+
+def test_a_timeout_can_be_given(make_run):
+    assert make_run().loader(timeout=7.5)._ahead.timeout == 7.5
+    with pytest.raises(ConfigError, match="timeout more than 0, got 1, 8 and 0"):
+        make_run().loader(timeout=0)

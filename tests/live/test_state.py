@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tokenmill.errors import ResumeError
-from tokenmill.live import merge_states
+from tokenmill.live import LiveOptions, merge_states, open_live
 
 
 def saved(loader):
@@ -114,12 +114,19 @@ def test_a_folder_may_move(corpus, tmp_path, make_source, make_loader, draw):
         (lambda state: {**state, "lanes": {"a": [0, 0, 0]}}, "lanes must be named by numbers, got 'a'"),
         (
             lambda state: {**state, "lanes": {"0": [0, 0]}},
-            r"lane 0 must be at \[epoch, window, row\], got \[0, 0\]",
+            r"lane 0 must be at \[epoch, window, row, digest\], got \[0, 0\]",
         ),
+        (lambda state: {**state, "lanes": {"0": [0, 0, 1]}}, r"lane 0 must be at .* got \[0, 0, 1\]"),
+        (lambda state: {**state, "lanes": {"0": [0, 0, 0, "12345678"]}}, r"lane 0 must be at .* got \[0, 0, 0, '1"),
+        (lambda state: {**state, "skipped": {"json": -1}}, "skipped must be a number for each reason, got"),
+        (lambda state: {**state, "skipped": 3}, "skipped must be a dict, got int"),
         (lambda state: {**state, "lanes": {**state["lanes"], "1": [0, 99, 0]}}, "lane 1 must be at one of its"),
-        (lambda state: {**state, "batches": 1}, r"got none of \['micro_batch', 'world_size'\]"),
         (
-            lambda state: {**state, "batches": 4, "micro_batch": 1, "world_size": 1},
+            lambda state: {**state, "batches": 1},
+            r"got none of \['micro_batch', 'world_size', 'global_batch_size'\]",
+        ),
+        (
+            lambda state: {**state, "batches": 4, "micro_batch": 1, "world_size": 1, "global_batch_size": 4},
             "batches must lie within step 0",
         ),
         (lambda state: {**state, "fingerprint": "0" * 32}, "got others of the same names and sizes"),
@@ -134,9 +141,11 @@ def test_a_state_that_cannot_be_is_refused(make_source, make_loader, edit, messa
 
 
 def test_a_row_that_a_window_does_not_have_is_refused(make_source, make_loader):
-    loader = make_loader(make_source())
+    loader = make_loader(make_source(window_bytes=3000))
     state = saved(loader)
-    loader.load_state_dict({**state, "lanes": {**state["lanes"], "0": [0, 0, 10**6]}})
+    next(iter(loader))
+    check = saved(loader)["lanes"]["0"][3]
+    loader.load_state_dict({**state, "lanes": {**state["lanes"], "0": [0, 0, 10**6, check]}})
     with pytest.raises(ResumeError, match=r"a lane must be at a row of .*, got row 1000000 of \d+ in epoch 0"):
         next(iter(loader))
 
@@ -148,9 +157,12 @@ def test_in_the_middle_of_a_step_the_ranks_must_stay(make_source, make_loader, d
     state = saved(loader)
     assert (state["step"], state["batches"]) == (1, 2)
     with pytest.raises(
-        ResumeError, match="in the middle of step 1, so world_size and micro_batch must stay 1 and 1"
+        ResumeError,
+        match="in the middle of step 1, so micro_batch, world_size and global_batch_size must stay 1, 1, 4, got 2",
     ):
         make_loader(source, micro_batch=2).load_state_dict(state)
+    with pytest.raises(ResumeError, match="must stay 1, 1, 4, got 1, 1, 8"):
+        make_loader(make_source(lanes=4), global_batch_size=8).load_state_dict(state)
     other = make_loader(source)
     other.load_state_dict(state)
     assert draw(other) == draw(loader)
@@ -165,9 +177,62 @@ def test_states_of_different_steps_or_places_are_not_joined(make_source, make_lo
     draw(ranks[1], 2)
     with pytest.raises(ResumeError, match=r"states: step must be the same on all ranks, got 0 and 1"):
         merge_states([early, saved(ranks[1])])
-    with pytest.raises(ResumeError, match=r"lane 0 must stand at one place, got \[0, 0, 0\] and \[0, 0, 1\]"):
-        merge_states([early, {**early, "lanes": {"0": [0, 0, 1]}}])
+    with pytest.raises(
+        ResumeError, match=r"lane 0 must stand at one place, got \[0, 0, 0\] and \[0, 0, 1, 'abcdef01'\]"
+    ):
+        merge_states([early, {**early, "lanes": {"0": [0, 0, 1, "abcdef01"]}}])
     draw(ranks[0], 2)
     both = merge_states([saved(rank) for rank in ranks])
     assert list(both["lanes"]) == ["0", "1", "2", "3"]
     assert merge_states([both]) == merge_states([both, saved(ranks[0])]) == both
+
+
+def test_other_text_in_the_window_of_a_lane_is_refused_with_its_place_though_no_sample_shows_it(
+    tmp_path, texts, write, numbers, make_loader
+):
+    """[D1.b]"""
+    path = write(tmp_path / "x.jsonl", texts([30] * 3000))
+    options = LiveOptions(seq_len=16, shuffle=False, window_bytes=200_000, lanes=1)
+    loader = make_loader(
+        open_live(path, tokenizer=numbers(200_000), options=options), global_batch_size=1, steps=9000
+    )
+    stream = iter(loader)
+    while loader.state_dict()["lanes"]["0"][1] < 1:
+        next(stream)
+    next(stream)
+    state = saved(loader)
+    data = bytearray(path.read_bytes())
+    at = data.index(b" ", 250_000) + 1
+    data[at : at + 1] = b"9" if data[at : at + 1] != b"9" else b"8"
+    path.write_bytes(data)
+    again = make_loader(
+        open_live(path, tokenizer=numbers(200_000), options=options), global_batch_size=1, steps=9000
+    )
+    again.load_state_dict(state)
+    with pytest.raises(ResumeError, match=r"x\.jsonl bytes \d+:\d+: must hold what it held .* got other text; put"):
+        next(iter(again))
+
+
+def test_what_was_left_out_is_counted_through_resumes_and_world_sizes(tmp_path, texts, write, numbers, make_loader):
+    """[C2.c]"""
+    path = write(tmp_path / "x.jsonl", texts([9] * 200))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([line if n % 10 else "{" for n, line in enumerate(lines)]) + "\n")
+    options = LiveOptions(seq_len=8, on_error="skip", window_bytes=300, lanes=4)
+    source = open_live(path, tokenizer=numbers(), options=options)
+    whole = make_loader(source, steps=40)
+    list(whole)
+    assert whole.skipped.counts["json"] > 10
+    state, size = None, 1
+    for step in range(1, 41):
+        size = {1: 2, 2: 4, 4: 1}[size]
+        ranks = [make_loader(source, steps=40, world_size=size, rank=rank) for rank in range(size)]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+            stream = iter(rank)
+            while rank.step < step:
+                next(stream)
+        state = merge_states([saved(rank) for rank in ranks])
+        assert merge_states([saved(rank) for rank in ranks])["lanes"] == state["lanes"]
+    assert state["skipped"] == dict(whole.skipped.counts)

@@ -23,6 +23,7 @@ from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest  #
 from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live  # noqa: E402
 from tokenmill.live import merge_states as merge_live  # noqa: E402
 from tokenmill.live.foreign import NanochatTokenizer  # noqa: E402
+from tokenmill.live.mixed_state import is_count  # noqa: E402
 from tokenmill.loader import IGNORE  # noqa: E402
 
 if TYPE_CHECKING:
@@ -155,7 +156,9 @@ def _stream(
     live = None if resume is None else _live(resume)
     rank, world_size = find_rank()
     rank, world_size = more.get("rank", rank), more.get("world_size", world_size)
-    lanes = more.get("lanes") or (live and live["made_of"].get("options", {}).get("lanes")) or shape[0] * world_size
+    if min(shape) < 1:
+        raise ConfigError(f"B, T: must be at least 1, got {shape[0]} and {shape[1]}; raise them")
+    lanes = more.get("lanes") or _lanes(live) or shape[0] * world_size
     options = _options(packing, shape[1], files[0], lanes, more)
     if isinstance(tokenizer, str):
         options = replace(options, add_bos=True, add_eos=False)
@@ -205,7 +208,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _state(loader: LiveLoader, numbers: Mapping[str, int]) -> State:
     """Return where the rank stands; the keys of nanochat say where its first lane does."""
     live, lane = loader.state_dict(), loader.share.own.start
-    epoch, turn, _ = live["lanes"][str(lane)]
+    epoch, turn = live["lanes"][str(lane)][:2]
     piece = loader.windows.at(lane, epoch, turn).unit.pieces[0]
     return {"pq_idx": numbers[piece.file.path], "rg_idx": piece.begin, "epoch": epoch + 1, LIVE: live}
 
@@ -218,6 +221,13 @@ def _live(state: Mapping[str, Any]) -> State:
             "does not say what was trained on: start without it, with the files that it has not come to in data_dir"
         )
     return merge_live([state[LIVE]])  # checks its shape
+
+
+def _lanes(live: Mapping[str, Any] | None) -> int | None:
+    """Return how many lanes a state was made with; what it says otherwise wrong, the loader finds."""
+    options = None if live is None else live["made_of"].get("options")
+    lanes = options.get("lanes") if isinstance(options, Mapping) else None
+    return lanes if is_count(lanes) else None
 
 
 def _files(split: str, more: More) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,8 +95,19 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
         if state:
             sys.stdout.flush()
             write_atomically(state.absolute(), orjson.dumps(_state(loaders)))
+    _tell_skipped(loaders)
     if not digest:
         errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
+
+
+def _tell_skipped(loaders: list[Loader]) -> None:
+    """Say what was left out of live text."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for loader in loaders:
+        for source, skipped in getattr(loader, "skipped", {}).items():
+            counts.update({(source, reason): number for reason, number in skipped.counts.items()})
+    for (source, reason), number in sorted(counts.items()):
+        errors.print(f"left out of {source}: {reason} {number:,}", highlight=False)
 
 
 def _state(loaders: list[Loader]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from tokenmill.cli.audit import Audit, Example, audit, examples, has_chat_template, percent, printable, share
-from tokenmill.cli.console import console, megabytes, print_json, table
+from tokenmill.cli.console import console, errors, megabytes, print_json, table
 from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
 from tokenmill.cli.page import check_file, html_examples, html_histogram, html_table, page
 from tokenmill.cli.plan import fate_tables, fitting
@@ -86,7 +86,13 @@ def _open(path: Path, options: ForeignOptions) -> tuple[dict[str, Store], PlanRe
                 f"{value!r} beside it; write it under [[sources]]"
             )
         run = Run.from_toml(path)
-        return dict(run.stores), report(run.plan())
+        told = report(run.plan())
+        for name, rows in run.live.items():
+            files = len(rows.source.files)
+            size = megabytes(sum(file.bytes for file in rows.source.files))
+            line = f"{name}: live text, {files:,} files of {size}, {rows.lanes:,} lanes, tokenized as it is read"
+            errors.print(line, highlight=False, soft_wrap=True)
+        return dict(run.stores), told
     names = {
         path.absolute().name if place == path else place.relative_to(path).as_posix(): place
         for place in places_of(path)

@@ -115,6 +115,7 @@ def _sources(sources: Sequence[SourceFacts]) -> View:
         [
             ("source", [s.name for s in sources]),
             ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
+            *([("lanes", [s.lanes for s in sources])] if any(s.lanes for s in sources) else []),
             ("rows drawn", [s.drawn for s in sources]),
             *([("of them skipped", [s.skipped for s in sources])] if skipping else []),
             ("epochs", [_epochs(s.epochs) for s in sources]),

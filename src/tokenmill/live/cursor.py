@@ -18,3 +18,5 @@ class Cursor:
     """Among the windows of the lane in that epoch."""
     drawn: tuple[Drawn, ...] = ()
     """Nothing at the start of a window; several where a stage changed in its midst how rows are made."""
+    check: str = ""
+    """Digest of what the window held when rows of it were drawn."""

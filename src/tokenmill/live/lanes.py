@@ -6,11 +6,11 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from tokenmill.errors import DocumentError, TokenizerError
+from tokenmill.errors import DocumentError, ResumeError, TokenizerError
 from tokenmill.live.ahead import Ahead, Found, Show, Task, Wanted
 from tokenmill.live.cursor import Cursor
 from tokenmill.live.rows import Drawn, Skipped, WindowRows, pack_window, tokenize_window
@@ -53,6 +53,9 @@ class SkippedText:
     """The first of them."""
 
 
+Mark: TypeAlias = tuple[dict[int, Cursor], Counter[str], int]
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """Where a lane stands, and what is held for it."""
@@ -87,8 +90,8 @@ class Lanes:
         """In which rows were last asked for: in this way those of windows ahead are made."""
         self._pool: Ahead | None = None
         self._finalizer: weakref.finalize[[], Lanes] | None = None
-        self._counted: set[tuple[int, int, int]] = set()
         self._told = (time.monotonic(), 0.0)
+        self._told_skips = float("-inf")
 
     @property
     def cursors(self) -> dict[int, Cursor]:
@@ -105,6 +108,23 @@ class Lanes:
             lane = self.lanes[number]
             self._drop(lane)
             lane.cursor = cursor
+
+    def mark(self, numbers: Iterable[int]) -> Mark:
+        """Return what `back` needs to undo the draws from some of the lanes."""
+        return self.cursors_of(numbers), Counter(self.skipped.counts), len(self.skipped.places)
+
+    def back(self, mark: Mark) -> None:
+        """Be where the lanes were; whoever draws again gets the same rows, by other threads."""
+        cursors, counts, places = mark
+        self.close()
+        self.stand(cursors)
+        self.count_skipped(counts)
+        del self.skipped.places[places:]
+
+    def count_skipped(self, counts: Mapping[str, int]) -> None:
+        """Have left out so much."""
+        self.skipped.counts.clear()
+        self.skipped.counts.update(counts)
 
     def restart(self) -> None:
         """Begin the next epoch in every lane that is within one."""
@@ -132,8 +152,8 @@ class Lanes:
         found = lane.held or self._take(number, lane, format)
         row = lane.cursor.drawn[-1].rows if len(lane.cursor.drawn) > len(found.before) else 0
         if row + 1 < found.window.num_rows:
-            drawn = (*found.before, Drawn(format, row + 1))
-            lane.cursor = Cursor(epoch=found.epoch, turn=found.turn, drawn=drawn)
+            drawn, check = (*found.before, Drawn(format, row + 1)), found.window.tokenized.check
+            lane.cursor = Cursor(epoch=found.epoch, turn=found.turn, drawn=drawn, check=check)
         else:
             lane.cursor = self._after(number, found)
             lane.held = None
@@ -185,7 +205,7 @@ class Lanes:
         if (found.epoch, found.turn) != (lane.cursor.epoch, lane.cursor.turn):
             lane.cursor = Cursor(epoch=found.epoch, turn=found.turn)
         lane.held = found
-        self._note_skipped(number, found)
+        self._note_skipped(wanted.cursor, found)
         self._tell(number, found)
         self.ask_ahead()
         return found
@@ -198,6 +218,7 @@ class Lanes:
         options = self.source.options.in_format(format)
         drawn = lane.cursor.drawn
         window = pack_window(found.window.tokenized, self.source.tokenizer.identity, options, drawn)
+        self._add_skipped(window.skipped[len(found.window.skipped) :])
         if window.num_rows:
             before = drawn[:-1] if drawn and drawn[-1].format == format else drawn
             lane.held = Found(
@@ -229,14 +250,25 @@ class Lanes:
             self._finalizer = weakref.finalize(self, self._pool.stop)
         return self._pool
 
-    def _note_skipped(self, number: int, found: Found) -> None:
-        """Count what was left out, once for each window of an epoch, also where one is read again."""
-        for place, skipped in found.skipped.items():
-            if (number, *place) in self._counted:
-                continue
-            self._counted.add((number, *place))
-            self.skipped.counts.update(one.reason for one in skipped)
-            self.skipped.places.extend(skipped[: MAX_PLACES - len(self.skipped.places)])
+    def _note_skipped(self, cursor: Cursor, found: Found) -> None:
+        """Count what was left out of windows; of one that is read again it has been counted."""
+        new = [
+            one
+            for place, skipped in found.skipped.items()
+            if not (cursor.drawn and place == (cursor.epoch, cursor.turn))
+            for one in skipped
+        ]
+        self._add_skipped(new)
+
+    def _add_skipped(self, new: Sequence[Skipped]) -> None:
+        if not new:
+            return
+        self.skipped.counts.update(one.reason for one in new)
+        self.skipped.places.extend(new[: MAX_PLACES - len(self.skipped.places)])
+        if time.monotonic() - self._told_skips >= TELL_SECONDS:
+            self._told_skips = time.monotonic()
+            counts = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self.skipped.counts.items()))
+            _log.warning("left out so far: %s; the last: %s (%s)", counts, new[-1].place, new[-1].reason)
 
     def _tell(self, number: int, found: Found) -> None:
         """Log that the run waits for text, now and then."""
@@ -273,6 +305,11 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
             tokenized = tokenize_window(window, epoch, source.tokenizer, options, lambda: show(name))  # noqa: B023
         except TokenizerError as error:
             raise _placed(error, name) from error
+        if drawn and wanted.cursor.check not in ("", tokenized.check):
+            raise ResumeError(
+                f"{name}: must hold what it held when the state was saved, got other text; put the file back, or "
+                "start at step 0"
+            )
         made = pack_window(tokenized, identity, options, drawn)
         show(name)
         if made.skipped:

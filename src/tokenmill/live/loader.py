@@ -115,12 +115,16 @@ class LiveLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands: its lanes, as JSON; `merge_states` joins those of all ranks."""
         step, batch = divmod(self._drawn, self.share.batches)
-        return save_state(self.source, Standing(step=step, batch=batch, cursors=self.lanes.cursors), self.share)
+        standing = Standing(
+            step=step, batch=batch, cursors=self.lanes.cursors, skipped=dict(sorted(self.skipped.counts.items()))
+        )
+        return save_state(self.source, standing, self.share)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration goes on from there."""
         standing = load_state(state, self.source, self.share, self.windows, self.steps)
         self.lanes.stand(standing.cursors)
+        self.lanes.count_skipped(standing.skipped)
         self._drawn = standing.step * self.share.batches + standing.batch
 
     def close(self) -> None:
@@ -130,7 +134,7 @@ class LiveLoader:
     def _draw(self) -> Batch:
         """Return the next micro-batch; if that fails, nothing has been drawn."""
         lanes = self.share.lanes_of(self._drawn % self.share.batches)
-        before, format = self.lanes.cursors_of(lanes), self.source.options.format
+        before, format = self.lanes.mark(lanes), self.source.options.format
         rows = []
         try:
             for self._picked, number in enumerate(
@@ -139,8 +143,7 @@ class LiveLoader:
                 rows.append(self.lanes.next_row(number, format))
             batch = self._assembler.batch(rows)
         except BaseException:
-            self.close()  # a thread may hang: who tries again gets others
-            self.lanes.stand(before)
+            self.lanes.back(before)  # a thread may hang: who tries again gets others
             raise
         finally:
             self._picked = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tokenmill.live.lanes import AheadOptions, Lanes, SkippedText
 from tokenmill.live.mixed_state import LIVE, LanePlaces, read_places
 from tokenmill.live.planned import LiveRows
 from tokenmill.live.rows import padding_id
-from tokenmill.live.state import check_turns
+from tokenmill.live.state import check_turns, own_skipped
 from tokenmill.loader.assemble import Block, Drawn, Given, StoredRows
 from tokenmill.loader.batches import AnyBlock, Loader, LoaderOptions
 from tokenmill.loader.state import Explain, Position, load_state
@@ -59,7 +60,7 @@ class MixedLoader(Loader):
                 "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
                 "its own; sum the labels of each rank with an all-reduce"
             )
-        self._ahead = ahead or AheadOptions(threads=max(1, options.threads))
+        self._ahead = ahead or AheadOptions(threads=options.threads, timeout=options.timeout)
         found = live_rows(plan)
         self.lanes = {name: self._open(name, rows) for name, rows in found.items()}
         self._crossing = any(rows.cross_document_labels for rows in found.values())
@@ -100,7 +101,7 @@ class MixedLoader(Loader):
         """Go back to the start; any other step needs a state."""
         if step == 0:
             self._stand(Position(step=0), LanePlaces(at=0, cursors={}))
-        elif step != self.step:
+        elif self._position() != Position(step=step):
             self._refuse(step)
 
     def _refuse(self, step: int) -> NoReturn:
@@ -114,21 +115,32 @@ class MixedLoader(Loader):
         return {**super().state_dict(), LIVE: self._places().to_json()}
 
     def _places(self) -> LanePlaces:
-        return LanePlaces(at=self._at, cursors={name: lanes.cursors for name, lanes in self.lanes.items()})
+        return LanePlaces(
+            at=self._at,
+            cursors={name: lanes.cursors for name, lanes in self.lanes.items()},
+            skipped={name: Counter(lanes.skipped.counts) for name, lanes in self.lanes.items()},
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration goes on from there."""
         known = isinstance(state, Mapping)
         plain = {key: value for key, value in state.items() if key != LIVE} if known else state
         position = load_state(plain, self.plan, self.part, self._explain)
-        if LIVE not in state:
-            raise ResumeError(
-                "state: must have the lanes of live text, got none; use a state of this run that was saved since "
-                "it draws from live text"
-            )
-        places = read_places(state[LIVE])
+        places = read_places(state[LIVE]) if LIVE in state else self._before_live(position)
         self._check(position, places)
         self._stand(position, places)
+
+    def _before_live(self, position: Position) -> LanePlaces:
+        """Return where lanes stand at a step before which nothing was drawn from them, as a state without says."""
+        if any(drawn_before(self.plan, name, position.covered) for name in self.lanes):
+            raise ResumeError(
+                f"state: must have the lanes of live text, which is drawn before step {position.covered}, got "
+                "none; use a state that was not edited"
+            )
+        at = position.step
+        while at and self.plan.stage(at - 1).spec.skipped is not None:
+            at = self.plan.stage(at - 1).spec.start_step
+        return LanePlaces(at=at, cursors={})
 
     def _check(self, position: Position, places: LanePlaces) -> None:
         if self.plan.next_trained(places.at) != self.plan.next_trained(position.step) or places.at > position.step:
@@ -156,6 +168,8 @@ class MixedLoader(Loader):
         for name, lanes in self.lanes.items():
             cursors = places.cursors.get(name, {})
             lanes.stand({lane: cursors.get(lane, Cursor()) for lane in lanes.lanes})
+            alone = len(cursors) <= len(lanes.lanes)
+            lanes.count_skipped(own_skipped(places.skipped.get(name, {}), self.part.rank, alone=alone))
         self._at = places.at
 
     def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
@@ -163,6 +177,7 @@ class MixedLoader(Loader):
         for stage, begin in zip(self.plan.stages, self._first_batch.tolist(), strict=False):
             for first in range(max(0, drawn - begin), self._num_batches(stage)):
                 yield stage, first, 1
+        self.close()
 
     def _block(self, stage: Stage, first: int, count: int) -> Block:
         step, batch = divmod(first, self.part.batches(stage))

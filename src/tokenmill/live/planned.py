@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 from tokenmill.errors import ConfigError, PlanError
-from tokenmill.fingerprint import digest
+from tokenmill.fingerprint import digest, key64
 from tokenmill.live.options import Format, LiveOptions
 from tokenmill.live.source import open_live
 from tokenmill.live_rules import num_lanes
@@ -118,7 +118,7 @@ def open_rows(config: Config, source: SourceConfig, texts: list[str], tokenizer:
         packing=run.packing,
         split=run.split,
         crop=run.crop,
-        seed=run.seed,
+        seed=key64(run.seed, "live", source.name) >> 1,  # or sources of one size would be walked in step
         shuffle=run.shuffle != "none",
         text_field=source.text_field,
         lanes=lanes,

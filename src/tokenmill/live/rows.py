@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xxhash
 
 from tokenmill.documents import RULES, read_unit
 from tokenmill.encode.frame import frame
 from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.loader.kernels import ADDRESS, describe_spans, point_spans
-from tokenmill.packing.following import pack_rest
+from tokenmill.packing.following import pack_rest, rest_lengths
 from tokenmill.packing.index import WindowIndex, build_index, num_windows, pack_one, whole_documents
 from tokenmill.packing.packed import PackedRows
 from tokenmill.packing.window import FORBID
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tokenmill.store.reader import Store
 
 KEY = "sequence"
+CHECK_DIGITS = 8
 BATCH_CHARACTERS = 1 << 20
 """Texts that are tokenized together; more do not stay in the caches of a core."""
 BROKEN, TOO_LONG = "broken", "too_many_tokens"
@@ -69,6 +71,8 @@ class Tokenized:
     places: npt.NDArray[np.int64]
     """(piece, line) of each document."""
     skipped: tuple[Skipped, ...]
+    check: str
+    """Digest of the tokens: a state has it, so that other text is not taken for that of a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -110,7 +114,14 @@ def tokenize_window(
         order = permute_all(np.arange(len(texts)), len(texts), window.key(options.seed, epoch, "documents"))
         texts, places = [texts[index] for index in order.tolist()], places[order]
     encoded = _encode(texts, tokenizer, beat)
-    return Tokenized(window=window, epoch=epoch, encoded=encoded, places=places, skipped=tuple(skipped))
+    return Tokenized(
+        window=window,
+        epoch=epoch,
+        encoded=encoded,
+        places=places,
+        skipped=tuple(skipped),
+        check=xxhash.xxh3_64_hexdigest(np.ascontiguousarray(encoded.ids).data)[:CHECK_DIGITS],
+    )
 
 
 def pack_window(
@@ -125,9 +136,10 @@ def pack_window(
     ways = [options.in_format(format) for format, _ in drawn]
     if not ways or ways[-1] != options:
         ways.append(options)
-    encoded = tokenized.encoded
+    encoded, kept = tokenized.encoded, np.arange(tokenized.encoded.num_documents)
     if ways[0].policy.split_mode == FORBID:
-        encoded = _without_long(encoded, tokenized, ways[0], skipped)
+        long = _too_long(kept, np.diff(encoded.offsets), tokenized, ways[0], skipped)
+        encoded, kept = _without(encoded, long), np.delete(kept, long)
     packed = _pack(encoded, identity, window, ways[0])
     for turn, way in enumerate(ways[1:]):
         _check_row(drawn[turn].rows, packed, tokenized)
@@ -138,7 +150,12 @@ def pack_window(
             key=int(_row_key(tokenized, options, turn)),
             shuffle=Shuffle(mode="full" if options.shuffle else "none"),
         )
-        packed = pack_rest(packed, seen, seq_len=way.seq_len, policy=way.policy)
+        excluded = packed.excluded
+        if way.policy.split_mode == FORBID:
+            documents, lengths = rest_lengths(packed, seen, way.policy)
+            long = documents[_too_long(kept[documents], lengths, tokenized, way, skipped)]
+            excluded = np.union1d(long, [] if excluded is None else excluded).astype(np.int64)
+        packed = pack_rest(packed, seen, seq_len=way.seq_len, policy=way.policy, excluded=excluded)
     order = np.arange(packed.num_rows)
     if options.shuffle and order.size:
         order = permute_all(order, order.size, _row_key(tokenized, options, len(ways) - 1))
@@ -251,12 +268,17 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, beat: Beat) -> Encoded:
     return Encoded(ids=np.concatenate([part.ids for part in parts]), offsets=offsets)
 
 
-def _without_long(encoded: Encoded, tokenized: Tokenized, options: LiveOptions, skipped: list[Skipped]) -> Encoded:
-    """Leave out documents that do not fit a row, or refuse them, where documents must not be cut."""
-    lengths = np.diff(encoded.offsets)
-    long = lengths > options.seq_len + 1
-    for index in np.flatnonzero(long).tolist():
-        piece, line = tokenized.places[index].tolist()
+def _too_long(
+    documents: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    tokenized: Tokenized,
+    options: LiveOptions,
+    skipped: list[Skipped],
+) -> npt.NDArray[np.int64]:
+    """Return which of some documents do not fit a row, to be left out, or refuse them; they must not be cut."""
+    long = np.flatnonzero(lengths > options.seq_len + 1)
+    for index in long.tolist():
+        piece, line = tokenized.places[documents[index]].tolist()
         where = record_name(tokenized.window.unit.pieces[piece], line)
         if options.on_error == "stop":
             raise DocumentError(
@@ -265,10 +287,18 @@ def _without_long(encoded: Encoded, tokenized: Tokenized, options: LiveOptions, 
                 "truncate_end, or on_error='skip'"
             )
         skipped.append(Skipped(reason=TOO_LONG, place=where))
-    if not long.any():
+    return long
+
+
+def _without(encoded: Encoded, documents: npt.NDArray[np.int64]) -> Encoded:
+    """Leave out some documents."""
+    if not documents.size:
         return encoded
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[~long])])
-    return Encoded(ids=encoded.ids[np.repeat(~long, lengths)], offsets=offsets)
+    lengths = np.diff(encoded.offsets)
+    kept = np.ones(lengths.size, np.bool_)
+    kept[documents] = False
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[kept])])
+    return Encoded(ids=encoded.ids[np.repeat(kept, lengths)], offsets=offsets)
 
 
 def _store(encoded: Encoded, identity: TokenizerIdentity, path: Path) -> Store:

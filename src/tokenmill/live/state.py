@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.errors import ResumeError, nearest
 from tokenmill.fingerprint import first_difference
 from tokenmill.live.cursor import Cursor
-from tokenmill.live.mixed_state import LIVE, merge_mixed
+from tokenmill.live.mixed_state import LIVE, SKIPPED, check_skipped, is_check, is_count, merge_mixed
 from tokenmill.live.options import Format
 from tokenmill.live.rows import Drawn
 from tokenmill.live.source import LiveSource, file_groups
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 _KEYS = ("version", "step", "fingerprint", "made_of", "lanes")
-_MID_STEP_KEYS = ("batches", "micro_batch", "world_size")
+_MID_STEP_KEYS = ("batches", "micro_batch", "world_size", "global_batch_size")
 _EDITED = "use a state that was not edited"
 _ANY = Format(1, "best_fit", "allow", "return")
 
@@ -34,6 +35,8 @@ class Standing:
     """Micro-batches of the step that were already drawn."""
     cursors: Mapping[int, Cursor]
     """Of each lane of the rank."""
+    skipped: Mapping[str, int]
+    """How much was left out, by reason."""
 
 
 def save_state(source: LiveSource, standing: Standing, share: Share) -> dict[str, Any]:
@@ -43,14 +46,24 @@ def save_state(source: LiveSource, standing: Standing, share: Share) -> dict[str
         "step": standing.step,
         "fingerprint": source.fingerprint(share.lanes),
         "made_of": source.made_of(share.lanes),
-        "lanes": {
-            str(lane): [cursor.epoch, cursor.turn, sum(drawn.rows for drawn in cursor.drawn)]
-            for lane, cursor in sorted(standing.cursors.items())
-        },
+        "lanes": {str(lane): _line(cursor) for lane, cursor in sorted(standing.cursors.items())},
     }
+    if standing.skipped:
+        state[SKIPPED] = dict(standing.skipped)
     if standing.batch:
         state |= {"batches": standing.batch, "micro_batch": share.micro_batch, "world_size": share.world_size}
+        state["global_batch_size"] = share.global_batch_size
     return state
+
+
+def _line(cursor: Cursor) -> list[int | str]:
+    rows = sum(drawn.rows for drawn in cursor.drawn)
+    return [cursor.epoch, cursor.turn, rows, cursor.check] if rows else [cursor.epoch, cursor.turn, 0]
+
+
+def own_skipped(skipped: Mapping[str, int], rank: int, *, alone: bool) -> Mapping[str, int]:
+    """Return what a rank goes on counting from: its own count, or, of that of all ranks, the first rank all."""
+    return skipped if alone or not rank else {}
 
 
 def load_state(
@@ -65,11 +78,12 @@ def load_state(
     if state["step"] + (batch > 0) > steps:
         raise ResumeError(f"state: step must be at most steps {steps}, got {state['step']}; raise steps to go on")
     if batch:
-        then, now = (state["world_size"], state["micro_batch"]), (share.world_size, share.micro_batch)
+        then = tuple(state[name] for name in _MID_STEP_KEYS[1:])
+        now = (share.micro_batch, share.world_size, share.global_batch_size)
         if then != now:
             raise ResumeError(
-                f"state: was saved in the middle of step {state['step']}, so world_size and micro_batch must stay "
-                f"{then[0]} and {then[1]}, got {now[0]} and {now[1]}; "
+                f"state: was saved in the middle of step {state['step']}, so micro_batch, world_size and "
+                f"global_batch_size must stay {', '.join(map(str, then))}, got {', '.join(map(str, now))}; "
                 "resume with those, or from a state saved between two steps"
             )
         if batch >= share.batches:
@@ -82,7 +96,8 @@ def load_state(
         )
     cursors = {lane: _cursor(lane, state["lanes"][str(lane)], source.options.format) for lane in share.own}
     check_turns(cursors, windows)
-    return Standing(step=int(state["step"]), batch=batch, cursors=cursors)
+    skipped = own_skipped(state.get(SKIPPED, {}), share.rank, alone=len(state["lanes"]) == len(cursors))
+    return Standing(step=int(state["step"]), batch=batch, cursors=cursors, skipped=skipped)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -92,10 +107,12 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if any(LIVE in state for state in states):
         return _merge_runs(states)
     lanes: dict[str, Any] = {}
+    skipped: Counter[str] = Counter()
     first: dict[str, Any] | None = None
     for state in states:
         _check_shape(state)
-        rest = {key: value for key, value in state.items() if key != "lanes"}
+        rest = {key: value for key, value in state.items() if key not in ("lanes", SKIPPED)}
+        skipped.update(state.get(SKIPPED, {}))
         first = rest if first is None else first
         _check_same(first, rest)
         for lane, cursor in state["lanes"].items():
@@ -105,7 +122,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     "save them after the same step of one run"
                 )
     assert first is not None
-    return {**first, "lanes": {lane: lanes[lane] for lane in sorted(lanes, key=int)}}
+    joined = {**first, "lanes": {lane: lanes[lane] for lane in sorted(lanes, key=int)}}
+    return {**joined, SKIPPED: dict(sorted(skipped.items()))} if skipped else joined
 
 
 def _merge_runs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -147,7 +165,7 @@ def _refusal(old: Mapping[str, Any], new: Mapping[str, Any], source: LiveSource)
 def _check_shape(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise ResumeError(f"state: must be the dict that state_dict() gave, got {type(state).__name__}; pass that")
-    known = (*_KEYS, *_MID_STEP_KEYS)
+    known = (*_KEYS, SKIPPED, *_MID_STEP_KEYS)
     for key in state:
         if key not in known:
             raise ResumeError(f"state: keys must be known, got {key!r}; {nearest(str(key), known)}")
@@ -162,11 +180,12 @@ def _check_shape(state: Mapping[str, Any]) -> None:
             f"state: version must be {STATE_VERSION}, got {state['version']!r}; resume where it was saved"
         )
     for key in ("step", *_MID_STEP_KEYS):
-        if not _is_count(state.get(key, 0)):
+        if not is_count(state.get(key, 0)):
             raise ResumeError(f"state: {key} must be a whole number, got {state[key]!r}; {_EDITED}")
-    for key in ("made_of", "lanes"):
-        if not isinstance(state[key], Mapping):
+    for key in ("made_of", "lanes", SKIPPED):
+        if not isinstance(state.get(key, {}), Mapping):
             raise ResumeError(f"state: {key} must be a dict, got {type(state[key]).__name__}; {_EDITED}")
+    check_skipped(state.get(SKIPPED, {}))
     for lane, cursor in state["lanes"].items():
         if not isinstance(lane, str) or not lane.isdecimal():
             raise ResumeError(f"state: lanes must be named by numbers, got {lane!r}; {_EDITED}")
@@ -184,11 +203,10 @@ def check_turns(cursors: Mapping[int, Cursor], windows: Windows) -> None:
 
 
 def _cursor(lane: int, value: object, format: Format) -> Cursor:
-    if not isinstance(value, list | tuple) or len(value) != 3 or not all(map(_is_count, value)):
-        raise ResumeError(f"state: lane {lane} must be at [epoch, window, row], got {value!r}; {_EDITED}")
-    epoch, turn, row = value
-    return Cursor(epoch=epoch, turn=turn, drawn=(Drawn(format, row),) if row else ())
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    numbers, check = (value[:3], value[3:]) if isinstance(value, list | tuple) else ([], [])
+    if len(numbers) != 3 or not all(map(is_count, numbers)) or not is_check(check, needed=bool(numbers[2])):
+        raise ResumeError(f"state: lane {lane} must be at [epoch, window, row, digest], got {value!r}; {_EDITED}")
+    epoch, turn, row = numbers
+    if not row:
+        return Cursor(epoch=epoch, turn=turn)
+    return Cursor(epoch=epoch, turn=turn, drawn=(Drawn(format, row),), check=check[0])

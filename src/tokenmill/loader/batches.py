@@ -48,6 +48,8 @@ class LoaderOptions:
     """Micro-batches that are kept ready."""
     positions: str = "document"
     """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
+    timeout: float = 30.0
+    """Seconds after which a thread that reads live text, and comes to nothing, is given up."""
 
     def __post_init__(self) -> None:
         if self.positions not in POSITIONS:
@@ -55,10 +57,10 @@ class LoaderOptions:
                 f"positions: must be one of {', '.join(POSITIONS)}, got {self.positions!r}; "
                 f"{nearest(self.positions, POSITIONS)}"
             )
-        if self.threads < 0 or self.prefetch < 1:
+        if self.threads < 0 or self.prefetch < 1 or not self.timeout > 0:
             raise ConfigError(
-                f"loader: threads must be at least 0 and prefetch at least 1, "
-                f"got {self.threads} and {self.prefetch}; use threads=0 to do without prefetching"
+                "loader: threads must be at least 0, prefetch at least 1 and timeout more than 0, got "
+                f"{self.threads}, {self.prefetch} and {self.timeout}; use threads=0 to do without prefetching"
             )
 
 

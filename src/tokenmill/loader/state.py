@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 STATE_VERSION = 1
 _KEYS = ("version", "step", "fingerprint", "plan")
 _MID_STEP_KEYS = ("batches", "micro_batch", "world_size")
-_TOLD_KEYS = ("stage_idx", "stage_name")
-"""For people to read; a state goes by its step and fingerprints."""
+_TOLD_KEYS = ("stage_idx", "stage_name", "live")
+"""For people to read, and lanes of live text that this run has no more; a state goes by step and fingerprints."""
 _NAME_LENGTH = 24
 
 Explain = Callable[[str, int], str | None]

@@ -16,6 +16,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.holes import excluded_within
+from tokenmill.packing.index import num_windows
 from tokenmill.packing.packed import PackedRows, pack_rows
 from tokenmill.packing.window import MAX_DOCUMENTS
 from tokenmill.types import Fates, Spans
@@ -157,6 +158,19 @@ def pack_rest(
         after=digest({"rows": dict(part.description), "seen": dict(seen.describe())}),
         excluded=excluded,
     )
+
+
+def rest_lengths(
+    part: ConcatRows | PackedRows, seen: Seen, policy: Policy
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the document and the number of tokens of every piece that `pack_rest` would pack."""
+    of = _unseen(part, seen, context=policy.name != "bos_best_fit")
+    found = [(window * MAX_DOCUMENTS, of(window)[0]) for window in range(num_windows(part.store))]
+    documents = [begin + pieces[0].astype(np.int64) for begin, pieces in found]
+    return np.concatenate([_NONE, *documents]), np.concatenate([_NONE, *(pieces[2] for _, pieces in found)])
+
+
+_NONE = np.empty(0, np.int64)
 
 
 def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> WindowFragments:

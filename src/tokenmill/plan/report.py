@@ -156,6 +156,7 @@ def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFa
     return SourceFacts(
         name=name,
         rows=None if live else using[-1].rows[name].num_rows if using else 0,
+        lanes=int(using[-1].rows[name].description["lanes"]) if live else None,
         drawn=sum(part.draws[name] for part in using),
         skipped=sum(part.draws[name] for part in _split(using)[1]),
         epochs=None if live else float(using[-1].epochs(name)) if using else 0.0,

@@ -84,6 +84,8 @@ class SourceFacts:
     """Rows that are read: those that are trained on, and those of skipped steps."""
     skipped: int
     """Rows of skipped steps."""
+    lanes: int | None
+    """Streams of live text: the number of ranks must divide them, and they the batch of a later stage."""
     epochs: float | None
     first_repeat: int | None
     """Step at which a row of the source is read for the second time; what skipped steps read counts."""
