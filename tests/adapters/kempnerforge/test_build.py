@@ -69,7 +69,7 @@ MIXED = [DatasetSource(path="web", weight=0.75), DatasetSource(hf_name="tales", 
         ({"datasets": MIXED}, StatefulDataLoader, MixtureDataset, MixtureSampler),
         # What goes first where several are named.
         (
-            {"datasets": MIXED, "dataset_path": "raw", "hf_dataset_name": "nowhere", "hf_streaming": True},
+            {"datasets": MIXED[:1], "dataset_path": "raw", "hf_dataset_name": "nowhere", "hf_streaming": True},
             StatefulDataLoader,
             MixtureDataset,
             MixtureSampler,
@@ -140,6 +140,28 @@ def test_a_mixture_has_its_shares_and_phases_begin_by_themselves():
 def test_a_config_without_data_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         build_dataloader(DataConfig(**options), 0, 1, batch_size=2, seq_len=8)
+
+
+@pytest.mark.usefixtures("places")
+def test_a_mixture_of_text_is_never_streamed_and_says_so():
+    with pytest.raises(ConfigError, match=r"hf_streaming must be left out where text is mixed, .* got 'stories'"):
+        build(datasets=MIXED, hf_streaming=True)
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize("options", [{"hf_streaming": True}, {}])
+def test_phases_scale_the_learning_rate_of_any_text_and_so_they_do_after_a_resume(options):
+    phases = [TrainingPhase(start_step=2, lr_scale=0.5), TrainingPhase(start_step=4, lr_scale=0.25)]
+    loader, scales = build(hf_dataset_name="tales", phases=phases, grad_accum_steps=2, **options), []
+    for _ in range(5):
+        assert loader.step == len(scales)
+        scales.append(loader.lr_scale)
+        for _ in islice(iter(loader), 2):
+            pass
+    assert scales == [1, 1, 0.5, 0.5, 0.25]
+    again = build(hf_dataset_name="tales", phases=phases, batch_size=8, **options)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert (again.step, again.lr_scale, again.state_dict()["batches_yielded"]) == (5, 0.25, 5)
 
 
 def free_port():

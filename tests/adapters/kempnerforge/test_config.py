@@ -34,6 +34,18 @@ WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="o
             lambda: DataConfig(datasets=[WEB], anneal_start_step=3, anneal_weights={"wbe": 1}),
             "phase at step 3: weights must name datasets, got 'wbe'; did you mean 'web'",
         ),
+        (
+            lambda: DataConfig(datasets=[WEB], anneal_weights={"wbe": 1}),
+            "anneal_weights: weights must name datasets, got 'wbe'; did you mean 'web'",
+        ),
+        (
+            lambda: DataConfig(anneal_weights={"zzz": 1.0}),
+            "anneal_weights: weights must name datasets, got 'zzz'; add datasets, or leave the weights out",
+        ),
+        (
+            lambda: DataConfig(hf_dataset_name="x", phases=[TrainingPhase(dataset_weights={"x": 1})]),
+            "phase at step 0: weights must name datasets, got 'x'; add datasets",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_right_is_refused(make, message):

@@ -216,3 +216,17 @@ def test_a_mixture_gives_the_samples_of_each_with_its_number(tmp_path):
         MixtureDataset([ours], ["a", "b"])
     with pytest.raises(ConfigError, match="got 0 with 0 names"):
         MixtureDataset([], [])
+
+
+def test_memory_is_kept_for_few_sizes_of_batches_only(tmp_path):
+    """[A mixture asks for another number of samples each time]"""
+    folder = write(tmp_path / "tokens", {"a": ids_of(0, 900, "uint16")}, ".npy")
+    dataset = MemoryMappedDataset(folder, 9)
+    for rows in [*range(1, 101), 3, 77, 50]:
+        assert got(dataset.__getitems__(range(rows))) == described([np.load(f"{folder}/a.npy")], 9)[:rows]
+    assert dataset.__getitems__([]) == []
+    held = [buffer.nbytes for pool in dataset.chunks._pools.values() for buffer in pool._buffers]
+    assert sum(held) <= 2 * 2 * (2 * 128 * 8 * 8), "two batches of the largest, and of all smaller ones as much"
+    kept = dataset.__getitems__(range(50))
+    dataset.__getitems__(range(60, 100))
+    assert got(kept) == described([np.load(f"{folder}/a.npy")], 9)[:50], "what is held is not written over"

@@ -5,7 +5,6 @@ import json
 import weakref
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler as TorchSampler
@@ -14,8 +13,6 @@ from tokenmill.adapters.kempnerforge import (
     DataConfig,
     DatasetSource,
     DistributedSampler,
-    MemoryMappedDataset,
-    MixtureDataset,
     MixtureSampler,
     StatefulDataLoader,
     TrainingPhase,
@@ -31,27 +28,6 @@ PHASED = DataConfig(
         TrainingPhase(start_step=9, dataset_weights={"b": 3}),
     ],
 )
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    """Make two folders of samples that are known by their first token: 0 to 102, and 1000 to 1036."""
-    folder = tmp_path_factory.mktemp("tokens")
-    for name, first, count in (("a", 0, 103), ("b", 1000, 37)):
-        (folder / name).mkdir()
-        np.save(folder / name / "x.npy", np.repeat(np.arange(first, first + count), 4).astype(np.uint16))
-    return folder
-
-
-@pytest.fixture
-def single(tokens):
-    return MemoryMappedDataset(str(tokens / "a"), 4)
-
-
-@pytest.fixture
-def mixed(tokens):
-    parts = [MemoryMappedDataset(str(tokens / name), 4) for name in "ab"]
-    return MixtureDataset(parts, ["a", "b"])
 
 
 def plain(dataset, batch_size=4, ranks=1, rank=0, config=INLINE, **options):
@@ -306,36 +282,19 @@ def test_in_the_middle_of_a_step_the_shape_of_steps_must_stay(single):
     assert other.step == 3
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, "version must be 1, got 2"),
-        ({"position": -1}, "position must be a whole number, got -1"),
-        ({"epoch": "1"}, "epoch must be a whole number, got '1'"),
-        ({"dataset": "0" * 32}, "samples must be those of dataset 000000000000, got"),
-        ({"sampler": {}}, "sampler must be the state of a sampler"),
-    ],
-)
-def test_a_state_that_cannot_be_is_refused(change, message, single):
-    """[S.b]"""
-    loader = plain(single)
-    with pytest.raises(ResumeError, match=message):
-        loader.load_state_dict({**saved(loader), **change})
-
-
-def test_a_state_of_kempnerforge_itself_is_refused(single):
-    theirs = {"epoch": 1, "batches_yielded": 3, "sampler": {"epoch": 1, "seed": 0, "num_replicas": 1, "rank": 0}}
-    with pytest.raises(
-        ResumeError, match=r"got none of \['version', 'position'.*order of KempnerForge's own is another"
-    ):
-        plain(single).load_state_dict(theirs)
-
-
 def test_the_sampler_is_made_if_none_is_given_and_a_skip_of_it_counts(single):
     loader = StatefulDataLoader(single, 4, config=INLINE)
     assert isinstance(loader.sampler, DistributedSampler)
     loader.sampler.set_skip(8)
     assert draw(loader, 3) == draw(plain(single), 5)[2:]
+
+
+def test_weights_that_nobody_can_ask_for_again_are_not_kept(mixed):
+    loader = mixing(mixed)
+    for turn in range(200):
+        draw(loader, 1)
+        loader.sampler.update_weights([1 + turn % 3, 1])
+    assert len(loader.sampler._weighings) == 1
 
 
 def test_what_cannot_be_loaded_is_refused(single):

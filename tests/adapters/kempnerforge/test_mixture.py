@@ -35,6 +35,11 @@ def run(sampler, count, epochs=50):
     raise AssertionError("not enough epochs")
 
 
+def weighed(**change):
+    """Return weights as a state has them, with one thing changed."""
+    return {"start": 0, "weights": [7, 2, 1], "drawn": [0, 0, 0], "ahead": [0, 0, 0], **change}
+
+
 @given(
     weights=st.lists(st.floats(0.01, 10), min_size=2, max_size=6),
     count=st.integers(1, 3000),
@@ -133,6 +138,8 @@ def test_the_same_weights_in_proportion_change_nothing():
 def test_temperature_brings_weights_closer_and_leaves_out_what_has_none():
     assert whole_weights([16, 1, 0], 2.0, [9, 9, 9]) == (4, 1, 0)
     assert whole_weights([16, 1], 1.0, [9, 9]) == (16, 1)
+    assert whole_weights([1e200, 1e200, 0], 0.01, [9, 9, 9]) == (1, 1, 0), "no power is beyond all numbers"
+    assert whole_weights([4, 2], 0.1, [9, 9]) == (1024, 1)
     drawn = Counter(source_of(index) for index in make((16, 1, 0), temperature=2.0))
     assert drawn[2] == 0
     assert abs(drawn[0] - 4 * drawn[1]) < 8
@@ -155,7 +162,7 @@ def test_a_state_goes_on_in_the_weights_that_hold():
     again.set_skip(len(before) + len(more))
     assert list(again) == rest
     assert again.state_dict() == state
-    with pytest.raises(ConfigError, match=r"places must not lie before 100, .* got 0; make a new sampler"):
+    with pytest.raises(ConfigError, match=r"places must not lie before 100, .* got 0; load a state"):
         list(again)
 
 
@@ -182,7 +189,17 @@ def test_new_weights_that_were_not_used_yet_are_in_the_state():
             {"initial_weights": [1, 1, 1]},
             r"initial_weights must be that of this sampler, \[7, 2, 1\], got \[1, 1, 1\]",
         ),
-        ({"weighing": {"start": 0, "weights": [1, 2]}}, "weights must be those of 3 sources"),
+        ({"weighing": {"start": 0, "weights": [1, 2]}}, "weighing must have weights of 3 sources"),
+        ({"weighing": None}, "weighing must have weights of 3 sources, .* got None"),
+        ({"weighing": weighed(start=-5)}, "weighing must have .* got {'start': -5"),
+        ({"weighing": weighed(start="5")}, "weighing must have .* got {'start': '5'"),
+        ({"weighing": weighed(start=5)}, "which is start together"),
+        ({"weighing": weighed(drawn=[-7, 7, 0])}, "weighing must have"),
+        ({"weighing": weighed(start=1 << 41, drawn=[1 << 41, 0, 0])}, "weighing must have"),
+        ({"weighing": weighed(ahead=[10**12, 0, 0])}, "weighing must have"),
+        ({"weighing": weighed(ahead=[0.5, 0, 0])}, "weighing must have"),
+        ({"weighing": weighed(weights=[1, 2, -1])}, "weights must be those of 3 sources"),
+        ({"weighing": weighed(weights=[1 << 40, 2, 1])}, "weights must be those of 3 sources"),
         ({"pending": [0, 0, 0]}, "weights must be those of 3 sources"),
         ({"pending": "no"}, "weights must be those of 3 sources"),
     ],
@@ -202,6 +219,8 @@ def test_a_state_of_another_mixture_is_refused(change, message):
         ([0, 0, 0], 1.0, "must leave a dataset to draw from"),
         ([1, 1, float("nan")], 1.0, "got nan for dataset 2"),
         ([1, 1, 1], 0.0, "temperature: must be positive, got 0.0"),
+        ([0.9, 0.1, 0], 0.001, "got 0.001, which makes weight 0.1 of dataset 1 beside 0.9 nothing; raise temp"),
+        ([100, 1, 1], 0.001, "got 0.001, which makes weight 1 of dataset 1 beside 100 nothing; raise temperature"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(weights, temperature, message):
@@ -209,6 +228,42 @@ def test_weights_that_mean_nothing_are_refused(weights, temperature, message):
         make(weights, temperature=temperature)
     with pytest.raises(ConfigError, match=message):
         make().update_weights(weights, temperature)
+
+
+@pytest.mark.parametrize("sizes", [[0, 10, 5], [10, 20], []])
+def test_sizes_that_fall_or_do_not_begin_with_0_are_refused(sizes):
+    with pytest.raises(ConfigError, match=r"cumulative_sizes: must begin with 0 and never fall, got \["):
+        MixtureSampler(sizes, [1] * max(0, len(sizes) - 1), 1, 0)
+
+
+@given(st.data())
+def test_whatever_the_weights_did_the_state_is_accepted(data):
+    """[R1.a]"""
+    sampler = make((1, 1, 1))
+    weights = st.lists(st.sampled_from([0, 0.001, 1, 50]), min_size=3, max_size=3).filter(any)
+    position = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        position += data.draw(st.integers(1, 3000))
+        sampler.update_weights(data.draw(weights))
+        sampler.begin_change(position)
+        make((1, 1, 1)).load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+
+
+def test_weights_of_past_epochs_are_not_kept_but_an_epoch_can_be_drawn_again():
+    sampler = make()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        stream = iter(sampler)
+        drawn = []
+        for turn in range(5):
+            drawn += list(islice(stream, 100))
+            sampler.update_weights([1 + turn, 1, 1])
+        drawn += list(stream)
+        assert len(sampler._weighings) <= 6
+        assert list(sampler) == drawn
+    sampler.set_epoch(0)
+    with pytest.raises(ConfigError, match="as the weights there are not kept, got 0; load a state to go back"):
+        list(sampler)
 
 
 def test_a_dataset_without_samples_cannot_have_a_weight():

@@ -68,17 +68,20 @@ def test_skipping_ahead_holds_for_one_iteration():
     assert [len(list(sampler)), len(list(sampler))] == [1656, 1666]
     with pytest.raises(ConfigError, match="skip: must be at least 0, got -1"):
         sampler.set_skip(-1)
+    for epoch in (-1, "1", 10**30):
+        with pytest.raises(ConfigError, match=r"epoch: must lie within 0 and .* got"):
+            sampler.set_epoch(epoch)
 
 
 def test_ranks_may_change_at_any_place_and_nothing_is_lost_or_repeated():
     """[R1.d]"""
     whole = dealt(1000, 1)[0]
-    parts = [list(islice(DistributedSampler(range(1000), 4, rank).indices(0, 0), 50)) for rank in range(4)]
+    parts = [list(islice(DistributedSampler(range(1000), 4, rank).indices(0, 0, 1000), 50)) for rank in range(4)]
     assert interleaved(parts) == whole[:200]
-    rest = [list(DistributedSampler(range(1000), 3, rank).indices(0, 200)) for rank in range(3)]
-    assert interleaved(rest) == whole[200:998]
-    odd = [list(DistributedSampler(range(1000), 3, rank, drop_last=False).indices(0, 200)) for rank in range(3)]
-    assert interleaved(odd) == [*whole[200:], whole[0]]
+    for drop_last, expected in ((True, whole[200:998]), (False, [*whole[200:], whole[0]])):
+        samplers = [DistributedSampler(range(1000), 3, rank, drop_last=drop_last) for rank in range(3)]
+        rest = [list(sampler.indices(0, 200, sampler.end(0, 200, 3))) for sampler in samplers]
+        assert interleaved(rest) == expected
 
 
 def test_no_list_of_indices_is_held():

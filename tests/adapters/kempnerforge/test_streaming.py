@@ -72,6 +72,77 @@ def test_the_batches_of_all_ranks_are_those_of_one(folder):
         alone.load_state_dict(saved(ranks[0]))
 
 
+def test_in_the_middle_of_a_step_batches_must_stay_as_they_are(folder):
+    """[R1.b]"""
+    loader = StreamingDataLoader(make(folder, lanes=4), 2)
+    whole = draw(loader, 6)
+    loader = StreamingDataLoader(make(folder, lanes=4), 2)
+    draw(loader, 3)
+    same = StreamingDataLoader(make(folder, lanes=4), 2)
+    same.load_state_dict(saved(loader))
+    assert draw(same, 3) == whole[3:]
+    for size in (1, 4):
+        with pytest.raises(ResumeError, match=rf"was saved in the middle of step .* of 2 samples .* of {size};"):
+            StreamingDataLoader(make(folder, lanes=4), size).load_state_dict(saved(loader))
+    ranks = [StreamingDataLoader(make(folder, rank, 2, lanes=4), 1) for rank in range(2)]
+    for rank in ranks:
+        draw(rank, 3)
+    joined = merge_states([saved(rank) for rank in ranks])
+    with pytest.raises(ResumeError, match="was saved in the middle of step"):
+        StreamingDataLoader(make(folder, 0, 2, lanes=4), 2).load_state_dict(joined)
+    draw(ranks[0], 1)
+    with pytest.raises(ResumeError, match="batches_yielded must be the same on all ranks, got 4 and 3"):
+        merge_states([saved(rank) for rank in ranks])
+
+
+def test_between_two_steps_batches_may_change_and_are_counted_anew(folder):
+    """[R1.d]"""
+    whole = [row for batch in draw(StreamingDataLoader(make(folder, lanes=4), 4), 8) for row in batch]
+    loader = StreamingDataLoader(make(folder, lanes=4), 2)
+    draw(loader, 6)
+    other = StreamingDataLoader(make(folder, lanes=4), 4)
+    other.load_state_dict(saved(loader))
+    assert other.state_dict()["batches_yielded"] == 3
+    assert [row for batch in draw(other, 5) for row in batch] == whole[12:]
+
+
+def test_steps_of_several_batches_keep_their_number(folder):
+    loader = StreamingDataLoader(make(folder), 2, grad_accum_steps=3)  # a lane of its own for this rank
+    draw(loader, 6)
+    other = StreamingDataLoader(make(folder), 6, grad_accum_steps=1)
+    other.load_state_dict(saved(loader))
+    assert (loader.step, other.step, other.state_dict()["batches_yielded"]) == (2, 2, 2)
+    draw(loader, 1)
+    with pytest.raises(ResumeError, match="middle of step 2, so it must go on with 3 batches a step of 2"):
+        other.load_state_dict(saved(loader))
+    with pytest.raises(ResumeError, match=r"grad_accum_steps must be given or left out .* 3, got None"):
+        StreamingDataLoader(make(folder), 2).load_state_dict(saved(loader))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches_yielded": -1}, "batches_yielded must be a whole number"),
+        ({"batches_yielded": "x"}, "batches_yielded must be a whole number .* got 'x'"),
+        ({"batch_size": None}, "batch_size must be a whole number"),
+        ({"world_size": 0}, "world_size must be a whole number"),
+        ({"grad_accum_steps": 0}, "grad_accum_steps must be a whole number"),
+        ({"epoch": "x"}, "epoch must be a whole number"),
+        ({"live": None}, "must be the dict that state_dict"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(change, message, folder):
+    """[S.b]"""
+    loader = StreamingDataLoader(make(folder, lanes=4), 4)
+    state = saved(loader)
+    with pytest.raises(ResumeError, match=message):
+        loader.load_state_dict({**state, **change})
+    with pytest.raises(ResumeError, match="must be the dict that state_dict"):
+        loader.load_state_dict(None)
+    with pytest.raises(ResumeError, match="got none of"):
+        loader.load_state_dict({key: value for key, value in state.items() if key not in change})
+
+
 def test_a_plain_loader_of_torch_takes_it_and_its_state_is_exact(folder):
     whole = draw(DataLoader(make(folder, lanes=3), batch_size=3), 9)
     dataset = make(folder, lanes=3)

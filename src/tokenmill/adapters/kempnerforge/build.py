@@ -30,11 +30,19 @@ def build_dataloader(
     themselves. Batches have `seq_len` inputs and labels. Text is prepared once, below `cache_dir`.
     """
     rank, world_size = find_rank(rank, world_size)
+    texts = [source.called for source in config.datasets if source.hf_name]
+    if config.hf_streaming and texts:
+        raise ConfigError(
+            f"data: hf_streaming must be left out where text is mixed, as that is tokenized once, got {texts[0]!r} "
+            "among datasets; set hf_streaming to false, or name it alone as hf_dataset_name"
+        )
     if config.hf_streaming and config.hf_dataset_name and not config.datasets and not config.dataset_path:
         lanes = batch_size * world_size * grad_accum_steps
         return StreamingDataLoader(
             _stream(config, seq_len, rank=rank, world_size=world_size, seed=seed, lanes=lanes),
             batch_size,
+            config,
+            grad_accum_steps=grad_accum_steps,
             pin_memory=config.pin_memory,
         )
     dataset: MixtureDataset | MemoryMappedDataset | HuggingFaceDataset

@@ -79,7 +79,7 @@ class Chunks:
                 raise PlanError(f"dataset: samples must lie within 0:{self.num_samples}, got {index}; count from 0")
             number = bisect_right(self.begins, index) - 1
             places.setdefault(number, []).append((row, (index - self.begins[number]) * self.length))
-        out = self._pool(len(indices)).batch()
+        out = {name: array[: len(indices)] for name, array in self._pool(len(indices)).batch().items()}
         inputs, labels = out["input_ids"], out["labels"]
         for number, rows in places.items():
             self._copy(self.stores[number], rows, inputs, labels)
@@ -113,7 +113,11 @@ class Chunks:
                 inputs[row], labels[row] = tokens[:-1], tokens[1:]
 
     def _pool(self, rows: int) -> BufferPool:
-        """Return memory for so many samples, which is used again when nobody holds them any more."""
+        """Return memory for at least so many samples, which is used again when nobody holds them any more.
+
+        The next power of two, as a mixture asks for another number each time, and a pool for each would pile up.
+        """
+        rows = 1 << max(0, rows - 1).bit_length()
         if rows not in self._pools:
             names = ("input_ids", "labels") if self.eos_id is None else ("input_ids", "labels", "doc_ids")
             self._pools[rows] = BufferPool(dict.fromkeys(names, ((rows, self.length - 1), np.int64)))

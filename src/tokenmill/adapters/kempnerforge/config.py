@@ -115,7 +115,8 @@ class DataConfig:
         if twice:
             raise ConfigError(f"data: names of datasets must differ, got {twice[0]!r} twice; rename one")
         for phase in self.all_phases:
-            _check_names(phase, names)
+            _check_names(f"phase at step {phase.start_step}", phase.dataset_weights, names)
+        _check_names("anneal_weights", self.anneal_weights, names)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
@@ -146,10 +147,8 @@ class DataConfig:
         return [said.get(source.called, source.weight) for source in self.datasets]
 
 
-def _check_names(phase: TrainingPhase, names: Sequence[str]) -> None:
-    for name in phase.dataset_weights:
-        if names and name not in names:
-            raise ConfigError(
-                f"phase at step {phase.start_step}: weights must name datasets, got {name!r}; "
-                f"{nearest(name, names)}"
-            )
+def _check_names(where: str, weights: Mapping[str, float], names: Sequence[str]) -> None:
+    for name in weights:
+        if name not in names:
+            way_out = nearest(name, names) if names else "add datasets, or leave the weights out"
+            raise ConfigError(f"{where}: weights must name datasets, got {name!r}; {way_out}")

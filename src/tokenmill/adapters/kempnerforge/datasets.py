@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from tokenmill.adapters.kempnerforge.chunks import Chunks, Sample, eos_of, open_files
+from tokenmill.adapters.kempnerforge.state import check_mapping, read_count
 from tokenmill.dialects.sources import text_source
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.prepare.cached import cached_store
@@ -100,7 +101,7 @@ class MemoryMappedDataset(Chunked):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the epoch of a state; one of other samples is refused."""
         check_samples(state, self.state_dict())
-        self.epoch = int(state.get("epoch", 0))
+        self.epoch = read_count(state, "epoch", default=0)
 
     def __getstate__(self) -> dict[str, Any]:
         # For worker processes that are not forked: they open the files again.
@@ -177,8 +178,8 @@ class HuggingFaceDataset(Chunked):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take epoch and sample of a state; one of other samples is refused."""
         check_samples(state, self.state_dict())
-        self.epoch = int(state.get("epoch", 0))
-        self.sample_idx = int(state.get("sample_idx", 0))
+        self.epoch = read_count(state, "epoch", default=0)
+        self.sample_idx = read_count(state, "sample_idx", default=0)
 
     def __getstate__(self) -> dict[str, Any]:
         # For worker processes that are not forked: they open the store again.
@@ -192,6 +193,7 @@ class HuggingFaceDataset(Chunked):
 
 def check_samples(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse the state of a dataset with other samples."""
+    check_mapping(state)
     for key in ("total_samples", "total_sequences", "fingerprint"):
         if key in state and key in own and state[key] != own[key]:
             raise ResumeError(

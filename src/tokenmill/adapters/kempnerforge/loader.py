@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from itertools import islice
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from torch.utils.data import DataLoader
 
 from tokenmill.adapters.kempnerforge.config import DataConfig
 from tokenmill.adapters.kempnerforge.mixture import MixtureSampler
-from tokenmill.adapters.kempnerforge.samplers import DistributedSampler
-from tokenmill.adapters.kempnerforge.state import STATE_VERSION, batches_of, check_state
+from tokenmill.adapters.kempnerforge.samplers import AskedBatches, DistributedSampler
+from tokenmill.adapters.kempnerforge.state import STATE_VERSION, batches_of, check_place, check_state, shape_of
+from tokenmill.adapters.kempnerforge.steps import StepShape
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 
@@ -22,12 +22,14 @@ Tensors = dict[str, torch.Tensor]
 class StatefulDataLoader:
     """Batches of a dataset in the order of a sampler, by torch's own loader.
 
-    `for batch in loader` goes on from where the loader stands to the end of the epoch, also after a `break`. What
-    was read ahead is not counted: a state is exact whatever `num_workers` is, before or after it was saved.
+    `for batch in loader` goes on from where the loader stands to the end of the epoch, also after a `break`; where
+    `set_epoch` or `set_skip` of the sampler said another place, from there. What was read ahead is not counted: a
+    state is exact whatever `num_workers` is, before or after it was saved.
 
     `grad_accum_steps` says how many batches a step has. Then every epoch has whole steps, so that the samples of a
     step are the same for any number of ranks and batch size that make up as many, and the phases of the config
-    begin at their step. Without it, phases are left to who calls `sampler.update_weights`.
+    begin at their step. Without it, phases are left to who calls `sampler.update_weights`. A last step that is not
+    whole is left out, or filled up with the first samples of the epoch if the sampler has no `drop_last`.
     """
 
     def __init__(
@@ -39,11 +41,6 @@ class StatefulDataLoader:
         *,
         grad_accum_steps: int | None = None,
     ) -> None:
-        if batch_size < 1 or (grad_accum_steps or 1) < 1:
-            raise ConfigError(
-                f"loader: batch_size and grad_accum_steps must be at least 1, got {batch_size} and "
-                f"{grad_accum_steps}; raise them"
-            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.config = config or DataConfig()
@@ -54,21 +51,25 @@ class StatefulDataLoader:
                 f"anywhere, got {type(sampler).__name__}; use one, or torch's own DataLoader"
             )
         self.grad_accum_steps = grad_accum_steps
+        self._shape = StepShape(
+            batch_size=batch_size, num_replicas=self.sampler.num_replicas, grad_accum_steps=grad_accum_steps
+        )
         self._epoch = self.sampler.epoch
         self._position = self.sampler.first(self._epoch)
         """Samples of all ranks that were handed out: of the epoch, or of the run, as the sampler counts."""
         self._batches_yielded = 0
+        """Batches of the epoch, as if all had been of this size."""
         self._batches = 0
         """Batches of the run that were handed out."""
         self._running: Iterator[Tensors] | None = None
         self._in_epoch = False
         self._generator = torch.Generator()
-        self._asked = _Batches()
+        self._asked = AskedBatches()
         self._loader: DataLoader[Tensors] = self._make_loader()
-        if not self._rest(self._epoch, self._position):
+        if not self._rest():
             raise ConfigError(
-                f"dataset: an epoch must have a whole step of {self._round} samples, got {len(dataset)}; add data, "
-                "or lower batch_size"
+                f"dataset: an epoch must have a whole step of {self._shape.round} samples, got {len(dataset)}; add "
+                "data, or lower batch_size"
             )
 
     def _make_loader(self) -> DataLoader[Tensors]:
@@ -86,43 +87,60 @@ class StatefulDataLoader:
         )
 
     @property
-    def _round(self) -> int:
-        """Samples of a step, of all ranks."""
-        return self.batch_size * self.sampler.num_replicas * (self.grad_accum_steps or 1)
-
-    @property
     def step(self) -> int:
         """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
-        return self._batches // (self.grad_accum_steps or 1)
+        return self._batches // self._shape.batches
 
     @property
     def lr_scale(self) -> float:
         """What the phases of the config multiply the learning rate of the next batch's step by."""
-        if self.grad_accum_steps is None and self.config.all_phases:
-            raise ConfigError(
-                "lr_scale: grad_accum_steps must be given to know the step of a batch, got none; give it, or ask "
-                "config.lr_scale_at(step)"
-            )
-        return self.config.lr_scale_at(self.step)
+        return self._shape.lr_scale(self.config, self.step)
 
-    def _rest(self, epoch: int, position: int) -> int:
-        """Return how many batches an epoch still has: as many as make whole steps."""
-        each = self.batch_size * self.sampler.num_replicas
-        begun = self._batches % (self.grad_accum_steps or 1)
-        begin = position - begun * each
-        steps = (self.sampler.end(epoch, begin) - begin) // self._round
-        return max(0, steps * (self.grad_accum_steps or 1) - begun)
+    def _end(self) -> int:
+        """Return where the epoch ends: whole steps behind the begin of this one."""
+        begin = self._position - self._batches % self._shape.batches * self._shape.samples
+        return self.sampler.end(self._epoch, begin, self._shape.round)
+
+    def _rest(self) -> int:
+        """Return how many batches the epoch still has."""
+        return max(0, self._end() - self._position) // self._shape.samples
 
     def __len__(self) -> int:
         """Return how many batches this epoch has: those that were handed out, and the rest."""
-        return self._batches_yielded + self._rest(self._epoch, self._position)
+        return self._batches_yielded + self._rest()
 
     def __iter__(self) -> StatefulDataLoader:
         self._in_epoch = True
+        self._running = None
+        if self.sampler.epoch != self._epoch or self.sampler.skip:
+            self._jump()
+        return self
+
+    def _jump(self) -> None:
+        """Go where the sampler was told to go."""
+        if self.grad_accum_steps is not None and self.config.all_phases:
+            raise ConfigError(
+                "sampler: set_epoch and set_skip must not move a loader whose phases begin at a step, as they do "
+                f"not say the step, got epoch {self.sampler.epoch} and skip {self.sampler.skip}; resume by "
+                "load_state_dict, or leave out grad_accum_steps and call update_weights"
+            )
+        origin = self._position - self._batches_yielded * self._shape.samples
+        if self.sampler.epoch != self._epoch:
+            self._epoch = self.sampler.epoch
+            origin = self._position = self.sampler.first(self._epoch)
+            # Who leaves an epoch in the middle of a step begins another.
+            self._batches = -(-self._batches // self._shape.batches) * self._shape.batches
         self._position += self.sampler.skip * self.sampler.num_replicas
         self.sampler.set_skip(0)
-        self._running = None
-        return self
+        self._count_from(origin)
+        self._mark()
+
+    def _count_from(self, origin: int) -> None:
+        """Count the batches of an epoch that began at a place: those of whole steps, and of the one begun."""
+        self._position = min(self._position, max(origin, self.sampler.first(self._epoch) + self.sampler.size))
+        begun = self._batches % self._shape.batches
+        steps = max(0, self._position - origin - begun * self._shape.samples) // self._shape.round
+        self._batches_yielded = steps * self._shape.batches + begun
 
     def __next__(self) -> Tensors:
         if not self._in_epoch:
@@ -141,7 +159,7 @@ class StatefulDataLoader:
         except BaseException:
             self._running = None  # whoever tries again gets this batch, or the error again
             raise
-        self._position += self.batch_size * self.sampler.num_replicas
+        self._position += self._shape.samples
         self._batches_yielded += 1
         self._batches += 1
         self._mark()
@@ -149,25 +167,26 @@ class StatefulDataLoader:
 
     def _start(self) -> Iterator[Tensors]:
         """Begin to read the rest of the epoch."""
-        self.sampler.set_epoch(self._epoch)
-        self._asked.indices = self.sampler.indices(self._epoch, self._position)
+        self._asked.indices = self.sampler.indices(self._epoch, self._position, self._end())
         self._asked.batch_size = self.batch_size
-        self._asked.count = self._rest(self._epoch, self._position)
+        self._asked.count = self._rest()
         self._generator.manual_seed(key64(self.sampler.seed, self._epoch, self._position))
         return iter(self._loader)
 
     def _end_epoch(self) -> None:
         self._position = self.sampler.after(self._epoch, self._position)
+        if self.sampler.epoch == self._epoch:  # or the next iteration goes where it was told to go
+            self.sampler.set_epoch(self._epoch + 1)
         self._epoch += 1
         self._batches_yielded = 0
         self._running = None
         self._in_epoch = False
-        self.sampler.set_epoch(self._epoch)
         self._mark()
 
     def _mark(self) -> None:
         if hasattr(self.dataset, "mark"):
-            self.dataset.mark(self._epoch, self._position - self.sampler.first(self._epoch))
+            # A mixture begins an epoch with what the last one has left.
+            self.dataset.mark(self._epoch, max(0, self._position - self.sampler.first(self._epoch)))
 
     def _apply_phase(self) -> None:
         """Draw by the weights of the step, where the loader knows what a step is."""
@@ -185,6 +204,7 @@ class StatefulDataLoader:
             "batches_yielded": self._batches_yielded,
             "sampler": {**self.sampler.state_dict(), "epoch": self._epoch},
             "position": self._position,
+            "begin": self._position - self._batches_yielded * self._shape.samples,
             "batches": self._batches,
             "batch_size": self.batch_size,
             "grad_accum_steps": self.grad_accum_steps,
@@ -196,22 +216,26 @@ class StatefulDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration follows. Ranks, workers and batch size may be others."""
         check_state(state, getattr(self.dataset, "fingerprint", None))
-        each = self.batch_size * self.sampler.num_replicas
-        batches = batches_of(state, self.grad_accum_steps, each)
-        steps = batches // (self.grad_accum_steps or 1)
+        made = shape_of(state, state["sampler"], "num_replicas")
+        batches = batches_of(state["batches"], made, self._shape)
+        self.sampler.check_state(state["sampler"], position=state["position"])
+        check_place(state, made, self.sampler.bounds(state["epoch"], made.round))
+        steps = batches // self._shape.batches
         if state["phases"] != self._begun(steps):
             raise ResumeError(
                 f"state: phases that began before step {steps} must be as they were, {state['phases']}, got "
                 f"{self._begun(steps)}; put them back, or let a new phase begin later"
             )
         self.sampler.load_state_dict(state["sampler"])
-        self._epoch = int(state["epoch"])
-        self._position = int(state["position"])
-        self._batches_yielded = int(state["batches_yielded"])
+        self.sampler.set_epoch(state["epoch"])
+        self.sampler.set_skip(0)
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._batches_yielded = state["batches_yielded"]
         self._batches = batches
         self._running = None
-        self.sampler.set_epoch(self._epoch)
-        self.sampler.set_skip(0)
+        if (made.samples, made.batches) != (self._shape.samples, self._shape.batches):
+            self._count_from(state["begin"])
         self._mark()
 
     def _begun(self, step: int) -> list[list[Any]]:
@@ -220,24 +244,3 @@ class StatefulDataLoader:
             return []
         starts = [phase.start_step for phase in self.config.all_phases if phase.start_step < step]
         return [[start, self.config.weights_at(start)] for start in starts]
-
-
-class _Batches:
-    """The batches of indices that torch's loader asks for next.
-
-    It does not hold the loader: a cycle would be freed at any time later, and its worker processes would be waited
-    for in whatever runs then.
-    """
-
-    def __init__(self) -> None:
-        self.indices: Iterator[int] = iter(())
-        self.batch_size = 1
-        self.count = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = self.indices
-        for _ in range(self.count):
-            yield list(islice(indices, self.batch_size))
-
-    def __len__(self) -> int:
-        return self.count

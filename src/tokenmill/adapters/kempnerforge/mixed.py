@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tokenmill.adapters.kempnerforge.chunks import Sample
+from tokenmill.adapters.kempnerforge.state import check_mapping
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
 
@@ -93,6 +94,7 @@ class MixtureDataset(Dataset[Sample]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hand the datasets their states."""
+        check_mapping(state)
         for number, dataset in enumerate(self.datasets):
             if f"dataset_{number}" in state and hasattr(dataset, "load_state_dict"):
                 dataset.load_state_dict(state[f"dataset_{number}"])

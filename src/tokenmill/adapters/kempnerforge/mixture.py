@@ -7,13 +7,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import Sampler
 
-from tokenmill.adapters.kempnerforge.ranks import find_rank
-from tokenmill.adapters.kempnerforge.samplers import BLOCK, check_same, checked_skip
-from tokenmill.adapters.kempnerforge.weights import Weighing, first_weighing, weighing_of, whole_weights
-from tokenmill.checks import check_seed
-from tokenmill.errors import ConfigError
+from tokenmill.adapters.kempnerforge.samplers import BLOCK, RankSampler
+from tokenmill.adapters.kempnerforge.state import EDITED, read_count
+from tokenmill.adapters.kempnerforge.weights import (
+    Weighing,
+    first_weighing,
+    weighing_of,
+    weights_of,
+    whole_weights,
+)
+from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.permute import permute_all
 
@@ -24,13 +28,16 @@ _TURNS = 1 << 40
 """Among so many numbers that of a round is shuffled to find who begins it."""
 
 
-class MixtureSampler(Sampler[int]):
+class MixtureSampler(RankSampler):
     """Samples of several datasets by weight, as one run of places that goes on through all epochs.
 
     After any number of places each dataset is within two samples of its share, whatever the number of ranks. A
     dataset gives each of its samples once, in a new order each time, before it gives one again. The places of a
     round of R go to the R ranks in turn, and another rank begins each round, so that none always gets one dataset.
     """
+
+    kind = "mixture"
+    order_keys = ("seed", "sizes", "shuffle", "initial_weights")
 
     def __init__(
         self,
@@ -43,17 +50,17 @@ class MixtureSampler(Sampler[int]):
         drop_last: bool = True,
         temperature: float = 1.0,
     ) -> None:
-        self.rank, self.num_replicas = find_rank(rank, num_replicas)
-        check_seed("sampler", seed)
+        super().__init__(rank, num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.sizes = [end - begin for begin, end in pairwise(cumulative_sizes)]
+        if list(cumulative_sizes[:1]) != [0] or min(self.sizes, default=0) < 0:
+            raise ConfigError(
+                f"cumulative_sizes: must begin with 0 and never fall, got {list(cumulative_sizes)}; give those "
+                "of a MixtureDataset"
+            )
         self.offsets = list(cumulative_sizes[:-1])
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        self.size = sum(self.sizes)
         ranks = self.num_replicas
         self.num_samples = sum(size // ranks if drop_last else -(-size // ranks) for size in self.sizes)
-        self.epoch = 0
-        self.skip = 0
         self._initial = whole_weights(weights, temperature, self.sizes)
         self._weighings = [first_weighing(self._initial)]
         self._pending: tuple[int, ...] | None = None
@@ -81,27 +88,19 @@ class MixtureSampler(Sampler[int]):
         whole = whole_weights(weights, temperature, self.sizes)
         self._pending = None if whole == self._weighings[-1].weights else whole
 
-    def begin_change(self, position: int) -> None:
-        """Let new weights, if there are any, begin at a place of the run; what was decided for later is dropped."""
+    def begin_change(self, position: int, since: int | None = None) -> None:
+        """Let new weights, if there are any, begin at a place of the run; what was decided for later is dropped.
+
+        So are the weights of places before `since`, which nobody can ask for again; None: before `position`.
+        """
         pending, self._pending = self._pending, None
         last = self._at(position)
         kept = [weighing for weighing in self._weighings if weighing.start <= position]
         if pending is not None and pending != last.weights:
             kept = [weighing for weighing in kept if weighing.start < position]
             kept.append(last.change(position, pending))
-        self._weighings = kept
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the part of the run that the next iteration goes through."""
-        self.epoch = epoch
-
-    def set_skip(self, skip: int) -> None:
-        """Leave out the first samples of this rank, in the next iteration alone."""
-        self.skip = checked_skip(skip)
-
-    def __len__(self) -> int:
-        """Return how many samples an epoch has for this rank."""
-        return self.num_samples
+        begun = sum(weighing.start <= (position if since is None else since) for weighing in kept)
+        self._weighings = kept[max(0, begun - 1) :]
 
     def __iter__(self) -> Iterator[int]:
         skip, self.skip = self.skip, 0
@@ -112,16 +111,15 @@ class MixtureSampler(Sampler[int]):
         """Yield the samples of this rank, by new weights as soon as there are any."""
         while position < end:
             if self.is_changing:
-                self.begin_change(position)
+                self.begin_change(position, self.first(self.epoch))  # who iterates again begins there
             for index in self._block(position, end):
                 yield index
                 position += self.num_replicas
                 if self.is_changing:
                     break
 
-    def indices(self, epoch: int, position: int) -> Iterator[int]:
-        """Yield what this rank takes of an epoch from a place of the run on."""
-        end = self.end(epoch, position)
+    def indices(self, epoch: int, position: int, end: int) -> Iterator[int]:  # noqa: ARG002 - one run of places
+        """Yield what this rank takes from a place of the run on, up to another."""
         while position < end:
             block = self._block(position, end)
             yield from block
@@ -129,43 +127,50 @@ class MixtureSampler(Sampler[int]):
 
     def first(self, epoch: int) -> int:
         """Return the place at which an epoch begins."""
-        return epoch * sum(self.sizes)
+        return epoch * self.size
 
-    def end(self, epoch: int, position: int) -> int:
-        """Return where an epoch ends that goes on at `position`: a whole number of rounds from there."""
-        rest = max(0, self.first(epoch + 1) - position)
-        return position + rest // self.num_replicas * self.num_replicas
+    def end(self, epoch: int, position: int, places: int) -> int:
+        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
+        return position + max(0, self.first(epoch + 1) - position) // places * places
 
     def after(self, epoch: int, position: int) -> int:  # noqa: ARG002 - another sampler begins every epoch anew
         """Return where the epoch after one begins that has ended at `position`: there, as nothing is lost."""
         return position
 
+    def bounds(self, epoch: int, places: int) -> tuple[int, int]:  # noqa: ARG002 - others fill up a round
+        """Return the first and last place at which an epoch can stand: it begins with the rest of the last one."""
+        return max(0, self.first(epoch - 1)), self.first(epoch + 1)
+
     def state_dict(self) -> dict[str, Any]:
         """Return which order this is, and the weights since they last changed."""
         state: dict[str, Any] = {
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "num_replicas": self.num_replicas,
-            "rank": self.rank,
+            **super().state_dict(),
             "sizes": list(self.sizes),
-            "shuffle": self.shuffle,
             "initial_weights": list(self._initial),
             "weighing": self._weighings[-1].to_json(),
         }
         return state if self._pending is None else {**state, "pending": list(self._pending)}
+
+    def check_state(self, state: Mapping[str, Any], *, position: int | None = None) -> None:
+        """Refuse a state of another order; that of a loader, at a `position`, must say all that decides it."""
+        super().check_state(state, position=position)
+        if position is not None or "weighing" in state:
+            start = weighing_of(state.get("weighing"), len(self.sizes)).start
+            if position is not None and start > position:
+                raise ResumeError(f"state: weights must begin by position {position}, got start {start}; {EDITED}")
+        if "pending" in state:
+            weights_of(state["pending"], len(self.sizes))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the epoch and the weights of a state; one of another order is refused.
 
         Who wants other weights than the run began with says so by `update_weights`, after this.
         """
-        check_same(state, self.state_dict(), ("seed", "sizes", "shuffle", "initial_weights"))
+        self.check_state(state)
         if "weighing" in state:
-            held = weighing_of(state["weighing"], len(self.sizes))
-            pending = {**held.to_json(), "weights": state.get("pending", list(held.weights))}
-            self._pending = weighing_of(pending, len(self.sizes)).weights if "pending" in state else None
-            self._weighings = [held]
-        self.epoch = int(state.get("epoch", 0))
+            self._weighings = [weighing_of(state["weighing"], len(self.sizes))]
+            self._pending = weights_of(state["pending"], len(self.sizes)) if "pending" in state else None
+        self.epoch = read_count(state, "epoch", default=0)
 
     def _at(self, position: int) -> Weighing:
         """Return the weights of a place."""
@@ -173,8 +178,8 @@ class MixtureSampler(Sampler[int]):
             if weighing.start <= position:
                 return weighing
         raise ConfigError(
-            f"sampler: places must not lie before {self._weighings[0].start}, as the state that was loaded does "
-            f"not say the weights there, got {position}; make a new sampler to go back"
+            f"sampler: places must not lie before {self._weighings[0].start}, as the weights there "
+            f"are not kept, got {position}; load a state to go back, or make a new sampler"
         )
 
     def _block(self, position: int, end: int) -> list[int]:

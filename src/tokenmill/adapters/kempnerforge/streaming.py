@@ -11,7 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tokenmill.adapters.kempnerforge.chunks import Sample
+from tokenmill.adapters.kempnerforge.config import DataConfig
 from tokenmill.adapters.kempnerforge.ranks import find_rank
+from tokenmill.adapters.kempnerforge.state import batches_of, check_mapping, read_count, shape_of
+from tokenmill.adapters.kempnerforge.steps import StepShape
 from tokenmill.adapters.torch import to_torch
 from tokenmill.dialects.sources import text_source
 from tokenmill.errors import ConfigError, ResumeError, nearest
@@ -21,6 +24,7 @@ from tokenmill.live import merge_states as merge_live
 _FOR_EVER = 1 << 40
 """Steps of a stream that ends when nobody draws from it any more."""
 _KEYS = ("epoch", "live")
+_LOADER_KEYS = ("batches_yielded", "batch_size", "world_size", "grad_accum_steps")
 
 
 class Streaming(TypedDict, total=False):
@@ -126,16 +130,33 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says: that of this rank, or the joined one at any number of ranks."""
-        _check_keys(state, _KEYS)
+        check_mapping(state, _KEYS)
+        read_count(state, "epoch")
         self.live.load_state_dict(state["live"])
 
 
 class StreamingDataLoader:
-    """Batches of a stream, by torch's own loader in this process."""
+    """Batches of a stream, by torch's own loader in this process.
 
-    def __init__(self, dataset: StreamingHuggingFaceDataset, batch_size: int, *, pin_memory: bool = False) -> None:
+    `grad_accum_steps` says how many batches a step has, so that `lr_scale` follows the phases of the config.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingHuggingFaceDataset,
+        batch_size: int,
+        config: DataConfig | None = None,
+        *,
+        grad_accum_steps: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self.config = config or DataConfig()
+        self.grad_accum_steps = grad_accum_steps
+        self._shape = StepShape(
+            batch_size=batch_size, num_replicas=dataset.world_size, grad_accum_steps=grad_accum_steps
+        )
         self._loader: DataLoader[Sample] = DataLoader(
             dataset,
             batch_size=batch_size,
@@ -146,11 +167,22 @@ class StreamingDataLoader:
             generator=torch.Generator(),
         )
         self._batches_yielded = 0
+        """Batches of the run, as if all had been of this size."""
 
     def __iter__(self) -> Iterator[Sample]:
         for batch in self._loader:
             self._batches_yielded += 1
             yield batch
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
+        return self._batches_yielded // self._shape.batches
+
+    @property
+    def lr_scale(self) -> float:
+        """What the phases of the config multiply the learning rate of the next batch's step by."""
+        return self._shape.lr_scale(self.config, self.step)
 
     def close(self) -> None:
         """Stop the threads of the stream."""
@@ -159,27 +191,41 @@ class StreamingDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands, as JSON; `merge_states` joins those of all ranks."""
         inner = self.dataset.state_dict()
-        return {"epoch": inner["epoch"], "batches_yielded": self._batches_yielded, "live": inner["live"]}
+        return {
+            "epoch": inner["epoch"],
+            "batches_yielded": self._batches_yielded,
+            "batch_size": self.batch_size,
+            "world_size": self._shape.num_replicas,
+            "grad_accum_steps": self.grad_accum_steps,
+            "live": inner["live"],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says; a running iteration follows."""
-        _check_keys(state, (*_KEYS, "batches_yielded"))
+        """Go to where a state says; a running iteration follows.
+
+        Between two steps batches may be of another size, and `batches_yielded` then goes on as if all had been: by
+        the steps, or by the samples if nobody said what a step is.
+        """
+        check_mapping(state, (*_KEYS, *_LOADER_KEYS))
+        yielded, made = read_count(state, "batches_yielded"), shape_of(state, state, "world_size")
+        inside = isinstance(state["live"], Mapping) and "batches" in state["live"]
+        batches = batches_of(yielded, made, self._shape, inside=inside)
+        if self.grad_accum_steps is None:
+            batches = yielded * made.samples // self._shape.samples
         self.dataset.load_state_dict({key: state[key] for key in _KEYS})
-        self._batches_yielded = int(state["batches_yielded"])
+        self._batches_yielded = batches
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of all ranks, saved after the same batch, into one that any number of ranks can load."""
     for state in states:
-        _check_keys(state, _KEYS)
+        check_mapping(state, _KEYS)
+        read_count(state, "epoch")
+        for key in _LOADER_KEYS:
+            if state.get(key) != states[0].get(key):
+                raise ResumeError(
+                    f"states: {key} must be the same on all ranks, got {states[0].get(key)!r} and "
+                    f"{state.get(key)!r}; save them after the same batch of one run"
+                )
     live = merge_live([state["live"] for state in states])
-    return {**states[0], "epoch": min(int(state["epoch"]) for state in states), "live": live}
-
-
-def _check_keys(state: Mapping[str, Any], keys: Sequence[str]) -> None:
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise ResumeError(
-            f"state: must have {', '.join(keys)}, got none of {missing}; use a state of such a stream, as the "
-            "order of KempnerForge's own is another"
-        )
+    return {**states[0], "epoch": min(state["epoch"] for state in states), "live": live}

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
+from tokenmill.checks import MAX_NUMBER
 from tokenmill.errors import ConfigError, ResumeError
-from tokenmill.plan.mixture import Mixture, build_mixture, draw_all, integer_weights
+from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -20,6 +21,8 @@ _DIGITS = 12
 """Of a weight raised to a power: more would depend on the machine."""
 _UNITS = 1 << 20
 """Parts of a row in which it is kept how far a source is ahead of its share: a state must stay small."""
+_MOST_AHEAD = 2 * _UNITS
+"""How far one can be ahead or behind, for each source that there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +81,35 @@ def first_weighing(weights: Sequence[int]) -> Weighing:
     return Weighing(start=0, weights=tuple(weights), drawn=none, ahead=none)
 
 
-def weighing_of(state: Mapping[str, Any], sources: int) -> Weighing:
+def weighing_of(state: object, sources: int) -> Weighing:
     """Return what `to_json` gave, or refuse what it cannot have given."""
-    lists = [state.get(name) for name in ("weights", "drawn", "ahead")]
-    fine = all(
-        isinstance(numbers, list) and len(numbers) == sources and all(isinstance(number, int) for number in numbers)
-        for numbers in lists
-    )
-    weights = state.get("weights") if fine else None
-    if not weights or min(weights) < 0 or not sum(weights) or not isinstance(state.get("start"), int):
+    said = state if isinstance(state, Mapping) else {}
+    lists = [said.get(name) for name in ("drawn", "ahead")]
+    drawn, ahead = (tuple(numbers) if _are_whole(numbers, sources) else () for numbers in lists)
+    start = said.get("start")
+    # Before its start every place has drawn one sample.
+    fine = drawn and type(start) is int and sum(drawn) == start <= MAX_NUMBER and min(drawn) >= 0
+    if not fine or not ahead or max(map(abs, ahead)) > _MOST_AHEAD * sources:
         raise ResumeError(
-            f"state: weights must be those of {sources} sources, got {dict(state)}; use a state that was not edited"
+            f"state: weighing must have weights of {sources} sources, what was drawn of each, which is start "
+            f"together, and how far each is ahead, got {state!r}; use a state that was not edited"
         )
-    said, drawn, ahead = (tuple(numbers or ()) for numbers in lists)
-    return Weighing(start=int(state["start"]), weights=said, drawn=drawn, ahead=ahead)
+    return Weighing(start=sum(drawn), weights=weights_of(said.get("weights"), sources), drawn=drawn, ahead=ahead)
+
+
+def weights_of(numbers: object, sources: int) -> tuple[int, ...]:
+    """Return the whole weights of a state, or refuse what they cannot be."""
+    weights: tuple[int, ...] = tuple(numbers) if _are_whole(numbers, sources) else ()
+    if not weights or min(weights) < 0 or not 0 < sum(weights) <= MAX_TOTAL:
+        raise ResumeError(
+            f"state: weights must be those of {sources} sources, whole numbers from 0 on, got {numbers!r}; use a "
+            "state that was not edited"
+        )
+    return weights
+
+
+def _are_whole(numbers: object, count: int) -> TypeGuard[list[int]]:
+    return isinstance(numbers, list) and len(numbers) == count and all(type(number) is int for number in numbers)
 
 
 def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -112,10 +130,19 @@ def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[
                 f"weights: must be at least 0, and 0 for a dataset without samples, got {weight} for dataset "
                 f"{source} with {size} samples; change it"
             )
-    if temperature != 1.0:
-        weights = [float(f"{weight ** (1 / temperature):.{_DIGITS}g}") for weight in weights]
-    named = {str(source): weight for source, weight in enumerate(weights) if weight}
-    if not named:
+    most = max(weights, default=0)
+    if not most:
         raise ConfigError(f"weights: must leave a dataset to draw from, got {list(weights)}; raise one")
+    tempered = weights
+    if temperature != 1.0:
+        # Of the largest, so that no power is beyond all numbers.
+        tempered = [float(f"{(weight / most) ** (1 / temperature):.{_DIGITS}g}") for weight in weights]
+    for source, (weight, after) in enumerate(zip(weights, tempered, strict=True)):
+        if weight and not after:
+            raise ConfigError(
+                f"temperature: must leave every dataset its share, got {temperature}, which makes weight {weight} "
+                f"of dataset {source} beside {most} nothing; raise temperature, or give that dataset weight 0"
+            )
+    named = {str(source): weight for source, weight in enumerate(tempered) if weight}
     whole = integer_weights(named)
     return tuple(whole.get(str(source), 0) for source in range(len(weights)))
