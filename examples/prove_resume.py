@@ -27,7 +27,6 @@ from pathlib import Path
 
 import tokenmill as tm
 from tokenmill.cli.svg import colour, number, text_of, ticks, width_of
-from tokenmill.demo import CORPUS_DIR
 from tokenmill.loader import DIGEST_ARRAYS, batch_digest, row_digests
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -106,14 +105,16 @@ def read_log(file: Path) -> list[Leg]:
 # What is run.
 
 
-def lay_out(folder: Path, config: str) -> Path:
-    """Prepare the bundled corpus under a folder, write the config beside it, and return the config's file."""
-    for kind in ("prose", "code", "dialogue"):
-        tm.prepare(
-            CORPUS_DIR / f"{kind}.jsonl", out=folder / "stores" / kind, tokenizer="bytes", workers=1, progress=False
-        )
+def lay_out(folder: Path, config: Path) -> Path:
+    """Write a config into a folder, with paths that hold from there, prepare its texts, and return its file."""
+    text = re.sub(
+        r'(?m)^(documents = \[|store = )"([^"]+)"',
+        lambda found: found[1] + json.dumps(str((config.parent / found[2]).resolve())),
+        config.read_text(encoding="utf-8"),
+    )
     file = folder / "run.toml"
-    file.write_text(config, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    tm.Run.from_toml(file).plan()
     return file
 
 
@@ -168,21 +169,22 @@ def kill_at(process: subprocess.Popen[bytes], out: Path, *, step: int, leg: int,
     process.wait()
 
 
-def run_all(run: Path, folder: Path, *, save_every: int, seed: int) -> None:
-    """Run the straight training, then the one that is killed twice."""
-    steps = tm.Run.from_toml(run).plan().steps
-    if not save_every < steps // 3:
+def run_all(run: Path, folder: Path, *, ranks: Sequence[int], save_every: int, seed: int) -> None:
+    """Run the straight training, then the one that is killed once for each of `ranks`."""
+    span = tm.Run.from_toml(run).plan().steps // (len(ranks) + 1)
+    if not save_every < span:
         raise tm.ConfigError(
-            f"--save-every: must be below a third of the {steps} steps, got {save_every}; lower it"
+            f"--save-every: must be below the {span} steps of one of {len(ranks) + 1} legs, got {save_every}; "
+            "lower it"
         )
     with training(run, folder / "straight", ranks=1, micro_batch=8, save_every=save_every) as process:
         finish(process, folder / "straight")
     chance = random.Random(seed)
-    first = chance.randrange(save_every, steps // 3)
-    second = chance.randrange(steps // 3 + 1, steps * 2 // 3)  # far enough from the end to be killed in time
     out = folder / "killed"
-    for leg, (ranks, micro_batch, step) in enumerate([(2, 4, first), (4, 2, second)]):
-        with training(run, out, ranks=ranks, micro_batch=micro_batch, save_every=save_every) as process:
+    # None in the last part of the steps: far enough from the end to be killed in time.
+    kills = [chance.randrange(max(save_every, leg * span + 1), (leg + 1) * span) for leg in range(len(ranks))]
+    for leg, (count, step) in enumerate(zip(ranks, kills, strict=True)):
+        with training(run, out, ranks=count, micro_batch=8 // count, save_every=save_every) as process:
             kill_at(process, out, step=step, leg=leg, delay=chance.random() / 20)
     with training(run, out, ranks=1, micro_batch=1, save_every=save_every) as process:
         finish(process, out)
@@ -379,13 +381,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to work in; must be new")
     parser.add_argument("--run", type=Path, default=EXAMPLES / "train_tiny.toml", help="config of the training")
     parser.add_argument("--save-every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="of each training that is killed; divide 8"
+    )
     parser.add_argument("--seed", type=int, help="of the steps at which is killed; default: by chance")
     parser.add_argument("--picture", type=Path, help="SVG file to draw; also trains on another order of the data")
     options = parser.parse_args()
     options.out.mkdir(parents=True)
     seed = secrets.randbelow(1000) if options.seed is None else options.seed
-    run = lay_out(options.out, options.run.read_text(encoding="utf-8"))
-    run_all(run, options.out, save_every=options.save_every, seed=seed)
+    run = lay_out(options.out, options.run)
+    run_all(run, options.out, ranks=options.ranks, save_every=options.save_every, seed=seed)
     other = run_other_order(run, options.out, save_every=options.save_every) if options.picture else None
     (straight,), legs = (read_log(options.out / name / "log.jsonl") for name in ("straight", "killed"))
     proof = Proof(straight=straight, legs=tuple(legs), other=other)
@@ -396,4 +401,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except tm.TokenmillError as error:
+        sys.exit(f"error: {error}")

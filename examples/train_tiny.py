@@ -1,7 +1,7 @@
 """Train a small GPT in plain torch: several stages, any number of ranks, exact resume.
 
-python examples/train_tiny.py run.toml --out out
-torchrun --standalone --nproc-per-node 2 examples/train_tiny.py run.toml --out out --micro-batch 4
+python examples/train_tiny.py examples/train_tiny.toml --out out
+torchrun --standalone --nproc-per-node 2 examples/train_tiny.py examples/train_tiny.toml --out out --micro-batch 4
 
 Kill it at any moment, with kill -9 if you like: either command goes on from the last checkpoint.
 """
@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -177,4 +178,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except tm.TokenmillError as error:
+        sys.exit(f"error: {error}")

@@ -129,6 +129,36 @@ def test_a_checkpoint_resumes_with_another_micro_batch(make_run, tmp_path, micro
     assert trainer.global_step == STEPS
 
 
+@pytest.mark.parametrize("ending", [{"max_steps": 2}, {"limit_train_batches": 4}])
+def test_a_leg_that_ended_early_goes_on_with_the_next_batch(make_run, tmp_path, ending):
+    """[R1.c] Lightning takes the epoch for done: it would train nothing, and say so nowhere."""
+    run = make_run()
+    _, straight = trained(tmp_path / "out", RunData(run, micro_batch=2), model=without_dropout())
+    options = {"callbacks": [ModelCheckpoint(tmp_path / "leg", filename="end", save_top_k=-1)]}
+    first, _ = trained(tmp_path, RunData(run, micro_batch=2), model=without_dropout(), **options, **ending)
+    first.save_checkpoint(tmp_path / "leg" / "after.ckpt")
+    for name in ("end", "after"):
+        checkpoint = tmp_path / "leg" / f"{name}.ckpt"
+        trainer, rest = trained(
+            tmp_path, RunData(run, micro_batch=2), resume=checkpoint, model=without_dropout(), **options
+        )
+        assert rest.seen == straight.seen[4:]
+        assert (trainer.global_step, trainer.current_epoch) == (STEPS, 1)
+        assert rest.table.weight.tolist() == straight.table.weight.tolist()
+
+
+def test_a_run_that_ended_goes_on_where_it_was_made_longer_and_only_there(make_run, tmp_path):
+    trained(tmp_path / "out", RunData(make_run(), micro_batch=2))
+    checkpoint = tmp_path / "out" / f"step={STEPS}.ckpt"
+    _, nothing = trained(tmp_path / "again", RunData(make_run(), micro_batch=2), resume=checkpoint)
+    assert nothing.seen == []
+    longer = make_run("longer", steps=STEPS + 2)
+    trainer, rest = trained(tmp_path / "longer", RunData(longer, micro_batch=2), resume=checkpoint)
+    expected = [{name: array.tolist() for name, array in batch.items()} for batch in longer.loader(micro_batch=2)]
+    assert rest.seen == list(enumerate(expected))[2 * STEPS :]
+    assert trainer.global_step == STEPS + 2
+
+
 def test_a_state_without_a_checkpoint_starts_a_new_epoch_from_there(make_run, tmp_path):
     run = make_run()
     _, straight = trained(tmp_path / "out", RunData(run, micro_batch=2))

@@ -20,6 +20,7 @@ import torch
 
 from tokenmill import Run, prepare
 from tokenmill.adapters import torchtitan as adapter
+from tokenmill.adapters.torch import TorchLoader
 from tokenmill.adapters.torchtitan import build_dataloader, pair_loader
 from tokenmill.errors import ConfigError, MissingExtraError, ResumeError
 
@@ -323,6 +324,14 @@ def test_what_the_command_line_overrides_counts(folder):
     assert loader.loader.loader.plan.stages[0].spec.global_batch_size == 12
 
 
+def test_the_builder_refuses_rows_longer_than_the_model_takes(folder):
+    """[A1.a]"""
+    with pytest.raises(
+        ConfigError, match=r"stage 'long': seq_len must be at most training.seq_len 31.*got 32; raise"
+    ):
+        build_dataloader(2, 0, None, job_config(folder, seq_len=31))
+
+
 def test_the_builder_takes_tables_and_counts_paths_from_the_working_directory(folder, monkeypatch, whole):
     import tomllib
 
@@ -350,7 +359,7 @@ def test_a_loader_goes_on_from_a_state_that_is_loaded_while_it_runs(folder):
     stream = iter(loader)
     drawn = [next(stream) for _ in range(4)]
     state = loader.state_dict()
-    assert (loader.step, state["step"]) == (4, 4)
+    assert (loader.step, json.loads(state["dataloader_state"])["step"]) == (4, 4)
     rest = listed(stream)
     loader.load_state_dict(state)
     assert listed(loader) == rest
@@ -361,11 +370,45 @@ def test_a_loader_goes_on_from_a_state_that_is_loaded_while_it_runs(folder):
     assert listed(begun) == rest
 
 
-def test_a_state_that_is_empty_is_refused(folder):
-    """[E1.a] torchtitan's own loaders take it for a start at step 0."""
+def test_the_state_has_the_keys_that_the_fork_documents_on_every_rank_at_any_time(folder):
+    """[E1.a, E1.c] A distributed checkpoint loads the keys of a fresh loader: a number or a text each."""
+    loaders = [build_dataloader(4, rank, None, job_config(folder)) for rank in range(4)]
+    fresh = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        for _, _pair in zip(range(2 * 6), loader, strict=False):  # 2 batches a step
+            pass
+    states = [loader.state_dict() for loader in loaders]
+    assert [list(state) for state in (*fresh, *states)] == [["stage_idx", "stage_name", "dataloader_state"]] * 8
+    assert fresh == fresh[:1] * 4
+    assert states == states[:1] * 4
+    assert [type(value) for value in states[0].values()] == [int, str, str]
+    assert (states[0]["stage_idx"], states[0]["stage_name"]) == (1, "long")
+    # The last one is the state of the run: any loader of ours takes it.
+    plain = Run.from_toml(folder / "staged.toml", world_size=4).loader()
+    within = json.loads(states[0]["dataloader_state"])
+    TorchLoader(plain).load_state_dict(within)
+    assert (plain.step, within["step"]) == (6, 6)
+    assert len(json.dumps(states[0])) <= 400
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "nothing"),
+        (None, "NoneType"),
+        ({"stage_idx": 0, "dataloader_state": {"rank_0": 7}}, "stage_idx, dataloader_state"),
+        ({"dataloader_state": "{"}, "dataloader_state"),
+    ],
+)
+def test_a_state_that_is_none_of_ours_is_refused(folder, state, told):
+    """[E1.a] torchtitan's own loaders take an empty one for a start at step 0."""
     loader = pair_loader(Run.from_toml(folder / "run.toml"), dp_rank=0, dp_world_size=1, local_batch_size=2)
-    with pytest.raises(ResumeError, match="state: must have version"):
-        loader.load_state_dict({})
+    with pytest.raises(ResumeError) as caught:
+        loader.load_state_dict(state)
+    assert str(caught.value) == (
+        "state: must have stage_idx, stage_name, dataloader_state, the last one as JSON text, got "
+        f"{told}; use a state of this loader"
+    )
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch):

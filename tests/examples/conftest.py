@@ -9,34 +9,38 @@ from types import ModuleType
 
 import pytest
 
+from tokenmill.demo import CORPUS_DIR
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHORT = """\
+SHORT = f"""\
 [run]
 seed = 1
-steps = 36
+steps = 24
 global_batch_size = 16
 seq_len = 32
 
 [[sources]]
 name = "prose"
-store = "stores/prose"
+documents = ["{CORPUS_DIR}/prose.jsonl"]
+tokenizer = "bytes"
 
 [[sources]]
 name = "code"
-store = "stores/code"
+documents = ["{CORPUS_DIR}/code.jsonl"]
+tokenizer = "bytes"
 
 [[stages]]
 name = "base"
 start_step = 0
-weights = { prose = 0.7, code = 0.3 }
+weights = {{ prose = 0.7, code = 0.3 }}
 
 [[stages]]
 name = "long"
-start_step = 10
+start_step = 8
 seq_len = 64
 global_batch_size = 8
 lr_scale = 0.5
-weights = { prose = 0.2, code = 0.8 }
+weights = {{ prose = 0.2, code = 0.8 }}
 """
 
 
@@ -63,4 +67,6 @@ def prove_resume() -> ModuleType:
 @pytest.fixture(scope="session")
 def short_run(prove_resume, tmp_path_factory) -> Path:
     """Return the config of a short run over the bundled corpus."""
-    return prove_resume.lay_out(tmp_path_factory.mktemp("short"), SHORT)
+    written = tmp_path_factory.mktemp("config") / "short.toml"
+    written.write_text(SHORT, encoding="utf-8")
+    return prove_resume.lay_out(tmp_path_factory.mktemp("short"), written)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,26 +18,28 @@ from tokenmill.torch import TorchLoader
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(900)  # ten processes that import torch
-def test_the_short_form_is_killed_twice_and_proves_its_claim(prove_resume, short_run, tmp_path):
+@pytest.mark.timeout(900)  # five processes that import torch, or ten
+@pytest.mark.parametrize("ranks", [(2,), pytest.param((2, 4), marks=pytest.mark.deep)])
+def test_the_short_form_is_killed_and_proves_its_claim(prove_resume, short_run, tmp_path, ranks):
     """[R1.a, R1.b, E1.a, E1.c, C1.d, M1.b]"""
     # One test for all claims: the trainings are run once, whichever worker the tests are spread over.
     out = tmp_path / "out"
     command = [sys.executable, "-W", "error", ROOT / "examples" / "prove_resume.py", "--out", out]
-    options = ["--run", short_run, "--save-every", 3, "--seed", 5]
+    options = ["--run", short_run, "--save-every", 3, "--seed", 5, "--ranks", *ranks]
     done = subprocess.run([*map(str, [*command, *options])], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "all digests equal, losses differ by at most " in done.stdout
 
     (straight,), legs = (prove_resume.read_log(out / name / "log.jsonl") for name in ("straight", "killed"))
-    assert [(len(leg.pids), leg.micro_batch) for leg in legs] == [(2, 4), (4, 2), (1, 1)]
-    assert [leg.start % 3 for leg in legs] == [0, 0, 0]
-    assert 0 == legs[0].start < legs[1].start <= legs[0].end
-    assert legs[1].start < legs[2].start <= legs[1].end < legs[2].end == 36
+    assert [(len(leg.pids), leg.micro_batch) for leg in legs] == [*((n, 8 // n) for n in ranks), (1, 1)]
+    assert [leg.start % 3 for leg in legs] == [0] * len(legs)
+    assert (legs[0].start, legs[-1].end) == (0, 24)
+    for before, leg in pairwise(legs):
+        assert before.start < leg.start <= before.end < 24
 
     expected = batches_of_the_command_line(out / "run.toml")
     assert [(step.step, step.stage, step.digest) for step in straight.steps] == expected
-    assert [line[1] for line in expected] == ["base"] * 10 + ["long"] * 26
+    assert [line[1] for line in expected] == ["base"] * 8 + ["long"] * 16
     for leg in legs:
         lines = [(step.step, step.stage, step.digest) for step in leg.steps]
         assert lines == expected[leg.start : leg.end]
@@ -47,7 +50,7 @@ def test_the_short_form_is_killed_twice_and_proves_its_claim(prove_resume, short
         torch.testing.assert_close(parts["model"][name], weights, rtol=0, atol=1e-10)
     # The state of the data is one for all, and no rank has left a trace in it.
     loader = tm.Run.from_toml(out / "run.toml").loader()
-    loader.seek(36)
+    loader.seek(24)
     assert parts["loader"] == whole["loader"] == TorchLoader(loader).state_dict()
     assert len(json.dumps(parts["loader"])) <= 256
 
@@ -63,8 +66,8 @@ def batches_of_the_command_line(run):
 def test_checkpoints_that_would_come_too_late_are_refused_before_anything_is_trained(
     prove_resume, short_run, tmp_path
 ):
-    with pytest.raises(tm.ConfigError, match="must be below a third of the 36 steps, got 12; lower it"):
-        prove_resume.run_all(short_run, tmp_path, save_every=12, seed=0)
+    with pytest.raises(tm.ConfigError, match="must be below the 8 steps of one of 3 legs, got 8; lower it"):
+        prove_resume.run_all(short_run, tmp_path, ranks=(2, 4), save_every=8, seed=0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch
 import tokenmill as tm
 from tokenmill.loader import DIGEST_ARRAYS
 from tokenmill.torch import TorchLoader
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def float64():
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-@pytest.mark.parametrize("step", [0, 10])
+@pytest.mark.parametrize("step", [0, 8])
 @pytest.mark.usefixtures("float64")
 def test_loss_gradient_and_digest_do_not_depend_on_the_micro_batch(train_tiny, run, step, micro_batch):
     """[P1.d]"""
@@ -100,3 +104,27 @@ def test_a_checkpoint_of_another_plan_is_refused(train_tiny, short_run, tmp_path
     monkeypatch.setattr("sys.argv", ["", str(other), *arguments])
     with pytest.raises(tm.ResumeError, match="first difference: stages"):
         train_tiny.main()
+
+
+def test_its_own_config_runs_from_a_clean_checkout(train_tiny, tmp_path, monkeypatch):
+    """[F1.a] Nothing is prepared before; what is prepared stands where git does not look."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    config = tmp_path / "examples" / "train_tiny.toml"
+    config.write_bytes((ROOT / "examples" / "train_tiny.toml").read_bytes())
+    monkeypatch.setattr("sys.argv", ["", str(config), "--out", str(tmp_path / "out"), "--until", "1"])
+    train_tiny.main()
+    assert len((tmp_path / "out" / "log.jsonl").read_text().splitlines()) == 2
+    assert sorted(path.name for path in config.parent.iterdir()) == [".tokenmill", "train_tiny.toml"]
+    assert ".tokenmill/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["train_tiny", "prove_resume"])
+def test_what_is_wrong_is_said_in_one_line(name, tmp_path, monkeypatch):
+    (tmp_path / "run.toml").write_text("[run]\nsteps = 1\nglobal_batch_size = 8\nseq_len = 8\n")
+    words = [str(tmp_path / "run.toml")] if name == "train_tiny" else ["--run", str(tmp_path / "run.toml")]
+    monkeypatch.setattr("sys.argv", ["", *words, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert str(caught.value).startswith("error: ")
+    assert "sources" in str(caught.value)

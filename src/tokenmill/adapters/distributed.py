@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenmill.loader import Loader, RankSlice
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
-_NESTED = ("made_of", "lanes", "live")
+_NESTED = ("made_of", "lanes", "skipped", "live")
 """What states of live text hold beside numbers and texts."""
 
 
@@ -60,6 +60,8 @@ def whole_state(loader: Loader | LiveLoader, group: dist.ProcessGroup | None = N
     state: dict[str, Any] = dict(loader.state_dict())
     if is_running() and any(isinstance(value, Mapping) for value in state.values()):
         state = _merged(loader, state, group)
+    if "lanes" in state:  # what live text alone has at times
+        state = {"skipped": {}, "global_batch_size": 0, **state}
     texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in state.items()}
     return texts | {key: state.get(key, 0) for key in _MID_STEP}
 

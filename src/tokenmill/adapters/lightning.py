@@ -56,6 +56,7 @@ class RunData(lightning.LightningDataModule):
         if self._saved is not None:
             self.loader.load_state_dict(self._saved)
             self._saved = None
+            _reopen(self.trainer, self.loader)
         return _Batches(self, self.loader, _begin(self.trainer, self.loader))
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,18 +96,39 @@ class _Batches:
             yield to_torch(batch)
 
 
+def _drawn(loader: Loader | LiveLoader) -> int:
+    """Return how many micro-batches lie before the place of a loader."""
+    drawn = int(loader.state_dict().get("batches", 0))
+    if isinstance(loader, LiveLoader):
+        return drawn + loader.step * loader.share.batches
+    for stage in (stage for stage in loader.plan.stages if stage.spec.skipped is None):
+        steps = min(max(0, loader.step - stage.spec.start_step), stage.num_steps)
+        drawn += steps * loader.part.batches(stage)
+    return drawn
+
+
+def _reopen(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> None:
+    """Go on with an epoch that Lightning takes for done, where the run has batches left.
+
+    It was ended by `max_steps` or `max_time`, or the run is longer now: Lightning would train nothing, and say that
+    `max_epochs` was reached.
+    """
+    if _drawn(loader) >= len(loader):
+        return
+    epochs, batches = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop.batch_progress
+    batches.is_last_batch = False
+    if epochs.current.processed:
+        for count in (epochs.current, epochs.total):
+            count.processed = count.completed = count.ready - 1
+        trainer.fit_loop.restarting = True
+
+
 def _begin(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> int:
     """Return how many micro-batches lie before the epoch; where Lightning resumes one, tell it how many it has had.
 
     It counts those of the ranks that it ran on before: with more of them now, it would take the epoch for done.
     """
-    drawn = int(loader.state_dict().get("batches", 0))
-    if isinstance(loader, LiveLoader):
-        drawn += loader.step * loader.share.batches
-    else:
-        for stage in (stage for stage in loader.plan.stages if stage.spec.skipped is None):
-            steps = min(max(0, loader.step - stage.spec.start_step), stage.num_steps)
-            drawn += steps * loader.part.batches(stage)
+    drawn = _drawn(loader)
     if not trainer.fit_loop.restarting:
         return drawn
     had = trainer.fit_loop.epoch_loop.batch_progress.current

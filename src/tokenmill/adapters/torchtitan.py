@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -13,7 +14,7 @@ from tokenmill.adapters.needs import need
 from tokenmill.adapters.torch import TorchLoader
 from tokenmill.config import parse_config
 from tokenmill.dialects import translate
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.run import Run
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from tokenmill.plan import Plan
 
 ARRAYS = ("input_ids", "labels", "position_ids")
+STATE_KEYS = ("stage_idx", "stage_name", "dataloader_state")
+"""What the fork documents of its state."""
 _TABLES = ("training", "model", "debug", "tokenmill")
 """Of a config of torchtitan: those that say something of data."""
 _log = logging.getLogger("tokenmill")
@@ -49,8 +52,12 @@ class PairLoader:
         """The step that the next batch belongs to, from 0."""
         return self.loader.step
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands; refused within a step, as torchtitan saves between two of its own."""
+    def state_dict(self) -> dict[str, int | str]:
+        """Return where the run stands; refused within a step, as torchtitan saves between two of its own.
+
+        The keys are those that the fork documents; `dataloader_state` is that of the run's loader, as JSON text, as
+        a distributed checkpoint keeps one entry for each key and wants the same keys from every rank at any time.
+        """
         state = self.loader.state_dict()
         if state["batches"]:
             raise ConfigError(
@@ -58,11 +65,19 @@ class PairLoader:
                 f"{state['batches']} of them in step {state['step']}; give the run and [training] one "
                 "global_batch_size, and the stages of the run too"
             )
-        return state
+        return {**{key: state[key] for key in STATE_KEYS[:2]}, STATE_KEYS[2]: json.dumps(state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says, saved with any number of ranks; a running iteration goes on from there."""
-        self.loader.load_state_dict(state)
+        told = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        try:
+            found = json.loads(state[STATE_KEYS[2]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResumeError(
+                f"state: must have {', '.join(STATE_KEYS)}, the last one as JSON text, got {told or 'nothing'}; "
+                "use a state of this loader"
+            ) from error
+        self.loader.load_state_dict(found)
 
 
 def pair_loader(
@@ -101,6 +116,8 @@ def build_dataloader(
     translation = translate(said, where=file.name, world_size=dp_world_size)
     config = parse_config(translation.tables, where=file.name)
     run = Run(config=config, folder=file.parent, name=file.stem, translation=translation)
+    if "seq_len" in tables["training"]:
+        _check_length(run.plan(), tables["training"]["seq_len"])
     rows = tables["training"].get("local_batch_size", config.run.global_batch_size // dp_world_size)
     return pair_loader(run, dp_rank=dp_rank, dp_world_size=dp_world_size, local_batch_size=rows)
 

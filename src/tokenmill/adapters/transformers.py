@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.adapters.needs import need
 
-# Older ones have no masks for packed rows: the documents of a row would see one another.
-for _name in ("torch", "accelerate", "transformers", "transformers.masking_utils"):
-    need(_name, extra="hf", adapter="tokenmill.adapters.transformers")
+# Before 5.10 the last label of each row is not counted; before 4.53.1 documents of a row see one another.
+for _name, _least in (("torch", None), ("accelerate", None), ("datasets", None), ("transformers", "5.10")):
+    need(_name, extra="hf", adapter="tokenmill.adapters.transformers", at_least=_least)
 
 import torch  # noqa: E402 - after the lines that say what to install
 import transformers  # noqa: E402

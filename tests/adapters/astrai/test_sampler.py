@@ -149,6 +149,8 @@ def test_a_state_of_another_order_is_refused(change, message):
         each.load_state_dict({**each.state_dict(), **change})
     with pytest.raises(ResumeError, match=r"a state must have keys version, epoch, position, .* got epoch;"):
         each.load_state_dict({"epoch": 0})
+    with pytest.raises(ResumeError, match=r"a state must be the dict that state_dict\(\) gave, got NoneType; pass"):
+        each.load_state_dict(None)
     assert (each.epoch, each.iter) == (0, 0)
 
 

@@ -162,6 +162,10 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says, a running pass too; a state of other data, seed or shuffle is refused."""
         mine = self.state_dict()
+        if not isinstance(state, Mapping):
+            raise ResumeError(
+                f"{_WHERE}: a state must be the dict that state_dict() gave, got {type(state).__name__}; pass that"
+            )
         for key in (*mine, *state):
             if key not in state or key not in mine:
                 raise ResumeError(
