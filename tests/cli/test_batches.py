@@ -110,8 +110,8 @@ def test_a_range_that_cannot_be_is_refused(tokenmill, run_toml, steps, message):
         (["--world-size", -2], r"--world-size: must be at least 1, got -2; leave it out for 1"),
         (["--rank", 2, "--world-size", 2], r"rank: must lie within 0:world_size, got rank 2 of 2; .*"),
         (["--rank", -1], r"rank: must lie within 0:world_size, got rank -1 of 1; .*"),
-        (["--threads", -1], r"loader: threads must be at least 0 .*, got -1 and 8; .*"),
-        (["--prefetch", 0], r"loader: .* prefetch at least 1, got 1 and 0; .*"),
+        (["--threads", -1], r"loader: threads must be at least 0, .*, got -1, 8 and 30.0; .*"),
+        (["--prefetch", 0], r"loader: .* prefetch at least 1 .*, got 1, 0 and 30.0; .*"),
     ],
 )
 def test_a_slicing_that_cannot_be_is_refused_before_the_first_step(tokenmill, run_toml, options, message):
