@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
@@ -60,32 +61,32 @@ class LiveSource:
 
     def made_of(self, lanes: int) -> dict[str, Any]:
         """Return what decides every row, as JSON of at most some 2 kB."""
-        return {
-            "files": self._files,
-            "tokenizer": self.tokenizer.identity.to_json(),
-            "options": self.options.describe(lanes),
-        }
+        return copy.deepcopy(self._told(lanes, formats=True)[0])
 
     def fingerprint(self, lanes: int, *, formats: bool = True) -> str:
         """Return 32 hex digits that stand for every row of every lane; or for their text, however rows are made."""
-        told = self.options.describe(lanes)
-        if not formats:
-            told = {name: value for name, value in told.items() if name in TEXT_OPTIONS}
-        return digest([self._content, self.tokenizer.identity.to_json(), told])
+        return self._told(lanes, formats=formats)[1]
 
-    # Both once: a state is saved often, and there may be thousands of files.
-    @cached_property
-    def _files(self) -> dict[str, Any]:
-        groups = file_groups(len(self.files))
-        return {
-            "count": len(self.files),
-            "names": digest([file.name for file in self.files])[:16],
-            "samples": [digest(self.digests[begin:end])[:8] for begin, end in groups],
-        }
+    def _told(self, lanes: int, *, formats: bool) -> tuple[dict[str, Any], str]:
+        """Return both of the above; made once, as a state is saved often, and there may be thousands of files."""
+        if (lanes, formats) not in self._known:
+            options = self.options.describe(lanes)
+            if not formats:
+                options = {name: value for name, value in options.items() if name in TEXT_OPTIONS}
+            groups = file_groups(len(self.files))
+            names, tokenizer = [file.name for file in self.files], self.tokenizer.identity.to_json()
+            files = {
+                "count": len(names),
+                "names": digest(names)[:16],
+                "samples": [digest(self.digests[begin:end])[:8] for begin, end in groups],
+            }
+            made_of = {"files": files, "tokenizer": tokenizer, "options": options}
+            self._known[lanes, formats] = made_of, digest([names, self.digests, tokenizer, options])
+        return self._known[lanes, formats]
 
     @cached_property
-    def _content(self) -> str:
-        return digest([[file.name for file in self.files], self.digests])
+    def _known(self) -> dict[tuple[int, bool], tuple[dict[str, Any], str]]:
+        return {}
 
 
 def file_groups(count: int) -> list[tuple[int, int]]:
