@@ -11,7 +11,8 @@ medians over the rounds, of wall clocks, and of CPU time, which other work on th
 
 - *bare*: the tokenizer that tokenmill uses, on texts that are in memory already, with its own threads or with two
   of Python's, whichever is faster; nothing is done with the ids.
-- *tokenmill*: the loaders of `tokenmill.adapters.nanochat`, flat and best fit, with two threads; and with a
+- *tokenmill*: the loader of live text, shuffled, best fit, with two threads; and the loaders of
+  `tokenmill.adapters.nanochat` over it, flat and best fit, which make a state for every batch; and these with a
   tokenizer of nanochat's kind (tiktoken) handed to them.
 - *nanochat*: its two loops written down from their description, with tiktoken on two threads; and with the ids
   of the tokenizer that tokenmill uses.
@@ -304,6 +305,40 @@ def ours(kind: str, tokenizer: Any, folder: Path, rows: int, limit: float) -> di
     return {**found, "selection": packing[0] / found["cpu"]}
 
 
+def plain(folder: Path, tokenizer: str, rows: int, _limit: float) -> dict[str, float]:
+    """Draw from the loader of live text itself: best fit, shuffled."""
+    from tokenmill.live import LiveLoader, LiveOptions, open_live
+
+    options = LiveOptions(seq_len=SEQ_LEN, window_bytes=1 << 20)
+    source = open_live([str(file) for file in train_files(folder)], tokenizer=opened(tokenizer), options=options)
+
+    def loader() -> LiveLoader:
+        return LiveLoader(
+            source,
+            steps=1 << 40,
+            global_batch_size=rows,
+            micro_batch=rows,
+            threads=2,
+            arrays=("input_ids", "labels"),
+        )
+
+    warm = loader()  # loads the kernels
+    next(iter(warm))
+    warm.close()
+    live = loader()
+
+    def once() -> Iterator[int]:
+        """Yield until a lane has read its share of the corpus; by then most have."""
+        for batch in live:
+            if any(lane.cursor.epoch for lane in live.lanes.lanes.values()):
+                return
+            yield int((batch["labels"] >= 0).sum())
+
+    found = clocked(once())
+    live.close()
+    return found
+
+
 def text_batches(folder: Path, size: int) -> Iterator[list[str]]:
     """Yield texts as nanochat reads them: a row group at a time, in small batches, for ever."""
     import pyarrow.parquet as pq
@@ -507,6 +542,7 @@ def resume(corpus: Path, work: Path, args: argparse.Namespace) -> dict[str, Any]
 
 MEASURES: dict[str, Callable[[Path, str, int, float], dict[str, float]]] = {
     "bare": bare,
+    "tokenmill": plain,
     "tokenmill flat": lambda folder, path, rows, _: ours("flat", opened(path), folder, rows, math.inf),
     "tokenmill best fit": lambda folder, path, rows, _: ours("best fit", opened(path), folder, rows, math.inf),
     "tokenmill best fit with tiktoken": lambda folder, path, rows, limit: ours(
@@ -521,8 +557,9 @@ MEASURES: dict[str, Callable[[Path, str, int, float], dict[str, float]]] = {
 }
 RESUME = {"resume": resumed}
 PAIRS = {
-    ("tokenmill flat", "bare"): SHARE,
-    ("tokenmill flat", "datasets"): TIMES,
+    ("tokenmill", "bare"): SHARE,
+    ("tokenmill flat", "bare"): None,
+    ("tokenmill", "datasets"): TIMES,
     ("tokenmill flat", "nanochat flat"): TIMES,
     ("tokenmill best fit", "nanochat best fit"): TIMES,
     ("tokenmill best fit", "nanochat best fit with fastokens"): None,

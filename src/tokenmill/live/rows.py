@@ -251,13 +251,13 @@ def _placed(error: DocumentError, window: Window) -> DocumentError:
 def _encode(texts: Sequence[str], tokenizer: Tokenizer, beat: Beat) -> Encoded:
     """Tokenize texts in batches and put BOS and EOS where they belong."""
     parts: list[Encoded] = []
+    behind = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
     begin = size = 0
-    for end, text in enumerate(texts, 1):
-        size += len(text)
-        if size >= BATCH_CHARACTERS or end == len(texts):
-            parts.append(frame(tokenizer.encode(texts[begin:end]), tokenizer.identity))
-            begin, size = end, 0
-            beat()
+    while begin < len(texts):
+        end = min(int(np.searchsorted(behind, size + BATCH_CHARACTERS)) + 1, len(texts))
+        parts.append(frame(tokenizer.encode(texts[begin:end]), tokenizer.identity))
+        begin, size = end, int(behind[end - 1])
+        beat()
     if len(parts) == 1:
         return parts[0]
     ends = [part.offsets[1:] for part in parts]
