@@ -484,10 +484,14 @@ def resumed(folder: Path, tokenizer: str, rows: int, place: float) -> dict[str, 
     first = loader(**call, split="train", prefetched=True)
     _, _, state = next(first)
     first.close()
-    # Turns of a lane are row groups, one after the other; that a run has been there makes no difference to a state.
+    # Turns of a lane are row groups, one after the other: a run that begins at one saves a state in its midst.
     turns = num_row_groups(folder) // rows
     for lane in state["live"]["lanes"]:
-        state["live"]["lanes"][lane] = [0, int(place * turns), 5]
+        state["live"]["lanes"][lane] = [0, int(place * turns), 0]
+    there = loader(**call, split="train", resume_state_dict=state)
+    for _ in range(5):
+        _, _, state = next(there)
+    there.close()
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
