@@ -21,11 +21,11 @@ demo: $(VENV)/core.stamp
 
 test: lint types
 	$(BIN)/python tools/fresh_kernels.py
-	$(BIN)/python -m pytest -n $(JOBS) -m "not deep"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep"
 
 test-deep: $(VENV)/dev.stamp
 	$(BIN)/python tools/fresh_kernels.py
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
