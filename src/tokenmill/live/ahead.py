@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
@@ -31,8 +31,8 @@ class Found:
     epoch: int
     turn: int
     window: WindowRows
-    skipped: Mapping[tuple[int, int], tuple[Skipped, ...]]
-    """What was left out, by the epoch and turn of the window, of those without rows that were passed over too."""
+    skipped: tuple[Skipped, ...]
+    """What was left out, of windows without rows that were passed over too."""
     format: Format
     """How its rows were made."""
     before: tuple[Drawn, ...] = ()

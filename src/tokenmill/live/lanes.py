@@ -7,7 +7,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from tokenmill.errors import DocumentError, ResumeError, TokenizerError
@@ -85,6 +86,7 @@ class Lanes:
         self.skipped = SkippedText()
         self.lanes = {number: Lane(Cursor()) for number in own}
         self._ahead = ahead
+        self._find = partial(find_window, source, windows)  # holds no reference to this object, which ends threads
         self._left = left
         self._format = source.options.format
         """In which rows were last asked for: in this way those of windows ahead are made."""
@@ -150,7 +152,7 @@ class Lanes:
         if lane.held is not None and lane.held.format != format:
             self._repack(number, lane, format)
         found = lane.held or self._take(number, lane, format)
-        row = lane.cursor.drawn[-1].rows if len(lane.cursor.drawn) > len(found.before) else 0
+        row = _row(lane.cursor, found)
         if row + 1 < found.window.num_rows:
             drawn, check = (*found.before, Drawn(format, row + 1)), found.window.tokenized.check
             lane.cursor = Cursor(epoch=found.epoch, turn=found.turn, drawn=drawn, check=check)
@@ -162,10 +164,7 @@ class Lanes:
 
     def rows_held(self, lane: Lane) -> int:
         """Return how many rows are held for a lane."""
-        if lane.held is None:
-            return 0
-        drawn = lane.cursor.drawn
-        return lane.held.window.num_rows - (drawn[-1].rows if len(drawn) > len(lane.held.before) else 0)
+        return 0 if lane.held is None else lane.held.window.num_rows - _row(lane.cursor, lane.held)
 
     def ask_ahead(self) -> None:
         """Ask for the windows that are needed first, as many as may be made ahead."""
@@ -205,7 +204,7 @@ class Lanes:
         if (found.epoch, found.turn) != (lane.cursor.epoch, lane.cursor.turn):
             lane.cursor = Cursor(epoch=found.epoch, turn=found.turn)
         lane.held = found
-        self._note_skipped(wanted.cursor, found)
+        self._note_skipped(found.skipped)
         self._tell(number, found)
         self.ask_ahead()
         return found
@@ -218,21 +217,15 @@ class Lanes:
         options = self.source.options.in_format(format)
         drawn = lane.cursor.drawn
         window = pack_window(found.window.tokenized, self.source.tokenizer.identity, options, drawn)
-        self._add_skipped(window.skipped[len(found.window.skipped) :])
+        self._note_skipped(window.skipped)
         if window.num_rows:
-            before = drawn[:-1] if drawn and drawn[-1].format == format else drawn
-            lane.held = Found(
-                epoch=found.epoch, turn=found.turn, window=window, skipped={}, format=format, before=before
-            )
+            lane.held = replace(found, window=window, skipped=(), format=format, before=_before(drawn, format))
         else:
             lane.cursor = self._after(number, found)
 
     def _after(self, number: int, found: Found) -> Cursor:
         epoch, turn = self.windows.after(number, found.epoch, found.turn)
         return Cursor(epoch=epoch, turn=turn)
-
-    def _find(self, wanted: Wanted, show: Show) -> Found:
-        return find_window(self.source, self.windows, wanted, show)
 
     def _drop(self, lane: Lane) -> None:
         if lane.task is not None:
@@ -241,26 +234,12 @@ class Lanes:
 
     def _running(self) -> Ahead:
         if self._pool is None:
-            source, windows = self.source, self.windows  # no reference to this object: it ends the threads
-            self._pool = Ahead(
-                lambda wanted, show: find_window(source, windows, wanted, show),
-                self._ahead.threads,
-                self._ahead.timeout,
-            )
+            self._pool = Ahead(self._find, self._ahead.threads, self._ahead.timeout)
             self._finalizer = weakref.finalize(self, self._pool.stop)
         return self._pool
 
-    def _note_skipped(self, cursor: Cursor, found: Found) -> None:
-        """Count what was left out of windows; of one that is read again it has been counted."""
-        new = [
-            one
-            for place, skipped in found.skipped.items()
-            if not (cursor.drawn and place == (cursor.epoch, cursor.turn))
-            for one in skipped
-        ]
-        self._add_skipped(new)
-
-    def _add_skipped(self, new: Sequence[Skipped]) -> None:
+    def _note_skipped(self, new: Sequence[Skipped]) -> None:
+        """Count what was left out, and log it now and then."""
         if not new:
             return
         self.skipped.counts.update(one.reason for one in new)
@@ -296,7 +275,7 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
     lane, epoch, turn, drawn = wanted.lane, wanted.cursor.epoch, wanted.cursor.turn, wanted.cursor.drawn
     options, identity = source.options.in_format(wanted.format), source.tokenizer.identity
     limit = max(windows.num_windows + windows.lanes, MIN_TRIES) if windows.shuffle else windows.num_turns(lane)
-    skipped: dict[tuple[int, int], tuple[Skipped, ...]] = {}
+    skipped: tuple[Skipped, ...] = ()
     for _ in range(limit):
         window = windows.at(lane, epoch, turn)
         name = str(window)
@@ -304,7 +283,7 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
         try:
             tokenized = tokenize_window(window, epoch, source.tokenizer, options, lambda: show(name))  # noqa: B023
         except TokenizerError as error:
-            raise _placed(error, name) from error
+            raise TokenizerError(f"{name}: {error}") from error
         if drawn and wanted.cursor.check not in ("", tokenized.check):
             raise ResumeError(
                 f"{name}: must hold what it held when the state was saved, got other text; put the file back, or "
@@ -312,10 +291,9 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
             )
         made = pack_window(tokenized, identity, options, drawn)
         show(name)
-        if made.skipped:
-            skipped[epoch, turn] = made.skipped
+        skipped += made.skipped
         if made.num_rows:
-            before = drawn[:-1] if drawn and drawn[-1].format == wanted.format else drawn
+            before = _before(drawn, wanted.format)
             return Found(epoch=epoch, turn=turn, window=made, skipped=skipped, format=wanted.format, before=before)
         epoch, turn = windows.after(lane, epoch, turn)
         drawn = ()
@@ -325,6 +303,11 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
     )
 
 
-def _placed(error: TokenizerError, window: str) -> TokenizerError:
-    """Say which texts a tokenizer failed on."""
-    return TokenizerError(f"{window}: {error}")
+def _before(drawn: tuple[Drawn, ...], format: Format) -> tuple[Drawn, ...]:
+    """Return the rows of a window that were drawn before its rows were made in a way."""
+    return drawn[:-1] if drawn and drawn[-1].format == format else drawn
+
+
+def _row(cursor: Cursor, found: Found) -> int:
+    """Return which row of a window comes next."""
+    return cursor.drawn[-1].rows if len(cursor.drawn) > len(found.before) else 0

@@ -13,7 +13,7 @@ import numpy as np
 from tokenmill.errors import ConfigError, PlanError, ResumeError
 from tokenmill.live.assemble import join_rows
 from tokenmill.live.cursor import Cursor
-from tokenmill.live.lanes import AheadOptions, Lanes, SkippedText
+from tokenmill.live.lanes import AheadOptions, Lanes, Mark, SkippedText
 from tokenmill.live.mixed_state import LIVE, LanePlaces, read_places
 from tokenmill.live.planned import LiveRows
 from tokenmill.live.rows import padding_id
@@ -66,7 +66,7 @@ class MixedLoader(Loader):
         self._crossing = any(rows.cross_document_labels for rows in found.values())
         self._pad = padding_id(next(iter(found.values())).source.tokenizer.identity)
         self._at = 0
-        self._before = self._places()
+        self._before = self._mark()
 
     def _open(self, name: str, rows: LiveRows) -> Lanes:
         if rows.lanes % self.part.world_size:
@@ -161,16 +161,13 @@ class MixedLoader(Loader):
             check_turns({lane: cursors[lane] for lane in lanes.lanes if lane in cursors}, lanes.windows)
 
     def _stand(self, position: Position, places: LanePlaces) -> None:
-        self._put(places)
-        self._go_to(position)
-
-    def _put(self, places: LanePlaces) -> None:
         for name, lanes in self.lanes.items():
             cursors = places.cursors.get(name, {})
             lanes.stand({lane: cursors.get(lane, Cursor()) for lane in lanes.lanes})
             alone = len(cursors) <= len(lanes.lanes)
             lanes.count_skipped(own_skipped(places.skipped.get(name, {}), self.part.rank, alone=alone))
         self._at = places.at
+        self._go_to(position)
 
     def _runs(self, drawn: int) -> Iterator[tuple[Stage, int, int]]:
         """Yield (stage, micro-batch, 1) from a point of the run on: rows are taken when they are delivered."""
@@ -188,7 +185,7 @@ class MixedLoader(Loader):
             for name, rows in stage.rows.items()
             if not isinstance(rows, LiveRows)
         }
-        self._before = self._places()
+        self._before = self._mark()
         with self._kept():
             if not batch:
                 self._catch_up(step)
@@ -222,9 +219,13 @@ class MixedLoader(Loader):
         try:
             yield
         except BaseException:
-            self.close()  # a thread may hang: who tries again gets others
-            self._put(self._before)
+            self._at, marks = self._before
+            for name, mark in marks.items():
+                self.lanes[name].back(mark)
             raise
+
+    def _mark(self) -> tuple[int, dict[str, Mark]]:
+        return self._at, {name: lanes.mark(lanes.lanes) for name, lanes in self.lanes.items()}
 
     def _catch_up(self, step: int) -> None:
         """Go through the rows of skipped steps that lie between what the lanes have given and a step."""

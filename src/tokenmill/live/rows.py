@@ -86,6 +86,7 @@ class WindowRows:
     ids: npt.NDArray[np.unsignedinteger]
     fates: Fates
     skipped: tuple[Skipped, ...]
+    """What is left out that was not when the rows before them were made."""
     tokenized: Tokenized
     first: int = 0
     """The first of them that was not delivered yet."""
@@ -132,13 +133,14 @@ def pack_window(
     Where they were made in another way, what they have left is packed anew; the rows of `drawn` before the last are
     of ways before that one.
     """
-    window, skipped = tokenized.window, list(tokenized.skipped)
+    window, skipped = tokenized.window, [] if drawn else list(tokenized.skipped)
     ways = [options.in_format(format) for format, _ in drawn]
     if not ways or ways[-1] != options:
         ways.append(options)
     encoded, kept = tokenized.encoded, np.arange(tokenized.encoded.num_documents)
     if ways[0].policy.split_mode == FORBID:
         long = _too_long(kept, np.diff(encoded.offsets), tokenized, ways[0], skipped)
+        skipped = [] if drawn else skipped
         encoded, kept = _without(encoded, long), np.delete(kept, long)
     packed = _pack(encoded, identity, window, ways[0])
     for turn, way in enumerate(ways[1:]):
@@ -150,7 +152,7 @@ def pack_window(
             key=int(_row_key(tokenized, options, turn)),
             shuffle=Shuffle(mode="full" if options.shuffle else "none"),
         )
-        excluded = packed.excluded
+        excluded, skipped = packed.excluded, []  # those of ways before this one were told
         if way.policy.split_mode == FORBID:
             documents, lengths = rest_lengths(packed, seen, way.policy)
             long = documents[_too_long(kept[documents], lengths, tokenized, way, skipped)]
@@ -162,6 +164,7 @@ def pack_window(
     first = drawn[-1].rows if len(drawn) == len(ways) else 0
     if first:
         _check_row(first, packed, tokenized)
+        skipped = []
     return _pointed(packed, order, encoded, tuple(skipped), tokenized, first)
 
 
