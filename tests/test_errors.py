@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill import errors
-from tokenmill.errors import TokenmillError, nearest
+from tokenmill.errors import StoreCorruptError, TokenmillError, met_in, nearest
 
 PACKAGE = Path(errors.__file__).parent
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TokenmillError)]
@@ -57,6 +57,12 @@ def test_an_error_prints_its_message_and_nothing_else(kind):
 )
 def test_nearest_names_the_known_one_or_all(name, known, text):
     assert nearest(name, known) == text
+
+
+def test_an_error_that_was_met_in_a_place_keeps_its_kind_and_its_words():
+    error = met_in("a.parquet: row group 3", StoreCorruptError("a.bin: must be whole, got half; make it again"))
+    assert type(error) is StoreCorruptError
+    assert str(error) == "a.parquet: row group 3: a.bin: must be whole, got half; make it again"
 
 
 def messages() -> list[tuple[str, str]]:

@@ -68,6 +68,15 @@ class MissingExtraError(TokenmillError, ImportError):
     """A framework that an adapter needs is not installed."""
 
 
+def met_in(where: str, error: TokenmillError) -> TokenmillError:
+    """Return an error of the same kind that also says where it was met: it keeps its own rule and way out.
+
+    >>> met_in("a.parquet: row group 3", TokenizerError("id 7: must be below 5, got 7; use its own ids"))
+    TokenizerError('a.parquet: row group 3: id 7: must be below 5, got 7; use its own ids')
+    """
+    return type(error)(f"{where}: {error}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Say which known name is meant, as the end of an error message.
 

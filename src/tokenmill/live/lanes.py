@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from tokenmill.errors import DocumentError, ResumeError, TokenizerError
+from tokenmill.errors import DocumentError, ResumeError, TokenizerError, met_in
 from tokenmill.live.ahead import Ahead, Found, Show, Task, Wanted
 from tokenmill.live.cursor import Cursor
 from tokenmill.live.rows import Drawn, Skipped, WindowRows, pack_window, tokenize_window
@@ -283,7 +283,7 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
         try:
             tokenized = tokenize_window(window, epoch, source.tokenizer, options, lambda: show(name))  # noqa: B023
         except TokenizerError as error:
-            raise TokenizerError(f"{name}: {error}") from error
+            raise met_in(name, error) from error
         if drawn and wanted.cursor.check not in ("", tokenized.check):
             raise ResumeError(
                 f"{name}: must hold what it held when the state was saved, got other text; put the file back, or "
