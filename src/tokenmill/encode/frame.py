@@ -40,12 +40,8 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     short.
     """
     dtype = token_dtype(identity.vocab_size)
-    _refuse_overflow(encoded, identity.vocab_size)
     ids = encoded.ids
-    starts, ends = encoded.offsets[:-1], encoded.offsets[1:]
-    needs_bos = _lacks(ids, starts, starts < ends, identity.bos_id if identity.add_bos else None)
-    needs_eos = _lacks(ids, ends - 1, starts < ends, identity.eos_id if identity.add_eos else None)
-
+    needs_bos, needs_eos = needs(encoded, identity)
     offsets = encoded.offsets.astype(np.int64)
     offsets[1:] += np.cumsum(needs_bos.astype(np.int64) + needs_eos)
     if int(offsets[-1]) == ids.size:
@@ -55,6 +51,16 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     else:
         framed = _spread(ids, dtype, offsets, needs_bos, needs_eos, identity)
     return Encoded(ids=framed, offsets=offsets)
+
+
+def needs(encoded: Encoded, identity: TokenizerIdentity) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return which documents are to be given BOS, and which EOS; refuse ids outside the vocabulary."""
+    _refuse_overflow(encoded, identity.vocab_size)
+    starts, ends = encoded.offsets[:-1], encoded.offsets[1:]
+    return (
+        _lacks(encoded.ids, starts, starts < ends, identity.bos_id if identity.add_bos else None),
+        _lacks(encoded.ids, ends - 1, starts < ends, identity.eos_id if identity.add_eos else None),
+    )
 
 
 def _joined(

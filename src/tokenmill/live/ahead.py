@@ -14,7 +14,8 @@ from tokenmill.errors import DocumentError
 if TYPE_CHECKING:
     from tokenmill.live.cursor import Cursor
     from tokenmill.live.options import Format
-    from tokenmill.live.rows import Drawn, Skipped, WindowRows
+    from tokenmill.live.rows import Drawn, WindowRows
+    from tokenmill.live.tokens import Skipped
 
 LONGEST_JOIN_SECONDS = 5.0
 _LOOK_SECONDS = 0.25

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from tokenmill.errors import DocumentError, ResumeError, TokenizerError, met_in
 from tokenmill.live.ahead import Ahead, Found, Show, Task, Wanted
 from tokenmill.live.cursor import Cursor
-from tokenmill.live.rows import Drawn, Skipped, WindowRows, pack_window, tokenize_window
+from tokenmill.live.rows import Drawn, WindowRows, pack_window
+from tokenmill.live.tokens import Skipped, tokenize_window
 
 if TYPE_CHECKING:
     from tokenmill.live.options import Format
@@ -54,18 +55,51 @@ class SkippedText:
     """The first of them."""
 
 
-Mark: TypeAlias = tuple[dict[int, Cursor], Counter[str], int]
+Place: TypeAlias = "tuple[Cursor, Found | None, int]"
+"""Where a lane stands, as `cursor_at` wants it: a cursor for every row would take longer than the row."""
+Mark: TypeAlias = tuple[dict[int, Place], dict[str, int], int]
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
     """Where a lane stands, and what is held for it."""
 
-    cursor: Cursor
+    begun: Cursor
+    """Where it stands while no window is held."""
     held: Found | None = None
-    """The window of the cursor, once it was needed."""
+    """The window that it draws from, once it was needed."""
+    row: int = 0
+    """Of that window, the row that comes next."""
     task: Task | None = None
     """The window that is needed next."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the next row is."""
+        return cursor_at(self.place)
+
+    @property
+    def place(self) -> Place:
+        """Where the lane stands, for `cursor_at`."""
+        return self.begun, self.held, self.row
+
+    def hold(self, found: Found) -> None:
+        """Draw from a window, from the first row of it that was not delivered."""
+        self.held, self.row = found, found.window.first
+
+    def go(self, cursor: Cursor) -> None:
+        """Stand at a cursor, with no window held."""
+        self.begun, self.held, self.row = cursor, None, 0
+
+
+def cursor_at(place: Place) -> Cursor:
+    """Return where the next row is of a lane that stands at a place."""
+    begun, found, row = place
+    if found is None:
+        return begun
+    drawn = (*found.before, Drawn(found.format, row)) if row else found.before
+    check = found.window.tokenized.check if drawn else ""
+    return Cursor(epoch=found.epoch, turn=found.turn, drawn=drawn, check=check)
 
 
 class Lanes:
@@ -98,30 +132,27 @@ class Lanes:
     @property
     def cursors(self) -> dict[int, Cursor]:
         """Where the lanes stand."""
-        return self.cursors_of(self.lanes)
-
-    def cursors_of(self, numbers: Iterable[int]) -> dict[int, Cursor]:
-        """Return where some of the lanes stand."""
-        return {number: self.lanes[number].cursor for number in numbers}
+        return {number: lane.cursor for number, lane in self.lanes.items()}
 
     def stand(self, cursors: Mapping[int, Cursor]) -> None:
         """Go to where cursors say; windows that are held for these lanes are let go."""
         for number, cursor in cursors.items():
             lane = self.lanes[number]
             self._drop(lane)
-            lane.cursor = cursor
+            lane.go(cursor)
 
     def mark(self, numbers: Iterable[int]) -> Mark:
         """Return what `back` needs to undo the draws from some of the lanes."""
-        return self.cursors_of(numbers), Counter(self.skipped.counts), len(self.skipped.places)
+        places = {number: self.lanes[number].place for number in numbers}
+        return places, dict(self.skipped.counts), len(self.skipped.places)
 
     def back(self, mark: Mark) -> None:
         """Be where the lanes were; whoever draws again gets the same rows, by other threads."""
-        cursors, counts, places = mark
+        places, counts, told = mark
         self.close()
-        self.stand(cursors)
+        self.stand({number: cursor_at(place) for number, place in places.items()})
         self.count_skipped(counts)
-        del self.skipped.places[places:]
+        del self.skipped.places[told:]
 
     def count_skipped(self, counts: Mapping[str, int]) -> None:
         """Have left out so much."""
@@ -149,22 +180,21 @@ class Lanes:
     def next_row(self, number: int, format: Format) -> tuple[WindowRows, int]:
         """Return the next row of a lane, made in the given way, and go on to the one after it."""
         lane = self.lanes[number]
-        if lane.held is not None and lane.held.format != format:
-            self._repack(number, lane, format)
-        found = lane.held or self._take(number, lane, format)
-        row = _row(lane.cursor, found)
-        if row + 1 < found.window.num_rows:
-            drawn, check = (*found.before, Drawn(format, row + 1)), found.window.tokenized.check
-            lane.cursor = Cursor(epoch=found.epoch, turn=found.turn, drawn=drawn, check=check)
-        else:
-            lane.cursor = self._after(number, found)
-            lane.held = None
+        found = lane.held
+        if found is not None and found.format != format:
+            found = self._repack(number, lane, found, format)
+        if found is None:
+            found = self._take(number, lane, format)
+        row = lane.row
+        lane.row += 1
+        if lane.row == found.window.num_rows:
+            lane.go(self._after(number, found))
             self.ask_ahead()
         return found.window, row
 
     def rows_held(self, lane: Lane) -> int:
         """Return how many rows are held for a lane."""
-        return 0 if lane.held is None else lane.held.window.num_rows - _row(lane.cursor, lane.held)
+        return 0 if lane.held is None else lane.held.window.num_rows - lane.row
 
     def ask_ahead(self) -> None:
         """Ask for the windows that are needed first, as many as may be made ahead."""
@@ -181,7 +211,7 @@ class Lanes:
         )
         for _, number in needs[:room]:
             lane = self.lanes[number]
-            cursor = lane.cursor if lane.held is None else self._after(number, lane.held)
+            cursor = lane.begun if lane.held is None else self._after(number, lane.held)
             lane.task = self._running().ask(Wanted(lane=number, cursor=cursor, format=self._format))
 
     def _take(self, number: int, lane: Lane, format: Format) -> Found:
@@ -201,27 +231,25 @@ class Lanes:
             found = pool.wait(lane.task)
             lane.task = None
         self.waited += time.monotonic() - begun
-        if (found.epoch, found.turn) != (lane.cursor.epoch, lane.cursor.turn):
-            lane.cursor = Cursor(epoch=found.epoch, turn=found.turn)
-        lane.held = found
+        lane.hold(found)
         self._note_skipped(found.skipped)
         self._tell(number, found)
         self.ask_ahead()
         return found
 
-    def _repack(self, number: int, lane: Lane, format: Format) -> None:
-        """Pack what is left of the window that a lane holds in another way, without reading it again."""
-        assert lane.held is not None
-        found = lane.held
+    def _repack(self, number: int, lane: Lane, found: Found, format: Format) -> Found | None:
+        """Pack what is left of the window that a lane holds in another way, without reading it again; hold that."""
+        drawn = lane.cursor.drawn
         self._drop(lane)
         options = self.source.options.in_format(format)
-        drawn = lane.cursor.drawn
         window = pack_window(found.window.tokenized, self.source.tokenizer.identity, options, drawn)
         self._note_skipped(window.skipped)
-        if window.num_rows:
-            lane.held = replace(found, window=window, skipped=(), format=format, before=_before(drawn, format))
-        else:
-            lane.cursor = self._after(number, found)
+        if not window.num_rows:
+            lane.go(self._after(number, found))
+            return None
+        made = replace(found, window=window, skipped=(), format=format, before=_before(drawn, format))
+        lane.hold(made)
+        return made
 
     def _after(self, number: int, found: Found) -> Cursor:
         epoch, turn = self.windows.after(number, found.epoch, found.turn)
@@ -230,7 +258,8 @@ class Lanes:
     def _drop(self, lane: Lane) -> None:
         if lane.task is not None:
             lane.task.cancelled = True
-        lane.held = lane.task = None
+        lane.go(lane.cursor)
+        lane.task = None
 
     def _running(self) -> Ahead:
         if self._pool is None:
@@ -306,8 +335,3 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
 def _before(drawn: tuple[Drawn, ...], format: Format) -> tuple[Drawn, ...]:
     """Return the rows of a window that were drawn before its rows were made in a way."""
     return drawn[:-1] if drawn and drawn[-1].format == format else drawn
-
-
-def _row(cursor: Cursor, found: Found) -> int:
-    """Return which row of a window comes next."""
-    return cursor.drawn[-1].rows if len(cursor.drawn) > len(found.before) else 0

@@ -70,6 +70,7 @@ class LiveLoader:
             seq_len=options.seq_len,
             pad=padding_id(self.source.tokenizer.identity),
         )
+        self._format = options.format
         self._drawn = 0
         self._picked = 0
         """Rows of the batch that is being drawn."""
@@ -134,13 +135,13 @@ class LiveLoader:
     def _draw(self) -> Batch:
         """Return the next micro-batch; if that fails, nothing has been drawn."""
         lanes = self.share.lanes_of(self._drawn % self.share.batches)
-        before, format = self.lanes.mark(lanes), self.source.options.format
+        before = self.lanes.mark(lanes)
         rows = []
         try:
             for self._picked, number in enumerate(
                 lanes, 1
             ):  # before the row is taken: a lane then asks for its next
-                rows.append(self.lanes.next_row(number, format))
+                rows.append(self.lanes.next_row(number, self._format))
             batch = self._assembler.batch(rows)
         except BaseException:
             self.lanes.back(before)  # a thread may hang: who tries again gets others

@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 from tokenmill.errors import ResumeError
 from tokenmill.live.cursor import Cursor
 from tokenmill.live.options import Format
-from tokenmill.live.rows import CHECK_DIGITS, Drawn
+from tokenmill.live.rows import Drawn
+from tokenmill.live.tokens import CHECK_DIGITS
 
 LIVE = "live"
 """Key of a state that has the lanes of a rank."""

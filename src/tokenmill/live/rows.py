@@ -1,19 +1,16 @@
-"""A window as rows: read, put in order, tokenized, packed."""
+"""A window as rows: its tokens, packed."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 
-from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.frame import frame
 from tokenmill.errors import DocumentError, ResumeError
+from tokenmill.live.tokens import Beat, Skipped, Tokenized, tokenize_window
 from tokenmill.live.windows import Window, record_name
 from tokenmill.loader.kernels import ADDRESS, describe_spans, point_spans
 from tokenmill.packing.following import pack_rest, rest_lengths
@@ -37,21 +34,8 @@ if TYPE_CHECKING:
     from tokenmill.store.reader import Store
 
 KEY = "sequence"
-CHECK_DIGITS = 8
-BATCH_CHARACTERS = 1 << 20
-"""Texts that are tokenized together; more do not stay in the caches of a core."""
-BROKEN, TOO_LONG = "broken", "too_many_tokens"
-"""Why a window, and a document that must not be cut, are left out, beside the reasons of records."""
-Beat = Callable[[], None]
-"""Called whenever some work is done: it shows that a thread lives, and ends work that nobody wants any more."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """Something that was left out."""
-
-    reason: str
-    place: str
+TOO_LONG = "too_many_tokens"
+"""Why a document that must not be cut is left out, beside the reasons of records."""
 
 
 class Drawn(NamedTuple):
@@ -59,20 +43,6 @@ class Drawn(NamedTuple):
 
     format: Format
     rows: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Tokenized:
-    """The documents of a window as tokens, in the order of an epoch."""
-
-    window: Window
-    epoch: int
-    encoded: Encoded
-    places: npt.NDArray[np.int64]
-    """(piece, line) of each document."""
-    skipped: tuple[Skipped, ...]
-    check: str
-    """Digest of the tokens: a state has it, so that other text is not taken for that of a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -102,27 +72,6 @@ def window_rows(
 ) -> WindowRows:
     """Turn a window into rows; the same documents, tokenizer and options give the same, whoever asks."""
     return pack_window(tokenize_window(window, epoch, tokenizer, options, beat), tokenizer.identity, options)
-
-
-def tokenize_window(
-    window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
-) -> Tokenized:
-    """Read the documents of a window, put them in order and tokenize them; how they are packed does not matter."""
-    skipped: list[Skipped] = []
-    texts, found = _read(window, options, skipped, beat)
-    places = np.array(found, np.int64).reshape(-1, 2)
-    if options.shuffle and texts:
-        order = permute_all(np.arange(len(texts)), len(texts), window.key(options.seed, epoch, "documents"))
-        texts, places = [texts[index] for index in order.tolist()], places[order]
-    encoded = _encode(texts, tokenizer, beat)
-    return Tokenized(
-        window=window,
-        epoch=epoch,
-        encoded=encoded,
-        places=places,
-        skipped=tuple(skipped),
-        check=xxhash.xxh3_64_hexdigest(np.ascontiguousarray(encoded.ids).data)[:CHECK_DIGITS],
-    )
 
 
 def pack_window(
@@ -185,90 +134,6 @@ def _row_key(tokenized: Tokenized, options: LiveOptions, turn: int) -> np.uint64
 def padding_id(identity: TokenizerIdentity) -> int:
     """Return the id that fills rows: PAD, else EOS, else 0. It is never trained on."""
     return next((number for number in (identity.pad_id, identity.eos_id) if number is not None), 0)
-
-
-def _read(
-    window: Window, options: LiveOptions, skipped: list[Skipped], beat: Beat
-) -> tuple[list[str], list[tuple[int, int]]]:
-    """Return the texts of a window, and (piece, line) of each.
-
-    A file that is not there, or not as large as it was, ends the run whatever `on_error` says: with other files the
-    rest of the run would not be the one that its state stands for.
-    """
-    _check_sizes(window)
-    texts: list[str] = []
-    places: list[tuple[int, int]] = []
-    documents = bad = 0
-    try:
-        for batch in read_unit(window.unit, options.reading):
-            beat()
-            for record in batch.bad:
-                where = record_name(window.unit.pieces[batch.piece], record.line)
-                if options.on_error == "stop":
-                    raise DocumentError(
-                        f"{where}: {RULES[record.reason]}, got {record.detail}; mend it, or say on_error='skip'"
-                    )
-                if window.holds(bad):  # so that each is counted by one of the parts
-                    skipped.append(Skipped(reason=record.reason, place=where))
-                bad += 1
-            held: Sequence[int] = range(len(batch.texts))
-            if window.holds_all:
-                texts += batch.texts
-            else:
-                held = [number for number in held if window.holds(documents + number)]
-                texts += [batch.texts[number] for number in held]
-            places += [(batch.piece, batch.lines[number]) for number in held]
-            documents += len(batch.texts)
-    except DocumentError as error:
-        _check_sizes(window)
-        if options.on_error == "stop":
-            raise _placed(error, window) from None
-        skipped[:] = [Skipped(reason=BROKEN, place=str(window))]
-        return [], []
-    return texts, places
-
-
-def _check_sizes(window: Window) -> None:
-    for file in {piece.file.path: piece.file for piece in window.unit.pieces}.values():
-        try:
-            size = os.stat(file.path).st_size
-        except OSError as error:
-            raise DocumentError(
-                f"{file.path}: must stay readable while it is trained on, got {error.strerror}; put it back"
-            ) from None
-        if size != file.bytes:
-            raise DocumentError(
-                f"{file.path}: must keep its {file.bytes} bytes while it is trained on, got {size}; "
-                "let nothing write to it, and put it back as it was"
-            )
-
-
-def _placed(error: DocumentError, window: Window) -> DocumentError:
-    """Say which part of a file was being read, where the error names the file alone."""
-    for path in {piece.file.path for piece in window.unit.pieces}:
-        if str(error).startswith(f"{path}: "):
-            return DocumentError(f"{window}{str(error).removeprefix(path)}")
-    return error
-
-
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, beat: Beat) -> Encoded:
-    """Tokenize texts in batches and put BOS and EOS where they belong."""
-    parts: list[Encoded] = []
-    behind = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-    begin = size = 0
-    while begin < len(texts):
-        end = min(int(np.searchsorted(behind, size + BATCH_CHARACTERS)) + 1, len(texts))
-        parts.append(frame(tokenizer.encode(texts[begin:end]), tokenizer.identity))
-        begin, size = end, int(behind[end - 1])
-        beat()
-    if len(parts) == 1:
-        return parts[0]
-    ends = [part.offsets[1:] for part in parts]
-    bases = np.cumsum([0, *(part.ids.size for part in parts)])
-    offsets = np.concatenate([np.zeros(1, np.int64), *(end + base for end, base in zip(ends, bases, strict=False))])
-    if not parts:
-        return frame(Encoded(ids=np.empty(0, np.uint32), offsets=offsets), tokenizer.identity)
-    return Encoded(ids=np.concatenate([part.ids for part in parts]), offsets=offsets)
 
 
 def _too_long(
