@@ -4,10 +4,11 @@
                               [--tokenizer .venv/tokenizers/llama3_1/tokenizer.json] [--only NAME,NAME]
                               [--resume GIGABYTES] [--json]
 
-The corpus is that of prepare.py, its documents in a random order, in Parquet files as nanochat writes them: zstd,
-row groups of 1,024 documents. Batches are `rows` of 2,048 tokens, on two cores, all with one vocabulary and BOS
-before every document. A round takes each of these once, in a fresh process, one after the other; the ratios are
-medians over the rounds, of wall clocks, and of CPU time, which other work on the machine touches less:
+The corpus is that of prepare.py, its documents in a random order, in Parquet files as nanochat writes them: zstd at
+level 3, no dictionaries, row groups of 1,024 documents. Batches are `rows` of 2,048 tokens, on two cores, all with
+one vocabulary and BOS before every document. A round takes each of these once, in a fresh process, one after the
+other; the ratios are medians over the rounds, of wall clocks, and of CPU time, which other work on the machine
+touches less:
 
 - *bare*: the tokenizer that tokenmill uses, on texts that are in memory already, with its own threads or with two
   of Python's, whichever is faster; nothing is done with the ids.
@@ -17,12 +18,13 @@ medians over the rounds, of wall clocks, and of CPU time, which other work on th
 - *nanochat*: its two loops written down from their description, with tiktoken on two threads; and with the ids
   of the tokenizer that tokenmill uses.
 - *datasets*: `load_dataset(streaming=True)`, `tokenizers` in batches, rows cut from the stream of ids, and a torch
-  DataLoader with two workers; the batches that were made while the workers started are left out.
+  DataLoader with two workers.
 
-The clock starts when tokenizers are open and kernels loaded, before the first batch. It ends after `seconds`, or,
-of the bare tokenizer and of tokenmill, when the corpus was read once (by the lane that is first to end): the
-tokenizer keeps words that it has met, and a second reading would be faster. What lanes hold then is not counted.
-A token counts when it is in a batch; best fit crops, so its loaders are compared with each other.
+A tenth of the work is done before the clock starts, so that buffers are full, for all alike: they are as full when
+it ends. It ends after `seconds`, or, of the bare tokenizer and of tokenmill, when the corpus was read once (by the
+lane that is first to end): the tokenizer keeps words that it has met, and a second reading would be faster. A token
+counts when it is in a batch; best fit crops, so its loaders are compared with each other. What a start takes is in
+`--resume`.
 
 The cost of selection is the CPU time within the packing of windows, or within nanochat's search, of all CPU time.
 
@@ -55,7 +57,17 @@ from tokenmill.prepare.pool import ONE_CORE
 ROOT = Path(__file__).parents[1]
 SEQ_LEN, ROW_GROUP, FILES = 2048, 1024, 5
 TIMES, SHARE, SELECTION, SECONDS = 10, 0.60, 0.05, 2.0
+LEAD = 0.1
+"""Of the work that is done before the clock starts."""
 BATCH_CHARACTERS = 1 << 20
+AS_NANOCHAT: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 3,
+    "row_group_size": ROW_GROUP,
+    "use_dictionary": False,
+    "write_statistics": False,
+}
+"""How nanochat's own script writes Parquet."""
 
 
 def main() -> None:
@@ -87,7 +99,7 @@ def main() -> None:
 
 def corpus_of(cache: Path, megabytes: int) -> Path:
     """Return the folder of Parquet files, made if it is not there yet."""
-    folder = cache / f"live-{megabytes}"
+    folder = cache / f"live-plain-{megabytes}"
     if folder.exists():
         return folder
     import numpy as np
@@ -103,7 +115,7 @@ def corpus_of(cache: Path, megabytes: int) -> Path:
     parts = [texts.slice(number * each, each) for number in range(FILES - 1)]
     for number, part in enumerate([*parts, texts.slice(0, ROW_GROUP)]):  # the last is for validation
         path = temporary / f"shard_{number:05d}.parquet"
-        pyarrow.parquet.write_table(part, path, compression="zstd", row_group_size=ROW_GROUP)
+        pyarrow.parquet.write_table(part, path, **AS_NANOCHAT)
     temporary.rename(folder)
     return folder
 
@@ -161,12 +173,26 @@ def run(
     return answer
 
 
-def clocked(tokens: Iterator[int], limit: float = math.inf) -> dict[str, float]:
-    """Add up tokens until the time is over or nothing is left."""
-    begun, cpu, total = time.perf_counter(), cpu_seconds(), 0
+def clocked(
+    tokens: Iterator[int],
+    limit: float = math.inf,
+    done: Callable[[], float] | None = None,
+    started: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Add up tokens from the end of the lead until the time is over or nothing is left.
+
+    `done` tells how much of the work is, from 0 to 1; without it the work is so many seconds. `started` is called
+    when the clock starts.
+    """
+    first, begun, total, cpu = time.perf_counter(), 0.0, 0, 0.0
     for number in tokens:
-        total += number
-        if time.perf_counter() - begun >= limit:
+        now = time.perf_counter()
+        if begun:
+            total += number
+        elif (done() if done else (now - first) / limit) >= LEAD:
+            started()
+            begun, cpu = time.perf_counter(), cpu_seconds()
+        if begun and now - begun >= limit:
             break
     wall, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
     return {"rate": total / wall, "cpu_rate": total / cpu, "cpu": cpu, "tokens": total}
@@ -241,7 +267,7 @@ class SameEngine:
         return [[prepend, *found.ids[a:b].tolist()] for a, b in pairwise(bounds)]
 
 
-# What is measured. Each yields the tokens of a batch at a time; the first is not counted.
+# What is measured. Each yields the tokens of a batch at a time; those of the lead are not counted.
 
 
 def bare(folder: Path, tokenizer: str, _rows: int, _limit: float) -> dict[str, float]:
@@ -252,24 +278,35 @@ def bare(folder: Path, tokenizer: str, _rows: int, _limit: float) -> dict[str, f
     engine, threads = opened(tokenizer), 2 if os.environ.get("RAYON_NUM_THREADS") == "1" else 1
     engine.encode(texts[:8])
 
+    ready = threading.Barrier(threads + 1)
+    go = threading.Barrier(threads + 1)
+
     def work(part: list[str], found: list[int]) -> None:
         begin = size = 0
+        lead = int(LEAD * len(part))
         for end, text in enumerate(part, 1):
             size += len(text)
-            if size >= BATCH_CHARACTERS or end == len(part):
+            if size >= BATCH_CHARACTERS or end in (lead, len(part)):
                 found.append(engine.encode(part[begin:end]).ids.size)
                 begin, size = end, 0
+            if end == lead:
+                found.clear()
+                ready.wait()
+                go.wait()
 
     def once() -> Iterator[int]:
-        counts: list[int] = []
-        running = [threading.Thread(target=work, args=(texts[n::threads], counts)) for n in range(threads)]
+        counts: list[list[int]] = [[] for _ in range(threads)]
+        running = [threading.Thread(target=work, args=(texts[n::threads], counts[n])) for n in range(threads)]
         for thread in running:
             thread.start()
+        ready.wait()
+        yield 0  # here the clock starts
+        go.wait()
         for thread in running:
             thread.join()
-        yield sum(counts)
+        yield sum(map(sum, counts))
 
-    return clocked(once())
+    return clocked(once(), done=lambda: LEAD)
 
 
 def ours(kind: str, tokenizer: Any, folder: Path, rows: int, limit: float) -> dict[str, float]:
@@ -293,20 +330,27 @@ def ours(kind: str, tokenizer: Any, folder: Path, rows: int, limit: float) -> di
     next(warm)
     warm.close()
 
+    turns, done = num_row_groups(folder) / rows, [0.0]
+
     def once() -> Iterator[int]:
         """Yield until a lane has read its share of the corpus; by then most have."""
         for inputs, targets, state in loader(tokenizer, rows, SEQ_LEN, **call):
-            if any(lane[0] for lane in state["live"]["lanes"].values()):
+            lanes = state["live"]["lanes"].values()
+            if any(lane[0] for lane in lanes):
                 return
-            yield int((targets >= 0).sum()) if kind == "flat" else inputs.numel()
+            done[0] = min(lane[1] for lane in lanes) / turns
+            yield int((targets >= 0).count_nonzero()) if kind == "flat" else inputs.numel()
 
-    packing[0] = 0.0
-    found = clocked(once(), limit)
+    found = clocked(
+        once(), limit, None if limit < math.inf else lambda: done[0], lambda: packing.__setitem__(0, 0.0)
+    )
     return {**found, "selection": packing[0] / found["cpu"]}
 
 
 def plain(folder: Path, tokenizer: str, rows: int, _limit: float) -> dict[str, float]:
     """Draw from the loader of live text itself: best fit, shuffled."""
+    import numpy as np
+
     from tokenmill.live import LiveLoader, LiveOptions, open_live
 
     options = LiveOptions(seq_len=SEQ_LEN, window_bytes=1 << 20)
@@ -326,15 +370,16 @@ def plain(folder: Path, tokenizer: str, rows: int, _limit: float) -> dict[str, f
     next(iter(warm))
     warm.close()
     live = loader()
+    turns = live.windows.num_windows / rows
 
     def once() -> Iterator[int]:
         """Yield until a lane has read its share of the corpus; by then most have."""
         for batch in live:
-            if any(lane.cursor.epoch for lane in live.lanes.lanes.values()):
+            if any(lane.begun.epoch for lane in live.lanes.lanes.values()):
                 return
-            yield int((batch["labels"] >= 0).sum())
+            yield int(np.count_nonzero(batch["labels"] >= 0))
 
-    found = clocked(once())
+    found = clocked(once(), done=lambda: min(lane.begun.turn for lane in live.lanes.lanes.values()) / turns)
     live.close()
     return found
 
@@ -458,10 +503,7 @@ def hugging_face(folder: Path, tokenizer: str, rows: int, limit: float) -> dict[
 
     cut = texts.map(encode, batched=True, batch_size=1000, remove_columns=["text"])
     loader = DataLoader(cut, batch_size=rows, num_workers=2, collate_fn=collate, prefetch_factor=4)
-    batches = iter(loader)
-    for _ in range(16):
-        next(batches)  # those that were made while the workers started
-    return clocked((inputs.numel() for inputs, _ in batches), limit)
+    return clocked((inputs.numel() for inputs, _ in loader), limit)
 
 
 def resumed(folder: Path, tokenizer: str, rows: int, place: float) -> dict[str, float]:
@@ -519,7 +561,7 @@ def resume(corpus: Path, work: Path, args: argparse.Namespace) -> dict[str, Any]
 
     whole = pa.concat_tables([pq.read_table(path) for path in train_files(corpus)] * 2)
     one = folder / "shard_00000.parquet"
-    pq.write_table(whole, one, compression="zstd", row_group_size=ROW_GROUP)
+    pq.write_table(whole, one, **AS_NANOCHAT)
     copies = int(args.resume * 1e9 / one.stat().st_size) + 1
     for number in range(1, copies + 1):  # the last is for validation
         shutil.copy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader.assemble import layout
 from tokenmill.loader.buffers import BufferPool
-from tokenmill.loader.kernels import copy_rows, find_segments
+from tokenmill.loader.kernels import SPAN_COLUMNS, copy_rows, find_segments
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,11 +43,11 @@ def join_rows(
     picked: Sequence[tuple[WindowRows, int]],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (first span, number of spans) of rows of several windows, and their spans."""
-    lines = [window.rows[row].tolist() for window, row in picked]  # numbers of Python: numpy's are slow to slice by
-    parts = [window.spans[first : first + count] for (window, _), (first, count) in zip(picked, lines, strict=True)]
-    rows = np.array(lines, np.int64)
-    rows[:, 0] = np.cumsum(rows[:, 1]) - rows[:, 1]
-    return rows, np.concatenate(parts)
+    lines = [window.lines[row] for window, row in picked]
+    spans = np.frombuffer(bytearray().join(lines), np.int64).reshape(-1, SPAN_COLUMNS)
+    counts = [len(line) // (SPAN_COLUMNS * 8) for line in lines]
+    ends = accumulate(counts)  # numbers of Python: there are few, and numpy takes longer to begin
+    return np.array([(end - count, count) for end, count in zip(ends, counts, strict=True)], np.int64), spans
 
 
 @dataclass(kw_only=True)

@@ -39,10 +39,16 @@ class AheadOptions:
 
     threads: int = 1
     """Threads that read and tokenize; 0 does it when a row is asked for."""
-    windows: int = 2
-    """Windows that are made before they are needed, beside the one that each lane holds; at least `threads`."""
+    windows: int | None = None
+    """Windows that are made before they are needed, beside the one that each lane holds; at least `threads`. None:
+    one more, so that no thread stands still because what it made was not taken yet."""
     timeout: float = 30.0
     """Seconds after which a thread that does nothing is given up."""
+
+    @property
+    def most(self) -> int:
+        """How many windows are made before they are needed."""
+        return self.threads + 1 if self.windows is None else max(self.windows, self.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +207,7 @@ class Lanes:
         if not self._ahead.threads:
             return
         waiting = sum(lane.task is not None for lane in self.lanes.values())
-        room = max(self._ahead.windows, self._ahead.threads) - waiting
+        room = self._ahead.most - waiting
         if room <= 0:
             return
         needs = sorted(

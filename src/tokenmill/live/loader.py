@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import ConfigError
@@ -37,8 +38,9 @@ class LiveLoader:
     micro_batch: int = field(default=1, kw_only=True)
     threads: int = field(default=1, kw_only=True)
     """Threads that read and tokenize; 0 does it when a row is asked for."""
-    ahead: int = field(default=2, kw_only=True)
-    """Windows that are made before they are needed, beside the one that each lane holds; at least `threads`."""
+    ahead: int | None = field(default=None, kw_only=True)
+    """Windows that are made before they are needed, beside the one that each lane holds; at least `threads`. None:
+    one more than `threads`."""
     arrays: tuple[str, ...] = field(default=("input_ids", "labels", "position_ids", "doc_ids"), kw_only=True)
     timeout: float = field(default=30.0, kw_only=True)
     """Seconds after which a thread that does nothing is given up."""
@@ -71,6 +73,7 @@ class LiveLoader:
             pad=padding_id(self.source.tokenizer.identity),
         )
         self._format = options.format
+        self._lanes_of = cache(self.share.lanes_of)
         self._drawn = 0
         self._picked = 0
         """Rows of the batch that is being drawn."""
@@ -93,7 +96,8 @@ class LiveLoader:
                 "of the others have, so it could not end where they end; say steps, or give the documents and the "
                 "tokenizer as a source of a run, which prepares them once (eager)"
             )
-        if self.steps < 1 or self.threads < 0 or self.ahead < 1 or not self.timeout > 0:
+        too_few = self.ahead is not None and self.ahead < 1
+        if self.steps < 1 or self.threads < 0 or too_few or not self.timeout > 0:
             raise ConfigError(
                 "loader: steps and ahead must be at least 1, threads at least 0 and timeout more than 0, got "
                 f"{self.steps}, {self.ahead}, {self.threads} and {self.timeout}; raise them"
@@ -134,7 +138,7 @@ class LiveLoader:
 
     def _draw(self) -> Batch:
         """Return the next micro-batch; if that fails, nothing has been drawn."""
-        lanes = self.share.lanes_of(self._drawn % self.share.batches)
+        lanes = self._lanes_of(self._drawn % self.share.batches)
         before = self.lanes.mark(lanes)
         rows = []
         try:

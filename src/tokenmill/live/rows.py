@@ -12,7 +12,7 @@ import numpy as np
 from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.tokens import Beat, Skipped, Tokenized, tokenize_window
 from tokenmill.live.windows import Window, record_name
-from tokenmill.loader.kernels import ADDRESS, describe_spans, point_spans
+from tokenmill.loader.kernels import ADDRESS, SPAN_COLUMNS, describe_spans, point_spans
 from tokenmill.packing.following import pack_rest, rest_lengths
 from tokenmill.packing.index import WindowIndex, build_index, num_windows, pack_one, whole_documents
 from tokenmill.packing.packed import PackedRows
@@ -49,10 +49,8 @@ class Drawn(NamedTuple):
 class WindowRows:
     """The rows of a window, in the order in which they are delivered."""
 
-    rows: npt.NDArray[np.int64]
-    """(first span, number of spans) of each row."""
-    spans: npt.NDArray[np.int64]
-    """As the kernels of the loader want them; they hold addresses within `ids`."""
+    lines: list[bytes]
+    """The spans of each row, as the kernels of the loader want them; they hold addresses within `ids`."""
     ids: npt.NDArray[np.unsignedinteger]
     fates: Fates
     skipped: tuple[Skipped, ...]
@@ -64,7 +62,7 @@ class WindowRows:
     @property
     def num_rows(self) -> int:
         """How many rows there are; none where no document has a token."""
-        return len(self.rows)
+        return len(self.lines)
 
 
 def window_rows(
@@ -218,18 +216,19 @@ def _pointed(
 ) -> WindowRows:
     """Find the spans of all rows, and where their tokens are in memory."""
     ids = np.ascontiguousarray(encoded.ids)
-    rows, spans = np.empty((order.size, 2), np.int64), np.empty((0, 5), np.int64)
+    lines: list[bytes] = []
     if order.size:
         found = packed.spans(order)
-        rows[:, 0], rows[:, 1] = found.first, found.count
-        spans = np.empty((found.length.size, 5), np.int64)
+        spans = np.empty((found.length.size, SPAN_COLUMNS), np.int64)
         width = ids.dtype.itemsize
         describe_spans(spans, found.joined, found.length, width)
         address = np.array([ids.ctypes.data], np.int64)
         point_spans(spans, (found.shard, found.token), np.zeros(1, np.int64), address, ADDRESS, width)
+        data, each = spans.tobytes(), spans.strides[0]
+        begins, ends = (each * found.first).tolist(), (each * (found.first + found.count)).tolist()
+        lines = [data[begin:end] for begin, end in zip(begins, ends, strict=True)]
     return WindowRows(
-        rows=rows,
-        spans=spans,
+        lines=lines,
         ids=ids,
         fates=packed.fates(),
         skipped=skipped,

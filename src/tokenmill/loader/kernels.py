@@ -23,6 +23,7 @@ IGNORE = -100
 ADDRESS, WIDTH, LENGTH, JOINED, MASK = range(5)
 """Columns of a span: address and width of its tokens, their number, whether it is joined to the span before it in
 its row, and the address of its loss mask or 0."""
+SPAN_COLUMNS = 5
 
 
 @numba.njit(cache=True, nogil=True)
