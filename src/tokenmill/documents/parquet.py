@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokenmill.documents.columns import column_groups, rows_at_once, text_path, wanted_columns
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _READ_BYTES = 1 << 20
+_UNFOLD_BYTES = 8 << 20
+"""Unfolded at a time: for every batch Arrow reserves what is left of a page, often of a whole row group, and copies
+what it then has. A fifth of the time to read such pages in batches of 1 MiB went there."""
 _DICTIONARY_BYTES = 256 << 20
 
 
@@ -86,7 +90,8 @@ def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options
     about = opened.metadata.row_group(group)
     paths = [opened.schema.column(index).path for index in range(len(opened.schema))]
     chunks = [about.column(index) for index, path in enumerate(paths) if _is_below(path, leaves)]
-    rows = rows_at_once(about.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), options)
+    wanted = replace(options, batch_bytes=max(options.batch_bytes, _UNFOLD_BYTES))
+    rows = rows_at_once(about.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), wanted)
     for chunk in chunks:
         if chunk.has_dictionary_page:
             stored = chunk.data_page_offset - (chunk.dictionary_page_offset or 0)

@@ -40,6 +40,7 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     short.
     """
     dtype = token_dtype(identity.vocab_size)
+    refuse_overflow(encoded, identity.vocab_size)
     ids = encoded.ids
     needs_bos, needs_eos = needs(encoded, identity)
     offsets = encoded.offsets.astype(np.int64)
@@ -54,8 +55,7 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
 
 
 def needs(encoded: Encoded, identity: TokenizerIdentity) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return which documents are to be given BOS, and which EOS; refuse ids outside the vocabulary."""
-    _refuse_overflow(encoded, identity.vocab_size)
+    """Return which documents are to be given BOS, and which EOS."""
     starts, ends = encoded.offsets[:-1], encoded.offsets[1:]
     return (
         _lacks(encoded.ids, starts, starts < ends, identity.bos_id if identity.add_bos else None),
@@ -112,7 +112,8 @@ def _lacks(
     return lacks
 
 
-def _refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
+def refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary."""
     ids = encoded.ids
     if not ids.size or (int(ids.max()) < vocab_size and (ids.dtype.kind == "u" or int(ids.min()) >= 0)):
         return

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.frame import needs, token_dtype
+from tokenmill.encode.frame import needs, refuse_overflow, token_dtype
 from tokenmill.errors import DocumentError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.plan.permute import permute_all
@@ -151,7 +151,10 @@ def _in_order(parts: Sequence[_Part], order: npt.NDArray[np.int64], identity: To
     ids = np.empty(int(offsets[-1]), token_dtype(identity.vocab_size))
     if order.size:
         addresses = np.concatenate(begins)[order].astype(np.uint64)
-        _copy_documents(addresses, lengths, framing, (identity.bos_id or 0, identity.eos_id or 0), ids)
+        largest = _copy_documents(addresses, lengths, framing, (identity.bos_id or 0, identity.eos_id or 0), ids)
+        if largest >= identity.vocab_size:
+            for part in parts:
+                refuse_overflow(part.encoded, identity.vocab_size)
     return Encoded(ids=ids, offsets=offsets)
 
 
@@ -162,9 +165,10 @@ def _copy_documents(
     framing: npt.NDArray[np.int64],
     tokens: tuple[int, int],
     ids: npt.NDArray[Any],
-) -> None:
-    """Copy documents, one after the other, with BOS before and EOS behind those that need it."""
+) -> int:
+    """Copy documents one after the other, with BOS and EOS around those that need it; return the largest id."""
     bos, eos = tokens
+    largest = np.uint32(0)
     at: Whole = 0
     for document in range(addresses.size):
         if framing[document] & _BOS:
@@ -174,10 +178,12 @@ def _copy_documents(
         target = ids[at : at + source.size]
         for k in range(source.size):
             target[k] = source[k]
+            largest = max(largest, source[k])
         at += source.size
         if framing[document] & _EOS:
             ids[at] = eos
             at += 1
+    return int(largest)
 
 
 def _check_sizes(window: Window) -> None:
