@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -127,9 +127,10 @@ def _append(
         writer.append(route, records.values, records.offsets)
         kept = chosen[records.kept]
         _note_taken(bench, batch, kept, route, records, writer)
-        all_kept = kept.size == len(contents)
-        texts = contents if all_kept else [contents[index] for index in kept.tolist()]
-        writer.counts.text_bytes += _num_bytes([text for text in texts if text is not None])
+        texts = contents if kept.size == len(contents) else [contents[index] for index in kept.tolist()]
+        if bench.encoder is not None:
+            texts = [text for text in texts if text is not None]
+        writer.counts.text_bytes += _num_bytes(cast("Sequence[str]", texts))
     writer.counts.truncated += records.truncated
     writer.counts.notes.update(records.notes)
     return _refused(batch, chosen, records)

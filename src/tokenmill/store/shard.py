@@ -195,7 +195,11 @@ class ShardWriter:
         bos = self.spec.tokenizer.get("bos_id") if self.spec.tokenizer.get("add_bos") else None
         if bos is None or bos == self.spec.tokenizer.get("eos_id"):
             return
-        at = np.flatnonzero(ids == bos)
+        found = ids == bos
+        begun = starts[:-1][starts[:-1] < starts[1:]]
+        if np.count_nonzero(found) == np.count_nonzero(found[begun]):
+            return  # none but where documents start, and to count them is much faster than to find them
+        at = np.flatnonzero(found)
         twice = at[1:][at[1:] == at[:-1] + 1]
         twice = twice[~np.isin(twice, starts)] if twice.size else twice
         if twice.size:
