@@ -7,33 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numba
 import numpy as np
 import xxhash
 
 from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.frame import needs, refuse_overflow, token_dtype
+from tokenmill.encode.frame import Needs, needs, placed
 from tokenmill.errors import DocumentError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.plan.permute import permute_all
-from tokenmill.store.memory import view_uint32
 from tokenmill.types import Encoded
 
 if TYPE_CHECKING:
-    from typing import Any
-
     import numpy.typing as npt
 
-    from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
+    from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.live.options import LiveOptions
-    from tokenmill.types import Whole
 
 CHECK_DIGITS = 8
 BROKEN = "broken"
 """Why a window is left out, beside the reasons of records."""
 Beat = Callable[[], None]
 """Called whenever some work is done: it shows that a thread lives, and ends work that nobody wants any more."""
-_BOS, _EOS = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +56,7 @@ class _Part(NamedTuple):
     """Some documents of a window, in the order of the file."""
 
     encoded: Encoded
-    framing: npt.NDArray[np.int64]
-    """Whether each is to be given BOS, EOS or both."""
+    needs: Needs
     places: npt.NDArray[np.int64]
 
 
@@ -81,7 +74,7 @@ def tokenize_window(
     order = np.arange(len(places))
     if options.shuffle and order.size:
         order = permute_all(order, order.size, window.key(options.seed, epoch, "documents"))
-    encoded = _in_order(parts, order, tokenizer.identity)
+    encoded = placed([part.encoded for part in parts], [part.needs for part in parts], order, tokenizer.identity)
     return Tokenized(
         window=window,
         epoch=epoch,
@@ -135,55 +128,8 @@ def _parts(
 
 def _encode(texts: Sequence[str], places: npt.NDArray[np.int64], tokenizer: Tokenizer) -> _Part:
     encoded = tokenizer.encode(texts)
-    needs_bos, needs_eos = needs(encoded, tokenizer.identity)
     ids = np.ascontiguousarray(encoded.ids, np.uint32)
-    return _Part(Encoded(ids=ids, offsets=encoded.offsets), _BOS * needs_bos + _EOS * needs_eos, places)
-
-
-def _in_order(parts: Sequence[_Part], order: npt.NDArray[np.int64], identity: TokenizerIdentity) -> Encoded:
-    """Put the documents of all parts in order, with the BOS and EOS that they need: a copy of each."""
-    nothing = np.empty(0, np.int64)
-    lengths = np.concatenate([nothing, *(np.diff(part.encoded.offsets) for part in parts)])[order]
-    begins = [part.encoded.ids.ctypes.data + 4 * part.encoded.offsets[:-1] for part in parts]
-    framing = np.concatenate([nothing, *(part.framing for part in parts)])[order]
-    offsets = np.zeros(order.size + 1, np.int64)
-    np.cumsum(lengths + (framing & _BOS) + (framing & _EOS) // _EOS, out=offsets[1:])
-    ids = np.empty(int(offsets[-1]), token_dtype(identity.vocab_size))
-    if order.size:
-        addresses = np.concatenate(begins)[order].astype(np.uint64)
-        largest = _copy_documents(addresses, lengths, framing, (identity.bos_id or 0, identity.eos_id or 0), ids)
-        if largest >= identity.vocab_size:
-            for part in parts:
-                refuse_overflow(part.encoded, identity.vocab_size)
-    return Encoded(ids=ids, offsets=offsets)
-
-
-@numba.njit(cache=True, nogil=True)
-def _copy_documents(
-    addresses: npt.NDArray[np.uint64],
-    lengths: npt.NDArray[np.int64],
-    framing: npt.NDArray[np.int64],
-    tokens: tuple[int, int],
-    ids: npt.NDArray[Any],
-) -> int:
-    """Copy documents one after the other, with BOS and EOS around those that need it; return the largest id."""
-    bos, eos = tokens
-    largest = np.uint32(0)
-    at: Whole = 0
-    for document in range(addresses.size):
-        if framing[document] & _BOS:
-            ids[at] = bos
-            at += 1
-        source = view_uint32(addresses[document], lengths[document])
-        target = ids[at : at + source.size]
-        for k in range(source.size):
-            target[k] = source[k]
-            largest = max(largest, source[k])
-        at += source.size
-        if framing[document] & _EOS:
-            ids[at] = eos
-            at += 1
-    return int(largest)
+    return _Part(Encoded(ids=ids, offsets=encoded.offsets), needs(encoded, tokenizer.identity), places)
 
 
 def _check_sizes(window: Window) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 COMPILED_BYTES = 32 << 20
-"""Units from this size on are read by compiled kernels, where there are some: the input is then 24 times as large,
-and what they save is more than the 0.4 s and 100 MB that they take to load in every worker."""
+"""Units from this size on are read and framed by compiled kernels, where there are some: the input is then 24 times
+as large, and what they save is more than the 0.4 s and 100 MB that they take to load in every worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Bench:
         from tokenmill.encode.frame import frame
 
         texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
-        encoded = frame(self.tokenizer.encode(texts), self.tokenizer.identity)
+        encoded = frame(self.tokenizer.encode(texts), self.tokenizer.identity, compiled=batch.compiled)
         return Records(
             values={TEXT_KEY: encoded.ids},
             offsets={"documents": encoded.offsets},
@@ -112,6 +112,8 @@ class Joined:
     runs: list[tuple[int, DocumentBatch]] = field(default_factory=list)
     """Where each batch begins among the records, and the batch."""
     position: int = 0
+    compiled: bool = False
+    """Whether compiled kernels work on it."""
 
     @property
     def num_records(self) -> int:
@@ -143,10 +145,11 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
 
     They are the same every time, so that a unit can go on after some of them.
     """
-    held = Joined()
+    compiled = unit.bytes >= COMPILED_BYTES
+    held = Joined(compiled=compiled)
     size = 0
     before = 0
-    for batch in read_unit(unit, replace(reading, compiled=unit.bytes >= COMPILED_BYTES)):
+    for batch in read_unit(unit, replace(reading, compiled=compiled)):
         held.add(batch)
         # Of whole records it is not known how large they are, but how much of the input they take.
         size += sum(map(len, batch.texts)) or batch.position - before
@@ -157,6 +160,6 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
             or (batch.records and len(unit.pieces) == 1)
         ):
             yield held
-            held, size = Joined(), 0
+            held, size = Joined(compiled=compiled), 0
     if held.runs:
         yield held
