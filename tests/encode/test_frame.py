@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.frame import frame, token_dtype
+from tokenmill.encode.frame import frame, needs, placed, token_dtype
 from tokenmill.encode.tokenizer import TokenizerIdentity, join
 from tokenmill.errors import TokenizerError
+from tokenmill.types import Encoded
 
 BOS, EOS = 98, 99
 
@@ -97,6 +98,33 @@ def test_long_documents_are_framed_as_short_ones_are(dtype, add_bos):
         assert framed.ids.flags.writeable
 
 
+SOME = st.lists(st.lists(st.sampled_from([1, 2, 97, BOS, EOS])))
+
+
+@given(SOME, st.booleans(), st.booleans(), st.sampled_from([100, 60_000, 70_000]))
+def test_the_kernel_frames_as_numpy_does(documents, add_bos, add_eos, vocab_size):
+    about = identity(add_bos, add_eos, vocab_size)
+    by_numpy, by_kernel = (frame(encoded(documents), about, compiled=compiled) for compiled in (False, True))
+    assert by_kernel.ids.tolist() == by_numpy.ids.tolist()
+    assert by_kernel.offsets.tolist() == by_numpy.offsets.tolist()
+    assert by_kernel.ids.dtype == by_numpy.ids.dtype == token_dtype(vocab_size)
+
+
+@given(st.lists(SOME), st.data(), st.booleans())
+def test_documents_of_several_parts_stand_in_the_order_that_is_asked_for(parts, data, add_bos):
+    about = identity(add_bos)
+    together = documents_of(frame(encoded([ids for part in parts for ids in part]), about))
+    order = data.draw(st.permutations(range(len(together))))
+    given = [encoded(part) for part in parts]
+    made = placed(given, [needs(one, about) for one in given], np.array(order, np.int64), about)
+    assert documents_of(made) == [together[number] for number in order]
+
+
+def test_memory_that_must_not_be_written_to_is_framed_by_the_kernel_too():
+    value = Encoded(ids=np.frombuffer(b"\x01\0\0\0\x02\0\0\0", np.uint32), offsets=np.array([0, 1, 2]))
+    assert documents_of(frame(value, identity(), compiled=True)) == [[BOS, 1, EOS], [BOS, 2, EOS]]
+
+
 def test_an_unframed_batch_is_only_cast():
     framed = frame(encoded([[1, 2], []]), identity(False, False))
     assert (framed.ids.dtype, framed.ids.tolist(), framed.offsets.tolist()) == (np.uint8, [1, 2], [0, 2, 2])
@@ -117,13 +145,15 @@ def test_the_input_is_left_as_it_was():
     assert (value.ids.tolist(), value.offsets.tolist()) == ([1, 2, 3], [0, 2, 3])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "bad"), [(np.uint32, 100), (np.uint32, 65_536 + 3), (np.uint8, 255), (np.int64, -1)]
+    ("dtype", "bad"),
+    [(np.uint32, 100), (np.uint32, 65_536 + 3), (np.uint8, 255), (np.int64, -1), (np.int64, 2**32 + 3)],
 )
-def test_an_id_that_overflows_the_vocabulary_raises(dtype, bad):
+def test_an_id_that_overflows_the_vocabulary_raises(dtype, bad, compiled):
     """T2.a: it is an error with its place, never a wrapped id."""
     with pytest.raises(TokenizerError, match=rf"document 2 of the batch.*size 100, got {bad} at token 1;"):
-        frame(encoded([[1], [], [2, bad], [3]], dtype), identity())
+        frame(encoded([[1], [], [2, bad], [3]], dtype), identity(), compiled=compiled)
 
 
 @pytest.mark.parametrize(

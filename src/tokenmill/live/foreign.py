@@ -81,7 +81,7 @@ class ForeignTokenizer:
         return {}
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the bare ids of each text as uint32."""
+        """Return the bare ids of each text, as wide as Python's: what is no id of its vocabulary must show."""
         bos = self.identity.bos_id
         assert bos is not None
         with engine_errors(self.engine, f"encode {len(texts)} texts", "look at the tokenizer that was given"):
@@ -91,7 +91,7 @@ class ForeignTokenizer:
                 f"{self.engine}: encode must give a list of ids for each text, with prepend={bos} before them, "
                 f"got {len(lists)} lists for {len(texts)} texts, or another first id; look at its encode"
             )
-        return join([np.array(ids[1:], np.uint32) for ids in lists])
+        return join([np.array(ids[1:], np.int64) for ids in lists])
 
     def decode(self, ids: npt.NDArray[Any]) -> str:
         """Return the text of ids."""

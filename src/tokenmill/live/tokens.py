@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.frame import Needs, needs, placed
+from tokenmill.encode.frame import Needs, needs, placed, refuse_overflow
 from tokenmill.errors import DocumentError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.plan.permute import permute_all
@@ -38,7 +39,7 @@ class Skipped:
     place: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokenized:
     """The documents of a window as tokens, in the order of an epoch."""
 
@@ -48,8 +49,11 @@ class Tokenized:
     places: npt.NDArray[np.int64]
     """(piece, line) of each document."""
     skipped: tuple[Skipped, ...]
-    check: str
-    """Digest of the tokens: a state has it, so that other text is not taken for that of a window."""
+
+    @cached_property
+    def check(self) -> str:
+        """Digest of the tokens: a state has it, so that other text is not taken for that of a window."""
+        return xxhash.xxh3_64_hexdigest(self.encoded.ids.data)[:CHECK_DIGITS]
 
 
 class _Part(NamedTuple):
@@ -81,7 +85,6 @@ def tokenize_window(
         encoded=encoded,
         places=places[order],
         skipped=tuple(skipped),
-        check=xxhash.xxh3_64_hexdigest(encoded.ids.data)[:CHECK_DIGITS],
     )
 
 
@@ -128,6 +131,8 @@ def _parts(
 
 def _encode(texts: Sequence[str], places: npt.NDArray[np.int64], tokenizer: Tokenizer) -> _Part:
     encoded = tokenizer.encode(texts)
+    if encoded.ids.dtype != np.uint32:
+        refuse_overflow(encoded, tokenizer.identity.vocab_size)  # before an id is cut to fit
     ids = np.ascontiguousarray(encoded.ids, np.uint32)
     return _Part(Encoded(ids=ids, offsets=encoded.offsets), needs(encoded, tokenizer.identity), places)
 
