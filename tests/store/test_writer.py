@@ -141,6 +141,22 @@ def test_an_id_outside_the_vocabulary_is_refused_at_write_time(tmp_path, vocab_s
     assert (tmp_path / "web" / "manifest.json").exists() == ok
 
 
+@given(documents=st.lists(st.lists(st.sampled_from([1, 7, 9]), max_size=4), max_size=6), add_bos=st.booleans())
+def test_a_document_with_bos_twice_in_a_row_is_refused_and_no_other(tmp_path, documents, add_bos):
+    """[T2.b] BOS, here 7, may end a document before one that starts with it, or stand alone in the midst."""
+    tokenizer = {"vocab_size": 300, "bos_id": 7, "eos_id": 9, "add_bos": add_bos}
+    spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer=tokenizer, recipe={"name": "text"})
+    offsets = np.cumsum([0, *map(len, documents)])
+    ids = np.array([token for document in documents for token in document], "<u2")
+    bad = [number for number, document in enumerate(documents) if (7, 7) in pairwise(document)]
+    with StoreWriter(tmp_path / "web", spec, rebuild=True) as writer:
+        if bad and add_bos:
+            with pytest.raises(StoreError, match=rf"BOS twice in a row, got that in document {bad[0]} of"):
+                writer.append({"sequence": ids}, offsets)
+        else:
+            writer.append({"sequence": ids}, offsets)
+
+
 @pytest.mark.parametrize("dtype", ["<i8", "<u4", ">u2", "|u1", "<f4"])
 def test_ids_of_another_dtype_are_refused_and_never_cast(tmp_path, dtype):
     """[T2.a]"""
