@@ -269,6 +269,9 @@ class Lanes:
 
     def _running(self) -> Ahead:
         if self._pool is None:
+            # Compiled here where it never was, not in a thread that must answer in time.
+            import tokenmill.encode.placing  # noqa: F401
+
             self._pool = Ahead(self._find, self._ahead.threads, self._ahead.timeout)
             self._finalizer = weakref.finalize(self, self._pool.stop)
         return self._pool

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
-import tokenmill.encode.placing  # noqa: F401 - compiled here once, not in a thread that must answer in time
 from tokenmill.documents import RULES, read_unit
 from tokenmill.encode.frame import Needs, needs, placed, refuse_overflow
 from tokenmill.errors import DocumentError
