@@ -189,7 +189,7 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
     bench.COMPILED_BYTES = 0
     files = find_files(corpus).files
-    units = cut_files(files, chunk_bytes=chunk_size(sum(file.bytes for file in files)))
+    units = cut_files(files, chunk_bytes=chunk_size(files))
     loading, opening, alone = Stopwatch(), Stopwatch(), Stopwatch()
     reading = ReadOptions(compiled=True)
     with loading:  # of the kernels, as the first unit would

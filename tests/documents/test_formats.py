@@ -17,6 +17,7 @@ from tokenmill.documents import (
     FORMATS,
     REASONS,
     RULES,
+    InputFile,
     Piece,
     ReadOptions,
     chunk_size,
@@ -146,11 +147,26 @@ def test_files_are_looked_into_only_when_the_iterator_comes_to_them(tmp_path):
     assert next(units).pieces[0].file.name == "a.parquet"
 
 
+def listed(total, *suffixes):
+    each = total // len(suffixes)
+    return [InputFile(path=f"/a{suffix}", name="a", bytes=each, suffix=suffix) for suffix in suffixes]
+
+
 @pytest.mark.parametrize(
     ("total", "mib"), [(0, 4), (96 << 20, 4), ((96 << 20) + 24, 5), (2400 << 20, 100), (25 << 40, 1024)]
 )
 def test_units_are_a_24th_of_the_input_between_4_mib_and_1_gib(total, mib):
-    assert chunk_size(total) == mib << 20
+    assert chunk_size(listed(total, ".jsonl")) == mib << 20
+    assert chunk_size(listed(2 * (total // 2), ".jsonl", ".parquet")) == mib << 20
+
+
+@pytest.mark.parametrize(
+    ("total", "kib"), [(0, 1024), (24 << 20, 1024), ((24 << 20) + 24, 1280), (2400 << 20, 100 << 10)]
+)
+def test_units_of_compressed_files_are_a_quarter_of_that_at_least(total, kib):
+    """So that a file of 50 MB, with 200 MB of text in it, keeps all cores busy."""
+    assert chunk_size(listed(total, ".parquet")) == kib << 10
+    assert chunk_size(listed(total, ".jsonl.gz", ".json.zst")) == kib << 10
 
 
 def test_chunk_of_nothing_is_refused():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenmill.documents.json_values import RecordError, utf8_detail
 from tokenmill.documents.units import BadRecord, Group, ReadOptions
@@ -135,9 +137,38 @@ def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRe
             texts = _values(cells)
             if set(map(type, texts)) <= {str}:
                 return texts, []
+    return _texts_one_by_one(_values(_as_bytes(cells)), options)
+
+
+def cell_groups(cells: Sequence[memoryview | None], options: ReadOptions, position: int) -> Iterator[Group]:
+    """Read the documents of the cells of a page, about a batch at a time."""
+    ends = list(accumulate(len(cell or b"") for cell in cells))
+    begin = before = 0
+    while begin < len(cells):
+        end = bisect_left(ends, before + options.batch_bytes, begin) + 1
+        end = min(end, begin + options.batch_documents, len(cells))
+        some = cells[begin:end]
+        texts, bad = _cell_texts(some, options, ends[end - 1] - before)
+        size = sum(map(len, texts))
+        yield Group(documents=texts, bad=bad, blank=(), num_lines=len(some), size=size, position=position)
+        begin, before = end, ends[end - 1]
+
+
+def _cell_texts(
+    cells: Sequence[memoryview | None], options: ReadOptions, num_bytes: int
+) -> tuple[list[str], list[BadRecord]]:
+    if num_bytes <= options.max_record_bytes:
+        with suppress(UnicodeDecodeError, TypeError):  # the second for nulls
+            return [str(cell, "utf-8") for cell in cast("Sequence[memoryview]", cells)], []
+    return _texts_one_by_one(cells, options)
+
+
+def _texts_one_by_one(
+    cells: Sequence[bytes | memoryview | None], options: ReadOptions
+) -> tuple[list[str], list[BadRecord]]:
     good: list[str] = []
     bad: list[BadRecord] = []
-    for line, value in enumerate(_values(_as_bytes(cells))):
+    for line, value in enumerate(cells):
         try:
             good.append(_text(value, options))
         except RecordError as error:
@@ -145,13 +176,13 @@ def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRe
     return good, bad
 
 
-def _text(value: bytes | None, options: ReadOptions) -> str:
+def _text(value: bytes | memoryview | None, options: ReadOptions) -> str:
     if value is None:
         raise RecordError("not_text", f"field {options.text_field!r} is null")
     if len(value) > options.max_record_bytes:
         raise RecordError("too_long", f"{len(value)} bytes")
     try:
-        return value.decode()
+        return str(value, "utf-8")
     except UnicodeDecodeError as error:
         raise RecordError("utf8", utf8_detail(error)) from None
 

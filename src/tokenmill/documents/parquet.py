@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokenmill.documents.columns import column_groups, rows_at_once, text_path, wanted_columns
+from tokenmill.documents.columns import cell_groups, column_groups, rows_at_once, text_path, wanted_columns
 from tokenmill.documents.opening import open_input
+from tokenmill.documents.page_header import NotUnderstood
+from tokenmill.documents.parquet_pages import CODECS, ColumnChunk, page_cells
 from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions
 from tokenmill.errors import DocumentError
 
@@ -39,14 +42,23 @@ class Parquet:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read the rows of the piece's row groups, of the columns that are needed."""
-        with _open(piece.file) as opened:
+        with _open(piece.file) as opened, open_input(piece.file, exact=True) as stream:
             schema = opened.schema_arrow
             leaves = wanted_columns(schema, options, piece.file.path)
             if options.text_field is not None:
                 leaves = [".".join(text_path(schema, options.text_field))]
+            column = _plain_column(opened, leaves[0]) if options.text_field is not None else None
             for group in range(piece.begin, piece.end):
                 position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
-                for batch in _batches(opened, group, leaves, options):
+                done = 0
+                chunk = None if column is None else _chunk(opened, group, column, piece.file.bytes)
+                with suppress(NotUnderstood):
+                    for cells in page_cells(stream.fileno(), chunk) if chunk is not None else ():
+                        yield from cell_groups(cells, options, position)
+                        done += len(cells)
+                if chunk is not None and done == chunk.values:
+                    continue
+                for batch in _from_row(done, _batches(opened, group, leaves, options)):
                     yield from column_groups(batch, options, position, unfolded=True)
 
 
@@ -64,6 +76,94 @@ def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple
         if position - before >= chunk_bytes or end == len(sizes):
             yield begin, end, position - before
             begin, before = end, position
+
+
+def _plain_column(opened: pq.ParquetFile, leaf: str) -> int | None:
+    """Return the number of a column of texts that are not nested; None if it is none."""
+    import pyarrow as pa
+
+    at = opened.schema_arrow.get_field_index(leaf)
+    plain = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+    if at < 0 or opened.schema_arrow.field(at).type not in plain:
+        return None
+    found = [index for index in range(len(opened.schema)) if opened.schema.column(index).path == leaf]
+    about = opened.schema.column(found[0])
+    flat = about.max_repetition_level == 0 and about.max_definition_level <= 1
+    return found[0] if len(found) == 1 and flat and about.physical_type == "BYTE_ARRAY" else None
+
+
+def _chunk(opened: pq.ParquetFile, group: int, column: int, file_bytes: int) -> ColumnChunk | None:
+    """Return where the pages of a column are in a row group; None if Arrow is to read them."""
+    about = opened.schema.column(column)
+    if not _is_sound(opened, group, about.path, file_bytes):
+        return None
+    rows = opened.metadata.row_group(group)
+    told = rows.column(column)
+    begin = told.data_page_offset
+    if told.has_dictionary_page and 0 < (told.dictionary_page_offset or 0) < begin:
+        begin = told.dictionary_page_offset
+    end = begin + told.total_compressed_size
+    if told.compression not in CODECS or told.file_path or not 0 <= begin <= end <= file_bytes:
+        return None
+    if told.num_values != rows.num_rows or told.physical_type != about.physical_type:
+        return None
+    nullable = about.max_definition_level > 0
+    return ColumnChunk(begin=begin, end=end, values=told.num_values, codec=told.compression, nullable=nullable)
+
+
+def _is_sound(opened: pq.ParquetFile, group: int, leaf: str, file_bytes: int) -> bool:
+    """Whether Arrow takes what the footer says of a column: pyarrow's own look at a damaged one ends the process.
+
+    Arrow is let to read the column from a file that has nothing but its size.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = pa.PythonFile(_NoFile(file_bytes), "r")
+    with pq.ParquetFile(source, metadata=opened.metadata, buffer_size=_READ_BYTES, pre_buffer=False) as empty:
+        try:
+            next(empty.iter_batches(1, row_groups=[group], columns=[leaf], use_threads=False), None)
+        except _WasRead:
+            return True
+        except (pa.ArrowException, OSError):
+            pass
+    return False
+
+
+class _WasRead(Exception):
+    """Something was read of a file that has only a size."""
+
+
+class _NoFile(io.RawIOBase):
+    """A file that has only a size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, _size: int | None = -1, /) -> bytes:
+        raise _WasRead
+
+
+def _from_row(first: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Leave out the first rows of a row group."""
+    for batch in batches:
+        if first < batch.num_rows:
+            yield batch.slice(first)
+        first = max(first - batch.num_rows, 0)
 
 
 def _batches(

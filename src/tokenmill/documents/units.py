@@ -33,9 +33,10 @@ MAX_RECORD_BYTES = 64 << 20
 TEXT_UNITS = ("file", "line")
 
 _UNITS = 24
-_MIN_CHUNK_BYTES = 4 << 20
+_MIN_CHUNKS = 4
 _MAX_CHUNK_BYTES = 1 << 30
 _MIB = 1 << 20
+_FOLDED = (".parquet", ".gz", ".zst")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,15 +187,14 @@ def whole(file: InputFile) -> Iterator[tuple[int, int, int]]:
     yield 0, 1, file.bytes
 
 
-def chunk_size(total_bytes: int) -> int:
+def chunk_size(files: Sequence[InputFile]) -> int:
     """Return how many bytes a unit of an input should have: a 24th of it, from 4 MiB to 1 GiB, in whole MiB.
 
     Every unit becomes a shard, and a reader maps at most 64 shards at a time, so units are few and large; 24 of
     them still keep the cores of a small machine busy to the end. Depends on the input alone: the same files give
-    the same units on any machine.
-
-    >>> chunk_size(10**6) >> 20, chunk_size(2_400 << 20) >> 20, chunk_size(10**15) >> 20
-    (4, 100, 1024)
+    the same units on any machine. Where all files are compressed, the least is a quarter of that, in quarters of a
+    MiB: there is some four times as much in them.
     """
-    size = min(max(total_bytes // _UNITS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
-    return -(-size // _MIB) * _MIB
+    step = _MIB // 4 if all(file.suffix.endswith(_FOLDED) for file in files) else _MIB
+    size = min(max(sum(file.bytes for file in files) // _UNITS, _MIN_CHUNKS * step), _MAX_CHUNK_BYTES)
+    return -(-size // step) * step

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,9 +51,9 @@ class FastTokenizer:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
-        odd = [i for i, text in enumerate(texts) if not text.isascii() and any(c in text for c in DIVERGENT)]
-        if not odd:
+        if not any(map(_is_divergent, filterfalse(str.isascii, texts))):
             return self._encode(list(texts))
+        odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
         refuse_surrogates(texts)
         left = list(texts)
         for index in odd:
@@ -76,6 +77,10 @@ class FastTokenizer:
             ids=np.frombuffer(ids, dtype="<u4"),
             offsets=np.frombuffer(offsets, dtype="<u8").astype(np.int64),
         )
+
+
+def _is_divergent(text: str) -> bool:
+    return any(character in text for character in DIVERGENT)
 
 
 def open_fast_json(

@@ -71,7 +71,7 @@ def place_order(
     if build is not None and chunk_bytes in (None, build["chunk_bytes"]):
         chunk = build["chunk_bytes"]
     else:
-        chunk = chunk_bytes or chunk_size(sum(file.bytes for file in new))
+        chunk = chunk_bytes or chunk_size(new)
         if new:
             journal.begin(identity, chunk, rebuild=replaces)
     return Order(

@@ -136,6 +136,8 @@ class UnitWriter:
         self._folder = units / f".tmp-{key}"
         self._spec = spec
         self._series: dict[str, ShardSeries] = {}
+        self._latest: ShardSeries | None = None
+        """The one whose files may be open."""
         self.counts = Counts(lines=[0] * num_pieces)
         self._resume()
         self._progress = open(self._folder / "progress", "wb", buffering=0)  # noqa: SIM115 - closed by `close`
@@ -150,6 +152,9 @@ class UnitWriter:
             # What stands there was begun after the checkpoint that this unit goes on from.
             shutil.rmtree(route_folder(self._folder, route), ignore_errors=True)
             series = self._series[route] = ShardSeries(route_folder(self._folder, route), self._spec)
+        if self._latest is not None and self._latest is not series:
+            self._latest.rest()
+        self._latest = series
         series.append(values, offsets)
 
     def checkpoint(self, every_seconds: float) -> None:
@@ -188,8 +193,10 @@ class UnitWriter:
         return result
 
     def close(self) -> None:
-        """Tell no more progress; what was written stays as it is."""
+        """Keep no file open; what was written stays as it is."""
         self._progress.close()
+        if self._latest is not None:
+            self._latest.rest()
 
     def _resume(self) -> None:
         """Go on from the last checkpoint, where it and the files are whole; else begin anew."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -161,7 +162,7 @@ def _refused(batch: Joined, chosen: npt.NDArray[np.int64], records: Records) -> 
 
 def _num_bytes(texts: Sequence[str]) -> int:
     """Return the size of texts as UTF-8, which Python has at hand once the tokenizer has asked for it."""
-    odd = [text for text in texts if not text.isascii()]
+    odd = filterfalse(str.isascii, texts)
     return sum(map(len, texts)) + sum(len(text.encode(errors="surrogatepass")) - len(text) for text in odd)
 
 

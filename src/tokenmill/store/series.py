@@ -47,6 +47,11 @@ class ShardSeries:
             if begin < records:
                 self._close_shard()
 
+    def rest(self) -> None:
+        """Keep no file open until more is appended."""
+        if self._open is not None:
+            self._open.rest()
+
     def finish(self) -> list[ShardInfo]:
         """Close the last shard; return all, named after their files in the folder."""
         self._close_shard()

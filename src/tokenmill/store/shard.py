@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class StoreSpec:
     max_tokens_per_shard: int = MAX_TOKENS_PER_SHARD
     storage: str = "bin"
     """How shards are kept: `bin`, or `h5` for one HDF5 file a shard."""
+    ids_checked: bool = False
+    """Whether all ids that are written are known to be in the vocabulary, as `frame` has looked at them."""
 
     def __post_init__(self) -> None:
         odd = [key for key in self.keys if not is_key(key)]
@@ -148,6 +151,11 @@ class ShardWriter:
         writer._sizes = {axis: (size[0], size[1]) for axis, size in checkpoint["axes"].items()}
         return writer
 
+    def rest(self) -> None:
+        """Keep no file open until more is appended."""
+        for file in self._files.values():
+            file.rest()
+
     def commit(self) -> ShardInfo:
         """Finish all files and make them durable; the shard is named after its folder."""
         for axis, (items, size) in self._sizes.items():
@@ -187,7 +195,7 @@ class ShardWriter:
 
     def _check_ids(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
         vocab_size = int(self.spec.tokenizer["vocab_size"])
-        if ids.size and int(ids.max()) >= vocab_size:
+        if ids.size and not self.spec.ids_checked and int(ids.max()) >= vocab_size:
             raise StoreError(
                 f"{self.folder}: token ids must be below the vocabulary size {vocab_size}, got {int(ids.max())}; "
                 "use the tokenizer that made them"
@@ -225,14 +233,15 @@ def _anchors(offsets: npt.NDArray[np.uint64], size: int) -> npt.NDArray[np.uint3
 class CheckedFile:
     """A file that grows at its end and knows the checksum of all that it holds.
 
-    It is open only while it is written to: a build may have thousands of domains, each with files of its own, and
-    a process may have but some hundred files open.
+    It can `rest`, and is then not open: a build may have thousands of domains, each with files of its own, and a
+    process may have but some hundred files open.
     """
 
     def __init__(self, path: Path, *, mode: str = "xb") -> None:
         self._path = path
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
+        self._stream: io.FileIO | None = None
         with open(path, mode):
             pass
 
@@ -258,12 +267,19 @@ class CheckedFile:
         view = np.ascontiguousarray(values).data.cast("B")
         self._hash.update(view)
         self._bytes += view.nbytes
-        with open(self._path, "ab", buffering=0) as stream:
-            while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
-                view = view[stream.write(view) :]
+        self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `rest`
+        while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
+            view = view[self._stream.write(view) :]
+
+    def rest(self) -> None:
+        """Close it until it is written to again."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def sync(self) -> list[Any]:
         """Make it durable, and return its size and checksum so far."""
+        self.rest()
         with open(self._path, "ab") as stream:
             os.fsync(stream.fileno())
         return [self._bytes, self._hash.hexdigest()]

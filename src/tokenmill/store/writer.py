@@ -75,6 +75,7 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._series.rest()
         if self._unlock.alive:
             shutil.rmtree(self.path / SHARDS_FOLDER, ignore_errors=True)
         self._unlock()

@@ -1,0 +1,227 @@
+"""Texts straight from pages are those that Arrow reads, and what is not understood is left to Arrow."""
+
+import os
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tests.documents.corpora import bad_of, num_lines_of, read, reasons_of, texts_of
+
+from tokenmill.documents import parquet, parquet_pages
+from tokenmill.documents.page_header import NotUnderstood
+from tokenmill.documents.parquet_pages import CODECS, ColumnChunk, page_cells
+from tokenmill.errors import DocumentError
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "compression": st.sampled_from(["none", "snappy", "zstd"]),
+        "use_dictionary": st.booleans(),
+        "data_page_version": st.sampled_from(["1.0", "2.0"]),
+        "data_page_size": st.sampled_from([1, 40, 1 << 20]),
+        "write_batch_size": st.sampled_from([1, 7, 1024]),
+        "dictionary_pagesize_limit": st.sampled_from([1, 100, 1 << 20]),
+        "row_group_size": st.sampled_from([1, 10, 1000]),
+        "write_page_checksum": st.booleans(),
+        "write_statistics": st.booleans(),
+    }
+)
+CELLS = st.lists(
+    st.one_of(st.none(), st.text(max_size=12), st.sampled_from(["", "yes", "no"])), min_size=1, max_size=60
+)
+
+
+@pytest.fixture
+def no_arrow(monkeypatch):
+    """Fail where Arrow is asked for rows."""
+
+    def refuse(*_arguments):
+        raise AssertionError("Arrow was asked for rows")
+
+    monkeypatch.setattr(parquet, "_batches", refuse)
+
+
+without_arrow = pytest.mark.usefixtures("no_arrow")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Count how often Arrow is asked for rows."""
+    calls, batches = [], parquet._batches
+
+    def count(*arguments):
+        calls.append(arguments)
+        return batches(*arguments)
+
+    monkeypatch.setattr(parquet, "_batches", count)
+    return calls
+
+
+def write(path, cells, *, nullable=True, kind=None, **layout):
+    schema = pa.schema([pa.field("text", kind or pa.string(), nullable=nullable), pa.field("n", pa.int64())])
+    pq.write_table(pa.table({"text": cells, "n": range(len(cells))}, schema=schema), path, **layout)
+    return path
+
+
+@without_arrow
+@given(cells=CELLS, layout=LAYOUTS, batch_bytes=st.sampled_from([1, 30, 1 << 20]))
+@example(cells=["x"] * 1000 + [None] + ["y"] * 1000, layout={"write_batch_size": 3000}, batch_bytes=1 << 20)
+@example(cells=[f"{n}" for n in range(5000)] * 2, layout={"compression": "zstd"}, batch_bytes=1 << 20)
+def test_texts_nulls_and_lines_are_those_that_arrow_reads(tmp_path_factory, cells, layout, batch_bytes):
+    """[K1.a]"""
+    path = write(tmp_path_factory.mktemp("pages") / "a.parquet", cells, **layout)
+    batches = read(path, 1 << 30, batch_bytes=batch_bytes)
+    assert texts_of(batches) == [cell for cell in cells if cell is not None]
+    assert [line for batch in batches for line in batch.lines] == [i for i, c in enumerate(cells) if c is not None]
+    assert bad_of(batches) == [
+        (line, "not_text", "field 'text' is null") for line, cell in enumerate(cells) if cell is None
+    ]
+    assert num_lines_of(batches) == len(cells)
+
+
+@without_arrow
+@given(cells=st.lists(st.text(max_size=12), min_size=1, max_size=60), layout=LAYOUTS)
+def test_columns_that_cannot_be_null_are_read(tmp_path_factory, cells, layout):
+    path = write(tmp_path_factory.mktemp("pages") / "a.parquet", cells, nullable=False, **layout)
+    assert texts_of(read(path)) == cells
+
+
+@without_arrow
+@given(number=st.integers(1, 3000), seed=st.integers(0, 99))
+def test_dictionaries_of_every_size_are_read(tmp_path_factory, number, seed):
+    """Of every width of an index, with rows that repeat and rows that do not."""
+    generator = random.Random(seed)
+    words = [f"word {index}" for index in range(number)]
+    cells = [word for _ in range(60) for word in [generator.choice(words)] * generator.choice([1, 1, 2, 30])]
+    path = write(tmp_path_factory.mktemp("pages") / "a.parquet", words + cells)
+    assert texts_of(read(path)) == words + cells
+
+
+@without_arrow
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.large_binary()], ids=str)
+def test_other_types_of_text_are_read(tmp_path, kind):
+    path = write(tmp_path / "a.parquet", ["a", "ä", None], kind=kind)
+    assert texts_of(read(path)) == ["a", "ä"]
+
+
+@without_arrow
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_cells_that_are_no_text_are_bad_and_the_rest_is_read(tmp_path, use_dictionary):
+    cells = pa.array([b"a", b"\xff", b"x" * 600, b"b", None], pa.binary()).view(pa.string())
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": cells}), path, use_dictionary=use_dictionary)
+    batches = read(path, max_record_bytes=500)
+    assert texts_of(batches) == ["a", "b"]
+    assert reasons_of(batches) == [(1, "utf8"), (2, "too_long"), (4, "not_text")]
+
+
+@without_arrow
+def test_a_batch_has_about_its_size_whatever_the_page(tmp_path):
+    path = write(tmp_path / "a.parquet", ["x" * 1000] * 500, use_dictionary=False)
+    batches = read(path, batch_bytes=10_000)
+    assert [len(batch.texts) for batch in batches] == [10] * 50
+    assert [len(batch.texts) for batch in read(path, batch_documents=100)] == [100] * 5
+
+
+STRANGE = {
+    "gzip": {"compression": "gzip"},
+    "lz4": {"compression": "lz4"},
+    "brotli": {"compression": "brotli"},
+    "delta": {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+    "delta lengths": {"use_dictionary": False, "column_encoding": {"text": "DELTA_LENGTH_BYTE_ARRAY"}},
+}
+
+
+@pytest.mark.parametrize("layout", STRANGE)
+def test_other_layouts_are_left_to_arrow(tmp_path, asked, layout):
+    cells = [f"{n} text" for n in range(100)]
+    path = write(tmp_path / "a.parquet", cells, row_group_size=30, **STRANGE[layout])
+    assert texts_of(read(path)) == cells
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("column", [pa.array([{"b": "x"}, None]), pa.array(["x", None]).dictionary_encode()])
+def test_other_columns_are_left_to_arrow(tmp_path, asked, column):
+    pq.write_table(pa.table({"a": column}), tmp_path / "a.parquet")
+    assert texts_of(read(tmp_path / "a.parquet", text_field="a.b" if column.type.num_fields else "a")) == ["x"]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("name", ["_MAX_PAGE_BYTES", "_MAX_PAGE_VALUES"])
+def test_arrow_goes_on_amid_a_row_group_where_a_page_is_not_read(tmp_path, asked, monkeypatch, name):
+    """The first pages are read here, and no row twice or not at all."""
+    monkeypatch.setattr(parquet_pages, name, {"_MAX_PAGE_BYTES": 5000, "_MAX_PAGE_VALUES": 3}[name])
+    cells = ["a", None, *(f"{n}" for n in range(50)), "x" * 6000, *(f"{n}" for n in range(50)), None]
+    sizes = {"_MAX_PAGE_BYTES": {}, "_MAX_PAGE_VALUES": {"write_batch_size": 4}}[name]
+    layout = {"use_dictionary": False, "data_page_size": 1, "write_batch_size": 2, **sizes}
+    read_here = []
+    monkeypatch.setattr(parquet, "cell_groups", lambda *a, f=parquet.cell_groups: read_here.append(a) or f(*a))
+    batches = read(write(tmp_path / "a.parquet", cells, **layout))
+    assert texts_of(batches) == [cell for cell in cells if cell is not None]
+    assert reasons_of(batches) == [(1, "not_text"), (len(cells) - 1, "not_text")]
+    assert len(asked) == 1
+    assert len(read_here) == (26 if name == "_MAX_PAGE_BYTES" else 0)
+
+
+def test_a_checksum_that_is_wrong_is_an_error(tmp_path):
+    """[C1]"""
+    path = tmp_path / "a.parquet"
+    layout = {"compression": "none", "write_page_checksum": True, "write_statistics": False}
+    data = write(path, ["abcd", "efgh"], **layout).read_bytes()
+    assert data.count(b"abcd") == 1
+    path.write_bytes(data.replace(b"abcd", b"abce"))
+    with pytest.raises(DocumentError, match=r"a\.parquet: must be an intact Parquet file, got .*CRC"):
+        read(path)
+
+
+@given(
+    place=st.integers(0, 10**6),
+    value=st.integers(1, 255),
+    layout=st.sampled_from([{}, {"use_dictionary": False}, {"data_page_version": "2.0"}]),
+    codec=st.sampled_from([*CODECS]),
+)
+def test_damaged_pages_give_cells_or_are_not_understood(tmp_path_factory, place, value, layout, codec):
+    """[S.e] Nothing else is raised, and no cell reaches out of its page."""
+    path = tmp_path_factory.mktemp("pages") / "a.parquet"
+    name = "none" if codec == "UNCOMPRESSED" else codec.lower()
+    write(path, ["one", None, "two", "zwei ä", "two"] * 5, compression=name, **layout)
+    about = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    begin = about.dictionary_page_offset or about.data_page_offset
+    end = begin + about.total_compressed_size
+    data = bytearray(path.read_bytes())
+    data[begin + place % (end - begin)] ^= value
+    path.write_bytes(data)
+    chunk = ColumnChunk(begin=begin, end=end, values=25, codec=codec, nullable=True)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        assert sum(len(cells) for cells in page_cells(descriptor, chunk)) == 25
+    except NotUnderstood:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def test_pages_of_zstd_need_not_tell_their_size():
+    """As those of writers that compress as a stream."""
+    text = b"some text " * 100
+    folded = zstandard.ZstdCompressor(write_content_size=False).compress(text)
+    unfold = CODECS["ZSTD"]()
+    assert bytes(unfold(memoryview(folded), len(text))) == text
+    assert len(unfold(memoryview(folded), len(text) + 1)) == len(text)  # which the caller sees
+
+
+@pytest.mark.parametrize("codec", ["snappy", "zstd"])
+def test_a_page_that_holds_more_or_less_than_its_header_says_is_not_understood(codec):
+    """Memory that Arrow has reserved and not filled holds anything."""
+    text = b"some text " * 100
+    folded = memoryview(pa.Codec(codec).compress(text, asbytes=True))
+    unfold = CODECS[codec.upper()]()
+    assert bytes(unfold(folded, len(text))) == text
+    for size in (0, len(text) - 1, len(text) + 1):
+        with pytest.raises(NotUnderstood):
+            unfold(folded, size)
+    with pytest.raises((NotUnderstood, OSError, ValueError)):
+        unfold(folded[:-3], len(text))
