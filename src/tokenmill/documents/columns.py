@@ -142,7 +142,8 @@ def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRe
 
 def cell_groups(cells: Sequence[memoryview | None], options: ReadOptions, position: int) -> Iterator[Group]:
     """Read the documents of the cells of a page, about a batch at a time."""
-    ends = list(accumulate(len(cell or b"") for cell in cells))
+    sizes = map(len, cast("Sequence[memoryview]", cells)) if all(cells) else (len(cell or b"") for cell in cells)
+    ends = list(accumulate(sizes))
     begin = before = 0
     while begin < len(cells):
         end = bisect_left(ends, before + options.batch_bytes, begin) + 1

@@ -102,10 +102,17 @@ def _joined(
 ) -> npt.NDArray[Any]:
     """Join documents and what frames them, as bytes: a copy a document, which is what memory can do."""
     memory = np.ascontiguousarray(ids).data
-    parts: list[bytes | memoryview] = [b""] * (3 * needs_bos.size)
+    documents: list[bytes | memoryview] = [memory[begin:end] for begin, end in pairwise(offsets.tolist())]
     bos, eos = (np.array([token or 0], ids.dtype).tobytes() for token in (identity.bos_id, identity.eos_id))
+    if needs_bos.all() == needs_bos.any() and needs_eos.all() == needs_eos.any():
+        # As nearly always: between two documents stands the same.
+        bos, eos = bos if needs_bos.any() else b"", eos if needs_eos.any() else b""
+        documents[0] = bos + documents[0]
+        documents[-1] = bytes(documents[-1]) + eos
+        return np.frombuffer(bytearray(eos + bos).join(documents), ids.dtype)
+    parts: list[bytes | memoryview] = [b""] * (3 * needs_bos.size)
     parts[0::3] = [bos if needed else b"" for needed in needs_bos.tolist()]
-    parts[1::3] = [memory[begin:end] for begin, end in pairwise(offsets.tolist())]
+    parts[1::3] = documents
     parts[2::3] = [eos if needed else b"" for needed in needs_eos.tolist()]
     return np.frombuffer(bytearray().join(parts), ids.dtype)
 

@@ -86,13 +86,16 @@ def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
     recipe = job.load_recipe()
     reading = job.reading(recipe)
     opened = with_policy(tokenizer or job.open_tokenizer(), recipe.control_strings)
+    # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
+    bare = reading.text_field is not None and recipe.control_strings != "encode"
+    bos_is_control = opened.identity.bos_id in opened.special_ids.values()
     return Bench(
         job=job,
         tokenizer=opened,
         encoder=job.open_encoder(recipe, opened) if reading.text_field is None else None,
         rules=Rules.of(recipe),
         reading=reading,
-        spec=job.spec(recipe),
+        spec=replace(job.spec(recipe), ids_checked=bare and (bos_is_control or not opened.identity.add_bos)),
         key_fields=replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields or (),
     )
 

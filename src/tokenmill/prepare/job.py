@@ -65,7 +65,6 @@ class Job:
             kind=recipe.kind,
             max_tokens_per_shard=output.max_tokens_per_shard or MAX_TOKENS_PER_SHARD,
             storage=output.storage_format,
-            ids_checked=fast_text_field(recipe) is not None,
         )
 
     def reading(self, recipe: Recipe) -> ReadOptions:

@@ -51,7 +51,8 @@ class StoreSpec:
     storage: str = "bin"
     """How shards are kept: `bin`, or `h5` for one HDF5 file a shard."""
     ids_checked: bool = False
-    """Whether all ids that are written are known to be in the vocabulary, as `frame` has looked at them."""
+    """Whether all ids that are written are known to be in the vocabulary, and BOS only where a document begins: as
+    `frame` leaves bare ids, which have been looked at and hold no control ids."""
 
     def __post_init__(self) -> None:
         odd = [key for key in self.keys if not is_key(key)]
@@ -195,7 +196,9 @@ class ShardWriter:
 
     def _check_ids(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
         vocab_size = int(self.spec.tokenizer["vocab_size"])
-        if ids.size and not self.spec.ids_checked and int(ids.max()) >= vocab_size:
+        if self.spec.ids_checked:
+            return
+        if ids.size and int(ids.max()) >= vocab_size:
             raise StoreError(
                 f"{self.folder}: token ids must be below the vocabulary size {vocab_size}, got {int(ids.max())}; "
                 "use the tokenizer that made them"
