@@ -144,6 +144,9 @@ def _lacks(
     """Return for which documents the id at `at` is not yet the wanted one; none where nothing is wanted."""
     if wanted is None:
         return np.zeros(at.size, dtype=np.bool_)
+    if filled.all():
+        there: npt.NDArray[np.bool_] = ids[at] != wanted
+        return there
     lacks = np.ones(at.size, dtype=np.bool_)
     lacks[filled] = ids[at[filled]] != wanted
     return lacks
