@@ -120,7 +120,7 @@ def _is_sound(opened: pq.ParquetFile, group: int, leaf: str, file_bytes: int) ->
     import pyarrow.parquet as pq
 
     source = pa.PythonFile(_NoFile(file_bytes), "r")
-    with pq.ParquetFile(source, metadata=opened.metadata, buffer_size=_READ_BYTES, pre_buffer=False) as empty:
+    with pq.ParquetFile(source, metadata=opened.metadata, buffer_size=4096, pre_buffer=False) as empty:
         try:
             next(empty.iter_batches(1, row_groups=[group], columns=[leaf], use_threads=False), None)
         except _WasRead:
