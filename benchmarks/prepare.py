@@ -1,7 +1,7 @@
 """From files to a store, against the tokenizer alone, with one core and with two, in one interleaved run.
 
     python benchmarks/prepare.py [--cache FOLDER] [--megabytes 200] [--rounds 5] [--encoding cl100k]
-                                 [--format jsonl|parquet] [--memory] [--datatrove PYTHON] [--json]
+                                 [--format jsonl|parquet|snappy] [--memory] [--datatrove PYTHON] [--json]
 
 A round is a fresh process with one worker and one core. After each unit that prepare has brought from the file
 into the store, a second tokenizer encodes the texts of that unit, which are already in memory: the two take turns,
@@ -45,6 +45,8 @@ ENCODINGS = {
     "cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
     "o200k": "fb374d419588a4632f3f557e76b4b70aebbca790",
 }
+CODECS = {"parquet": "zstd", "snappy": "snappy"}
+"""Forms of Parquet, and how they are compressed."""
 TARGET, GOAL, TWO_CORES = 0.65, 0.75, 1.7
 DOCUMENT_CHARACTERS = 8192
 SHORT = b'{"text": "a short one"}\n'
@@ -58,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--encoding", choices=ENCODINGS, default="cl100k")
     parser.add_argument("--tokenizer", help="another tokenizer, such as a tokenizer.json")
-    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
+    parser.add_argument("--format", choices=("jsonl", *CODECS), default="jsonl")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--datatrove", metavar="PYTHON")
     parser.add_argument("--json", action="store_true")
@@ -99,13 +101,13 @@ def corpus_of(cache: Path, megabytes: int, kind: str) -> Path:
         write_corpus(plain, megabytes * 10**6)
     if kind == "jsonl":
         return plain
-    parquet = plain.with_suffix(".parquet")
+    parquet = plain.with_suffix(".parquet" if kind == "parquet" else f".{kind}.parquet")
     if not parquet.exists():
         import pyarrow.json
         import pyarrow.parquet
 
         table = pyarrow.json.read_json(plain)
-        pyarrow.parquet.write_table(table, parquet, compression="zstd", row_group_size=2048)
+        pyarrow.parquet.write_table(table, parquet, compression=CODECS[kind], row_group_size=2048)
     return parquet
 
 

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from tokenmill.documents.columns import cell_groups, column_groups, rows_at_once, text_path, wanted_columns
 from tokenmill.documents.opening import open_input
@@ -33,7 +33,7 @@ class Parquet:
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
-        with _open(file) as opened:
+        with _open(file) as (opened, _):
             sizes = [
                 max(opened.metadata.row_group(group).total_byte_size, 1)
                 for group in range(opened.metadata.num_row_groups)
@@ -42,7 +42,7 @@ class Parquet:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read the rows of the piece's row groups, of the columns that are needed."""
-        with _open(piece.file) as opened, open_input(piece.file, exact=True) as stream:
+        with _open(piece.file) as (opened, stream):
             schema = opened.schema_arrow
             leaves = wanted_columns(schema, options, piece.file.path)
             if options.text_field is not None:
@@ -50,14 +50,15 @@ class Parquet:
             column = _plain_column(opened, leaves[0]) if options.text_field is not None else None
             for group in range(piece.begin, piece.end):
                 position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
-                done = 0
                 chunk = None if column is None else _chunk(opened, group, column, piece.file.bytes)
-                with suppress(NotUnderstood):
-                    for cells in page_cells(stream.fileno(), chunk) if chunk is not None else ():
-                        yield from cell_groups(cells, options, position)
-                        done += len(cells)
-                if chunk is not None and done == chunk.values:
-                    continue
+                done = 0
+                if chunk is not None:
+                    with suppress(NotUnderstood):
+                        for cells in page_cells(stream.fileno(), chunk):
+                            yield from cell_groups(cells, options, position)
+                            done += len(cells)
+                    if done == chunk.values:
+                        continue
                 for batch in _from_row(done, _batches(opened, group, leaves, options)):
                     yield from column_groups(batch, options, position, unfolded=True)
 
@@ -205,20 +206,20 @@ def _is_below(path: str, leaves: list[str]) -> bool:
 
 
 @contextmanager
-def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
-    """Open a file; what Arrow finds wrong with it, now or while it is read, raises DocumentError."""
+def _open(file: InputFile) -> Iterator[tuple[pq.ParquetFile, BinaryIO]]:
+    """Open a file, for Arrow and as bytes; what Arrow finds wrong with it, now or later, raises DocumentError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    open_input(file, exact=True).close()
-    try:
-        # Columns are read through a buffer, else a whole column of a row group would be in memory at once.
-        with pq.ParquetFile(
-            file.path, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True
-        ) as opened:
-            yield opened
-    except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
-        raise DocumentError(
-            f"{file.path}: must be an intact Parquet file, got {' '.join(str(error).split())}; "
-            "copy or download it again, or fix its name"
-        ) from None
+    with open_input(file, exact=True) as stream:
+        try:
+            # Columns are read through a buffer, else a whole column of a row group would be in memory at once.
+            with pq.ParquetFile(
+                file.path, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True
+            ) as opened:
+                yield opened, stream
+        except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
+            raise DocumentError(
+                f"{file.path}: must be an intact Parquet file, got {' '.join(str(error).split())}; "
+                "copy or download it again, or fix its name"
+            ) from None

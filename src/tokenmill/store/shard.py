@@ -191,13 +191,11 @@ class ShardWriter:
             assert array.size == starts[-1], key
             if array.dtype != np.dtype(dtype):
                 raise StoreError(f"key {key!r}: ids must be {dtype}, got {array.dtype}; cast them first")
-            if key in self._ids:
+            if key in self._ids and not self.spec.ids_checked:
                 self._check_ids(array, starts)
 
     def _check_ids(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
         vocab_size = int(self.spec.tokenizer["vocab_size"])
-        if self.spec.ids_checked:
-            return
         if ids.size and int(ids.max()) >= vocab_size:
             raise StoreError(
                 f"{self.folder}: token ids must be below the vocabulary size {vocab_size}, got {int(ids.max())}; "
