@@ -88,9 +88,11 @@ def _plain_column(opened: pq.ParquetFile, leaf: str) -> int | None:
     if at < 0 or opened.schema_arrow.field(at).type not in plain:
         return None
     found = [index for index in range(len(opened.schema)) if opened.schema.column(index).path == leaf]
+    if len(found) != 1:
+        return None
     about = opened.schema.column(found[0])
     flat = about.max_repetition_level == 0 and about.max_definition_level <= 1
-    return found[0] if len(found) == 1 and flat and about.physical_type == "BYTE_ARRAY" else None
+    return found[0] if flat and about.physical_type == "BYTE_ARRAY" else None
 
 
 def _chunk(opened: pq.ParquetFile, group: int, column: int, file_bytes: int) -> ColumnChunk | None:
