@@ -4,10 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.encode.frame import frame, needs, placed, token_dtype
+from tokenmill.encode import frame as framing
+from tokenmill.encode.fast import DIVERGENT
+from tokenmill.encode.frame import encode_framed, frame, needs, placed, token_dtype
+from tokenmill.encode.load import open_tokenizer
 from tokenmill.encode.tokenizer import TokenizerIdentity, join
 from tokenmill.errors import TokenizerError
 from tokenmill.types import Encoded
@@ -170,3 +173,81 @@ def test_dtype_is_the_smallest_that_holds_the_vocabulary(vocab_size, name):
 def test_a_vocabulary_that_no_dtype_holds_is_refused(vocab_size):
     with pytest.raises(TokenizerError, match=f"from 1 to 2\\*\\*32, got {vocab_size}"):
         token_dtype(vocab_size)
+
+
+FRAMES = [(False, False), (False, True), (True, False), (True, True)]
+SPELLED = st.lists(st.sampled_from(["a", " ", "<s>", "</s>", "<tool>", "é", *DIVERGENT]), max_size=4).map("".join)
+
+
+def assert_framed_as_in_two_steps(tokenizer, texts):
+    one, two = encode_framed(tokenizer, texts), frame(tokenizer.encode(texts), tokenizer.identity)
+    assert documents_of(one) == documents_of(two)
+    assert (one.ids.dtype, one.offsets.dtype) == (two.ids.dtype, two.offsets.dtype)
+
+
+@pytest.mark.parametrize(("add_bos", "add_eos"), FRAMES)
+@pytest.mark.parametrize("engine", ["fastokens", "tokenizers"])
+def test_encoding_framed_is_encoding_and_framing(specs, engine, add_bos, add_eos):
+    """T2.b: also for texts that spell BOS and EOS."""
+    tokenizer = open_tokenizer(specs["tiny"], add_bos=add_bos, add_eos=add_eos, engine=engine)
+
+    @settings(deadline=None, max_examples=40, database=None)
+    @given(st.lists(st.one_of(SPELLED, st.text(max_size=5)), max_size=4))
+    def check(texts):
+        assert_framed_as_in_two_steps(tokenizer, texts)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["bytes", "tiny", "r50k", "cl100k", "o200k"])
+def test_every_tokenizer_frames_as_in_two_steps(opened, name):
+    assert_framed_as_in_two_steps(opened(name), ["one", "", "two three", f"four {DIVERGENT[0]}", "<|endoftext|>"])
+    assert_framed_as_in_two_steps(opened(name), ["one", "", "two three", "<|endoftext|>"])
+
+
+@pytest.mark.parametrize("name", ["tiny", "r50k", "cl100k", "o200k"])
+def test_the_fast_engine_frames_itself(opened, name, monkeypatch):
+    monkeypatch.delattr(framing, "frame")
+    tokenizer = opened(name)
+    before, after = ([token] if add else [] for add, token in frame_of(tokenizer.identity))
+    bare = documents_of(tokenizer.encode(["one two", ""]))
+    assert documents_of(encode_framed(tokenizer, ["one two", ""])) == [[*before, *ids, *after] for ids in bare]
+
+
+def frame_of(identity):
+    return (identity.add_bos, identity.bos_id), (identity.add_eos, identity.eos_id)
+
+
+class Misplacing:
+    """A tokenizer that says that it frames, and gives something else."""
+
+    identity = identity()
+
+    def __init__(self, framed, bare=(1, 2)):
+        self.framed = framed
+        self.bare = bare
+
+    def encode(self, texts):
+        return encoded([self.bare for _ in texts])
+
+    def encode_framed(self, texts):
+        return encoded([self.framed for _ in texts])
+
+
+@pytest.mark.parametrize(
+    "framed", [[], [1, 2], [BOS, 1, 2], [1, 2, EOS], [BOS], [BOS, BOS, 1, 2, EOS], [EOS, 1, BOS]]
+)
+def test_an_engine_that_places_them_otherwise_is_not_believed(framed):
+    assert documents_of(encode_framed(Misplacing(framed), ["x", "y"])) == [[BOS, 1, 2, EOS]] * 2
+
+
+@pytest.mark.parametrize("bare", [[BOS, 1], [1, EOS], [BOS], [EOS], [BOS, 1, EOS]])
+def test_an_engine_that_frames_what_is_framed_is_not_believed(bare):
+    """T2.b"""
+    tokenizer = Misplacing([BOS, *bare, EOS], bare)
+    assert_framed_as_in_two_steps(tokenizer, ["x", "y"])
+
+
+def test_an_id_beyond_the_vocabulary_that_the_engine_has_framed_is_refused():
+    with pytest.raises(TokenizerError, match="document 0 of the batch: ids must be below the vocabulary size 100"):
+        encode_framed(Misplacing([BOS, 100, EOS]), ["x"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tokenmill.encode.tokenizer import TokenizerIdentity
+from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
 from tokenmill.errors import TokenizerError
 from tokenmill.types import Encoded
 
@@ -58,6 +58,36 @@ def frame(encoded: Encoded, identity: TokenizerIdentity, *, compiled: bool = Fal
     else:
         framed = _spread(ids, dtype, offsets, needs_bos, needs_eos, identity)
     return Encoded(ids=framed, offsets=offsets)
+
+
+def encode_framed(tokenizer: Tokenizer, texts: Sequence[str], *, compiled: bool = False) -> Encoded:
+    """Encode texts and frame them: the same as the two in turn, but without a copy where the engine can do both."""
+    identity = tokenizer.identity
+    framing: Callable[[Sequence[str]], Encoded | None] | None = getattr(tokenizer, "encode_framed", None)
+    encoded = framing(texts) if framing is not None else None
+    if encoded is None or not _is_framed_once(encoded, identity):
+        return frame(tokenizer.encode(texts), identity, compiled=compiled)
+    refuse_overflow(encoded, identity.vocab_size)
+    ids = encoded.ids.astype(token_dtype(identity.vocab_size), copy=False)
+    return Encoded(ids=ids, offsets=encoded.offsets)
+
+
+def _is_framed_once(encoded: Encoded, identity: TokenizerIdentity) -> bool:
+    """Tell whether each document has what the identity adds, and had none of it before, as a text may have."""
+    ids, starts, ends = encoded.ids, encoded.offsets[:-1], encoded.offsets[1:]
+    sizes, added = ends - starts, identity.add_bos + identity.add_eos
+    if np.count_nonzero(sizes < added):
+        return False
+    filled = sizes > added
+    all_filled = np.count_nonzero(filled) == filled.size
+    for add, token, at, inwards in (
+        (identity.add_bos, identity.bos_id, starts, 1),
+        (identity.add_eos, identity.eos_id, ends - 1, -1),
+    ):
+        inner = (at if all_filled else at[filled]) + inwards
+        if add and (np.count_nonzero(ids[at] != token) or np.count_nonzero(ids[inner] == token)):
+            return False
+    return True
 
 
 def needs(encoded: Encoded, identity: TokenizerIdentity) -> Needs:

@@ -51,12 +51,12 @@ class Bench:
         if self.encoder is not None:
             records = batch.records if chosen is None else [batch.records[index] for index in chosen.tolist()]
             return self.encoder.encode(records)
-        from tokenmill.encode.frame import frame
+        from tokenmill.encode.frame import encode_framed
 
         texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
         # Where the reader has loaded numba, this kernel costs 0.02 s more; else it would not pay for loading it.
         compiled = batch.compiled and "numba" in sys.modules
-        encoded = frame(self.tokenizer.encode(texts), self.tokenizer.identity, compiled=compiled)
+        encoded = encode_framed(self.tokenizer, texts, compiled=compiled)
         return Records(
             values={TEXT_KEY: encoded.ids},
             offsets={"documents": encoded.offsets},

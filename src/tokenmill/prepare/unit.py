@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,13 @@ class Counts:
         taken = {
             route: [[piece, *numbers] for piece, numbers in pieces.items()] for route, pieces in self.taken.items()
         }
-        return {**asdict(self), "taken": taken, "skipped": dict(self.skipped), "notes": dict(self.notes)}
+        return {
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            "taken": taken,
+            "skipped": dict(self.skipped),
+            "notes": dict(self.notes),
+            "bad": [asdict(one) for one in self.bad],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Counts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -287,7 +288,11 @@ class CheckedFile:
 
     def read_back(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         """Map the first `count` numbers of the file."""
-        return np.memmap(self._path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+        if not count:
+            return np.empty(0, dtype)
+        with open(self._path, "rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), count * dtype.itemsize, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype)
 
     def commit(self) -> FileInfo:
         """Make it durable, and return what a manifest says of it."""
