@@ -176,15 +176,15 @@ def _as_it_is() -> Unfold:
 
 
 def _snappy() -> Unfold:
-    import pyarrow as pa
-
-    codec = pa.Codec("snappy")
+    import cramjam
 
     def unfold(body: memoryview, size: int) -> memoryview:
-        # Arrow does not tell whether it has filled all of the memory, but Snappy fills as much as it says.
-        if varint(body, 0)[0] != size:
+        if varint(body, 0)[0] != size:  # what it would reserve
             raise NotUnderstood
-        return memoryview(codec.decompress(body, size)).cast("B")
+        try:
+            return memoryview(cramjam.snappy.decompress_raw(body))
+        except cramjam.DecompressionError as error:
+            raise NotUnderstood from error
 
     return unfold
 
