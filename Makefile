@@ -11,7 +11,8 @@ VOCABS := litellm==1.108.4
 PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1 torchtitan==0.3.0
 # What adapters are tested with.
 FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10.2
-JOBS   ?= 2
+# One more than the cores of a small machine: many tests wait for disks and for other processes.
+JOBS   ?= 3
 
 .PHONY: demo test test-deep lint types bench clean
 
