@@ -141,10 +141,16 @@ def _template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
+def _with_reasoning(message: Message) -> Message:
+    """Give reasoning the names that templates read, as transformers does since 5.22."""
+    found = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if message.get(name)]
+    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
+
+
 def reference(source: str, messages: list[Message], **names: object) -> tuple[str, list[tuple[int, int]]]:
     """Render with plain jinja; return the text and the ranges of generation blocks."""
     names = {"tools": None, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": False, **names}
-    shown = _template(source).render(messages=messages, **names)
+    shown = _template(source).render(messages=[_with_reasoning(message) for message in messages], **names)
     text, ranges = "", []
     for piece in shown.split("\ue000"):
         block, mark, rest = piece.partition("\ue001")

@@ -92,7 +92,8 @@ def test_fields_for_reasoning_are_names_of_one_thing():
     template = one(CHATML.replace("content + '<|im_end|>'", "(message.thinking or '') + content + '<|im_end|>'", 1))
     both = {"role": "assistant", "content": "ANSWER", "thinking": "WHY", "reasoning_content": "WHY"}
     assert lost(template, [USER, both]) == ()
-    assert lost(template, [USER, {**both, "thinking": None}]) == ("reasoning_dropped",)
+    assert lost(template, [USER, {**both, "thinking": None}]) == ()
+    assert lost(one(CHATML), [USER, both]) == ("reasoning_dropped",)
 
 
 def test_losses_are_counted_over_the_conversations_that_are_kept(small):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import jinja2
 import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, TURNS, reference, searched, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import render
@@ -12,6 +15,7 @@ from tokenmill.encode.chat.template import ChatTemplate
 MARKED = [name for name in STOCK if "endgeneration" in stock_source(name)]
 UNMARKED = [name for name in STOCK if name not in MARKED]
 OPTIONS = {"now": "2025-01-31"}
+DATE = r"\d{4}-\d\d-\d\d"
 
 _NO_TOOL_CALLS = (
     *("deepseek_r1_distill", "idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
@@ -273,3 +277,22 @@ def test_contents_may_be_parts_of_text(chatml):
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     found = render(chatml, [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}])
     assert [found.text[a:b] for a, b in found.supervised] == ["one two<|im_end|>"]
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "gptoss_training", "lfm2_2_5", "glm4moe"])
+def test_reasoning_is_written_by_whichever_name_the_data_and_the_template_have_for_it(name, given):
+    answer = {"role": "assistant", "content": "ANSWER.", given: "REASON."}
+    messages = [{"role": "user", "content": "USER"}, answer]
+    nulls = dict.fromkeys(("reasoning_content", "thinking", "reasoning"))
+    (text,), _ = render_jinja_template(
+        conversations=[messages], chat_template=stock_source(name), bos_token="<s>", eos_token="</s>"
+    )
+    for shown in (answer, {**nulls, **answer}):
+        found = render(stock_template(name), [messages[0], shown], kwargs=OPTIONS)
+        assert re.sub(DATE, "", found.text) == re.sub(DATE, "", text)
+        trained = "".join(found.text[a:b] for a, b in found.supervised)
+        assert ("REASON." in trained, "reasoning_dropped" in found.lost) == (
+            "REASON." in text,
+            "REASON." not in text,
+        )

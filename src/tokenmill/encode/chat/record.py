@@ -17,7 +17,7 @@ ROLES = frozenset(
 """Templates write the role into their control strings, so a role is no free text."""
 SETTING = -1
 """The message of a character of the tools or options."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "text": ("content",),
@@ -84,6 +84,22 @@ def _text(value: object, depth: int = 0) -> bool:
         return value is not None
     items = [value[key] for key in value if key != "type"] if isinstance(value, Mapping) else value
     return depth <= _MAX_DEPTH and any(_text(item, depth + 1) for item in items)
+
+
+def with_reasoning(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Give reasoning each name that templates read, as transformers does: data often has another."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    # Columns of a table give a null to every name that a message does not use.
+    own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
+    return {"thinking": reasoning, **own, "reasoning_content": reasoning}
 
 
 def read_record(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.encode.chat.record import Record, read_record
+from tokenmill.encode.chat.record import Record, read_record, with_reasoning
 from tokenmill.encode.chat.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ def render(
     With `add_generation_prompt` it is a prompt, in which nothing is trained on. `kwargs` are names that the
     template reads, such as `enable_thinking`; `now`, a date in ISO form, is what templates get for today. A content
     that is a list of texts is given to the template as it is or, if the template does not know such, as one text.
+    Reasoning is given under each name that templates read.
     """
     from tokenmill.encode.chat.losses import flattened
 
     def rendered(given: Sequence[Mapping[str, Any]]) -> Rendered:
-        record = read_record(given, tools, kwargs, train_on)
+        record = read_record(with_reasoning(given), tools, kwargs, train_on)
         return _rendered(template, record, add_generation_prompt, train_on, last_only)
 
     texts = flattened(messages)
