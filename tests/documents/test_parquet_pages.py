@@ -204,6 +204,78 @@ def test_damaged_pages_give_cells_or_are_not_understood(tmp_path_factory, place,
         os.close(descriptor)
 
 
+DAMAGED = [
+    ["a", "b", None, "c"] * 5 + ["a"] * 40,
+    [None] * 30 + ["a"] * 30 + ["b"] * 20,
+    ["one", None, "two", "zwei ä", "two"] * 5,
+    [f"{n}" for n in range(40)],
+    ["x"] * 50,
+    [None] * 20,
+]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 60))])
+def test_of_damaged_pages_is_read_what_arrow_reads_or_nothing(tmp_path, monkeypatch, seed):
+    """[C1] Arrow is the judge: where it has an error there is one, and where it has none the texts are the same."""
+    generator, path = random.Random(seed), tmp_path / "a.parquet"
+    outcomes = {"error": 0, "texts": 0}
+    for _ in range(400):
+        cells, nullable = generator.choice(DAMAGED), generator.random() < 0.8
+        layout = {
+            "compression": generator.choice(["none", "snappy", "zstd"]),
+            "use_dictionary": generator.random() < 0.7,
+            "data_page_version": generator.choice(["1.0", "2.0"]),
+            "data_page_size": generator.choice([1, 40, 1 << 20]),
+            "write_batch_size": generator.choice([7, 1024]),
+            "write_statistics": False,
+        }
+        damage(write(path, cells, nullable=nullable or None in cells, **layout), generator)
+        ours = outcome(path)
+        with monkeypatch.context() as patched:
+            patched.setattr(parquet, "_plain_column", lambda *_: None)
+            assert ours == outcome(path), (cells, layout)
+        outcomes["error" if isinstance(ours, str) else "texts"] += 1
+    assert min(outcomes.values()) > 40
+
+
+def damage(path, generator):
+    """Change a byte or two of the column of texts."""
+    about = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    begin = about.dictionary_page_offset or about.data_page_offset
+    data = bytearray(path.read_bytes())
+    for _ in range(generator.choice([1, 1, 2])):
+        place = generator.randrange(begin, begin + about.total_compressed_size)
+        data[place] = generator.choice([generator.randrange(256), 0, 1, 2, 255, data[place] ^ 1])
+    path.write_bytes(data)
+
+
+def outcome(path):
+    """Return the texts and bad records of a file, or its error."""
+    try:
+        batches = read(path)
+    except DocumentError as error:
+        return str(error)
+    return texts_of(batches), bad_of(batches), num_lines_of(batches)
+
+
+def test_an_index_that_has_no_bits_is_left_to_arrow(tmp_path):
+    """[C1] The width of two words, damaged to none: Arrow has an error where all rows would be the first word."""
+    path = tmp_path / "a.parquet"
+    layout = {"compression": "none", "write_statistics": False}
+    data = bytearray(write(path, [None] * 30 + ["a"] * 30 + ["b"] * 20, **layout).read_bytes())
+    about = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    widths = [
+        place
+        for place in range(about.data_page_offset, about.data_page_offset + about.total_compressed_size)
+        if data[place : place + 2] == b"\1\x3c"  # one bit, then thirty times the same
+    ]
+    assert len(widths) == 1
+    data[widths[0]] = 0
+    path.write_bytes(data)
+    with pytest.raises(DocumentError, match=r"a\.parquet: must be an intact Parquet file, got"):
+        read(path)
+
+
 def test_pages_of_zstd_need_not_tell_their_size():
     """As those of writers that compress as a stream."""
     text = b"some text " * 100

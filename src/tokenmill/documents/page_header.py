@@ -10,7 +10,8 @@ DATA, INDEX, DICTIONARY, DATA_V2 = range(4)
 PLAIN, PLAIN_DICTIONARY, RLE, RLE_DICTIONARY = 0, 2, 3, 8
 """Encodings of the values, or levels, of a page."""
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, 7, 8, 12
-_NUMBERS = (4, 5, 6)
+_SHORT, _NUMBER, _LONG = 4, 5, 6
+"""Whole numbers of 16, 32 and 64 bits; those of the headers have 32, and Arrow passes over others."""
 _MAX_DEPTH = 4
 
 
@@ -45,10 +46,13 @@ def read_header(data: bytes) -> tuple[PageHeader, int]:
         raise NotUnderstood
     second, levels = kind == DATA_V2, None
     if second:
-        levels = _number(about, 5)
-        if _number(about, 6):  # levels of repetition
-            raise NotUnderstood
-    elif kind == DATA and _number(about, 3) != RLE:
+        nulls, _rows, levels, repetition = (_number(about, field) for field in (2, 3, 5, 6))
+        usual = not repetition and nulls <= _number(about, 1) and type(about.get(7, True)) is bool
+    elif kind == DATA:
+        usual = _number(about, 3) == RLE and _number(about, 4) in range(10)
+    else:
+        usual = kind == INDEX or _number(about, 2) in (PLAIN, PLAIN_DICTIONARY)
+    if not usual:
         raise NotUnderstood
     header = PageHeader(
         kind=kind,
@@ -95,8 +99,10 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
 
 
 def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
-    if kind in _NUMBERS:
+    if kind == _NUMBER:
         return _signed(data, at)
+    if kind in (_SHORT, _LONG):
+        return None, _signed(data, at)[1]
     if kind in (_TRUE, _FALSE):
         return kind == _TRUE, at
     if kind == _STRUCT:

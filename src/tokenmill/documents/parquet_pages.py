@@ -34,7 +34,8 @@ _HEADER_BYTES = (512, 64 << 10)
 _MAX_PAGE_BYTES = 64 << 20
 _MAX_PAGE_VALUES = 1 << 18
 """A few bytes may stand for a thousand million rows that are equal. Writers end a page at a megabyte."""
-_WIDTH = struct.Struct("<I")
+_MAX_WIDTH = 32
+_SIZE = struct.Struct("<I")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +56,15 @@ def page_cells(descriptor: int, chunk: ColumnChunk) -> Iterator[Cells]:
     """Yield the cells of each page, None for nulls; raise NotUnderstood at a page that is not read here."""
     unfold = CODECS[chunk.codec]()
     at, left = chunk.begin, chunk.values
-    words: Cells = []
+    words: Cells | None = None
     while left:
         try:
             header, at = _header(descriptor, at, chunk.end)
             body = memoryview(os.pread(descriptor, header.stored, at))
             at += header.stored
             if header.kind == DICTIONARY:
+                if words is not None or left < chunk.values:
+                    raise NotUnderstood
                 words = _plain(_page(header, body, unfold), header.values)
                 continue
             if header.kind == INDEX:
@@ -102,18 +105,20 @@ def _page(header: PageHeader, body: memoryview, unfold: Unfold) -> memoryview:
     return page
 
 
-def _cells(header: PageHeader, body: memoryview, unfold: Unfold, words: Cells, *, nullable: bool) -> Cells:
+def _cells(header: PageHeader, body: memoryview, unfold: Unfold, words: Cells | None, *, nullable: bool) -> Cells:
     page = _page(header, body, unfold)
     begin, levels = 0, body[: header.levels or 0]
     if header.kind != DATA_V2 and nullable:
-        begin = 4 + _WIDTH.unpack_from(page)[0]
+        begin = 4 + _SIZE.unpack_from(page)[0]
         levels = page[4:begin]
+        if begin > len(page):
+            raise NotUnderstood
     there = _present(levels, header.values) if nullable else None
     count = header.values if there is None else sum(there)
     if header.encoding == PLAIN:
         cells = _plain(page[begin:], count)
-    elif header.encoding in (PLAIN_DICTIONARY, RLE_DICTIONARY):
-        cells = [words[index] for index in _numbers(page[begin + 1 :], page[begin], count)] if count else []
+    elif words is not None and header.encoding in (PLAIN_DICTIONARY, RLE_DICTIONARY):
+        cells = [words[index] for index in _indices(page[begin:], count)]
     else:
         raise NotUnderstood
     if there is None:
@@ -128,7 +133,7 @@ def _plain(page: memoryview, count: int) -> Cells:
     end = 0
     for _ in range(count):
         begin = end + 4
-        end = begin + _WIDTH.unpack_from(page, end)[0]
+        end = begin + _SIZE.unpack_from(page, end)[0]
         cells.append(page[begin:end])
     if end != len(page):
         raise NotUnderstood
@@ -145,28 +150,38 @@ def _present(levels: memoryview, count: int) -> list[int] | None:
     return _numbers(levels, 1, count)
 
 
+def _indices(data: memoryview, count: int) -> list[int]:
+    """Read numbers behind their width; where a page has nulls only there are none, and perhaps no width."""
+    if not count and (not data or (len(data) == 1 and data[0] <= _MAX_WIDTH)):
+        return []
+    return _numbers(data[1:], data[0], count)
+
+
 def _numbers(data: memoryview, width: int, count: int) -> list[int]:
-    """Unfold numbers of `width` bits: runs of one of them, and runs of eights that are packed."""
+    """Unfold numbers of `width` bits, which fill `data`: runs of one of them, and of eights that are packed."""
     import numpy as np
 
-    if width > 32:
+    if not 1 <= width <= _MAX_WIDTH:  # a dictionary of one word may do without bits, which Arrow does not write
         raise NotUnderstood
     numbers = np.zeros(count, np.int64)
     at = done = 0
-    while width and done < count:
+    while done < count:
         head, at = varint(data, at)
         size = (head >> 1) * width if head & 1 else (width + 7) // 8
-        if size > len(data) - at or not head >> 1:
+        run = (head >> 1) * (8 if head & 1 else 1)
+        # The last eight may go beyond the end.
+        if not run or size > len(data) - at or run > count - done + (7 if head & 1 else 0):
             raise NotUnderstood
         if head & 1:
             bits = np.unpackbits(np.frombuffer(data[at : at + size], np.uint8), bitorder="little")
-            run = (bits.reshape(-1, width) @ (1 << np.arange(width)))[: count - done]
-            numbers[done : done + run.size] = run
-            done += run.size
+            packed = (bits.reshape(-1, width) @ (1 << np.arange(width)))[: count - done]
+            numbers[done : done + packed.size] = packed
         else:
-            numbers[done : done + (head >> 1)] = int.from_bytes(data[at : at + size], "little")
-            done += head >> 1
+            numbers[done : done + run] = int.from_bytes(data[at : at + size], "little")
         at += size
+        done += run
+    if at != len(data) or (count and int(numbers.max()) >> width):
+        raise NotUnderstood
     unfolded: list[int] = numbers.tolist()
     return unfolded
 
