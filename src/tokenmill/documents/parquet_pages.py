@@ -161,7 +161,7 @@ def _numbers(data: memoryview, width: int, count: int) -> list[int]:
     """Unfold numbers of `width` bits, which fill `data`: runs of one of them, and of eights that are packed."""
     import numpy as np
 
-    if not 1 <= width <= _MAX_WIDTH:  # a dictionary of one word may do without bits, which Arrow does not write
+    if width > _MAX_WIDTH:
         raise NotUnderstood
     numbers = np.zeros(count, np.int64)
     at = done = 0
@@ -169,12 +169,12 @@ def _numbers(data: memoryview, width: int, count: int) -> list[int]:
         head, at = varint(data, at)
         size = (head >> 1) * width if head & 1 else (width + 7) // 8
         run = (head >> 1) * (8 if head & 1 else 1)
-        # The last eight may go beyond the end.
-        if not run or size > len(data) - at or run > count - done + (7 if head & 1 else 0):
+        # Eights may go beyond the end; a run of one number need not, nor eights that take no memory.
+        if not run or size > len(data) - at or (run > count - done and not (head & 1 and width)):
             raise NotUnderstood
         if head & 1:
             bits = np.unpackbits(np.frombuffer(data[at : at + size], np.uint8), bitorder="little")
-            packed = (bits.reshape(-1, width) @ (1 << np.arange(width)))[: count - done]
+            packed = (bits.reshape(run, width) @ (1 << np.arange(width)))[: count - done]
             numbers[done : done + packed.size] = packed
         else:
             numbers[done : done + run] = int.from_bytes(data[at : at + size], "little")
