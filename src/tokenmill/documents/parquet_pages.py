@@ -169,8 +169,9 @@ def _numbers(data: memoryview, width: int, count: int) -> list[int]:
         head, at = varint(data, at)
         size = (head >> 1) * width if head & 1 else (width + 7) // 8
         run = (head >> 1) * (8 if head & 1 else 1)
-        # Eights may go beyond the end; a run of one number need not, nor eights that take no memory.
-        if not run or size > len(data) - at or (run > count - done and not (head & 1 and width)):
+        # Eights may go beyond the end, and then by how many their bytes limit, if they have some.
+        beyond = run - (count - done)
+        if not run or size > len(data) - at or (beyond > 7 * (head & 1) and not (size and head & 1)):
             raise NotUnderstood
         if head & 1:
             bits = np.unpackbits(np.frombuffer(data[at : at + size], np.uint8), bitorder="little")
