@@ -173,6 +173,25 @@ def test_control_strings_in_raw_text_are_what_the_recipe_says(tmp_path, policy, 
     assert TOKENIZER.decode(ids) == ("one  two" if policy == "drop" else "one <|eos|> two")
 
 
+@pytest.mark.parametrize("recipe", ["text", "instruction"])
+def test_a_text_that_spells_bos_twice_is_a_bad_record(tmp_path, recipe):
+    """[T2.b]"""
+    texts = ["one", "see <|bos|><|bos|> here", "two", "a <|bos|> b", "<|bos|>c", "three"]
+    records = [{"text": text} if recipe == "text" else {"prompt": text, "response": "r"} for text in texts]
+    options = {"control_strings": "encode", "add_bos": True}
+    rule = r"in\.jsonl:2: control strings in a text must not make BOS twice in a row, got two; mend the record"
+    with pytest.raises(DocumentError, match=rule):
+        build(records, tmp_path, recipe=recipe, **options)
+    store = open_store(build(records, tmp_path, recipe=recipe, on_error="skip", **options))
+    assert store.manifest.skipped["counts"] == {"second_bos": 1}
+    bos = TOKENIZER.special_ids["<|bos|>"]
+    found = [store.fetch_record(index, "sequence").tolist() for index in range(store.num_documents)]
+    spelled = [0, 0, 1, 0 if recipe == "text" else 1, 0]  # a text that starts with BOS is given no other
+    assert [(ids[0], ids.count(bos) - 1) for ids in found] == [(bos, count) for count in spelled]
+    for ids, text in zip(found, [texts[0], *texts[2:]], strict=True):
+        assert text.removeprefix("<|bos|>") in TOKENIZER.decode(ids)
+
+
 def test_messages_cannot_be_given_control_ids(tmp_path):
     """[S.i]"""
     with pytest.raises(ConfigError, match="control_strings must be text where messages go through a chat template"):

@@ -182,6 +182,19 @@ def _lacks(
     return lacks
 
 
+def with_second_bos(
+    ids: npt.NDArray[Any], offsets: npt.NDArray[np.int64], identity: TokenizerIdentity
+) -> list[int]:
+    """Return the documents in which BOS stands twice in a row, which control strings in a text may spell."""
+    if not identity.add_bos or identity.bos_id == identity.eos_id:
+        return []
+    found = ids == identity.bos_id
+    at = np.flatnonzero(found[1:] & found[:-1]) + 1
+    documents = np.searchsorted(offsets, at[~np.isin(at, offsets)], side="right") - 1
+    second: list[int] = np.unique(documents).tolist()
+    return second
+
+
 def refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
     """Refuse ids outside the vocabulary."""
     ids = encoded.ids

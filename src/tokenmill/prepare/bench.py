@@ -16,7 +16,7 @@ from tokenmill.prepare.job import TEXT_KEY, Job
 from tokenmill.prepare.select import Rules
 from tokenmill.prepare.unit import Bad
 from tokenmill.store import StoreSpec
-from tokenmill.types import Records
+from tokenmill.types import Records, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,16 +51,22 @@ class Bench:
         if self.encoder is not None:
             records = batch.records if chosen is None else [batch.records[index] for index in chosen.tolist()]
             return self.encoder.encode(records)
-        from tokenmill.encode.frame import encode_framed
+        from tokenmill.encode.frame import encode_framed, with_second_bos
 
         texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
         # Where the reader has loaded numba, this kernel costs 0.02 s more; else it would not pay for loading it.
         compiled = batch.compiled and "numba" in sys.modules
         encoded = encode_framed(self.tokenizer, texts, compiled=compiled)
+        kept, identity = np.arange(len(texts)), self.tokenizer.identity
+        bad = [] if self.spec.ids_checked else with_second_bos(encoded.ids, encoded.offsets, identity)
+        if bad:
+            kept = np.delete(kept, bad)
+            encoded = encode_framed(self.tokenizer, [texts[index] for index in kept.tolist()], compiled=compiled)
         return Records(
             values={TEXT_KEY: encoded.ids},
             offsets={"documents": encoded.offsets},
-            kept=np.arange(len(texts)),
+            kept=kept,
+            refused=[Refused(index=index, reason="second_bos", detail="two") for index in bad],
         )
 
     def contents(self, batch: Joined) -> Sequence[str | None]:

@@ -34,6 +34,7 @@ RULES: Mapping[str, str] = {
     "prompts_differ": "the chat template must write the same prompt before every response",
     "prompt_too_long": "a prompt must not be longer than max_seq_len",
     "no_supervision": "a record must have a token to train on",
+    "second_bos": "control strings in a text must not make BOS twice in a row",
     "utf8": "text must be valid Unicode",
 }
 """Reason for which a record is refused -> the rule it breaks."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenmill.encode.frame import frame
+from tokenmill.encode.frame import frame, with_second_bos
 from tokenmill.encode.recipe.check import trained_roles
 from tokenmill.encode.recipe.extract import Pieces, Talks
 from tokenmill.encode.recipe.messages import Problem
@@ -59,6 +59,9 @@ class Texts:
             first += len(each.texts)
             # A response goes on where its prompt ends: nothing closes the one, nothing opens the other.
             made[name] = lay_out(part, each, bos_id=bos_id, eos_id=None if name == "prompts" else eos_id)
+            spelled = self.recipe.control_strings == "encode"
+            for item in with_second_bos(made[name].ids, made[name].offsets, identity) if spelled else ():
+                problems.setdefault(each.owners[item], Problem(reason="second_bos", detail="two"))
             # Where nothing is masked an empty text is a document as any other, if a short one.
             if name not in ("prompts", "responses") and self.recipe.kind != "seq":
                 _refuse_nothing_said(part, each, problems)
