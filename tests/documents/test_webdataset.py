@@ -49,11 +49,60 @@ def archive(tmp_path):
 
 def test_text_is_the_txt_member_unless_another_is_named(archive):
     batches = read(archive)
-    assert texts_of(batches) == ["one ä", "another folder"]
-    assert bad_of(batches) == [(1, "missing_field", "no field 'text' but '__key__' of 'data/0002'")]
+    assert texts_of(batches) == ["one ä", "second", "another folder"]
+    assert bad_of(batches) == []
+    bad = bad_of(read(archive, text_field="n"))
+    assert bad[0] == (0, "not_text", "field 'n' is a number of 'data/0001'")
+    assert bad[2] == (2, "missing_field", "no field 'n' but '__key__' of '0001'")
     assert texts_of(read(archive, text_field="json.text")) == ["from json", "second"]
     assert texts_of(read(archive, text_field="md")) == ["# two"]
     assert texts_of(read(archive, text_field="seg.txt")) == ["part"]
+
+
+def test_fields_that_are_no_members_are_looked_for_in_the_json_member(tmp_path):
+    path = tmp_path / "a.tar"
+    members = [
+        ("1.json", b'{"prompt": "p", "response": "r", "json": "inner", "meta": {"site": "x"}}'),
+        ("2.json", b'{"prompt": "from json", "response": "r"}'),
+        ("2.prompt.txt", b"no field of this name"),
+        ("2.txt", b"a text"),
+        ("3.txt", b"another"),
+    ]
+    path.write_bytes(tar_of(members))
+    asked = ("prompt", "response", "meta")
+    assert records_of(read(path, text_field=None, fields=asked)) == [
+        {"prompt": "p", "response": "r", "meta": {"site": "x"}},
+        {"prompt": "from json", "response": "r"},
+        {},
+    ]
+    assert records_of(read(path, text_field=None, fields=("text", "json"))) == [
+        {"json": {"prompt": "p", "response": "r", "json": "inner", "meta": {"site": "x"}}},
+        {"text": "a text", "json": {"prompt": "from json", "response": "r"}},
+        {"text": "another"},
+    ]
+    assert texts_of(read(path, text_field="meta.site")) == ["x"]
+
+
+def test_a_json_member_that_is_not_needed_may_be_anything(tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of([("1.json", b"{no JSON"), ("1.txt", b"a text"), ("2.json", b"{no JSON")]))
+    batches = read(path)
+    assert texts_of(batches) == ["a text"]
+    assert [(line, reason) for line, reason, _ in bad_of(batches)] == [(1, "json")]
+    assert "in '2.json'" in bad_of(batches)[0][2]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"), [(b'{"text": "twice"}', "duplicate"), (b'{"text": "' + b"x" * 300 + b'"}', "too_long")]
+)
+def test_a_json_member_that_is_there_twice_or_too_long_is_bad_where_it_is_needed(tmp_path, second, reason):
+    path = tmp_path / "a.tar"
+    contents = [b"{}", second] if reason == "duplicate" else [second]
+    members = [(f"{key}.json", content) for key in (1, 2) for content in contents]
+    path.write_bytes(tar_of([*members, ("2.txt", b"y")]))
+    batches = read(path, max_record_bytes=200)
+    assert reasons_of(batches) == [(0, reason)]
+    assert texts_of(batches) == ["y"]
 
 
 def test_text_member_goes_before_txt(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 from tokenmill.documents.compressed import Unfold
@@ -14,6 +14,7 @@ from tokenmill.documents.tar import Member, TarStream
 from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions, whole
 
 KEY = "__key__"
+_JSON = "json"
 _TEXT = ("txt", "text", "md")
 _DEFAULT = "text"
 """The text field that stands for `txt` as well, which archives of this kind call it."""
@@ -72,12 +73,19 @@ class _Sample:
         self._options = options
         self.size = 0
         self._fields: dict[str, Any] = {KEY: key}
+        self._spare: list[tuple[str, bytes | None]] = []
+        """Members `json` that were not asked for but may hold fields: name, and content unless it is too long."""
         self._error: RecordError | None = None
 
     def add(self, ending: str, member: Member, tar: TarStream) -> None:
         """Read a member, if it is needed and the record is still good."""
         kind = ending.rpartition(".")[2]
-        if self._error is not None or (kind != "json" and kind not in _TEXT) or not self._needs(ending):
+        if self._error is not None or (kind != "json" and kind not in _TEXT):
+            return
+        if not self._needs(ending):
+            if ending == _JSON:
+                fits = member.bytes <= self._options.max_record_bytes
+                self._spare.append((member.name, tar.read(member) if fits else None))
             return
         try:
             if ending in self._fields:
@@ -96,10 +104,9 @@ class _Sample:
         if self._error is not None:
             raise self._error
         field = self._options.text_field
-        if field is not None:
-            found = self._fields.get(field, self._fields.get("txt") if field == _DEFAULT else None)
-            if isinstance(found, str):
-                return found
+        self._complete((field.partition(".")[0],) if field is not None else self._options.fields or ())
+        if field is not None and isinstance(found := self._fields.get(field), str):
+            return found
         try:
             return document_of(self._fields, self._options)
         except RecordError as error:
@@ -107,9 +114,32 @@ class _Sample:
 
     def _needs(self, ending: str) -> bool:
         field, fields = self._options.text_field, self._options.fields
-        if field is None:
-            return fields is None or ending in fields
-        return ending in (field, field.partition(".")[0]) or (field == _DEFAULT and ending == "txt")
+        if field is not None:
+            return ending in (field, field.partition(".")[0]) or (field == _DEFAULT and ending == "txt")
+        return fields is None or ending in fields or (_DEFAULT in fields and ending == "txt")
+
+    def _complete(self, names: Sequence[str]) -> None:
+        """Look for fields that no member is named after: the text in `txt`, any other in the object of `json`."""
+        for name in names:
+            if name == _DEFAULT and "txt" in self._fields:
+                self._fields.setdefault(name, self._fields["txt"])
+            if name not in self._fields and name != _JSON and isinstance(inner := self._inner(), dict):
+                self._fields.update({name: inner[name]} if name in inner else {})
+
+    def _inner(self) -> object:
+        if self._spare and _JSON not in self._fields:
+            (name, content), *others = self._spare
+            if others:
+                raise RecordError("duplicate", f"two members {name!r}")
+            if content is None:
+                raise RecordError("too_long", f"more than {self._options.max_record_bytes} bytes in {name!r}")
+            self.size += len(content)
+            self._spare.clear()
+            try:
+                self._fields[_JSON] = _value(content, _JSON)
+            except RecordError as error:
+                raise RecordError(error.reason, f"{error.detail} in {name!r}") from None
+        return self._fields.get(_JSON)
 
 
 def _samples(tar: TarStream, options: ReadOptions) -> Iterator[_Sample]:
