@@ -52,7 +52,7 @@ from statistics import median
 from typing import Any
 
 import prepare
-from tokenmill.prepare.pool import ONE_CORE
+from tokenmill.build.worker import ONE_CORE
 
 ROOT = Path(__file__).parents[1]
 SEQ_LEN, ROW_GROUP, FILES = 2048, 1024, 5
@@ -203,7 +203,7 @@ def cpu_seconds() -> float:
 
 
 def opened(tokenizer: str) -> Any:
-    from tokenmill.encode.load import open_tokenizer
+    from tokenmill.encode.engines import open_tokenizer
 
     found = open_tokenizer(tokenizer, add_bos=True, add_eos=False)
     found.encode(["\u180e"])  # opens the reference, which a few texts are left to

@@ -205,8 +205,8 @@ def contract(cache: Path) -> list[dict]:
 PROBE = """
 import sys, time
 import numpy as np
-import tokenmill.packing.packed, tokenmill.loader, tokenmill.plan
-from tokenmill.run import Run
+import tokenmill.packing.rows, tokenmill.loader, tokenmill.plan
+from tokenmill.run.run import Run
 begin = time.perf_counter()
 run = Run.from_toml(sys.argv[1])
 batch = next(iter(run.loader(micro_batch=8, threads=0)))

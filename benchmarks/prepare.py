@@ -40,7 +40,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenmill.prepare.pool import ONE_CORE
+from tokenmill.build.worker import ONE_CORE
 
 ENCODINGS = {
     "cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
@@ -193,12 +193,12 @@ def small(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
 
 def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> dict[str, float]:
+    from tokenmill.build import build, work
+    from tokenmill.build.work import sample_texts
     from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit
-    from tokenmill.encode.agreement import trusted
-    from tokenmill.prepare import bench, build, drive
-    from tokenmill.prepare.sample import sample_texts
+    from tokenmill.encode.engines import trusted
 
-    bench.COMPILED_BYTES = 0 if compiled else 1 << 62
+    work.COMPILED_BYTES = 0 if compiled else 1 << 62
     files = find_files(corpus).files
     units = cut_files(files, chunk_bytes=chunk_size(files))
     loading, opening, alone = Stopwatch(), Stopwatch(), Stopwatch()
@@ -210,7 +210,7 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
     # it does, in the middle of the measurement.
     second, _ = trusted(tokenizer, sample=sample_texts(files, "text"))
     kept = []  # closing a tokenizer takes time too, and also once a build
-    open_first, run_first = build._open_tokenizer, drive.run_here
+    open_first, run_first = build._open_tokenizer, build.run_here
     settle_first, publish_first = build.settle_recipe, build._publish
 
     def timed_open(*arguments: Any) -> Any:
@@ -233,7 +233,7 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
                     second.encode(batch)
             yield task, reply
 
-    build._open_tokenizer, drive.run_here = timed_open, take_turns  # type: ignore[assignment]
+    build._open_tokenizer, build.run_here = timed_open, take_turns  # type: ignore[assignment]
     build.settle_recipe, build._publish = timed_settle, timed_publish
     whole = Stopwatch()
     with whole:
@@ -253,12 +253,12 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
 
 def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     """Build in worker processes; the clock runs from when all of them have opened and loaded what they need."""
-    from tokenmill.prepare import build, drive, pool
+    from tokenmill.build import build, worker
 
     clock, peak = Stopwatch(), [0.0]
 
     def timed(crew: Any, tasks: Any, _tick: Any) -> Iterator[Any]:
-        processes, barrier = pool._Pool(crew.bench.job, crew.lock), threading.Barrier(workers)
+        processes, barrier = worker._Pool(crew.bench.job, crew.lock), threading.Barrier(workers)
         small = unit_to_load(work, Path(corpus).suffix, tasks[0].unit.bytes)
 
         def open_one(index: int) -> None:
@@ -279,7 +279,7 @@ def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str
         processes.close()
         yield from zip(tasks, replies, strict=True)
 
-    drive._replies = timed  # type: ignore[assignment]
+    build._replies = timed  # type: ignore[assignment]
     report = build.prepare(corpus, out=Path(work) / "store", tokenizer=tokenizer, workers=2, progress=False)
     return {"wall": clock.wall, "worker_peak_mb": peak[0], "text_bytes": report.text_bytes}
 
@@ -291,7 +291,7 @@ def unit_to_load(work: str, suffix: str, num_bytes: int) -> Any:
     worker meets such a text or both do is chance.
     """
     from tokenmill.documents import cut_files, find_files
-    from tokenmill.encode.fast import DIVERGENT
+    from tokenmill.encode.engines import DIVERGENT
 
     path = Path(work) / f"small{suffix}"
     if suffix == ".parquet":
@@ -339,7 +339,7 @@ def memory(cache: Path, tokenizer: str, work: Path) -> dict[str, object]:
 
 
 def peak(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
-    from tokenmill.prepare import PrepareOptions, prepare
+    from tokenmill.build import PrepareOptions, prepare
 
     done, seen = threading.Event(), [0.0]
 

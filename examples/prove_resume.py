@@ -26,7 +26,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 import tokenmill as tm
-from tokenmill.cli.svg import colour, number, text_of, ticks, width_of
+from tokenmill.cli.picture import colour, number, text_of, ticks, width_of
 from tokenmill.loader import DIGEST_ARRAYS, batch_digest, row_digests
 
 EXAMPLES = Path(__file__).resolve().parent

@@ -14,17 +14,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenmill.config import Config as Config
-    from tokenmill.encode.load import open_tokenizer as open_tokenizer
+    from tokenmill.build import PrepareOptions as PrepareOptions
+    from tokenmill.build import prepare as prepare
+    from tokenmill.config.run import Config as Config
+    from tokenmill.encode.engines import open_tokenizer as open_tokenizer
     from tokenmill.errors import ConfigError as ConfigError
     from tokenmill.errors import ResumeError as ResumeError
     from tokenmill.errors import StoreError as StoreError
     from tokenmill.errors import TokenmillError as TokenmillError
     from tokenmill.loader import Loader as Loader
     from tokenmill.plan import Plan as Plan
-    from tokenmill.prepare import PrepareOptions as PrepareOptions
-    from tokenmill.prepare import prepare as prepare
-    from tokenmill.run import Run as Run
+    from tokenmill.run.run import Run as Run
     from tokenmill.store import Store as Store
     from tokenmill.store import detect_format as detect_format
     from tokenmill.store import import_store as import_store
@@ -35,21 +35,21 @@ __version__ = "0.1.0"
 
 # Late, so that `import tokenmill` costs nothing: each name is loaded when it is first used.
 _HOMES = {
-    "Config": "tokenmill.config",
+    "Config": "tokenmill.config.run",
     "ConfigError": "tokenmill.errors",
     "Loader": "tokenmill.loader",
     "Plan": "tokenmill.plan",
-    "PrepareOptions": "tokenmill.prepare",
+    "PrepareOptions": "tokenmill.build",
     "ResumeError": "tokenmill.errors",
-    "Run": "tokenmill.run",
+    "Run": "tokenmill.run.run",
     "Store": "tokenmill.store",
     "StoreError": "tokenmill.errors",
     "TokenmillError": "tokenmill.errors",
     "detect_format": "tokenmill.store",
     "import_store": "tokenmill.store",
     "open_store": "tokenmill.store",
-    "open_tokenizer": "tokenmill.encode.load",
-    "prepare": "tokenmill.prepare",
+    "open_tokenizer": "tokenmill.encode.engines",
+    "prepare": "tokenmill.build",
     "verify": "tokenmill.store",
 }
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import PurePath
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+AnyArray: TypeAlias = npt.NDArray[Any]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Float64Array: TypeAlias = npt.NDArray[np.float64]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+IntegerArray: TypeAlias = npt.NDArray[np.integer[Any]]
+Uint8Array: TypeAlias = npt.NDArray[np.uint8]
+Uint16Array: TypeAlias = npt.NDArray[np.uint16]
+Uint32Array: TypeAlias = npt.NDArray[np.uint32]
+Uint64Array: TypeAlias = npt.NDArray[np.uint64]
+UnsignedArray: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
-Batch: TypeAlias = "dict[str, npt.NDArray[Any]]"
+Batch: TypeAlias = dict[str, AnyArray]
 """One micro-batch: array name -> array."""
 
 ARRAYS = (
@@ -52,8 +64,8 @@ State: TypeAlias = "Mapping[str, int | str]"
 class Encoded:
     """The tokens of several documents, end to end."""
 
-    ids: npt.NDArray[np.unsignedinteger[Any]]
-    offsets: npt.NDArray[np.int64]
+    ids: UnsignedArray
+    offsets: Int64Array
     """Where each document starts in `ids`, and the end of the last: documents + 1 numbers, the first is 0."""
 
     def __post_init__(self) -> None:
@@ -97,11 +109,11 @@ class Refused:
 class Records:
     """Several records of one training type, each array end to end."""
 
-    values: Mapping[str, npt.NDArray[Any]]
+    values: Mapping[str, AnyArray]
     """Array name -> values."""
-    offsets: Mapping[str, npt.NDArray[np.int64]]
+    offsets: Mapping[str, Int64Array]
     """Axis -> where each item starts in its arrays, and the end of the last."""
-    kept: npt.NDArray[np.int64]
+    kept: Int64Array
     """Which of the records that were given these are, in order."""
     refused: Sequence[Refused] = ()
     truncated: int = 0
@@ -129,18 +141,18 @@ class Spans:
     attends to itself alone, but for the rest of a document, which is joined to the BOS put before it.
     """
 
-    first: npt.NDArray[np.int64]
-    count: npt.NDArray[np.int64]
-    document: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
+    first: Int64Array
+    count: Int64Array
+    document: Int64Array
+    start: Int64Array
     """First token of the span, counted from the document's first."""
-    length: npt.NDArray[np.int64]
-    shard: npt.NDArray[np.int64]
-    token: npt.NDArray[np.int64]
+    length: Int64Array
+    shard: Int64Array
+    token: Int64Array
     """First token of the span, counted from the shard's first."""
 
     @property
-    def joined(self) -> npt.NDArray[np.bool_]:
+    def joined(self) -> BoolArray:
         """Say of each span whether it goes on behind the BOS of its document, which is the span before it."""
         after = np.zeros(self.length.size, np.bool_)
         bos = (self.start[:-1] == 0) & (self.length[:-1] == 1)
@@ -178,3 +190,16 @@ class Fates:
 
     def __post_init__(self) -> None:
         assert self.tokens == self.trained + self.masked + sum(self.dropped.values()), self
+
+
+def natural_key(path: str) -> tuple[object, ...]:
+    """Return a sort key that compares digits as numbers, folder by folder.
+
+    >>> sorted(["b/1", "a10", "a9", "a09"], key=natural_key)
+    ['a09', 'a9', 'a10', 'b/1']
+    """
+    parts = tuple(
+        tuple(int(piece) if odd % 2 else piece for odd, piece in enumerate(re.split(r"([0-9]+)", part)))
+        for part in PurePath(path).parts
+    )
+    return (parts, path)  # the path itself decides between a09 and a9

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 RUN = """
 [run]

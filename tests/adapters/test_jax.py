@@ -84,7 +84,7 @@ import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenmill.adapters.jax import JaxLoader, data_parallel
 from tokenmill.errors import ConfigError
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 assert len(jax.devices()) == 4
 run = Run.from_toml(sys.argv[1])
@@ -165,7 +165,7 @@ jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv
 from jax.sharding import Mesh
 from tokenmill.adapters.jax import JaxLoader, data_parallel
 from tokenmill.errors import ConfigError
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 devices = np.array(sorted(jax.devices(), key=lambda device: device.process_index))
 mesh = Mesh(devices.reshape(4), ("data",))

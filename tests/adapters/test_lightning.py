@@ -230,7 +230,7 @@ import json, os, sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from test_lightning import BATCH, SEQ_LEN, Bigrams, LiveLoader, LiveOptions, RunData, open_live, trained
 
 folder = Path(sys.argv[2])

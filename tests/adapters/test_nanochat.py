@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tokenmill.adapters.nanochat as nanochat
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError
 
 FLAT, FLAT_STATE = (

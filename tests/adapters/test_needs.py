@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 from tokenmill.errors import MissingExtraError
 
 NONE = r"adapter: needs {}, got none; pip install 'tokenmill\[extra\]'$"
@@ -37,7 +37,7 @@ def test_one_that_is_missing_or_blocked_is_said_in_one_line(module, monkeypatch)
 @pytest.mark.parametrize("at_least", ["9.0", "8.10", "8.9.1"])
 def test_one_that_is_too_old_is_said_with_both_versions(at_least, monkeypatch):
     """[F1.a] To say that it is missing would send people to install what they have."""
-    monkeypatch.setattr("tokenmill.adapters.needs.version", lambda _: "8.9")
+    monkeypatch.setattr("tokenmill.adapters.version", lambda _: "8.9")
     with pytest.raises(MissingExtraError) as caught:
         need("pytest", extra="extra", adapter="adapter", at_least=at_least)
     assert str(caught.value) == (
@@ -47,7 +47,7 @@ def test_one_that_is_too_old_is_said_with_both_versions(at_least, monkeypatch):
 
 @pytest.mark.parametrize("found", ["8.9", "8.9.0", "8.10.dev0", "10.0+cpu"])
 def test_one_that_is_new_enough_is_taken(found, monkeypatch):
-    monkeypatch.setattr("tokenmill.adapters.needs.version", lambda _: found)
+    monkeypatch.setattr("tokenmill.adapters.version", lambda _: found)
     need("pytest", extra="extra", adapter="adapter", at_least="8.9")
 
 
@@ -62,7 +62,7 @@ def test_the_adapter_for_transformers_names_what_it_lacks_when_it_is_imported():
     """[F1.a] In one process, as each costs an import of torch."""
     code = """
 import importlib.metadata, sys
-import tokenmill.adapters.needs as needs
+import tokenmill.adapters as needs
 from tokenmill.errors import MissingExtraError
 
 def told():

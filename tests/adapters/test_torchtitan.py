@@ -414,7 +414,7 @@ def test_a_state_that_is_none_of_ours_is_refused(folder, state, told):
 def test_what_is_missing_is_said_in_one_line(monkeypatch):
     """[F1.a]"""
     adapter._dataloader.cache_clear()
-    monkeypatch.setattr("tokenmill.adapters.needs.find_spec", lambda _: None)
+    monkeypatch.setattr("tokenmill.adapters.find_spec", lambda _: None)
     with pytest.raises(
         MissingExtraError, match=r"needs torchtitan, got none; pip install 'tokenmill\[torchtitan\]'"
     ):

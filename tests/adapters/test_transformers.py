@@ -311,7 +311,7 @@ from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
 import torch
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from test_transformers import (
     BATCH, SEQ_LEN, LiveLoader, LiveOptions, Recorder, arguments, losses, open_live, tiny_model
 )

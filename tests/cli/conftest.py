@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tokenmill.build.build import prepare
 from tokenmill.cli.app import main
 from tokenmill.cli.console import console
-from tokenmill.prepare.build import prepare
 
 RUN = """\
 [run]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill.loader import batch_digest, row_digests
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 ENTRY = Path(sys.executable).parent / "tokenmill"
 

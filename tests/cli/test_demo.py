@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from tokenmill.store import verify
 
 

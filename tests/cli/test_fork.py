@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 
 def test_a_fork_is_written_with_its_state_and_goes_on_from_there(tokenmill, run_toml):

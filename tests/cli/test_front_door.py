@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tokenmill.cli.front_door import ToNative, WorldSize, print_native, tell
-from tokenmill.dialects import Translation, translate
+from tokenmill.cli.console import ToNative, WorldSize, print_native, tell
+from tokenmill.config.dialects import Translation, translate
 
 TABLES = {"data": {"dataset_path": "/data/[web]", "num_workers": 2}, "train": {"seed": 1}}
 

@@ -203,8 +203,8 @@ def test_an_answer_that_ends_a_turn_is_not_called_endless(tokenmill, tmp_path):
 
 def test_examples_tell_trained_from_masked(chat):
     """[T1.d]"""
-    from tokenmill.cli.audit import examples
-    from tokenmill.encode.load import open_tokenizer
+    from tokenmill.encode.engines import open_tokenizer
+    from tokenmill.run.report import examples
 
     first, last = examples(open_store(chat), open_tokenizer("bytes"))
     assert [text for trained, text in first.runs if trained] == ["four<|im_end|>"]

@@ -10,7 +10,7 @@ import pytest
 
 from tokenmill.cli.console import console
 from tokenmill.cli.plan import fitting
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from tokenmill.store import open_store
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 ENTRY = Path(sys.executable).parent / "tokenmill"
 

@@ -8,12 +8,25 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tokenmill.cli.bands import RAMP_POINTS, bands
-from tokenmill.cli.svg import COLOURS, Box, Places, patterns, shortened, text_of, ticks, width_of
-from tokenmill.cli.timeline import LEFT, RIGHT, WIDTH, timeline
+from tokenmill.cli.picture import (
+    COLOURS,
+    LEFT,
+    RAMP_POINTS,
+    RIGHT,
+    WIDTH,
+    Box,
+    Places,
+    bands,
+    patterns,
+    shortened,
+    text_of,
+    ticks,
+    timeline,
+    width_of,
+)
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
 from tokenmill.plan.report import Quarantined, report
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -147,7 +160,7 @@ class AnyRows:
         return Fates(rows=self.num_rows, tokens=0, trained=0, masked=0, dropped={}, padding=0)
 
     def held(self, rows):
-        from tokenmill.plan.rows import Held
+        from tokenmill.plan.stages import Held
 
         return Held(tokens=8 * rows.size, trained=8 * rows.size)
 

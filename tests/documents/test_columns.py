@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.documents.corpora import bad_of, num_lines_of, read, reasons_of, records_of, texts_of
 
 from tokenmill.documents import ReadOptions, cut_files, find_files, read_unit
-from tokenmill.documents.parquet import runs
+from tokenmill.documents.columns import runs
 from tokenmill.errors import DocumentError
 
 WORDS = ["one", "zwei ä", "", "三", "🙂" * 5, "one"]

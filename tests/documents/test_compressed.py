@@ -6,7 +6,7 @@ import pytest
 import zstandard
 from tests.documents.corpora import CONTENTS, TEXTS, lines_of, read, texts_of
 
-from tokenmill.documents.compressed import gzip_blocks, zstd_blocks
+from tokenmill.documents.opening import gzip_blocks, zstd_blocks
 from tokenmill.errors import DocumentError
 
 KINDS = {".gz": (gzip.compress, gzip_blocks), ".zst": (zstandard.compress, zstd_blocks)}

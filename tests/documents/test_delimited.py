@@ -6,16 +6,7 @@ import io
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.documents.corpora import (
-    COMPRESS,
-    bad_of,
-    csv_of,
-    num_lines_of,
-    read,
-    reasons_of,
-    records_of,
-    texts_of,
-)
+from tests.documents.corpora import COMPRESS, bad_of, csv_of, num_lines_of, read, reasons_of, records_of, texts_of
 
 from tokenmill.errors import DocumentError
 

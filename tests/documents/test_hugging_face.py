@@ -7,7 +7,7 @@ import pytest
 from tests.documents.corpora import TEXTS, lines_of, read, texts_of
 
 from tokenmill.documents import find_files
-from tokenmill.documents.hugging_face import _arrow_files, parse
+from tokenmill.documents.inputs import _arrow_files, parse
 from tokenmill.errors import DocumentError
 
 datasets = pytest.importorskip("datasets")

@@ -8,7 +8,7 @@ from tests.documents.corpora import bad_of, read, texts_of
 
 from tokenmill.documents import find_files
 from tokenmill.errors import ConfigError, DocumentError
-from tokenmill.natural import natural_key
+from tokenmill.types import natural_key
 
 
 def names(inputs):

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.documents.corpora import bad_of, num_lines_of, read, reasons_of, texts_of
 
-from tokenmill.documents import parquet, parquet_pages
+from tokenmill.documents import columns, parquet_pages
 from tokenmill.documents.page_header import NotUnderstood
 from tokenmill.documents.parquet_pages import CODECS, ColumnChunk, page_cells
 from tokenmill.errors import DocumentError
@@ -41,7 +41,7 @@ def no_arrow(monkeypatch):
     def refuse(*_arguments):
         raise AssertionError("Arrow was asked for rows")
 
-    monkeypatch.setattr(parquet, "_batches", refuse)
+    monkeypatch.setattr(columns, "_batches", refuse)
 
 
 without_arrow = pytest.mark.usefixtures("no_arrow")
@@ -50,13 +50,13 @@ without_arrow = pytest.mark.usefixtures("no_arrow")
 @pytest.fixture
 def asked(monkeypatch):
     """Count how often Arrow is asked for rows."""
-    calls, batches = [], parquet._batches
+    calls, batches = [], columns._batches
 
     def count(*arguments):
         calls.append(arguments)
         return batches(*arguments)
 
-    monkeypatch.setattr(parquet, "_batches", count)
+    monkeypatch.setattr(columns, "_batches", count)
     return calls
 
 
@@ -158,7 +158,7 @@ def test_arrow_goes_on_amid_a_row_group_where_a_page_is_not_read(tmp_path, asked
     sizes = {"_MAX_PAGE_BYTES": {}, "_MAX_PAGE_VALUES": {"write_batch_size": 4}}[name]
     layout = {"use_dictionary": False, "data_page_size": 1, "write_batch_size": 2, **sizes}
     read_here = []
-    monkeypatch.setattr(parquet, "cell_groups", lambda *a, f=parquet.cell_groups: read_here.append(a) or f(*a))
+    monkeypatch.setattr(columns, "cell_groups", lambda *a, f=columns.cell_groups: read_here.append(a) or f(*a))
     batches = read(write(tmp_path / "a.parquet", cells, **layout))
     assert texts_of(batches) == [cell for cell in cells if cell is not None]
     assert reasons_of(batches) == [(1, "not_text"), (len(cells) - 1, "not_text")]
@@ -232,7 +232,7 @@ def test_of_damaged_pages_is_read_what_arrow_reads_or_nothing(tmp_path, monkeypa
         damage(write(path, cells, nullable=nullable or None in cells, **layout), generator)
         ours = outcome(path)
         with monkeypatch.context() as patched:
-            patched.setattr(parquet, "_plain_column", lambda *_: None)
+            patched.setattr(columns, "_plain_column", lambda *_: None)
             assert ours == outcome(path), (cells, layout)
         outcomes["error" if isinstance(ours, str) else "texts"] += 1
     assert min(outcomes.values()) > 40

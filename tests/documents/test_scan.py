@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.documents.corpora import TEXTS, lines_of, read, texts_of
 
 from tokenmill.documents import scanned
-from tokenmill.documents.json_values import read_values
+from tokenmill.documents.lines import read_values
 from tokenmill.documents.memory import kernel
 from tokenmill.documents.scan import scan_lines
 from tokenmill.documents.units import ReadOptions

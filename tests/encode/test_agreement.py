@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, trainers
 
-from tokenmill.encode import fast
-from tokenmill.encode.agreement import ADVERSARIAL, find_disagreement, texts_to_compare, trusted
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode import engines
+from tokenmill.encode.engines import ADVERSARIAL, find_disagreement, open_tokenizer, texts_to_compare, trusted
 from tokenmill.errors import TokenizerError
 
 
@@ -112,7 +111,7 @@ def test_a_pattern_that_the_fast_engine_reads_differently_falls_back_loudly(tmp_
 def test_hard_texts_would_show_what_is_left_to_the_reference(opened, monkeypatch, name, text):
     """If texts with these characters went to the fast engine and it still erred there, it would not be trusted."""
     fast_tokenizer, reference = opened(name), opened(name, "tiktoken")
-    monkeypatch.setattr(fast, "DIVERGENT", ())
+    monkeypatch.setattr(engines, "DIVERGENT", ())
     errs = fast_tokenizer.encode([text]).ids.tolist() != reference.encode([text]).ids.tolist()
     assert (find_disagreement(fast_tokenizer, reference, []) is not None) == errs
     if version("fastokens") == "0.3.5":
@@ -133,13 +132,13 @@ def test_the_sample_alone_can_show_a_difference(opened, write):
 
 
 def test_an_engine_that_encodes_otherwise_where_it_frames_falls_back_loudly(specs, monkeypatch):
-    given = fast.FastTokenizer.encode_framed
+    given = engines.FastTokenizer.encode_framed
 
     def wrong(self, texts):
         encoded = given(self, texts)
         return encoded and replace(encoded, ids=np.where(encoded.ids == encoded.ids[1], 5, encoded.ids))
 
-    monkeypatch.setattr(fast.FastTokenizer, "encode_framed", wrong)
+    monkeypatch.setattr(engines.FastTokenizer, "encode_framed", wrong)
     tokenizer, told = trusted(specs["tiny"], ["some words"])
     assert tokenizer.engine.startswith("tokenizers ")
     assert "differ on the text 'some words' from token 1 ([5" in told

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import TokenizerError
 
 TOKENIZER = open_tokenizer("bytes")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.control import POLICIES, with_policy
-from tokenmill.encode.load import ENGINES, kind_of, open_tokenizer
+from tokenmill.encode.engines import ENGINES, kind_of, open_tokenizer
+from tokenmill.encode.tokenizer import POLICIES, with_policy
 from tokenmill.errors import ConfigError
 
 BYTES = open_tokenizer("bytes")

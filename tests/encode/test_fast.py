@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.encode.fast import DIVERGENT
-from tokenmill.encode.load import ENGINES, kind_of, open_tokenizer
+from tokenmill.encode.engines import DIVERGENT, ENGINES, kind_of, open_tokenizer
 from tokenmill.errors import TokenizerError
 
 PAIRS = ["tiny", "r50k", "cl100k", "o200k"]

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.encode import frame as framing
-from tokenmill.encode.fast import DIVERGENT
+from tokenmill.encode.engines import DIVERGENT, open_tokenizer
 from tokenmill.encode.frame import encode_framed, frame, needs, placed, token_dtype
-from tokenmill.encode.load import open_tokenizer
 from tokenmill.encode.tokenizer import TokenizerIdentity, join
 from tokenmill.errors import TokenizerError
 from tokenmill.types import Encoded

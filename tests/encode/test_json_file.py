@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.encode.json_file import read_json_file
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.files import read_json_file
 from tokenmill.errors import TokenizerError
 
 

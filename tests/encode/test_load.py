@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import TokenizerError
 
 ALL = [

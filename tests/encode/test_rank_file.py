@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiktoken_ext import openai_public
 
-from tokenmill.encode.load import open_tokenizer
-from tokenmill.encode.rank_file import ENCODINGS, read_rank_file
+from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.files import ENCODINGS, read_rank_file
 from tokenmill.errors import TokenizerError
 
 

@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import TokenizerError
 
 FORK = """
 import os, sys
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 tokenizer = open_tokenizer(sys.argv[1], engine="tokenizers")
 tokenizer.encode(["some text"] * 100)
 child = os.fork()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join, refuse_surrogates
 from tokenmill.errors import TokenizerError
 
@@ -93,7 +93,7 @@ def test_an_identity_that_cannot_be_right_is_refused(change, message):
 
 def test_importing_it_imports_no_engine():
     code = (
-        "import sys, tokenmill.encode.tokenizer, tokenmill.encode.agreement as a;"
+        "import sys, tokenmill.encode.tokenizer, tokenmill.encode.engines as a;"
         "print(sorted({'fastokens', 'tokenizers', 'tiktoken', 'torch', 'numba'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

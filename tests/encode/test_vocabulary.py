@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenmill.encode.vocabulary import Vocabulary, Wanted, identify, well_known
+from tokenmill.encode.tokenizer import Vocabulary, Wanted, identify, well_known
 from tokenmill.errors import TokenizerError
 
 SPECIAL = {"<s>": 0, "</s>": 1, "<|im_end|>": 2}

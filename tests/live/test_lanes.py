@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from tokenmill.errors import ResumeError
 from tokenmill.live import LiveOptions, open_live
 from tokenmill.live.assemble import Assembler
-from tokenmill.live.cursor import Cursor
-from tokenmill.live.lanes import AheadOptions, Lanes
-from tokenmill.live.options import Format
-from tokenmill.live.rows import Drawn
+from tokenmill.live.lanes import AheadOptions, Cursor, Drawn, Lanes
+from tokenmill.live.source import Format
 from tokenmill.loader.kernels import IGNORE
 
 FORMATS = [

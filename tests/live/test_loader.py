@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 import tokenmill.live.lanes as lanes_module
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError
 from tokenmill.live import LiveLoader, LiveOptions, merge_states, open_live
-from tokenmill.live.ahead import Ahead
-from tokenmill.live.rows import WindowRows
+from tokenmill.live.lanes import Ahead, WindowRows
 from tokenmill.loader import IGNORE, stack
 
 PACKINGS = [

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import tokenmill as tm
-from tokenmill.compare import compare
 from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError
 from tokenmill.live import LiveOptions, merge_states, open_live
+from tokenmill.live.lanes import LiveRows
 from tokenmill.live.mixed import MixedLoader
-from tokenmill.live.planned import LiveRows
 from tokenmill.loader import batch_digest, row_digests, stack
 from tokenmill.packing import Policy
+from tokenmill.run.compare import compare
 
 ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen", "source")
 CONFIG = """

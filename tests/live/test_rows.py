@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenmill.errors import DocumentError
 from tokenmill.live import LiveOptions, open_live
 from tokenmill.live.assemble import Assembler
-from tokenmill.live.rows import padding_id, window_rows
+from tokenmill.live.lanes import padding_id, window_rows
 from tokenmill.loader import IGNORE
 
 POLICIES = [

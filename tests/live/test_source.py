@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, trainers
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.build import prepare
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError
 from tokenmill.live import ForeignTokenizer, LiveOptions, open_live
 from tokenmill.loader import IGNORE
-from tokenmill.prepare import prepare
 from tokenmill.store import open_store
 
 

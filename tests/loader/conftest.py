@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 TOML = """
 [run]

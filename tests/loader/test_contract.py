@@ -242,8 +242,8 @@ def test_padding_is_marked_and_never_trained(packed_run):
 
 def test_a_loss_mask_in_the_store_is_honoured(tmp_path, tokenizer_identity):
     """[T1.c] A label whose mask is 0 is not trained on; masked and unmasked stores mix."""
-    from tokenmill.config import parse_config
-    from tokenmill.run import Run
+    from tokenmill.config.run import parse_config
+    from tokenmill.run.run import Run
     from tokenmill.store import StoreSpec, StoreWriter
 
     rng = np.random.default_rng(0)
@@ -283,8 +283,8 @@ def test_bos_best_fit_needs_documents_that_start_with_bos(make_run):
 
 
 def test_a_loss_mask_alone_is_right_when_shards_are_copied_in_turns(tmp_path, tokenizer_identity):
-    from tokenmill.config import parse_config
-    from tokenmill.run import Run
+    from tokenmill.config.run import parse_config
+    from tokenmill.run.run import Run
     from tokenmill.store import StoreSpec, StoreWriter
 
     rng = np.random.default_rng(0)

@@ -6,9 +6,9 @@ import logging
 import numpy as np
 import pytest
 
-from tokenmill.config import parse_config
+from tokenmill.config.run import parse_config
 from tokenmill.loader import batch_digest, row_digests
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 EDGES = (6, 11, 16, 20)
 TABLES = {

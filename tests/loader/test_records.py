@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tokenmill.config import parse_config
+from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError, PlanError, ResumeError
 from tokenmill.loader import RECORD_ARRAYS, Loader, RankSlice, batch_digest, count_tokens, row_digests, stack
 from tokenmill.plan.report import report
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 
 VOCAB, PAD = 300, 7

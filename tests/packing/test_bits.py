@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.packing.bits import at_least, at_most, empty_set, insert, remove
+from tokenmill.packing.best_fit import at_least, at_most, empty_set, insert, remove
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9_999)), max_size=200), st.lists(st.integers(0, 9_999)))

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-import tokenmill.packing.packed as packed
+import tokenmill.packing.rows as packed
 from tokenmill.errors import StoreCorruptError
 from tokenmill.packing import Policy, pack_rows
 from tokenmill.store import open_store
@@ -56,7 +56,7 @@ def test_each_sequence_length_has_a_file_of_its_own(small_store):
 
 SCRIPT = """
 import sys
-import tokenmill.packing.packed as packed
+import tokenmill.packing.rows as packed
 from tokenmill.packing import Policy, pack_rows
 from tokenmill.store import open_store
 packed.IN_MEMORY_DOCUMENTS = 0

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.config import parse_config
+from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 PACKINGS = ["best_fit", "bos_best_fit", "concat", "padded"]
 
@@ -168,7 +168,7 @@ def test_the_report_counts_trained_tokens_and_padding(make_store, tmp_path):
 def test_a_source_must_keep_its_store(make_store):
     from tokenmill.packing import Policy, pack_rows
     from tokenmill.plan import Shuffle
-    from tokenmill.plan.rows import Seen
+    from tokenmill.plan.stages import Seen
     from tokenmill.store import open_store
 
     one, _, _ = make_store("one", LENGTHS, seed=1)

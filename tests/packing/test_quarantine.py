@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tokenmill.packing.packed as packed
+import tokenmill.packing.rows as packed
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.packing import ConcatRows, Policy, RecordRows, pack_rows
-from tokenmill.plan.rows import NOTHING, Seen
 from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.stages import NOTHING, Seen
 from tokenmill.store import open_store
 from tokenmill.store.maps import MapCache
 

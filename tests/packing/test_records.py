@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
 from tokenmill.packing import Policy, RecordRows
-from tokenmill.plan.rows import NOTHING, Held, Seen
 from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.stages import NOTHING, Held, Seen
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
 CUT_END, CUT_START = (Policy(name="padded", split=split) for split in ("truncate_end", "truncate_start"))

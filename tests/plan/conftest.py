@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
-from tokenmill.plan.rows import Held
+from tokenmill.plan.stages import Held
 from tokenmill.types import Fates, Spans
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.config import parse_config
+from tokenmill.config.run import parse_config
 from tokenmill.loader import IGNORE, RECORD_ARRAYS
-from tokenmill.plan import report_count
+from tokenmill.plan import report as report_module
 from tokenmill.plan.report import report
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 
 VOCAB = 300
@@ -214,7 +214,7 @@ def test_whole_epochs_have_the_fates_of_an_epoch(write, tmp_path, monkeypatch, k
     """[P2.a] And need no row to be counted by itself."""
     write("a", kind, 8)
     rows = make_run(tmp_path, [], sources="a", steps=1, **packing).plan().stages[0].rows["a"].num_rows
-    monkeypatch.setattr(report_count, "COUNTED_ROWS", 0)
+    monkeypatch.setattr(report_module, "COUNTED_ROWS", 0)
     run = make_run(tmp_path, [], sources="a", steps=epochs * rows, **packing | {"global_batch_size": 1})
     facts = report(run.plan())
     [share], [source] = facts.shares, facts.sources
@@ -248,7 +248,7 @@ def test_an_estimate_is_said_to_be_one_and_balances(write, tmp_path, monkeypatch
     stages = [{"name": "x", "start_step": 0}, {"name": "y", "start_step": 1, "global_batch_size": 7}]
     run = make_run(tmp_path, stages, sources="a", steps=1 + steps, **packing)
     exact = report(run.plan())
-    monkeypatch.setattr(report_count, "COUNTED_ROWS", 0)
+    monkeypatch.setattr(report_module, "COUNTED_ROWS", 0)
     guessed, num_rows = report(run.plan()), exact.sources[0].rows
     assert [asdict(stage) for stage in guessed.stages] == [asdict(stage) for stage in exact.stages]
     for share, right in zip(guessed.shares, exact.shares, strict=True):

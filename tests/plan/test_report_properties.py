@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tokenmill.config import parse_config
+from tokenmill.config.run import parse_config
+from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.loader import IGNORE, Loader, LoaderOptions, RankSlice
 from tokenmill.plan.order import rows_at
 from tokenmill.plan.report import report
-from tokenmill.run import Run
-from tokenmill.schedule import limits
+from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 
 LENGTHS = {

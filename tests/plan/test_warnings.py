@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tokenmill.plan import Ramp
-from tokenmill.plan.report import Quarantined, report
-from tokenmill.plan.warnings import warnings
+from tokenmill.plan.report import Quarantined, report, warnings
 
 SIZES = {"web": 1000, "books": 1000}
 HALF = {"web": 1, "books": 1}

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.config import parse_config
+from tokenmill.config.run import parse_config
 from tokenmill.errors import PlanError, StoreCorruptError, StoreError
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
 from tokenmill.store.layout import axis_of
-from tokenmill.store.series import ShardSeries
+from tokenmill.store.writer import ShardSeries
 
 VOCAB = 300
 STORAGES = ("bin", "h5")

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokenmill.adapters.needs import need
-from tokenmill.errors import ConfigError, ResumeError
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
 
-need("torch", extra="torch", adapter="tokenmill.torch")
-
-import torch.distributed as dist  # noqa: E402 - after the line that says what to install
+from tokenmill.adapters import need
+from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, TokenmillError
+from tokenmill.fingerprint import canonical, digest, first_difference
+from tokenmill.loader import Loader
 
 if TYPE_CHECKING:
     from tokenmill.live import LiveLoader
     from tokenmill.live.share import Share
-    from tokenmill.loader import Loader, RankSlice
+    from tokenmill.loader import RankSlice
+    from tokenmill.types import Batch
+
+need("torch", extra="torch", adapter="tokenmill.torch")
+
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
 _NESTED = ("made_of", "lanes", "skipped", "live")
@@ -103,3 +113,228 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
                     f"state: {key} must be JSON, got {found[key]!r}; use a state that was not edited"
                 ) from error
     return found
+
+
+# Whether all ranks of a job train on the same run, step by step.
+
+View: TypeAlias = dict[str, str]
+"""What a rank reads at a step, in the eyes of a rank: source -> digest of its rows."""
+_OF_THE_BATCH = frozenset(("cu_seqlens", "max_seqlen", "num_loss_tokens"))
+"""Arrays that have no line for every row."""
+_DIGEST_BITS = 48
+"""Of what is summed up over ranks: 32768 of them do not overflow 64 bits."""
+
+
+@dataclass(eq=False)
+class RankCheck:
+    """Compares the ranks at every step, by one sum of 8 bytes, and stops all of them where they disagree.
+
+    Each rank adds a digest of what it delivered and takes away one of what the next rank must deliver: the sum is 0
+    if all neighbours agree on step, plan and tokens. For that it reads the rows of the next rank besides its own.
+    Where text is live, step, files, tokenizer and options are compared, but no rows.
+    """
+
+    loader: Loader | LiveLoader
+    group: dist.ProcessGroup | None = None
+    """All data-parallel ranks; None: all there are."""
+    _seen: list[bytes] = field(default_factory=list, init=False)
+    """Digests of the rows of the step that were delivered."""
+    _others: dict[int, Loader] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size > 1 and not is_running():
+            raise ConfigError(
+                f"check_ranks: torch.distributed must run to compare {self.world_size} ranks, got none; "
+                "call init_process_group first, or leave check_ranks out"
+            )
+
+    @property
+    def rank(self) -> int:
+        """The rank that the loader was made for."""
+        return part_of(self.loader).rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that the loader was made for."""
+        return part_of(self.loader).world_size
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches of the loader; the last one of a step only after all ranks were compared."""
+        stream = iter(self.loader)
+        self._seen = []
+        self._compare(self.loader.step)  # plans and ranks, before the first batch
+        expected = self._standing()
+        while True:
+            standing = self._standing()
+            if standing != expected or standing[1] == 0:
+                self._seen = []  # a state was loaded, or a step begins
+            batch = next(stream, None)
+            if batch is None:
+                return
+            if type(self.loader) is Loader:  # not of live text, whose rows no other rank can look at
+                self._seen += _row_digests(batch)
+            expected = self._standing()
+            if expected[0] != standing[0]:
+                self._compare(standing[0])
+            yield batch
+
+    def _standing(self) -> tuple[int, int]:
+        """Return the step of the next batch, and how many of the step were drawn."""
+        if not isinstance(self.loader, Loader):
+            return self.loader.step, 0
+        state = self.loader.state_dict()
+        return int(state["step"]), int(state.get("batches", 0))
+
+    def _compare(self, step: int) -> None:
+        if not is_running():
+            return
+        own, after = self._token(step, self.rank), self._token(step, (self.rank + 1) % self.world_size)
+        total = torch.tensor(own - after, dtype=torch.int64, device=_device(self.group))
+        dist.all_reduce(total, group=self.group)
+        if int(total):
+            raise self._disagreement(step)
+
+    def _token(self, step: int, rank: int) -> int:
+        """Return a number for what a rank delivers at a step, in the eyes of this one."""
+        seen = canonical([step, self._fingerprint, rank, self._view(step, rank)])
+        return xxhash.xxh3_64_intdigest(seen) % (1 << _DIGEST_BITS)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return digest(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        """Return what all ranks must have in common, as JSON, but for the step."""
+        loader, common = self.loader, {"world_size": self.world_size}
+        if isinstance(loader, Loader):
+            described = loader.plan.describe()
+            return {**described, "steps": loader.plan.steps, "arrays": list(loader.options.arrays), **common}
+        source = loader.source
+        return {
+            "files": {file.name: seen for file, seen in zip(source.files, source.digests, strict=True)},
+            "tokenizer": source.tokenizer.identity.to_json(),
+            "options": source.options.describe(loader.share.lanes),
+            "steps": loader.steps,
+            **common,
+        }
+
+    def _view(self, step: int, rank: int) -> View:
+        """Return what a rank reads of the rows of a step that were delivered, as this one sees it."""
+        if not isinstance(self.loader, Loader) or not self._seen:
+            return {}
+        plan, digests = self.loader.plan, self._seen
+        if rank != self.rank:
+            digests = _row_digests(self._other(rank)[step])[-len(self._seen) :]
+        rows = self.loader.part.rows(plan.stage(step))
+        sources = plan.rows(step)[0][rank * rows : (rank + 1) * rows][-len(digests) :]
+        folded = {source: xxhash.xxh3_64() for source in np.unique(sources).tolist()}
+        for source, row in zip(sources.tolist(), digests, strict=True):
+            folded[source].update(row)
+        return {plan.sources[source]: state.hexdigest() for source, state in folded.items()}
+
+    def _other(self, rank: int) -> Loader:
+        """Return the loader of another rank."""
+        assert isinstance(self.loader, Loader)
+        if rank not in self._others:
+            part, options = replace(self.loader.part, rank=rank), replace(self.loader.options, threads=0)
+            self._others[rank] = Loader(self.loader.plan, part, options)
+        return self._others[rank]
+
+    def _disagreement(self, step: int) -> TokenmillError:
+        """Find out, with all ranks, which of them is not like the others; each gets the same answer."""
+        ranks: list[int] = gather(self.rank, self.group)
+        steps: list[int] = gather(step, self.group)
+        if len(set(steps)) > 1:
+            return ResumeError(
+                f"ranks: all must be at one step, got {_told(ranks, steps)}; load the same state on every rank"
+            )
+        descriptions = gather(self._description(), self.group)
+        odd = _odd(ranks, [digest(described) for described in descriptions])
+        if odd:
+            return _difference(step, ranks, descriptions, odd)
+        if sorted(ranks) != sorted([*range(self.world_size)] * (len(ranks) // self.world_size)):
+            return ConfigError(
+                f"ranks: each of the {self.world_size} must be taken by one process, got {ranks}; "
+                "pass the rank in the data-parallel group"
+            )
+        return self._other_tokens(step, ranks)
+
+    def _other_tokens(self, step: int, ranks: Sequence[int]) -> TokenmillError:
+        """Let all ranks read the rows that two disagree on, and name the one that reads others."""
+        after = (self.rank + 1) % self.world_size
+        delivered: list[View] = gather(self._view(step, self.rank), self.group)
+        awaited: list[View] = gather(self._view(step, after), self.group)
+        views = dict(zip(ranks, delivered, strict=True))
+        rank, other = next(
+            ((rank + 1) % self.world_size, view)
+            for rank, view in zip(ranks, awaited, strict=True)
+            if view != views[(rank + 1) % self.world_size]
+        )
+        source = next(name for name in sorted({*views[rank], *other}) if views[rank].get(name) != other.get(name))
+        odd = _odd(ranks, gather(self._view(step, rank).get(source), self.group))
+        return StoreCorruptError(
+            f"source {source!r}: all ranks must read the same tokens at step {step}, got others on {_ranks(odd)}; "
+            "run `tokenmill verify` on the copy of the store there, and put it right"
+        )
+
+
+def _row_digests(batch: Batch) -> list[bytes]:
+    """Return a digest of every row, over all arrays that are there."""
+    arrays = [array for name, array in batch.items() if name not in _OF_THE_BATCH]
+    digests = []
+    for row in range(arrays[0].shape[0]):
+        state = xxhash.xxh3_64()
+        for array in arrays:
+            state.update(array[row].tobytes())
+        digests.append(state.digest())
+    return digests
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a number must be to be summed up over ranks."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _odd(ranks: Sequence[int], values: Sequence[object]) -> list[int]:
+    """Return the ranks whose value is not that of most; all of them where no value has a majority.
+
+    >>> _odd([0, 1, 2], ["a", "b", "a"]), _odd([0, 1], ["a", "b"]), _odd([0, 1], ["a", "a"])
+    ([1], [0, 1], [])
+    """
+    value, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return list(ranks)
+    return [rank for rank, own in zip(ranks, values, strict=True) if own != value]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _told(ranks: Sequence[int], values: Sequence[object]) -> str:
+    """Say what each rank has that is not like most, and what the others have.
+
+    >>> _told([0, 1, 2], [5, 6, 5]), _told([0, 1], [5, 6])
+    ('6 on rank 1, 5 on the others', '5 on rank 0, 6 on rank 1')
+    """
+    odd = _odd(ranks, values)
+    pairs = list(zip(ranks, values, strict=True))
+    rest = [f"{value} on the others" for rank, value in pairs if rank not in odd]
+    return ", ".join([*(f"{value} on rank {rank}" for rank, value in pairs if rank in odd), *rest[:1]])
+
+
+def _difference(
+    step: int, ranks: Sequence[int], descriptions: Sequence[Mapping[str, Any]], odd: Sequence[int]
+) -> TokenmillError:
+    """Say what one rank has otherwise than another."""
+    sides = list(zip(ranks, descriptions, strict=True))
+    first, old = next(side for side in sides if len(odd) == len(ranks) or side[0] not in odd)
+    other, new = next(side for side in sides if side[0] in odd and digest(side[1]) != digest(old))
+    found = first_difference(dict(old), dict(new))
+    assert found is not None
+    path, here, there = found
+    also = f", and {_ranks(odd)} unlike the others" if 1 < len(odd) < len(ranks) else ""
+    return ConfigError(
+        f"{path}: must be the same on all ranks, got {there!r} on rank {other} and {here!r} on rank {first} "
+        f"at step {step}{also}; give every rank the same config and stores"
+    )

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
+from tokenmill.types import AnyArray
 
 need("jax", extra="jax", adapter="tokenmill.adapters.jax")
 
-import jax  # noqa: E402 - after the line that says what to install
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from tokenmill.errors import ConfigError  # noqa: E402
-from tokenmill.live import LiveLoader  # noqa: E402
+from tokenmill.errors import ConfigError
+from tokenmill.live import LiveLoader
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from jax.sharding import Mesh
 
     from tokenmill.live.share import Share
@@ -95,7 +95,7 @@ class JaxLoader(Iterator[Any]):
     get_state = state_dict
     set_state = load_state_dict
 
-    def _place(self, array: npt.NDArray[Any]) -> jax.Array:
+    def _place(self, array: AnyArray) -> jax.Array:
         """Return this rank's part as a part of the global array, in the widest type that JAX is set to."""
         part = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
         return jax.make_array_from_process_local_data(self._rows if array.ndim else self._everywhere, part)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 
 need("torch", extra="torch", adapter="tokenmill.adapters.lightning")
 need("lightning", extra="lightning", adapter="tokenmill.adapters.lightning")
 
-import lightning  # noqa: E402 - after the lines that say what to install
+import lightning
 
-from tokenmill.adapters.distributed import gather  # noqa: E402
-from tokenmill.adapters.torch import Tensors, to_torch  # noqa: E402
-from tokenmill.errors import ConfigError  # noqa: E402
-from tokenmill.live import LiveLoader, merge_states  # noqa: E402
-from tokenmill.loader import Loader  # noqa: E402
-from tokenmill.run import Run  # noqa: E402
+from tokenmill.adapters.distributed import gather
+from tokenmill.adapters.torch import Tensors, to_torch
+from tokenmill.errors import ConfigError
+from tokenmill.live import LiveLoader, merge_states
+from tokenmill.loader import Loader
+from tokenmill.run.run import Run
 
 if TYPE_CHECKING:
     from tokenmill.live.share import Share

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 
 need("torch", extra="torch", adapter="tokenmill.adapters.nanochat")
 
-import torch  # noqa: E402 - after the line that says what to install
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from tokenmill.adapters.distributed import find_rank  # noqa: E402
-from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest  # noqa: E402
-from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live  # noqa: E402
-from tokenmill.live import merge_states as merge_live  # noqa: E402
-from tokenmill.live.foreign import NanochatTokenizer  # noqa: E402
-from tokenmill.live.mixed_state import is_count  # noqa: E402
-from tokenmill.loader import IGNORE  # noqa: E402
+from tokenmill.adapters.distributed import find_rank
+from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest
+from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
+from tokenmill.live import merge_states as merge_live
+from tokenmill.live.mixed_state import is_count
+from tokenmill.live.source import NanochatTokenizer
+from tokenmill.loader import IGNORE
 
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer

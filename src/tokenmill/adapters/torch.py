@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 
 need("torch", extra="torch", adapter="tokenmill.torch")
 
-import torch  # noqa: E402 - after the line that says what to install
+import torch
 
-from tokenmill.adapters.distributed import find_rank, own_state, whole_state  # noqa: E402 - needs torch
-from tokenmill.adapters.rank_check import RankCheck  # noqa: E402
+from tokenmill.adapters.distributed import RankCheck, find_rank, own_state, whole_state
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from tokenmill.live import LiveLoader
     from tokenmill.loader import Loader
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
     from tokenmill.types import Batch
 
 Tensors = dict[str, torch.Tensor]

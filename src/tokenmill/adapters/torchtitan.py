@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 from tokenmill.adapters.torch import TorchLoader
-from tokenmill.config import parse_config
-from tokenmill.dialects import translate
+from tokenmill.config.dialects import translate
+from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError, ResumeError
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 
 if TYPE_CHECKING:
     import torch

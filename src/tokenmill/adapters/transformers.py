@@ -7,22 +7,22 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 
 # Before 5.10 the last label of each row is not counted; before 4.53.1 documents of a row see one another.
 for _name, _least in (("torch", None), ("accelerate", None), ("datasets", None), ("transformers", "5.10")):
     need(_name, extra="hf", adapter="tokenmill.adapters.transformers", at_least=_least)
 
-import torch  # noqa: E402 - after the lines that say what to install
-import transformers  # noqa: E402
-from transformers.trainer_callback import ExportableState  # noqa: E402
+import torch
+import transformers
+from transformers.trainer_callback import ExportableState
 
-from tokenmill.adapters.distributed import gather  # noqa: E402
-from tokenmill.adapters.torch import Tensors, to_torch  # noqa: E402
-from tokenmill.errors import ConfigError, ResumeError  # noqa: E402
-from tokenmill.live import LiveLoader, merge_states  # noqa: E402
-from tokenmill.loader import IGNORE, Loader  # noqa: E402
-from tokenmill.run import Run  # noqa: E402
+from tokenmill.adapters.distributed import gather
+from tokenmill.adapters.torch import Tensors, to_torch
+from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.live import LiveLoader, merge_states
+from tokenmill.loader import IGNORE, Loader
+from tokenmill.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState, TrainingArguments

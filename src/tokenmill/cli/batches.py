@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from tokenmill.cli.console import errors
-from tokenmill.cli.front_door import tell
+from tokenmill.cli.console import errors, tell
 from tokenmill.errors import ConfigError, ResumeError
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
 
 
 def batches(
@@ -42,7 +41,7 @@ def batches(
     Two runs that print the same digests trained on the same data.
     """
     from tokenmill.loader import usual_arrays
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
 
     size = 1 if world_size is None else world_size
     if size < 1:

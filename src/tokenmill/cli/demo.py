@@ -18,7 +18,7 @@ from tokenmill.cli.console import console, table
 from tokenmill.errors import TokenmillError
 
 if TYPE_CHECKING:
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
 
 KINDS = ("prose", "code", "dialogue")
 STEPS, WORLD_SIZES, KILL_AFTER = 60, (1, 2, 4), 23
@@ -94,8 +94,8 @@ def _workplace(out: Path | None) -> Iterator[Path]:
 
 
 def _prepare(folder: Path) -> None:
+    from tokenmill.build.build import prepare
     from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
-    from tokenmill.prepare.build import prepare
 
     rows = []
     with console.status("preparing the bundled corpus (the first run also compiles the kernels) ..."):
@@ -119,7 +119,7 @@ def _prepare(folder: Path) -> None:
 def _plan(folder: Path) -> Run:
     from tokenmill.cli.plan import tables
     from tokenmill.plan.report import report
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
 
     file = folder / "run.toml"
     file.write_text(RUN_TOML, encoding="utf-8")

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tokenmill.cli.console import console, errors, print_json
-from tokenmill.cli.front_door import WorldSize, tell
+from tokenmill.cli.console import WorldSize, console, errors, print_json, tell
 
 if TYPE_CHECKING:
-    from tokenmill.compare import Difference
+    from tokenmill.run.compare import Difference
 
 _DEFAULT_ROWS = 1 << 22
 
@@ -34,8 +33,8 @@ def diff(
 
     The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
     """
-    from tokenmill.compare import compare
-    from tokenmill.run import Run
+    from tokenmill.run.compare import compare
+    from tokenmill.run.run import Run
 
     runs = [Run.from_toml(path, world_size=world_size) for path in (old, new)]
     for run in runs:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from tokenmill.cli.console import console, print_json
-from tokenmill.cli.front_door import WorldSize, tell
+from tokenmill.cli.console import WorldSize, console, print_json, tell
 from tokenmill.errors import ConfigError
 
 
@@ -30,8 +29,8 @@ def fork(
 
     All batches before it are the same, which is proven before anything is written.
     """
-    from tokenmill.fork import fork as fork_run
-    from tokenmill.run import Run
+    from tokenmill.run.fork import fork as fork_run
+    from tokenmill.run.run import Run
 
     opened = Run.from_toml(run, world_size=world_size)
     if opened.translation:

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenmill.cli.console import console, errors, print_json, table
-from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
 
 if TYPE_CHECKING:
     from tokenmill.store import ImportReport
+
+
+# Options of commands that open token files of other projects: what these do not say of themselves.
+
+Dtype = Annotated[str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")]
+VocabSize = Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")]
+EosId = Annotated[int | None, typer.Option(help="Id that ends documents where the format has no boundaries.")]
+BosId = Annotated[int | None, typer.Option(help="Id that starts documents.")]
+Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: told by them.")]
 
 
 def import_(
@@ -38,7 +46,7 @@ def import_(
 
     identity = None
     if tokenizer is not None:
-        from tokenmill.encode.load import open_tokenizer
+        from tokenmill.encode.engines import open_tokenizer
 
         identity = open_tokenizer(tokenizer).identity.to_json()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

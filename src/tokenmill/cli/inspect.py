@@ -11,20 +11,18 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from tokenmill.cli.audit import Audit, Example, audit, examples, has_chat_template, percent, printable, share
-from tokenmill.cli.console import console, errors, megabytes, print_json, table
-from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
-from tokenmill.cli.page import check_file, html_examples, html_histogram, html_table, page
+from tokenmill.cli.console import console, errors, megabytes, print_json, table, tokenizer_of
+from tokenmill.cli.import_ import BosId, Dtype, EosId, Format, VocabSize
+from tokenmill.cli.picture import check_file, html_examples, html_histogram, html_table, page
 from tokenmill.cli.plan import fate_tables, fitting
-from tokenmill.cli.text import tokenizer_of
 from tokenmill.cli.verify import places_of
 from tokenmill.errors import ConfigError
-from tokenmill.store.foreign.mix import GIVEN, UNKNOWN
+from tokenmill.run.report import Audit, Example, audit, examples, has_chat_template, percent, printable, share
+from tokenmill.store.foreign.files import GIVEN, UNKNOWN
 from tokenmill.store.layout import token_keys
+from tokenmill.types import Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.plan.report import PlanReport
     from tokenmill.store import ForeignOptions, Store
 
@@ -77,7 +75,7 @@ def _open(path: Path, options: ForeignOptions) -> tuple[dict[str, Store], PlanRe
 
     if path.suffix == ".toml" and not path.is_dir():
         from tokenmill.plan.report import report
-        from tokenmill.run import Run
+        from tokenmill.run.run import Run
 
         if options.given:
             name, value = next(iter(options.given.items()))
@@ -155,7 +153,7 @@ def _lengths(store: Store, key: str) -> tuple[int, dict[str, int]]:
     return longest, {_bin_name(index): int(count) for index, count in enumerate(histogram) if count}
 
 
-def _bins(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _bins(lengths: Int64Array) -> Int64Array:
     """Bin 0 holds empty documents, bin k those of 2^(k-1) to 2^k - 1 tokens."""
     return np.ceil(np.log2(lengths + 1)).astype(np.int64)
 

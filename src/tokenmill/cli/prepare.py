@@ -12,7 +12,7 @@ import typer
 from tokenmill.cli.console import console, errors, megabytes, print_json, table
 
 if TYPE_CHECKING:
-    from tokenmill.prepare import PrepareReport
+    from tokenmill.build import PrepareReport
 
 
 def prepare(
@@ -85,9 +85,9 @@ def prepare(
     json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
 ) -> None:
     """Turn files of text or records into a store; go on with an interrupted one, or add new files to it."""
+    from tokenmill.build import PrepareOptions
+    from tokenmill.build.build import prepare as build
     from tokenmill.documents.units import MAX_RECORD_BYTES
-    from tokenmill.prepare import PrepareOptions
-    from tokenmill.prepare.build import prepare as build
 
     with _interrupts_told():
         report = build(

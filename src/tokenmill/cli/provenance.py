@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.console import console, print_json, table
-from tokenmill.cli.front_door import WorldSize, tell
-from tokenmill.cli.text import excerpt, tokenizer_of
+from tokenmill.cli.console import WorldSize, console, excerpt, print_json, table, tell, tokenizer_of
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.plan import RowUse
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
 
 
 def what(
@@ -63,7 +61,7 @@ def what(
 
 def _open(file: Path, world_size: int | None) -> Run:
     """Read the config of a run, for so many ranks if it is of a kind that counts rows by rank."""
-    from tokenmill.run import Run
+    from tokenmill.run.run import Run
 
     opened = Run.from_toml(file, world_size=world_size or None)
     assert opened.translation is not None

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from tokenmill.cli.console import console, errors, megabytes, print_json
-from tokenmill.cli.foreign_options import BosId, Dtype, EosId, Format, VocabSize
+from tokenmill.cli.import_ import BosId, Dtype, EosId, Format, VocabSize
 
 if TYPE_CHECKING:
     from tokenmill.store import ForeignOptions, VerifyReport

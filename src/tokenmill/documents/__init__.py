@@ -4,7 +4,6 @@
 2. Does: lists the files in an order that any machine agrees on; cuts them into units of work that can be read
    apart from each other; reads a unit as a stream, so that memory is bounded by a batch and the longest record.
 3. Out: batches of texts or records in input order, and the records that could not be read, by line and reason.
-4. Must not know: tokenizers, stores, processes.
 
 A new kind of file is one `Format` (see `units`) and its line in `formats`. Formats share how files are opened
 (`opening`, `compressed`) and how raw values become documents (`lines`, `json_values`, `columns`). Where the options

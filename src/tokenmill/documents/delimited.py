@@ -7,10 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tokenmill.documents.compressed import Unfold
-from tokenmill.documents.json_values import RecordError
-from tokenmill.documents.lines import Unread, split_lines
-from tokenmill.documents.opening import BLOCK_BYTES, open_blocks
+from tokenmill.documents.lines import RecordError, Unread, split_lines
+from tokenmill.documents.opening import BLOCK_BYTES, Unfold, open_blocks
 from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions, whole
 from tokenmill.errors import DocumentError, nearest
 

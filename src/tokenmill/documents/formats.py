@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from tokenmill.documents.arrow import Arrow
-from tokenmill.documents.compressed import Unfold, gzip_blocks, zstd_blocks
+from tokenmill.documents.columns import Arrow, Parquet
 from tokenmill.documents.delimited import Delimited
 from tokenmill.documents.json_file import JsonFile
-from tokenmill.documents.jsonl import CompressedJsonl, PlainJsonl
-from tokenmill.documents.parquet import Parquet
-from tokenmill.documents.plain_text import PlainText
+from tokenmill.documents.lines import CompressedJsonl, PlainJsonl, PlainText
+from tokenmill.documents.opening import Unfold, gzip_blocks, zstd_blocks
 from tokenmill.documents.units import BadRecord, DocumentBatch, Format, Group, InputFile, Piece, ReadOptions, Unit
 from tokenmill.documents.webdataset import WebDataset
 from tokenmill.errors import ConfigError, nearest

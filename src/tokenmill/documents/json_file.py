@@ -8,11 +8,8 @@ from itertools import chain
 
 import orjson
 
-from tokenmill.documents.compressed import Unfold
-from tokenmill.documents.json_values import read_values
-from tokenmill.documents.jsonl import line_groups, value_group
-from tokenmill.documents.lines import BYTE_ORDER_MARK, Held, Unread
-from tokenmill.documents.opening import BLOCK_BYTES, open_blocks
+from tokenmill.documents.lines import BYTE_ORDER_MARK, Held, Unread, line_groups, read_values, value_group
+from tokenmill.documents.opening import BLOCK_BYTES, Unfold, open_blocks
 from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, whole
 
 _HEAD_BYTES = 1 << 20

@@ -21,17 +21,16 @@ from tokenmill.documents.memory import (
     put,
     string_stops,
 )
+from tokenmill.types import Int64Array, Uint8Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.types import Whole
 
 _UNICODE = 1
 """What stands for `u` among the escapes."""
 
 
-def _escapes() -> npt.NDArray[np.uint8]:
+def _escapes() -> Uint8Array:
     table = np.zeros(256, np.uint8)
     for letter, meaning in zip(b'"\\/bfnrt', b'"\\/\b\f\n\r\t', strict=True):
         table[letter] = meaning
@@ -39,7 +38,7 @@ def _escapes() -> npt.NDArray[np.uint8]:
     return table
 
 
-def _hex_digits() -> npt.NDArray[np.int64]:
+def _hex_digits() -> Int64Array:
     table = np.full(256, -1, np.int64)
     for digit in b"0123456789abcdefABCDEF":
         table[digit] = int(chr(digit), 16)

@@ -13,10 +13,9 @@ import numpy as np
 
 from tokenmill.documents.json_strings import after_string, at, unescape
 from tokenmill.documents.memory import QUOTE, get, kernel, part
+from tokenmill.types import BoolArray, Int64Array, Uint8Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.types import Whole
 
 _DEPTH = 64
@@ -150,7 +149,7 @@ def _after_value(i: Whole, end: Whole) -> Whole:  # noqa: PLR0912 - one state ma
 
 
 @part
-def _is_name(i: Whole, end: Whole, name: npt.NDArray[np.uint8]) -> bool:
+def _is_name(i: Whole, end: Whole, name: Uint8Array) -> bool:
     if end - i != name.size:
         return False
     for k in range(name.size):  # noqa: SIM110 - numba knows no `all`
@@ -161,7 +160,7 @@ def _is_name(i: Whole, end: Whole, name: npt.NDArray[np.uint8]) -> bool:
 
 @part
 def _scan_line(  # noqa: PLR0911 - at each place that a line may be left
-    i: Whole, end: Whole, name: npt.NDArray[np.uint8], o: Whole
+    i: Whole, end: Whole, name: Uint8Array, o: Whole
 ) -> tuple[Whole, Whole, np.uint64, bool]:
     """Copy the text of a line; return a place in the line, where the text ends, as `unescape`, whether it is taken.
 
@@ -207,12 +206,12 @@ def _scan_line(  # noqa: PLR0911 - at each place that a line may be left
 
 @kernel
 def scan_lines(
-    data: npt.NDArray[np.uint8],
+    data: Uint8Array,
     begin: Whole,
-    name: npt.NDArray[np.uint8],
-    out: npt.NDArray[np.uint8],
+    name: Uint8Array,
+    out: Uint8Array,
     filled: Whole,
-    lines: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]],
+    lines: tuple[Int64Array, Int64Array, BoolArray],
     count: Whole,
 ) -> tuple[Whole, Whole, Whole, bool]:
     """Copy the texts of the lines from `begin` on to `out`, end to end, from `filled` on.

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenmill.documents.json_values import Values, read_values
-from tokenmill.documents.lines import LARGE_BYTES, LineRun, Unread, line_runs
+from tokenmill.documents.lines import LARGE_BYTES, LineRun, Unread, Values, line_runs, read_values
 from tokenmill.documents.scan import scan_lines
 from tokenmill.documents.units import Group, ReadOptions
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import BoolArray, Int64Array, Uint8Array
 
 _SHORT = 512
 """Texts below this are cut from one string; longer ones are decoded one by one, which copies them once less."""
@@ -50,11 +46,11 @@ class _Scanner:
         self._options = options
         # A field whose name is no Unicode is in no line that the kernel takes.
         self._name = np.frombuffer(text_field.encode(errors="surrogatepass"), np.uint8)
-        self._out: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._out: Uint8Array = np.empty(0, np.uint8)
         self._lines = self._make_lines(0)
         self._runs_to_parse = 0
 
-    def _make_lines(self, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def _make_lines(self, size: int) -> tuple[Int64Array, Int64Array, BoolArray]:
         return np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.bool_)
 
     def _make_room(self, num_bytes: int) -> None:

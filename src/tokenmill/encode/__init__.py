@@ -6,6 +6,4 @@
    encodes batches of texts, and places BOS and EOS (`frame`). Control strings in raw text are ordinary text.
 3. Goes out: `Encoded`, flat ids of the smallest unsigned dtype with offsets; and `TokenizerIdentity`, which
    says when two ids mean the same.
-4. Must not know: where documents come from, how ids are stored, or what a step is. It imports `errors`,
-   `types` and `fingerprint` of this package only; engines are imported when a tokenizer is opened, not before.
 """

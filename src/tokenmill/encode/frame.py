@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import numba
 import numpy as np
+from numba import types
 
 from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
 from tokenmill.errors import TokenizerError
-from tokenmill.types import Encoded
+from tokenmill.types import AnyArray, BoolArray, Encoded, Int64Array, Uint32Array
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-Needs: TypeAlias = "tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]"
+Needs: TypeAlias = "tuple[BoolArray, BoolArray]"
 """Which documents are to be given BOS, and which EOS."""
 _LONG = 400
 """Tokens a document from which on it is cheaper to copy documents one by one."""
@@ -100,14 +99,12 @@ def needs(encoded: Encoded, identity: TokenizerIdentity) -> Needs:
 
 
 def placed(
-    parts: Sequence[Encoded], needed: Sequence[Needs], order: npt.NDArray[np.int64], identity: TokenizerIdentity
+    parts: Sequence[Encoded], needed: Sequence[Needs], order: Int64Array, identity: TokenizerIdentity
 ) -> Encoded:
     """Put documents of several parts, of ids of 32 bits, in an order, with BOS and EOS around those that need them.
 
     `order` are the documents of all parts, counted through, one after the other as they are to stand.
     """
-    from tokenmill.encode.placing import place_documents  # loads numba, which not every process has use for
-
     lengths = [np.diff(part.offsets) + bos + eos for part, (bos, eos) in zip(parts, needed, strict=True)]
     offsets = np.zeros(order.size + 1, np.int64)
     np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths])[order], out=offsets[1:])
@@ -124,12 +121,12 @@ def placed(
 
 
 def _joined(
-    ids: npt.NDArray[Any],
-    offsets: npt.NDArray[np.int64],
-    needs_bos: npt.NDArray[np.bool_],
-    needs_eos: npt.NDArray[np.bool_],
+    ids: AnyArray,
+    offsets: Int64Array,
+    needs_bos: BoolArray,
+    needs_eos: BoolArray,
     identity: TokenizerIdentity,
-) -> npt.NDArray[Any]:
+) -> AnyArray:
     """Join documents and what frames them, as bytes: a copy a document, which is what memory can do."""
     memory = np.ascontiguousarray(ids).data
     documents: list[bytes | memoryview] = [memory[begin:end] for begin, end in pairwise(offsets.tolist())]
@@ -148,13 +145,13 @@ def _joined(
 
 
 def _spread(
-    ids: npt.NDArray[Any],
+    ids: AnyArray,
     dtype: np.dtype[np.unsignedinteger[Any]],
-    offsets: npt.NDArray[np.int64],
-    needs_bos: npt.NDArray[np.bool_],
-    needs_eos: npt.NDArray[np.bool_],
+    offsets: Int64Array,
+    needs_bos: BoolArray,
+    needs_eos: BoolArray,
     identity: TokenizerIdentity,
-) -> npt.NDArray[Any]:
+) -> AnyArray:
     """Place all tokens by one mask, where documents are so short that a copy each is dearer."""
     at_bos = offsets[:-1][needs_bos]
     at_eos = offsets[1:][needs_eos] - 1
@@ -168,23 +165,19 @@ def _spread(
     return framed
 
 
-def _lacks(
-    ids: npt.NDArray[Any], at: npt.NDArray[np.int64], filled: npt.NDArray[np.bool_], wanted: int | None
-) -> npt.NDArray[np.bool_]:
+def _lacks(ids: AnyArray, at: Int64Array, filled: BoolArray, wanted: int | None) -> BoolArray:
     """Return for which documents the id at `at` is not yet the wanted one; none where nothing is wanted."""
     if wanted is None:
         return np.zeros(at.size, dtype=np.bool_)
     if filled.all():
-        there: npt.NDArray[np.bool_] = ids[at] != wanted
+        there: BoolArray = ids[at] != wanted
         return there
     lacks = np.ones(at.size, dtype=np.bool_)
     lacks[filled] = ids[at[filled]] != wanted
     return lacks
 
 
-def with_second_bos(
-    ids: npt.NDArray[Any], offsets: npt.NDArray[np.int64], identity: TokenizerIdentity
-) -> list[int]:
+def with_second_bos(ids: AnyArray, offsets: Int64Array, identity: TokenizerIdentity) -> list[int]:
     """Return the documents in which BOS stands twice in a row, which control strings in a text may spell."""
     if not identity.add_bos or identity.bos_id == identity.eos_id:
         return []
@@ -207,3 +200,46 @@ def refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
         f"got {int(ids[token])} at token {token - int(encoded.offsets[document])}; "
         "frame with the identity of the tokenizer that gave them"
     )
+
+
+# The kernel that copies documents to their places, with BOS and EOS around them.
+
+_numba: Any = types
+_IDS = _numba.Array(_numba.uint32, 1, "C", readonly=True)
+"""What engines give may be memory that must not be written to."""
+_FLAGS, _NUMBERS, _NUMBER = _numba.boolean[::1], _numba.int64[::1], _numba.int64
+_SIGNATURES = [
+    _NUMBER(_IDS, _NUMBERS, _numba.UniTuple(_FLAGS, 2), _NUMBERS, _numba.UniTuple(_NUMBER, 2), width[::1])
+    for width in (_numba.uint8, _numba.uint16, _numba.uint32)
+]
+
+
+@numba.njit(_SIGNATURES, cache=True, nogil=True)
+def place_documents(
+    ids: Uint32Array,
+    offsets: Int64Array,
+    needs: tuple[BoolArray, BoolArray],
+    places: Int64Array,
+    tokens: tuple[int, int],
+    framed: AnyArray,
+) -> int:
+    """Copy each document to its place in `framed`, and return the largest id, which may be too large for that.
+
+    `needs` says which documents are to be given BOS, and which EOS; `tokens` are the two.
+    """
+    needs_bos, needs_eos = needs
+    bos, eos = tokens
+    largest = np.uint32(0)
+    for document in range(offsets.size - 1):
+        at = places[document]
+        if needs_bos[document]:
+            framed[at] = bos
+            at += 1
+        source = ids[offsets[document] : offsets[document + 1]]
+        target = framed[at : at + source.size]
+        for k in range(source.size):
+            target[k] = source[k]
+            largest = max(largest, source[k])
+        if needs_eos[document]:
+            framed[at + source.size] = eos
+    return int(largest)

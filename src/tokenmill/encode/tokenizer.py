@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
-from tokenmill.errors import TokenizerError, nearest
+from tokenmill.errors import ConfigError, TokenizerError, nearest
 from tokenmill.fingerprint import digest
-from tokenmill.types import Encoded
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import AnyArray, Encoded
 
 KINDS = ("bytes", "tokenizer.json", "tiktoken")
 
@@ -133,7 +131,7 @@ class Tokenizer(Protocol):
         A text that is not valid Unicode (a lone surrogate) raises `TokenizerError` with its index.
         """
 
-    def decode(self, ids: npt.NDArray[Any]) -> str:
+    def decode(self, ids: AnyArray) -> str:
         """Return the text of ids: U+FFFD for what is not UTF-8, control ids as their strings.
 
         An id outside the vocabulary raises `TokenizerError`.
@@ -148,7 +146,7 @@ def content_digest(*parts: bytes) -> str:
     return state.hexdigest()
 
 
-def join(arrays: Sequence[npt.NDArray[Any]]) -> Encoded:
+def join(arrays: Sequence[AnyArray]) -> Encoded:
     """Lay the ids of several documents end to end."""
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum([array.size for array in arrays], out=offsets[1:])
@@ -156,7 +154,7 @@ def join(arrays: Sequence[npt.NDArray[Any]]) -> Encoded:
     return Encoded(ids=ids, offsets=offsets)
 
 
-def checked_ids(ids: npt.NDArray[Any], identity: TokenizerIdentity) -> npt.NDArray[Any]:
+def checked_ids(ids: AnyArray, identity: TokenizerIdentity) -> AnyArray:
     """Return ids that `decode` may look up; one outside the vocabulary raises `TokenizerError`."""
     array = np.asarray(ids).reshape(-1)
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < identity.vocab_size:
@@ -193,3 +191,258 @@ def engine_errors(engine: str, doing: str, way_out: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"{engine}: must {doing}, got {error}; {way_out}") from error
+
+
+# Which ids are BOS, EOS and PAD, and whether documents are framed with them.
+
+# In order of preference, where no file beside the tokenizer says it.
+BOS_NAMES = (
+    "<|begin_of_text|>",
+    "<s>",
+    "<bos>",
+    "<|bos|>",
+    "[BOS]",
+    "<BOS>",
+    "<｜begin▁of▁sentence｜>",
+    "<|startoftext|>",
+    "<sos>",
+    "<SOS>",
+)
+EOS_NAMES = (
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<EOS>",
+    "<｜end▁of▁sentence｜>",
+    "<|endoftext|>",
+    "<EOT>",
+)
+PAD_NAMES = (
+    "<pad>",
+    "<|pad|>",
+    "[PAD]",
+    "<PAD>",
+    "<｜▁pad▁｜>",
+    "<|finetune_right_pad_id|>",
+    "<|padding|>",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """The strings and ids of a tokenizer, before anyone said how documents are framed."""
+
+    where: str
+    """What the user called it, for messages."""
+    kind: str
+    content: str
+    vocab_size: int
+    ids: Mapping[str, int]
+    """Every string that may be named as BOS or EOS."""
+    special_ids: Mapping[str, int]
+    """The control strings among them."""
+    bos: str | None
+    eos: str | None
+    pad: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the caller says of BOS and EOS; None leaves it to the tokenizer."""
+
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+
+
+def well_known(names: Iterable[str], special_ids: Mapping[str, int]) -> str | None:
+    """Return the first of the names that is a control string."""
+    return next((name for name in names if name in special_ids), None)
+
+
+def identify(vocabulary: Vocabulary, wanted: Wanted) -> TokenizerIdentity:
+    """Settle BOS, EOS and PAD: what the caller wants, else what the tokenizer has.
+
+    By default a document gets the BOS and the EOS that there are. Where both are one id only EOS is added, or
+    only BOS if that is asked for: never two in a row.
+    """
+    bos_id = _id_of("bos_token", wanted.bos_token or vocabulary.bos, vocabulary)
+    eos_id = _id_of("eos_token", wanted.eos_token or vocabulary.eos, vocabulary)
+    one_id = bos_id is not None and bos_id == eos_id
+    add_bos, add_eos = wanted.add_bos, wanted.add_eos
+    if add_eos is None:
+        add_eos = eos_id is not None and not (one_id and add_bos)
+    if add_bos is None:
+        add_bos = bos_id is not None and not (one_id and add_eos)
+    for name, added, known in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
+        if added and known is None:
+            raise TokenizerError(
+                f"tokenizer {vocabulary.where!r}: to add {name.upper()} there must be one, got add_{name}=True; "
+                f"name it with {name}_token=..., {_options(vocabulary)}"
+            )
+    return TokenizerIdentity(
+        kind=vocabulary.kind,
+        content=vocabulary.content,
+        vocab_size=vocabulary.vocab_size,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        # Padding is never stored or trained on: a PAD that the files name but do not hold is no PAD, no error.
+        pad_id=vocabulary.ids.get(vocabulary.pad) if vocabulary.pad is not None else None,
+        add_bos=add_bos,
+        add_eos=add_eos,
+    )
+
+
+def _id_of(role: str, name: str | None, vocabulary: Vocabulary) -> int | None:
+    if name is None:
+        return None
+    if name not in vocabulary.ids:
+        raise TokenizerError(
+            f"tokenizer {vocabulary.where!r}: {role} must be in the vocabulary, got {name!r}; "
+            f"{nearest(name, vocabulary.special_ids) if vocabulary.special_ids else 'it has no control strings'}"
+        )
+    return vocabulary.ids[name]
+
+
+def _options(vocabulary: Vocabulary) -> str:
+    names = list(vocabulary.special_ids)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"one of {', '.join(names[:8])}{more}" if names else "but the file has no control strings"
+
+
+# What becomes of control strings, such as `<|endoftext|>`, that stand in raw text.
+
+POLICIES = ("text", "encode", "drop")
+"""They are ordinary text, become control ids, or are taken out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlTokenizer:
+    """A tokenizer that gives control strings in raw text their ids, or takes them out first."""
+
+    tokenizer: Tokenizer = field(repr=False)
+    policy: str
+    pattern: re.Pattern[str] = field(repr=False)
+
+    @property
+    def identity(self) -> TokenizerIdentity:
+        """What its ids mean."""
+        return self.tokenizer.identity
+
+    @property
+    def engine(self) -> str:
+        """Name and version of what does the work."""
+        return self.tokenizer.engine
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Control strings and their ids."""
+        return self.tokenizer.special_ids
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        return self.tokenizer.decode(ids)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text."""
+        if self.policy == "drop":
+            return self.tokenizer.encode([self._without(text) for text in texts])
+        if not any(map(self.pattern.search, texts)):
+            return self.tokenizer.encode(texts)
+        # Pieces of text and control strings by turns: a b c d e -> text a, string b, text c, ...
+        pieces = [self.pattern.split(text) for text in texts]
+        bare = self.tokenizer.encode([part for text in pieces for part in text[::2]])
+        plain = bare.ids.astype(np.uint32, copy=False)
+        controls = [np.array([self.special_ids[name] for name in text[1::2]], np.uint32) for text in pieces]
+        places = np.cumsum([0, *(len(text[::2]) for text in pieces)])
+        runs = [
+            np.insert(
+                plain[bare.offsets[first] : bare.offsets[last]],
+                bare.offsets[first + 1 : last] - bare.offsets[first],
+                names,
+            )
+            for first, last, names in zip(places[:-1], places[1:], controls, strict=True)
+        ]
+        offsets = np.zeros(len(runs) + 1, np.int64)
+        np.cumsum([run.size for run in runs], out=offsets[1:])
+        return Encoded(ids=np.concatenate(runs), offsets=offsets)
+
+    def _without(self, text: str) -> str:
+        while self.pattern.search(text):  # taking one out may join the halves of another
+            text = self.pattern.sub("", text)
+        return text
+
+
+def with_policy(tokenizer: Tokenizer, policy: str) -> Tokenizer:
+    """Return a tokenizer that treats control strings in raw text so; `text` is what every tokenizer does itself."""
+    if policy not in POLICIES:
+        raise ConfigError(
+            f"control_strings: must be one of {', '.join(POLICIES)}, got {policy!r}; {nearest(policy, POLICIES)}"
+        )
+    names = sorted(tokenizer.special_ids, key=len, reverse=True)
+    if policy == "text" or not names:
+        return tokenizer
+    pattern = re.compile(
+        f"({'|'.join(map(re.escape, names))})" if policy == "encode" else "|".join(map(re.escape, names))
+    )
+    return ControlTokenizer(tokenizer=tokenizer, policy=policy, pattern=pattern)
+
+
+# The built-in tokenizer: one id a byte of UTF-8, and BOS, EOS, PAD above them.
+
+BYTES_SPECIAL_IDS: Mapping[str, int] = MappingProxyType({"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258})
+
+
+def bytes_vocabulary() -> Vocabulary:
+    """Return the vocabulary of the built-in tokenizer: 259 ids."""
+    return Vocabulary(
+        where="bytes",
+        kind="bytes",
+        content=content_digest(b"bytes-v1"),
+        vocab_size=259,
+        ids=BYTES_SPECIAL_IDS,
+        special_ids=BYTES_SPECIAL_IDS,
+        bos="<|bos|>",
+        eos="<|eos|>",
+        pad="<|pad|>",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes; every text is encodable, nothing is unknown."""
+
+    identity: TokenizerIdentity
+    engine: str = "bytes"
+    special_ids: Mapping[str, int] = field(default_factory=lambda: BYTES_SPECIAL_IDS)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the UTF-8 bytes of each text, as uint8 ids."""
+        try:
+            encoded = [text.encode() for text in texts]
+        except UnicodeEncodeError:
+            refuse_surrogates(texts)
+            raise
+        offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
+        np.cumsum(np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)), out=offsets[1:])
+        return Encoded(ids=np.frombuffer(b"".join(encoded), dtype=np.uint8), offsets=offsets)
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of the bytes, control ids as their strings."""
+        array = checked_ids(ids, self.identity)
+        if not array.size or int(array.max()) < 256:
+            return array.astype(np.uint8).tobytes().decode(errors="replace")
+        strings = {id_: name for name, id_ in self.special_ids.items()}
+        # Cut at the control ids, so that one inside a character leaves U+FFFD on both sides of it.
+        cuts = np.flatnonzero(array >= 256)
+        pieces: list[str] = []
+        start = 0
+        for cut in cuts.tolist():
+            pieces.append(array[start:cut].astype(np.uint8).tobytes().decode(errors="replace"))
+            pieces.append(strings[int(array[cut])])
+            start = cut + 1
+        pieces.append(array[start:].astype(np.uint8).tobytes().decode(errors="replace"))
+        return "".join(pieces)

@@ -5,13 +5,10 @@
    window at a time, shuffles its documents, tokenizes and packs them, by threads that work ahead.
 3. Out: the batches that a loader of stores gives, in an order that depends on neither ranks nor threads; a state of
    three numbers a lane, from which any world size goes on.
-4. Must not know: plans, mixtures, stages, torch or any framework, the environment.
 """
 
-from tokenmill.live.foreign import ForeignTokenizer
 from tokenmill.live.loader import LiveLoader
-from tokenmill.live.options import LiveOptions
-from tokenmill.live.source import LiveSource, open_live
+from tokenmill.live.source import ForeignTokenizer, LiveOptions, LiveSource, open_live
 from tokenmill.live.state import merge_states
 
 __all__ = ["ForeignTokenizer", "LiveLoader", "LiveOptions", "LiveSource", "merge_states", "open_live"]

@@ -13,11 +13,10 @@ from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader.assemble import layout
 from tokenmill.loader.buffers import BufferPool
 from tokenmill.loader.kernels import SPAN_COLUMNS, copy_rows, find_segments
+from tokenmill.types import Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from tokenmill.live.rows import WindowRows
+    from tokenmill.live.lanes import WindowRows
     from tokenmill.types import Batch
 
 ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
@@ -41,7 +40,7 @@ def check_arrays(arrays: Sequence[str]) -> None:
 
 def join_rows(
     picked: Sequence[tuple[WindowRows, int]],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[Int64Array, Int64Array]:
     """Return (first span, number of spans) of rows of several windows, and their spans."""
     lines = [window.lines[row] for window, row in picked]
     spans = np.frombuffer(bytearray().join(lines), np.int64).reshape(-1, SPAN_COLUMNS)

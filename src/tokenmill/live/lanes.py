@@ -3,24 +3,409 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from functools import cached_property, partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
-from tokenmill.errors import DocumentError, ResumeError, TokenizerError, met_in
-from tokenmill.live.ahead import Ahead, Found, Show, Task, Wanted
-from tokenmill.live.cursor import Cursor
-from tokenmill.live.rows import Drawn, WindowRows, pack_window
-from tokenmill.live.tokens import Skipped, tokenize_window
+import numpy as np
+
+from tokenmill.config.run import num_lanes
+from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError, TokenizerError, met_in
+from tokenmill.fingerprint import digest, key64
+from tokenmill.live.source import Format, LiveOptions, open_live
+from tokenmill.live.tokens import Beat, Skipped, Tokenized, tokenize_window
+from tokenmill.live.windows import Window, record_name
+from tokenmill.loader.kernels import ADDRESS, SPAN_COLUMNS, describe_spans, point_spans
+from tokenmill.packing.index import WindowIndex, build_index, num_windows, pack_one, whole_documents
+from tokenmill.packing.rows import PackedRows, pack_rest, rest_lengths
+from tokenmill.packing.window import FORBID
+from tokenmill.plan.permute import permute_all
+from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.stages import Held, Seen
+from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, key_file
+from tokenmill.store.manifest import Manifest, ShardInfo
+from tokenmill.store.maps import MemoryRequest
+from tokenmill.store.reader import store_of
+from tokenmill.types import Encoded, Fates, Int64Array
 
 if TYPE_CHECKING:
-    from tokenmill.live.options import Format
+    import numpy.typing as npt
+
+    from tokenmill.config.run import Config, SourceConfig
+    from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
     from tokenmill.live.source import LiveSource
     from tokenmill.live.windows import Windows
+    from tokenmill.packing.policy import Policy
+    from tokenmill.plan.stages import RowIndex
+    from tokenmill.store.reader import Store
+    from tokenmill.types import Spans
+
+
+# Threads that make windows before they are needed.
+
+LONGEST_JOIN_SECONDS = 5.0
+_LOOK_SECONDS = 0.25
+"""How often who waits looks whether the thread still lives."""
+
+Show: TypeAlias = Callable[[str], None]
+"""Says what is being worked on; called whenever some of it is done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Found:
+    """The next window of a lane that has rows, and where it is."""
+
+    epoch: int
+    turn: int
+    window: WindowRows
+    skipped: tuple[Skipped, ...]
+    """What was left out, of windows without rows that were passed over too."""
+    format: Format
+    """How its rows were made."""
+    before: tuple[Drawn, ...] = ()
+    """Rows of it that were delivered before they were made so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is asked for: the rows of a lane from a place on, made in one way."""
+
+    lane: int
+    cursor: Cursor
+    format: Format
+
+
+Find: TypeAlias = Callable[[Wanted, Show], Found]
+"""Finds the first window with rows from a place on."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Task:
+    """A window that was asked for."""
+
+    wanted: Wanted
+    cancelled: bool = False
+    where: str = ""
+    """What is being worked on; empty before the start."""
+    beat: float = 0.0
+    """When something was last done."""
+    found: Found | None = None
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Unwanted(Exception):
+    """Nobody waits for this window any more."""
+
+
+class Ahead:
+    """A few threads, and what they are asked for, in the order of asking.
+
+    They are daemons, so that one that hangs in a read does not keep the process from ending; those that can are
+    waited for, as an extension that is still at work when the interpreter goes may crash it.
+    """
+
+    def __init__(self, find: Find, threads: int, timeout: float) -> None:
+        self._find = find
+        self._timeout = timeout
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"tokenmill-live-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, wanted: Wanted) -> Task:
+        """Ask for the next window of a lane that has rows."""
+        task = Task(wanted=wanted, beat=time.monotonic())
+        self._queue.put(task)
+        return task
+
+    def wait(self, task: Task) -> Found:
+        """Return what was asked for; raise what the thread raised, or that it is dead or hangs."""
+        begun = time.monotonic()
+        while not task.done.wait(min(_LOOK_SECONDS, self._timeout)):
+            quiet = time.monotonic() - max(begun, task.beat if task.where else self._last_beat)
+            if quiet >= self._timeout or not any(thread.is_alive() for thread in self._threads):
+                task.cancelled = True
+                where = task.where or self._last_where or f"lane {task.wanted.lane}"
+                raise DocumentError(
+                    f"{where}: the thread that reads and tokenizes it must go on within {self._timeout:g} s, got "
+                    f"nothing for {quiet:.1f} s; look at the disk or network it is on, or raise timeout"
+                )
+        if task.error is not None:
+            raise task.error
+        assert task.found is not None
+        return task.found
+
+    def stop(self) -> None:
+        """End the threads, and wait a while for those that are at work."""
+        self._stopped.set()
+        for _ in self._threads:
+            self._queue.put(None)
+        end = time.monotonic() + min(LONGEST_JOIN_SECONDS, self._timeout)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # the last reference may have gone in one of them
+                thread.join(max(0.0, end - time.monotonic()))
+
+    _last_beat = 0.0
+    """When any thread last did something."""
+    _last_where = ""
+
+    def _work(self) -> None:
+        while not self._stopped.is_set():
+            task = self._queue.get()
+            if task is None:
+                return
+            try:
+                task.found = self._find(task.wanted, self._shows(task))
+            except _Unwanted:
+                pass
+            except BaseException as error:  # handed on, whatever it is: the thread has no one else to tell
+                task.error = error
+            task.done.set()
+            del task  # the window belongs to who asked for it
+
+    def _shows(self, task: Task) -> Show:
+        def show(where: str) -> None:
+            if task.cancelled or self._stopped.is_set():
+                raise _Unwanted
+            task.where = self._last_where = where
+            task.beat = self._last_beat = time.monotonic()
+
+        return show
+
+
+# Where the next row of a lane is.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """A window, and how many of its rows were delivered."""
+
+    epoch: int = 0
+    turn: int = 0
+    """Among the windows of the lane in that epoch."""
+    drawn: tuple[Drawn, ...] = ()
+    """Nothing at the start of a window; several where a stage changed in its midst how rows are made."""
+    check: str = ""
+    """Digest of what the window held when rows of it were drawn."""
+
+
+# A window as rows: its tokens, packed.
+
+KEY = "sequence"
+TOO_LONG = "too_many_tokens"
+"""Why a document that must not be cut is left out, beside the reasons of records."""
+
+
+class Drawn(NamedTuple):
+    """How many rows of a window were delivered, made in one way."""
+
+    format: Format
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+class WindowRows:
+    """The rows of a window, in the order in which they are delivered."""
+
+    lines: list[bytes]
+    """The spans of each row, as the kernels of the loader want them; they hold addresses within `ids`."""
+    ids: npt.NDArray[np.unsignedinteger]
+    fates: Fates
+    skipped: tuple[Skipped, ...]
+    """What is left out that was not when the rows before them were made."""
+    tokenized: Tokenized
+    first: int = 0
+    """The first of them that was not delivered yet."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are; none where no document has a token."""
+        return len(self.lines)
+
+
+def window_rows(
+    window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
+) -> WindowRows:
+    """Turn a window into rows; the same documents, tokenizer and options give the same, whoever asks."""
+    return pack_window(tokenize_window(window, epoch, tokenizer, options, beat), tokenizer.identity, options)
+
+
+def pack_window(
+    tokenized: Tokenized, identity: TokenizerIdentity, options: LiveOptions, drawn: Sequence[Drawn] = ()
+) -> WindowRows:
+    """Pack the documents of a window; or, where rows of it were delivered, those that are left.
+
+    Where they were made in another way, what they have left is packed anew; the rows of `drawn` before the last are
+    of ways before that one.
+    """
+    window, skipped = tokenized.window, [] if drawn else list(tokenized.skipped)
+    ways = [options.in_format(format) for format, _ in drawn]
+    if not ways or ways[-1] != options:
+        ways.append(options)
+    encoded, kept = tokenized.encoded, np.arange(tokenized.encoded.num_documents)
+    if ways[0].policy.split_mode == FORBID:
+        long = _too_long(kept, np.diff(encoded.offsets), tokenized, ways[0], skipped)
+        skipped = [] if drawn else skipped
+        encoded, kept = _without(encoded, long), np.delete(kept, long)
+    packed = _pack(encoded, identity, window, ways[0])
+    for turn, way in enumerate(ways[1:]):
+        _check_row(drawn[turn].rows, packed, tokenized)
+        seen = Seen(
+            rest=turn > 0,
+            size=packed.num_rows,
+            drawn=drawn[turn].rows,
+            key=int(_row_key(tokenized, options, turn)),
+            shuffle=Shuffle(mode="full" if options.shuffle else "none"),
+        )
+        excluded, skipped = packed.excluded, []  # those of ways before this one were told
+        if way.policy.split_mode == FORBID:
+            documents, lengths = rest_lengths(packed, seen, way.policy)
+            long = documents[_too_long(kept[documents], lengths, tokenized, way, skipped)]
+            excluded = np.union1d(long, [] if excluded is None else excluded).astype(np.int64)
+        packed = pack_rest(packed, seen, seq_len=way.seq_len, policy=way.policy, excluded=excluded)
+    order = np.arange(packed.num_rows)
+    if options.shuffle and order.size:
+        order = permute_all(order, order.size, _row_key(tokenized, options, len(ways) - 1))
+    first = drawn[-1].rows if len(drawn) == len(ways) else 0
+    if first:
+        _check_row(first, packed, tokenized)
+        skipped = []
+    return _pointed(packed, order, encoded, tuple(skipped), tokenized, first)
+
+
+def _check_row(row: int, packed: PackedRows, tokenized: Tokenized) -> None:
+    """Refuse a place behind the last row of a window: where all were delivered, a lane is at the next window."""
+    if not 0 < row < packed.num_rows:
+        raise ResumeError(
+            f"state: a lane must be at a row of {tokenized.window}, got row {row} of {packed.num_rows} in epoch "
+            f"{tokenized.epoch}; use a state that was not edited"
+        )
+
+
+def _row_key(tokenized: Tokenized, options: LiveOptions, turn: int) -> np.uint64:
+    """Return the key of the order of rows; each time that they are packed they have one of their own."""
+    return tokenized.window.key(options.seed, tokenized.epoch, f"rows {turn}" if turn else "rows")
+
+
+def padding_id(identity: TokenizerIdentity) -> int:
+    """Return the id that fills rows: PAD, else EOS, else 0. It is never trained on."""
+    return next((number for number in (identity.pad_id, identity.eos_id) if number is not None), 0)
+
+
+def _too_long(
+    documents: Int64Array,
+    lengths: Int64Array,
+    tokenized: Tokenized,
+    options: LiveOptions,
+    skipped: list[Skipped],
+) -> Int64Array:
+    """Return which of some documents do not fit a row, to be left out, or refuse them; they must not be cut."""
+    long = np.flatnonzero(lengths > options.seq_len + 1)
+    for index in long.tolist():
+        piece, line = tokenized.places[documents[index]].tolist()
+        where = record_name(tokenized.window.unit.pieces[piece], line)
+        if options.on_error == "stop":
+            raise DocumentError(
+                f"{where}: with packing = {options.packing!r} and split = {options.split!r} a document must have "
+                f"at most {options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or use split = "
+                "truncate_end, or on_error='skip'"
+            )
+        skipped.append(Skipped(reason=TOO_LONG, place=where))
+    return long
+
+
+def _without(encoded: Encoded, documents: Int64Array) -> Encoded:
+    """Leave out some documents."""
+    if not documents.size:
+        return encoded
+    lengths = np.diff(encoded.offsets)
+    kept = np.ones(lengths.size, np.bool_)
+    kept[documents] = False
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[kept])])
+    return Encoded(ids=encoded.ids[np.repeat(kept, lengths)], offsets=offsets)
+
+
+def _store(encoded: Encoded, identity: TokenizerIdentity, path: Path) -> Store:
+    """Return tokens in memory as a store."""
+    ids = np.ascontiguousarray(encoded.ids)
+    manifest = Manifest(
+        kind="seq",
+        keys={KEY: ids.dtype.str},
+        tokenizer=identity.to_json(),
+        recipe={"kind": "live"},
+        shards=(ShardInfo(name="live", documents=encoded.num_documents, tokens=ids.size, files={}),),
+    )
+    offsets = encoded.offsets.astype(OFFSET_DTYPE)
+    return store_of(
+        path,
+        manifest,
+        None,
+        {
+            (0, key_file(KEY)): MemoryRequest(path, ids.view(np.uint8)),
+            (0, DOCUMENTS): MemoryRequest(path, offsets.view(np.uint8)),
+        },
+    )
+
+
+def _pack(encoded: Encoded, identity: TokenizerIdentity, window: Window, options: LiveOptions) -> PackedRows:
+    """Pack the documents of a window. `concat` fills its last row with padding, so that no token is lost."""
+    policy = options.policy
+    store = _store(encoded, identity, Path(window.unit.pieces[0].file.path))
+    fragments = whole_documents(store)
+    parts: list[bytes] = []
+    table, counts = build_index(
+        (
+            pack_one(number, fragments, options.seq_len, policy, str(window), None)
+            for number in range(num_windows(store))
+        ),
+        parts.append,
+    )
+    index = WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
+    return PackedRows(store=store, seq_len=options.seq_len, policy=policy, index=index, description={})
+
+
+def _pointed(
+    packed: PackedRows,
+    order: Int64Array,
+    encoded: Encoded,
+    skipped: tuple[Skipped, ...],
+    tokenized: Tokenized,
+    first: int = 0,
+) -> WindowRows:
+    """Find the spans of all rows, and where their tokens are in memory."""
+    ids = np.ascontiguousarray(encoded.ids)
+    lines: list[bytes] = []
+    if order.size:
+        found = packed.spans(order)
+        spans = np.empty((found.length.size, SPAN_COLUMNS), np.int64)
+        width = ids.dtype.itemsize
+        describe_spans(spans, found.joined, found.length, width)
+        address = np.array([ids.ctypes.data], np.int64)
+        point_spans(spans, (found.shard, found.token), np.zeros(1, np.int64), address, ADDRESS, width)
+        data, each = spans.tobytes(), spans.strides[0]
+        begins, ends = (each * found.first).tolist(), (each * (found.first + found.count)).tolist()
+        lines = [data[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    return WindowRows(
+        lines=lines,
+        ids=ids,
+        fates=packed.fates(),
+        skipped=skipped,
+        tokenized=tokenized,
+        first=first,
+    )
+
 
 MAX_PLACES = 100
 TELL_SECONDS = 30.0
@@ -270,7 +655,7 @@ class Lanes:
     def _running(self) -> Ahead:
         if self._pool is None:
             # Compiled here where it never was, not in a thread that must answer in time.
-            import tokenmill.encode.placing  # noqa: F401
+            import tokenmill.encode.frame  # noqa: F401
 
             self._pool = Ahead(self._find, self._ahead.threads, self._ahead.timeout)
             self._finalizer = weakref.finalize(self, self._pool.stop)
@@ -344,3 +729,113 @@ def find_window(source: LiveSource, windows: Windows, wanted: Wanted, show: Show
 def _before(drawn: tuple[Drawn, ...], format: Format) -> tuple[Drawn, ...]:
     """Return the rows of a window that were drawn before its rows were made in a way."""
     return drawn[:-1] if drawn and drawn[-1].format == format else drawn
+
+
+# Live text as a source of a plan: rows that are told apart only when they are drawn.
+
+NUM_ROWS = 1 << 40
+"""More than a run draws: a plan never comes to a second epoch of live text, the lanes do that on their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRows:
+    """What a plan is told of live text: when rows of it are drawn, not which."""
+
+    source: LiveSource
+    lanes: int
+    format: Format
+    cross_document_labels: bool
+    num_rows: int = NUM_ROWS
+    num_rest: int = 0
+
+    @property
+    def seq_len(self) -> int:
+        """How many tokens of a row are inputs."""
+        return self.format.seq_len
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.format.seq_len
+
+    @cached_property
+    def description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of every lane, as JSON."""
+        made_of = self.source.made_of(self.lanes)
+        return {
+            "live": self.source.fingerprint(self.lanes, formats=False),
+            "files": digest(made_of["files"])[:16],
+            "tokenizer": str(made_of["tokenizer"]["content"])[:16],
+            **self.source.options.in_format(self.format).describe(self.lanes),
+            "cross_document_labels": self.cross_document_labels,
+        }
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows."""
+        return self.description
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:  # noqa: ARG002 - the lanes know what is left
+        """Return these rows: each lane packs what it has left of its window in the new way."""
+        if self.cross_document_labels:
+            raise ConfigError(
+                f"{self.source.files[0].path}: labels that cross documents know no rest of a window, got "
+                "cross_document_labels with a change of rows; use on_change = restart, or leave it out"
+            )
+        return self
+
+    def fates(self) -> Fates:
+        """Return the fates of a full row, as no other is known beforehand."""
+        return Fates(rows=1, tokens=self.seq_len, trained=self.seq_len, masked=0, dropped={}, padding=0, added=0)
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what so many full rows would hold."""
+        return Held(tokens=rows.size * self.seq_len, trained=rows.size * self.seq_len)
+
+    def spans(self, rows: Int64Array) -> Spans:  # noqa: ARG002
+        """Refuse to tell."""
+        self._refuse()
+
+    def rows_of(self, document: int) -> Int64Array:  # noqa: ARG002
+        """Refuse to tell."""
+        self._refuse()
+
+    def made(self, seq_len: int, policy: Policy) -> LiveRows:
+        """Return the same text with rows made in another way."""
+        if policy.name == "bos_best_fit" and not self.source.tokenizer.identity.add_bos:
+            raise ConfigError(
+                f"{self.source.files[0].path}: packing bos_best_fit needs documents that start with BOS, got a "
+                "tokenizer that adds none; use packing = best_fit"
+            )
+        format = Format(seq_len, policy.name, policy.split, policy.crop)
+        return self if format == self.format else replace(self, format=format)
+
+    def _refuse(self) -> NoReturn:
+        raise PlanError(
+            f"{self.source.files[0].path}: which documents a row holds must be known from a store, got live text, "
+            "which is packed as it is read; leave out live = true, and it is prepared once"
+        )
+
+
+def open_rows(config: Config, source: SourceConfig, texts: list[str], tokenizer: str) -> LiveRows:
+    """List the files of a source and open its tokenizer; rows are made as [run] says, unless a stage says more."""
+    run = config.run
+    lanes = num_lanes(config, source)
+    options = LiveOptions(
+        seq_len=run.seq_len,
+        packing=run.packing,
+        split=run.split,
+        crop=run.crop,
+        seed=key64(run.seed, "live", source.name) >> 1,  # or sources of one size would be walked in step
+        shuffle=run.shuffle != "none",
+        text_field=source.text_field,
+        lanes=lanes,
+        on_error=source.on_error or "stop",
+        window_bytes=source.window_bytes,
+    )
+    return LiveRows(
+        source=open_live(texts, tokenizer=tokenizer, options=options),
+        lanes=lanes,
+        format=options.format,
+        cross_document_labels=run.cross_document_labels,
+    )

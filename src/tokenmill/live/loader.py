@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import ConfigError
 from tokenmill.live.assemble import Assembler, check_arrays
-from tokenmill.live.lanes import AheadOptions, Lanes, SkippedText
-from tokenmill.live.rows import padding_id
+from tokenmill.live.lanes import AheadOptions, Lanes, SkippedText, padding_id
 from tokenmill.live.share import Share
 from tokenmill.live.state import Standing, load_state, save_state
 

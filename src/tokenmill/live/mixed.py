@@ -12,21 +12,17 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError
 from tokenmill.live.assemble import join_rows
-from tokenmill.live.cursor import Cursor
-from tokenmill.live.lanes import AheadOptions, Lanes, Mark, SkippedText
+from tokenmill.live.lanes import AheadOptions, Cursor, Lanes, LiveRows, Mark, SkippedText, padding_id
 from tokenmill.live.mixed_state import LIVE, LanePlaces, read_places
-from tokenmill.live.planned import LiveRows
-from tokenmill.live.rows import padding_id
 from tokenmill.live.state import check_turns, own_skipped
 from tokenmill.loader.assemble import Block, Drawn, Given, StoredRows
-from tokenmill.loader.batches import AnyBlock, Loader, LoaderOptions
+from tokenmill.loader.loader import AnyBlock, Loader, LoaderOptions
 from tokenmill.loader.state import Explain, Position, load_state
 from tokenmill.plan.order import rows_at
+from tokenmill.types import Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from tokenmill.loader.slices import RankSlice
+    from tokenmill.loader.loader import RankSlice
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
     from tokenmill.types import Batch
@@ -249,7 +245,7 @@ class MixedLoader(Loader):
             for name in stage.restarted & self.lanes.keys():
                 self.lanes[name].restart()
 
-    def _draw(self, stage: Stage, name: str, slots: npt.NDArray[np.int64]) -> Drawn:
+    def _draw(self, stage: Stage, name: str, slots: Int64Array) -> Drawn:
         """Take the next rows of the lanes that slots of a batch belong to."""
         rows = cast(LiveRows, stage.rows[name])
         numbers = slots * rows.lanes // stage.spec.global_batch_size

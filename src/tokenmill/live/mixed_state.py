@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from tokenmill.errors import ResumeError
-from tokenmill.live.cursor import Cursor
-from tokenmill.live.options import Format
-from tokenmill.live.rows import Drawn
+from tokenmill.live.lanes import Cursor, Drawn
+from tokenmill.live.source import Format
 from tokenmill.live.tokens import CHECK_DIGITS
 
 LIVE = "live"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.errors import ConfigError
-from tokenmill.loader.slices import RankSlice
+from tokenmill.loader.loader import RankSlice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

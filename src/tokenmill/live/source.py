@@ -4,25 +4,221 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
-from tokenmill.documents import InputFile, file_digest, find_files
-from tokenmill.encode.agreement import trusted
-from tokenmill.encode.load import ENGINES, kind_of
-from tokenmill.encode.tokenizer import TokenizerIdentity
-from tokenmill.errors import ConfigError, DocumentError, TokenizerError
+import numpy as np
+
+from tokenmill.build.work import sample_texts
+from tokenmill.documents import InputFile, ReadOptions, file_digest, find_files
+from tokenmill.encode.engines import ENGINES, kind_of, trusted
+from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
+from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
 from tokenmill.fingerprint import digest
-from tokenmill.live.foreign import ForeignTokenizer, NanochatTokenizer
-from tokenmill.live.options import TEXT_OPTIONS
 from tokenmill.live.windows import Windows, cut_windows
-from tokenmill.prepare.sample import sample_texts
+from tokenmill.packing.policy import Policy
+from tokenmill.types import ON_ERROR, AnyArray
 
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
-    from tokenmill.live.options import LiveOptions
+    from tokenmill.types import Encoded
+
+
+# A tokenizer object of another project, as nanochat has it.
+
+PROBES = (
+    "Once upon a time, a miller ground 1,234 bags of grain.",
+    "  def f(x):\n\treturn {'a': x ** 2}  # café, 中文, 👍🏽\r\n",
+    "don't DON'T 3.14159 <|endoftext|> <|bos|> https://example.org/?q=%20",
+)
+"""Texts whose ids stand for a tokenizer that has no file to take a digest of."""
+
+
+@runtime_checkable
+class NanochatTokenizer(Protocol):
+    """What is asked of the object."""
+
+    def get_bos_token_id(self) -> int:
+        """Return the id that documents start with."""
+
+    def get_vocab_size(self) -> int:
+        """Return one more than the largest id."""
+
+    def encode(self, text: list[str], *, prepend: int, num_threads: int) -> list[list[int]]:
+        """Return the ids of each text, `prepend` before each."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignTokenizer:
+    """An object with nanochat's methods as a tokenizer; every document starts with its BOS.
+
+    It is known by the name of its class, the size of its vocabulary and the ids of a few texts: a change that
+    none of these shows is not seen.
+    """
+
+    inner: NanochatTokenizer = field(repr=False)
+    num_threads: int = 4
+
+    @cached_property
+    def identity(self) -> TokenizerIdentity:
+        """What its ids mean."""
+        vocab_size, bos = self.inner.get_vocab_size(), self.inner.get_bos_token_id()
+        ids = self.inner.encode(list(PROBES), prepend=bos, num_threads=self.num_threads)
+        return TokenizerIdentity(
+            kind="tiktoken",  # what nanochat's is made of
+            content=digest(["foreign", self.engine, vocab_size, [list(map(int, line)) for line in ids]]),
+            vocab_size=vocab_size,
+            bos_id=bos,
+            eos_id=None,
+            pad_id=None,
+            add_bos=True,
+            add_eos=False,
+        )
+
+    @property
+    def engine(self) -> str:
+        """The name of its class."""
+        return type(self.inner).__name__
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Its control strings are not known; BOS is placed by its id."""
+        return {}
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text, as wide as Python's: what is no id of its vocabulary must show."""
+        bos = self.identity.bos_id
+        assert bos is not None
+        with engine_errors(self.engine, f"encode {len(texts)} texts", "look at the tokenizer that was given"):
+            lists = self.inner.encode(list(texts), prepend=bos, num_threads=self.num_threads)
+        if len(lists) != len(texts) or any(not ids or ids[0] != bos for ids in lists):
+            raise TokenizerError(
+                f"{self.engine}: encode must give a list of ids for each text, with prepend={bos} before them, "
+                f"got {len(lists)} lists for {len(texts)} texts, or another first id; look at its encode"
+            )
+        return join([np.array(ids[1:], np.int64) for ids in lists])
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        return self.inner.decode(checked_ids(ids, self.identity).tolist())
+
+
+# What a user may choose about live text.
+
+MEMORY_BYTES = 256 << 20
+"""Input that the windows of all lanes hold together, where the size of a window is not said."""
+TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes")
+"""What decides which documents a lane reads when; the others of `describe` are how rows are made of them."""
+MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
+
+
+class Format(NamedTuple):
+    """How documents become rows: what a stage of a run may change."""
+
+    seq_len: int
+    packing: str
+    split: str
+    crop: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveOptions:
+    """How text becomes rows."""
+
+    seq_len: int
+    packing: str = "best_fit"
+    split: str = "allow"
+    """What becomes of a document longer than a row, as for a prepared store; `padded` never cuts."""
+    crop: str = "return"
+    """What `bos_best_fit` does with the rest of a cropped document."""
+    seed: int = 0
+    shuffle: bool = True
+    """Whether windows, the documents of each, and its rows are put into a new order in every epoch."""
+    text_field: str = "text"
+    """Where the text is in a record; dots go down."""
+    lanes: int | None = None
+    """How many streams there are; None: the rows of a global batch."""
+    on_error: str = "stop"
+    """What a record or a part of a file that cannot be read does: `stop` the run, or be `skip`ped and counted."""
+    window_bytes: int | None = None
+    """How much of a file is packed together; None: 256 MiB divided by the lanes, 64 KiB to 8 MiB."""
+    add_bos: bool | None = None
+    """Whether documents start with BOS; None: as the tokenizer has it."""
+    add_eos: bool | None = None
+    bos_token: str | None = None
+    """Which of the tokenizer's strings is BOS, where it does not say."""
+    eos_token: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("seq_len", self.seq_len), ("lanes", self.lanes), ("window_bytes", self.window_bytes)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {value}; raise it")
+        if self.on_error not in ON_ERROR:
+            raise ConfigError(
+                f"on_error: must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}; "
+                f"{nearest(self.on_error, ON_ERROR)}"
+            )
+        _ = self.policy, self.reading
+
+    @property
+    def format(self) -> Format:
+        """How documents become rows, for a state."""
+        return Format(self.seq_len, self.packing, self.split, self.crop)
+
+    def in_format(self, format: Format) -> LiveOptions:
+        """Return these options with rows made in another way."""
+        return self if format == self.format else replace(self, **format._asdict())
+
+    @property
+    def policy(self) -> Policy:
+        """How documents become rows, for the kernels."""
+        return Policy(name=self.packing, split=self.split, crop=self.crop)
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How records are read."""
+        return ReadOptions(text_field=self.text_field)
+
+    @property
+    def framing(self) -> dict[str, bool | str | None]:
+        """What is said of BOS and EOS, as a tokenizer is opened with."""
+        return {
+            "add_bos": self.add_bos,
+            "add_eos": self.add_eos,
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+        }
+
+    def window_size(self, lanes: int) -> int:
+        """Return about how many bytes of a file a window has.
+
+        >>> [LiveOptions(seq_len=8).window_size(lanes) >> 10 for lanes in (1, 512, 10**6)]
+        [8192, 512, 64]
+        """
+        if self.window_bytes is not None:
+            return self.window_bytes
+        return min(max(MEMORY_BYTES // lanes, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES)
+
+    def describe(self, lanes: int) -> dict[str, int | str | bool]:
+        """Return what decides the rows beside files and tokenizer, as JSON.
+
+        `on_error` is no part of it: it decides whether a run goes on, and rows that were delivered are the same.
+        """
+        return {
+            **self.policy.describe(),
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "text_field": self.text_field,
+            "lanes": lanes,
+            "window_bytes": self.window_size(lanes),
+        }
+
 
 MAX_GROUPS = 64
 """Digests of files that a state holds; where there are more files, each digest is of several."""

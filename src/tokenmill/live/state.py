@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import ResumeError, nearest
 from tokenmill.fingerprint import first_difference
-from tokenmill.live.cursor import Cursor
+from tokenmill.live.lanes import Cursor, Drawn
 from tokenmill.live.mixed_state import LIVE, SKIPPED, check_skipped, is_check, is_count, merge_mixed
-from tokenmill.live.options import Format
-from tokenmill.live.rows import Drawn
-from tokenmill.live.source import LiveSource, file_groups
+from tokenmill.live.source import Format, LiveSource, file_groups
 
 if TYPE_CHECKING:
     from tokenmill.live.share import Share

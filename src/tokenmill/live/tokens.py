@@ -16,13 +16,11 @@ from tokenmill.encode.frame import Needs, needs, placed, refuse_overflow
 from tokenmill.errors import DocumentError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.plan.permute import permute_all
-from tokenmill.types import Encoded
+from tokenmill.types import Encoded, Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.encode.tokenizer import Tokenizer
-    from tokenmill.live.options import LiveOptions
+    from tokenmill.live.source import LiveOptions
 
 CHECK_DIGITS = 8
 BROKEN = "broken"
@@ -46,7 +44,7 @@ class Tokenized:
     window: Window
     epoch: int
     encoded: Encoded
-    places: npt.NDArray[np.int64]
+    places: Int64Array
     """(piece, line) of each document."""
     skipped: tuple[Skipped, ...]
 
@@ -61,7 +59,7 @@ class _Part(NamedTuple):
 
     encoded: Encoded
     needs: Needs
-    places: npt.NDArray[np.int64]
+    places: Int64Array
 
 
 def tokenize_window(
@@ -129,7 +127,7 @@ def _parts(
     return parts
 
 
-def _encode(texts: Sequence[str], places: npt.NDArray[np.int64], tokenizer: Tokenizer) -> _Part:
+def _encode(texts: Sequence[str], places: Int64Array, tokenizer: Tokenizer) -> _Part:
     encoded = tokenizer.encode(texts)
     if encoded.ids.dtype != np.uint32:
         refuse_overflow(encoded, tokenizer.identity.vocab_size)  # before an id is cut to fit

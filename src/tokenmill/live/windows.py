@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +20,7 @@ from tokenmill.documents import FORMATS, InputFile, Piece, Unit, cut_files, plac
 from tokenmill.errors import DocumentError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.permute import permute
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import Int64Array
 
 WHOLE, HEAD, TAIL = "whole", "head", "tail"
 
@@ -93,11 +90,11 @@ class Windows:
     """All windows of a source, and the lanes that read them."""
 
     files: tuple[InputFile, ...]
-    pieces: npt.NDArray[np.int64]
+    pieces: Int64Array
     """(file, begin, end, bytes) of each piece: a corpus may have millions."""
-    units: npt.NDArray[np.int64]
+    units: Int64Array
     """First piece of each unit, and the end."""
-    begins: npt.NDArray[np.int64]
+    begins: Int64Array
     """First window of each unit, and the end."""
     lanes: int
     seed: int

@@ -4,14 +4,12 @@
 2. Does: computes the rows of the rank's slice, finds their spans, copies them into arrays by kernels
    that release the GIL, ahead of the caller if asked.
 3. Out: dicts of arrays, in order, from any step; a state of a few bytes; digests.
-4. Must not know: torch or any framework, files other than through a store, the environment.
 """
 
-from tokenmill.loader.batches import Loader, LoaderOptions, count_tokens, stack, usual_arrays
+from tokenmill.loader.assemble import RECORD_ARRAYS
 from tokenmill.loader.digest import DIGEST_ARRAYS, batch_digest, row_digests
 from tokenmill.loader.kernels import IGNORE
-from tokenmill.loader.records import RECORD_ARRAYS
-from tokenmill.loader.slices import RankSlice
+from tokenmill.loader.loader import Loader, LoaderOptions, RankSlice, count_tokens, stack, usual_arrays
 from tokenmill.types import ARRAYS
 
 __all__ = [

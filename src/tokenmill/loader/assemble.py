@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numba
 import numpy as np
 
 from tokenmill.loader.kernels import (
@@ -13,25 +14,26 @@ from tokenmill.loader.kernels import (
     IGNORE,
     MASK,
     copy_rows,
+    copy_run,
     count_labels,
     describe_spans,
     find_segments,
     point_spans,
 )
-from tokenmill.packing.distinct import distinct
-from tokenmill.packing.masks import LOSS_MASK
+from tokenmill.packing.exclude import LOSS_MASK, distinct
+from tokenmill.packing.records import PARTS, RecordRows, Runs
 from tokenmill.plan.order import rows_at
-from tokenmill.plan.rows import RowIndex
+from tokenmill.plan.stages import RowIndex
 from tokenmill.store.layout import key_file
+from tokenmill.store.locate import locate, view_uint8, view_uint32
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.loader.buffers import Layout
     from tokenmill.plan.stages import Stage
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
-    from tokenmill.types import Batch, Spans
+    from tokenmill.types import Batch, Spans, Whole
 
 
 class StoredRows(RowIndex, Protocol):
@@ -52,9 +54,9 @@ class StoredRows(RowIndex, Protocol):
 class Drawn:
     """Rows whose tokens stand in memory."""
 
-    rows: npt.NDArray[np.int64]
+    rows: Int64Array
     """(first span, number of spans) of each."""
-    spans: npt.NDArray[np.int64]
+    spans: Int64Array
     """With addresses, as the kernels want them."""
     held: object
     """What must not go before the rows are copied."""
@@ -64,7 +66,7 @@ class Drawn:
 class Given:
     """Sources of a block that have no store."""
 
-    draw: Callable[[int, npt.NDArray[np.int64]], Drawn]
+    draw: Callable[[int, Int64Array], Drawn]
     """(source, slots of the global batch) -> their rows; called once a source and block."""
     pad: int
     crossing: bool
@@ -98,7 +100,7 @@ class Block:
         self,
         stage: Stage,
         index: Mapping[int, StoredRows],
-        places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+        places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
         max_maps: int,
         *,
@@ -117,7 +119,7 @@ class Block:
         self._held: list[tuple[MapCache, list[MappedFile]]] = []
         self._whole: Batch | None = None
         self._loss_tokens: Mapping[int, int] = {}
-        self._found: tuple[int, tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]] | None = None
+        self._found: tuple[int, tuple[Int32Array, list[int], Int32Array]] | None = None
         pieces = self._find(index, row_ids)
         drawn = self._draw(index, places[1], given, sum(piece.spans.length.size for piece in pieces))
         self._stored = sum(piece.spans.length.size for piece in pieces)
@@ -198,7 +200,7 @@ class Block:
             maps.give_back(files)
         self._held.clear()
 
-    def _find(self, index: Mapping[int, StoredRows], row_ids: npt.NDArray[np.int64]) -> list[_Piece]:
+    def _find(self, index: Mapping[int, StoredRows], row_ids: Int64Array) -> list[_Piece]:
         pieces = []
         offset = 0
         present = distinct(self.sources)
@@ -214,7 +216,7 @@ class Block:
         return pieces
 
     def _draw(
-        self, index: Mapping[int, StoredRows], slots: npt.NDArray[np.int64], given: Given | None, offset: int
+        self, index: Mapping[int, StoredRows], slots: Int64Array, given: Given | None, offset: int
     ) -> list[Drawn]:
         """Take the rows of sources without a store; their spans stand behind those of the others."""
         found = []
@@ -237,7 +239,7 @@ class Block:
         else:
             self._copy_in_turns(needs, max(1, max_maps // 2))
 
-    def _point(self, piece: _Piece, shards: npt.NDArray[np.int64]) -> None:
+    def _point(self, piece: _Piece, shards: Int64Array) -> None:
         """Give the spans in these shards their addresses, and keep the shards mapped."""
         store, spans = piece.store, piece.spans
         for key, column in ((store.manifest.token_key, ADDRESS), (LOSS_MASK, MASK)):
@@ -248,7 +250,7 @@ class Block:
                 out = self._spans[piece.offset :]
                 point_spans(out, (spans.shard, spans.token), shards, bases, column, store.dtype(key).itemsize)
 
-    def _copy_in_turns(self, needs: list[tuple[_Piece, npt.NDArray[np.int64]]], max_maps: int) -> None:
+    def _copy_in_turns(self, needs: list[tuple[_Piece, Int64Array]], max_maps: int) -> None:
         # The loss mask is made of the labels, which must outlive the turns.
         kept = (*self.arrays, "labels") if "loss_mask" in self.arrays else self.arrays
         shapes = layout(kept, self.num_rows, self.seq_len)
@@ -279,7 +281,7 @@ class Block:
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
-    def _segments(self, rows: int) -> tuple[npt.NDArray[np.int32], list[int], npt.NDArray[np.int32]]:
+    def _segments(self, rows: int) -> tuple[Int32Array, list[int], Int32Array]:
         """Return the segments of all batches of so many rows, found once."""
         if self._found is None or self._found[0] != rows:
             bounds, first, longest = find_segments(self._rows, self._spans, self.seq_len, rows)
@@ -314,7 +316,247 @@ _NO_DOCUMENTS = np.empty((0, 0), np.int32)
 _NO_MASK = np.empty((0, 0), np.bool_)
 
 
-def chunks(shards: npt.NDArray[np.int64], size: int) -> Iterator[npt.NDArray[np.int64]]:
+def chunks(shards: Int64Array, size: int) -> Iterator[Int64Array]:
     """Cut shards into groups of at most `size`."""
     for begin in range(0, shards.size, size):
         yield shards[begin : begin + size]
+
+
+# Records to arrays: DPO pairs and GRPO groups, a record a row, every array padded to one shape.
+
+RECORD_ARRAYS: Mapping[str, tuple[str, ...]] = {
+    "dpo": ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len"),
+    "grpo": ("prompts", "prompt_len", "responses", "masks", "response_len", "rewards", "group_size"),
+}
+"""Training type -> what a batch delivers; beside these there is `source`."""
+_LENGTHS = {
+    "chosen": "chosen_len",
+    "rejected": "rejected_len",
+    "prompts": "prompt_len",
+    "responses": "response_len",
+}
+"""Array of token ids -> the array of a batch that says how many there are."""
+REWARDS = "rewards"
+
+RUN_ADDRESS, WIDTH, LENGTH, RUN_MASK = range(4)
+"""Columns of a line: address and width of its values, their number, and the address of its mask or 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RecordPart:
+    """The values of one array of one source within a block."""
+
+    store: Store
+    key: str
+    mask: str | None
+    runs: Runs
+    lines: Int64Array
+    """Which lines of the array's table they are."""
+
+    @property
+    def num_files(self) -> int:
+        """How many files of a shard hold it."""
+        return 1 + (self.mask is not None)
+
+
+class RecordBlock:
+    """A run of rows of one stage, ready to be copied into batches; the counterpart of `Block` for records.
+
+    Its shapes are those of the stage: `seq_len` tokens, and as many responses as its sources' largest group has.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: Mapping[int, RecordRows],
+        places: tuple[Int64Array, Int64Array],
+        arrays: Sequence[str],
+        max_maps: int,
+    ) -> None:
+        """Find the records at (steps, slots) of a stage; `index` is by source id."""
+        first = next(iter(index.values()))
+        self.kind = first.store.manifest.kind
+        self.arrays = tuple(arrays)
+        self.seq_len = first.seq_len
+        self.group = group_size(stage)
+        self.sources, row_ids = rows_at(stage, *places)
+        self._pad = pad_id(first.store)
+        self._held: list[tuple[MapCache, list[MappedFile]]] = []
+        self._whole: Batch | None = None
+        self._sizes = np.zeros(row_ids.size, np.int64)
+        heights = {key: self.group if key == "responses" else 1 for key in PARTS[self.kind]}
+        heights |= {REWARDS: 1} if self.group else {}
+        self._lines = {key: np.zeros((row_ids.size * height, 4), np.int64) for key, height in heights.items()}
+        pieces = self._find(index, row_ids)
+        for piece in pieces:
+            self._lines[piece.key][piece.lines, LENGTH] = piece.runs.length
+            self._lines[piece.key][piece.lines, WIDTH] = piece.store.dtype(piece.key).itemsize
+        try:
+            self._map(pieces, max_maps)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the block has."""
+        return int(self.sources.size)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What decides the shapes of its batches, beside their number of rows."""
+        return self.seq_len, self.group
+
+    def layout(self, rows: int) -> Layout:
+        """Return shape and dtype of each array of a batch of so many rows."""
+        return record_layout(self.kind, self.arrays, (rows, self.group, self.seq_len))
+
+    def fill(self, begin: int, out: Batch) -> Batch:
+        """Fill the arrays of `out` with the rows from `begin` on, and return it."""
+        if self._whole is None:
+            self._fill(begin, out)
+        else:
+            for name, array in out.items():
+                array[:] = self._whole[name][begin : begin + array.shape[0]]
+        return out
+
+    def complete(self, number: int, rows: int, out: Batch) -> Batch:  # noqa: ARG002 - as `Block` has it
+        """Return the batch: every array has a line for every row."""
+        return out
+
+    def release(self) -> None:
+        """Give the maps back; nothing can be copied afterwards."""
+        for maps, files in self._held:
+            maps.give_back(files)
+        self._held.clear()
+
+    def _find(self, index: Mapping[int, RecordRows], row_ids: Int64Array) -> list[_RecordPart]:
+        pieces = []
+        for source in distinct(self.sources).tolist():
+            chosen = np.flatnonzero(self.sources == source)
+            rows = index[source]
+            records = rows.records(row_ids[chosen])
+            for key, mask in rows.parts.items():
+                items, owner = rows.items(key, records)
+                lines = chosen[owner]
+                if key == "responses":
+                    # Within its group a response has the number of those of the same record before it.
+                    lines = lines * self.group + np.arange(owner.size) - np.searchsorted(owner, owner)
+                pieces.append(
+                    _RecordPart(store=rows.store, key=key, mask=mask, runs=rows.runs(key, items), lines=lines)
+                )
+            if REWARDS in self._lines:
+                shard, first, length = locate(rows.store, records, "groups")
+                runs = Runs(shard=shard, first=first, length=length)
+                self._sizes[chosen] = runs.length
+                pieces.append(_RecordPart(store=rows.store, key=REWARDS, mask=None, runs=runs, lines=chosen))
+        return pieces
+
+    def _map(self, pieces: list[_RecordPart], max_maps: int) -> None:
+        shards = [distinct(piece.runs.shard) for piece in pieces]
+        if sum(part.size * piece.num_files for piece, part in zip(pieces, shards, strict=True)) <= max_maps:
+            for piece, part in zip(pieces, shards, strict=True):
+                self._point(piece, part)
+            return
+        whole = {name: np.empty(shape, dtype) for name, (shape, dtype) in self.layout(self.num_rows).items()}
+        self._fill(0, whole)  # with no address yet: lengths and padding
+        for piece, part in zip(pieces, shards, strict=True):
+            for group in chunks(part, max(1, max_maps // 2)):
+                for lines in self._lines.values():
+                    lines[:, RUN_ADDRESS] = lines[:, RUN_MASK] = 0
+                self._point(piece, group)
+                self._fill(0, whole)
+                self.release()
+        self._whole = whole
+
+    def _point(self, piece: _RecordPart, shards: Int64Array) -> None:
+        """Give the lines in these shards their addresses, and keep the shards mapped."""
+        store, runs = piece.store, piece.runs
+        local = np.searchsorted(shards, runs.shard)
+        here = np.flatnonzero((local < shards.size) & (shards[np.minimum(local, shards.size - 1)] == runs.shard))
+        for key, column in ((piece.key, RUN_ADDRESS), (piece.mask, RUN_MASK)):
+            if key is not None:
+                files = store.maps.take([store.file(int(shard), key_file(key)) for shard in shards])
+                self._held.append((store.maps, files))
+                bases = np.array([file.address for file in files], np.int64)
+                begins = bases[local[here]] + runs.first[here] * store.dtype(key).itemsize
+                self._lines[piece.key][piece.lines[here], column] = begins
+
+    def _fill(self, begin: int, out: Batch) -> None:
+        for key in PARTS[self.kind]:
+            height = self.group if key == "responses" else 1
+            lines = self._lines[key][begin * height :]
+            mask = PARTS[self.kind][key]
+            ids = out[key].reshape(-1, self.seq_len) if key in out else _NO_IDS
+            flags = out[mask].reshape(-1, self.seq_len) if mask in out else _NO_FLAGS
+            copy_records(lines, self._pad, ids, flags)
+            if _LENGTHS[key] in out:
+                lengths = out[_LENGTHS[key]].reshape(-1)
+                lengths[:] = lines[: lengths.size, LENGTH]
+        if REWARDS in out and self.group:
+            copy_words(self._lines[REWARDS][begin:], out[REWARDS].view(np.uint32))
+        for name, values in (("group_size", self._sizes), ("source", self.sources)):
+            if name in out:
+                out[name][:] = values[begin : begin + out[name].size]
+
+
+def group_size(stage: Stage) -> int:
+    """Return how many responses a batch has room for in each record: the largest group of the stage's sources."""
+    return max(rows.largest_group for rows in stage.rows.values() if isinstance(rows, RecordRows))
+
+
+def row_slots(stage: Stage) -> int:
+    """Return how many tokens a row of a stage has room for, over all its arrays."""
+    return stage.spec.seq_len * max(2, 1 + group_size(stage))
+
+
+def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int]) -> Layout:
+    """Return shape and dtype of each array of a batch; shape is (rows, largest group, seq_len)."""
+    rows, group, seq_len = shape
+    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {"source": ((rows,), np.int32)}
+    for key, mask in PARTS[kind].items():
+        lines = (rows, group) if key == "responses" else (rows,)
+        kinds |= {key: ((*lines, seq_len), np.int64), _LENGTHS[key]: (lines, np.int64)}
+        if mask is not None:
+            kinds[mask] = ((*lines, seq_len), np.bool_)
+    if kind == "grpo":
+        kinds |= {REWARDS: ((rows, group), np.float32), "group_size": ((rows,), np.int64)}
+    return {name: kinds[name] for name in arrays}
+
+
+@numba.njit(cache=True, nogil=True)
+def copy_records(lines: Int64Array, pad: int, ids: Int64Array, flags: BoolArray) -> None:
+    """Fill the arrays that are not empty, a line of each for a line of the table.
+
+    A line whose address is 0 leaves its values alone; one without a mask is trained on whole.
+    """
+    nothing = ids[0:0].ravel()
+    for i in range(ids.shape[0]):
+        if lines[i, RUN_ADDRESS]:
+            copy_run(np.uint64(lines[i, RUN_ADDRESS]), lines[i, WIDTH], lines[i, LENGTH], ids[i], nothing)
+        ids[i, lines[i, LENGTH] :] = pad
+    for i in range(flags.shape[0]):
+        length = lines[i, LENGTH]
+        if lines[i, RUN_MASK]:
+            mask = view_uint8(np.uint64(lines[i, RUN_MASK]), length)
+            for k in range(length):
+                flags[i, k] = mask[k] != 0
+        elif lines[i, RUN_ADDRESS]:
+            flags[i, :length] = True
+        flags[i, length:] = False
+
+
+@numba.njit(cache=True, nogil=True)
+def copy_words(lines: Int64Array, out: Uint32Array) -> None:
+    """Copy values of 32 bits, whatever they mean, and put 0 behind them."""
+    for i in range(out.shape[0]):
+        length: Whole = lines[i, LENGTH]
+        if lines[i, RUN_ADDRESS]:
+            words = view_uint32(np.uint64(lines[i, RUN_ADDRESS]), length)
+            for k in range(length):
+                out[i, k] = words[k]
+        out[i, length:] = 0
+
+
+_NO_IDS = np.empty((0, 0), np.int64)
+_NO_FLAGS = np.empty((0, 0), np.bool_)

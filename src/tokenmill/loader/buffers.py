@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import AnyArray, Int64Array
 
+if TYPE_CHECKING:
     from tokenmill.types import Batch
 
 MAX_BUFFERS = 64
@@ -32,7 +32,7 @@ class BufferPool:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._buffers: list[npt.NDArray[np.int64]] = []
+        self._buffers: list[Int64Array] = []
         self._arrays: list[Batch] = []
         self._idle: list[int] = []
         """References to each buffer that are the pool's own, as `_references` counts them on this Python."""
@@ -52,18 +52,18 @@ class BufferPool:
                 self._idle.append(_references(self._buffers, len(self._buffers) - 1))
             return {name: array[:] for name, array in arrays.items()}
 
-    def _make(self) -> tuple[npt.NDArray[np.int64], Batch]:
+    def _make(self) -> tuple[Int64Array, Batch]:
         sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._layout.values()]
         # Each array starts on a boundary of 64 bytes, a cache line.
         begins = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
         buffer = np.empty(int(begins[-1]) // 8, np.int64)
-        arrays: dict[str, npt.NDArray[Any]] = {}
+        arrays: dict[str, AnyArray] = {}
         for (name, (shape, dtype)), begin, size in zip(self._layout.items(), begins[:-1], sizes, strict=True):
             part = buffer[begin // 8 : -(-(begin + size) // 8)].view(dtype)
             arrays[name] = part[: int(np.prod(shape))].reshape(shape)
         return buffer, arrays
 
 
-def _references(buffers: list[npt.NDArray[np.int64]], number: int) -> int:
+def _references(buffers: list[Int64Array], number: int) -> int:
     """Count the references to a buffer, always in the same way, so that counts can be compared."""
     return sys.getrefcount(buffers[number])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from tokenmill.loader.records import RECORD_ARRAYS
+from tokenmill.loader.assemble import RECORD_ARRAYS
+from tokenmill.types import AnyArray
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.types import Batch
 
 DIGEST_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
@@ -35,7 +34,7 @@ def row_digests(batch: Batch) -> list[bytes]:
     return digests
 
 
-def _record_digests(arrays: Sequence[npt.NDArray[Any]]) -> list[bytes]:
+def _record_digests(arrays: Sequence[AnyArray]) -> list[bytes]:
     """Return a digest of every row of arrays of any dtype and number of axes."""
     digests = []
     for row in range(arrays[0].shape[0]):

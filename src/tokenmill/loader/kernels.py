@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
-from tokenmill.store.memory import view_uint8, view_uint16, view_uint32
+from tokenmill.store.locate import view_uint8, view_uint16, view_uint32
+from tokenmill.types import BoolArray, Int32Array, Int64Array
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,9 +28,7 @@ SPAN_COLUMNS = 5
 
 
 @numba.njit(cache=True, nogil=True)
-def describe_spans(
-    out: npt.NDArray[np.int64], joined: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64], width: int
-) -> None:
+def describe_spans(out: Int64Array, joined: BoolArray, lengths: Int64Array, width: int) -> None:
     """Write what is known of spans before their shards are mapped."""
     for i in range(lengths.size):
         out[i, ADDRESS] = 0
@@ -41,10 +40,10 @@ def describe_spans(
 
 @numba.njit(cache=True, nogil=True)
 def point_spans(
-    out: npt.NDArray[np.int64],
-    places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    shards: npt.NDArray[np.int64],
-    bases: npt.NDArray[np.int64],
+    out: Int64Array,
+    places: tuple[Int64Array, Int64Array],
+    shards: Int64Array,
+    bases: Int64Array,
     column: int,
     width: int,
 ) -> None:
@@ -58,14 +57,14 @@ def point_spans(
 
 @numba.njit(cache=True, nogil=True)
 def copy_rows(
-    rows: npt.NDArray[np.int64],
-    spans: npt.NDArray[np.int64],
+    rows: Int64Array,
+    spans: Int64Array,
     shape: tuple[int, int, int, int],
-    input_ids: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int64],
-    position_ids: npt.NDArray[np.int64],
-    doc_ids: npt.NDArray[np.int32],
-    loss_mask: npt.NDArray[np.bool_],
+    input_ids: Int64Array,
+    labels: Int64Array,
+    position_ids: Int64Array,
+    doc_ids: Int32Array,
+    loss_mask: BoolArray,
 ) -> None:
     """Fill the arrays that are not empty, from row `begin` on; loss_mask only beside labels.
 
@@ -90,14 +89,12 @@ def copy_rows(
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def _row(array: npt.NDArray[np.int64], row: Whole) -> npt.NDArray[np.int64]:
+def _row(array: Int64Array, row: Whole) -> Int64Array:
     return array[row] if array.size else array[0:0].ravel()
 
 
 @numba.njit(cache=True, nogil=True)
-def _copy_tokens(
-    spans: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], shape: tuple[int, int]
-) -> None:
+def _copy_tokens(spans: Int64Array, ids: Int64Array, labels: Int64Array, shape: tuple[int, int]) -> None:
     crossing, pad = shape
     column: Whole = 0
     span: Whole = 0
@@ -123,9 +120,7 @@ def _copy_tokens(
 
 
 @numba.njit(cache=True, nogil=True)
-def copy_run(
-    address: np.uint64, width: Whole, length: Whole, ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
-) -> None:
+def copy_run(address: np.uint64, width: Whole, length: Whole, ids: Int64Array, labels: Int64Array) -> None:
     """Copy a run of tokens as inputs, and as the labels of the tokens before them."""
     if width == 2:
         _widen(view_uint16(address, length), ids, labels)
@@ -136,9 +131,7 @@ def copy_run(
 
 
 @numba.njit(cache=True, nogil=True)
-def _widen(
-    tokens: npt.NDArray[np.unsignedinteger], ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
-) -> None:
+def _widen(tokens: npt.NDArray[np.unsignedinteger], ids: Int64Array, labels: Int64Array) -> None:
     for k in range(min(ids.size, tokens.size)):
         ids[k] = tokens[k]
     # Labels begin one token after the inputs; the label of a run's last token is in the next run, if anywhere.
@@ -149,9 +142,9 @@ def _widen(
 
 @numba.njit(cache=True, nogil=True)
 def _mark_labels(
-    spans: npt.NDArray[np.int64],
+    spans: Int64Array,
     run: tuple[Whole, Whole],
-    labels: npt.NDArray[np.int64],
+    labels: Int64Array,
     column: Whole,
     crossing: Whole,
 ) -> None:
@@ -184,7 +177,7 @@ def _first_token(address: np.uint64, width: Whole) -> Whole:
 
 
 @numba.njit(cache=True, nogil=True)
-def _count_positions(spans: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+def _count_positions(spans: Int64Array, positions: Int64Array) -> None:
     """Count from 0 in every segment."""
     column: Whole = 0
     base: Whole = 0
@@ -201,7 +194,7 @@ def _count_positions(spans: npt.NDArray[np.int64], positions: npt.NDArray[np.int
 
 
 @numba.njit(cache=True, nogil=True)
-def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]) -> None:
+def _count_documents(spans: Int64Array, documents: Int32Array) -> None:
     """Give the segments of a row their numbers; padding is -1."""
     column: Whole = 0
     document: Whole = -1
@@ -215,8 +208,8 @@ def _count_documents(spans: npt.NDArray[np.int64], documents: npt.NDArray[np.int
 
 @numba.njit(cache=True, nogil=True)
 def find_segments(
-    rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], seq_len: int, batch: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    rows: Int64Array, spans: Int64Array, seq_len: int, batch: int
+) -> tuple[Int32Array, Int64Array, Int32Array]:
     """Cut rows into batches; return bounds of segments in each, where each batch starts in them, its longest."""
     number = rows.shape[0] // batch
     bounds = np.empty(rows[:, 1].sum() + rows.shape[0] + number, np.int32)
@@ -245,7 +238,7 @@ def find_segments(
 
 
 @numba.njit(cache=True, nogil=True)
-def count_labels(rows: npt.NDArray[np.int64], spans: npt.NDArray[np.int64], crossing: int) -> npt.NDArray[np.int64]:
+def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Array:
     """Return how many labels each row has where no loss mask says otherwise."""
     counts = np.zeros(rows.shape[0], np.int64)
     for i in range(rows.shape[0]):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.errors import ResumeError, nearest
 
 if TYPE_CHECKING:
-    from tokenmill.loader.slices import RankSlice
+    from tokenmill.loader.loader import RankSlice
     from tokenmill.plan.plan import Plan
 
 STATE_VERSION = 1

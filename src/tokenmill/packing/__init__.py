@@ -9,12 +9,11 @@
    left of it is packed anew (`following`). A store of DPO pairs or GRPO groups is not packed: a record is a row.
    Without quarantined documents the rows are those of a store that never had them, and the rest lacks them too.
 3. Out: a row index: number of rows, the spans of any rows, the rows of any document, and what every token comes to.
-4. Must not know: the order in which rows are read, ranks, or what a batch delivers.
 """
 
 from tokenmill.packing.concat import ConcatRows
-from tokenmill.packing.packed import PackedRows, pack_rows
 from tokenmill.packing.policy import Policy
 from tokenmill.packing.records import RecordRows
+from tokenmill.packing.rows import PackedRows, pack_rows
 
 __all__ = ["ConcatRows", "PackedRows", "Policy", "RecordRows", "pack_rows"]

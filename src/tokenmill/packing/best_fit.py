@@ -2,36 +2,141 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
-from tokenmill.packing.bits import at_least, empty_set, insert, remove
-from tokenmill.packing.window import (
-    CUT_DOCUMENTS,
-    FORBID,
-    SPLIT,
-    TOO_LONG,
-    TRUNCATE_START,
-    TRUNCATED,
-    emit,
-)
+from tokenmill.packing.window import CUT_DOCUMENTS, FORBID, SPLIT, TOO_LONG, TRUNCATE_START, TRUNCATED, emit
+from tokenmill.types import Int32Array, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.packing.window import Fragments, Output, Written
     from tokenmill.types import Whole
+
+
+# Sets of small whole numbers as bits, for kernels: the nearest member above or below in a few instructions.
+#
+# A set is an array: the number of its words, its words, and a second level with a bit for each word that is not 0,
+# so that even a set of 10^5 numbers is searched in a few steps.
+
+
+@intrinsic
+def _trailing_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
+    """Return the index of the lowest set bit of a value that is not 0."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        return builder.cttz(arguments[0], _context.get_constant(types.boolean, True))
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def _leading_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
+    """Return how many zeros stand before the highest set bit of a value that is not 0."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        return builder.ctlz(arguments[0], _context.get_constant(types.boolean, True))
+
+    return types.uint64(types.uint64), generate
+
+
+@numba.njit(cache=True, nogil=True)
+def empty_set(size: Whole) -> Uint64Array:
+    """Make an empty set for numbers below `size`."""
+    words = (size + 63) >> 6
+    members = np.zeros(1 + words + ((words + 63) >> 6), np.uint64)
+    members[0] = words
+    return members
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def insert(members: Uint64Array, number: Whole) -> None:
+    """Add a number to a set."""
+    word = number >> 6
+    members[1 + word] |= np.uint64(1) << np.uint64(number & 63)
+    members[1 + np.int64(members[0]) + (word >> 6)] |= np.uint64(1) << np.uint64(word & 63)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def remove(members: Uint64Array, number: Whole) -> None:
+    """Take a number out of a set."""
+    word = number >> 6
+    members[1 + word] &= ~(np.uint64(1) << np.uint64(number & 63))
+    if not members[1 + word]:
+        members[1 + np.int64(members[0]) + (word >> 6)] &= ~(np.uint64(1) << np.uint64(word & 63))
+
+
+@numba.njit(cache=True, nogil=True)
+def at_least(members: Uint64Array, number: Whole) -> Whole:
+    """Return the smallest member that is not below `number`, or -1."""
+    words = np.int64(members[0])
+    word = number >> 6
+    if word >= words:
+        return -1
+    shift = np.uint64(number & 63)
+    value = (members[1 + word] >> shift) << shift
+    if not value:
+        word = _next(members[1 + words :], word + 1)
+        if word < 0:
+            return -1
+        value = members[1 + word]
+    return (word << 6) + np.int64(_trailing_zeros(value))  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True, nogil=True)
+def _next(words: Uint64Array, number: Whole) -> Whole:
+    word = number >> 6
+    if word >= words.size:
+        return -1
+    shift = np.uint64(number & 63)
+    value = (words[word] >> shift) << shift
+    while not value:
+        word += 1
+        if word >= words.size:
+            return -1
+        value = words[word]
+    return (word << 6) + np.int64(_trailing_zeros(value))  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True, nogil=True)
+def at_most(members: Uint64Array, number: Whole) -> Whole:
+    """Return the largest member that is not above `number`, or -1."""
+    word = number >> 6
+    shift = np.uint64(63 - (number & 63))
+    value = (members[1 + word] << shift) >> shift
+    if not value:
+        word = _previous(members[1 + np.int64(members[0]) :], word - 1)
+        if word < 0:
+            return -1
+        value = members[1 + word]
+    return (word << 6) + 63 - np.int64(_leading_zeros(value))  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True, nogil=True)
+def _previous(words: Uint64Array, number: Whole) -> Whole:
+    if number < 0:
+        return -1
+    word = number >> 6
+    shift = np.uint64(63 - (number & 63))
+    value = (words[word] << shift) >> shift
+    while not value:
+        word -= 1
+        if word < 0:
+            return -1
+        value = words[word]
+    return (word << 6) + 63 - np.int64(_leading_zeros(value))  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True)
 def pack_best_fit(
     fragments: Fragments,
-    lengths: npt.NDArray[np.int32],
+    lengths: Int32Array,
     shape: tuple[int, int, bool],
     out: Output,
-    counts: npt.NDArray[np.int64],
+    counts: Int64Array,
 ) -> Written:
     """Pack a window; shape is (seq_len, split, one fragment a row). Row-filling pieces of long ones come first."""
     seq_len, split, alone = shape
@@ -49,11 +154,11 @@ def pack_best_fit(
 @numba.njit(cache=True, nogil=True)
 def cut_long(
     fragments: Fragments,
-    lengths: npt.NDArray[np.int32],
+    lengths: Int32Array,
     shape: tuple[int, int],
-    rests: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
+    rests: tuple[Int32Array, Int32Array],
     out: Output,
-    counts: npt.NDArray[np.int64],
+    counts: Int64Array,
 ) -> Written:
     """Give each row-filling piece of a long fragment a row, and leave in `rests` what is still to be packed."""
     seq_len, split = shape
@@ -88,7 +193,7 @@ def cut_long(
 
 
 @numba.njit(cache=True, nogil=True)
-def fill_bins(sizes: npt.NDArray[np.int32], room: int, bins: npt.NDArray[np.int32]) -> Whole:
+def fill_bins(sizes: Int32Array, room: int, bins: Int32Array) -> Whole:
     """Say for each size which bin of `room` it goes to; return the number of bins.
 
     The bins with the same free room form a stack, and the free rooms that occur a set of bits, so a
@@ -122,7 +227,7 @@ def fill_bins(sizes: npt.NDArray[np.int32], room: int, bins: npt.NDArray[np.int3
 
 
 @numba.njit(cache=True, nogil=True)
-def _longest_first(sizes: npt.NDArray[np.int32], room: int) -> npt.NDArray[np.int32]:
+def _longest_first(sizes: Int32Array, room: int) -> Int32Array:
     """Order sizes from the longest to the shortest, equal ones as they come."""
     starts = np.zeros(room + 2, np.int32)
     for size in sizes:
@@ -139,11 +244,11 @@ def _longest_first(sizes: npt.NDArray[np.int32], room: int) -> npt.NDArray[np.in
 
 @numba.njit(cache=True, nogil=True)
 def _emit_bins(
-    documents: npt.NDArray[np.int32],
-    begins: npt.NDArray[np.int32],
-    sizes: npt.NDArray[np.int32],
-    bins: tuple[npt.NDArray[np.int32], Whole],
-    lengths: npt.NDArray[np.int32],
+    documents: Int32Array,
+    begins: Int32Array,
+    sizes: Int32Array,
+    bins: tuple[Int32Array, Whole],
+    lengths: Int32Array,
     out: Output,
     written: Written,
 ) -> Written:

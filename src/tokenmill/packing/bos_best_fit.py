@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
-from tokenmill.packing.bits import at_least, at_most, empty_set, insert, remove
+from tokenmill.packing.best_fit import at_least, at_most, empty_set, insert, remove
 from tokenmill.packing.window import BOS, CROPPED, CUT, CUT_DOCUMENTS, ID_MASK, emit
+from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.packing.window import Fragments, Output, Written
     from tokenmill.types import Whole
 
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 @numba.njit(cache=True, nogil=True)
 def pack_bos_best_fit(
     fragments: Fragments,
-    lengths: npt.NDArray[np.int32],
+    lengths: Int32Array,
     shape: tuple[int, bool],
     out: Output,
-    counts: npt.NDArray[np.int64],
+    counts: Int64Array,
 ) -> Written:
     """Pack a window; shape is (seq_len, discard). The last row is padded, or discarded with what it holds."""
     seq_len, discard = shape
@@ -83,9 +82,9 @@ def pack_bos_best_fit(
 def _put(
     i: Whole,
     size: Whole,
-    stacks: npt.NDArray[np.int32],
-    below: npt.NDArray[np.int32],
-    waiting: npt.NDArray[np.uint64],
+    stacks: Int32Array,
+    below: Int32Array,
+    waiting: Uint64Array,
 ) -> bool:
     """Let a fragment that needs `size` slots wait for its turn; False if it is longer than a row."""
     if size >= stacks.size:
@@ -98,9 +97,7 @@ def _put(
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(
-    space: Whole, stacks: npt.NDArray[np.int32], below: npt.NDArray[np.int32], waiting: npt.NDArray[np.uint64]
-) -> Whole:
+def _choose(space: Whole, stacks: Int32Array, below: Int32Array, waiting: Uint64Array) -> Whole:
     """Take the longest waiting fragment that fits, else the shortest, else none (-1)."""
     size = at_most(waiting, space)
     if size < 0:
@@ -116,9 +113,9 @@ def _choose(
 
 @numba.njit(cache=True, nogil=True)
 def _tokens(
-    lengths: npt.NDArray[np.int32],
-    pieces: npt.NDArray[np.uint16],
-    cuts: npt.NDArray[np.uint32],
+    lengths: Int32Array,
+    pieces: Uint16Array,
+    cuts: Uint32Array,
     run: tuple[Whole, Whole, Whole],
 ) -> Whole:
     """Return how many tokens a run of pieces (first, end, first cut) holds."""

@@ -17,32 +17,31 @@ import numba
 import numpy as np
 
 from tokenmill.errors import PlanError, StoreCorruptError
-from tokenmill.packing.distinct import distinct
-from tokenmill.packing.holes import (
+from tokenmill.packing.exclude import (
+    LOSS_MASK,
     QUARANTINED,
     Holes,
     are_excluded,
     check_excluded,
+    count_rows,
+    count_stream,
     describe_excluded,
+    distinct,
     excluded_within,
+    hold,
     token_holes,
 )
-from tokenmill.packing.masks import LOSS_MASK, count_rows, count_stream, hold
 from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
-from tokenmill.store.memory import view_uint32, view_uint64
-from tokenmill.types import Fates, Spans
+from tokenmill.store.locate import view_uint32, view_uint64
+from tokenmill.types import Fates, Int64Array, Spans, Uint64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from tokenmill.plan.rows import Held, RowIndex, Seen
+    from tokenmill.plan.stages import Held, RowIndex, Seen
     from tokenmill.store.reader import Store
     from tokenmill.types import Whole
 
-    Runs: TypeAlias = tuple[
-        npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
-    ]
+    Runs: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
     """Runs of tokens of the store: (first token, length, which of the mapped shards has it, number of the run)."""
 
 _DOCUMENTS = 1 << 20
@@ -57,7 +56,7 @@ class ConcatRows:
     seq_len: int
     cross_document_labels: bool = False
     """Whether the first token of a document is a label of the last token of the one before it."""
-    excluded: npt.NDArray[np.int64] | None = None
+    excluded: Int64Array | None = None
     """Documents that no row holds, ascending."""
 
     num_rest: ClassVar[int] = 0
@@ -147,29 +146,29 @@ class ConcatRows:
 
     def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
-        from tokenmill.packing.following import follow
+        from tokenmill.packing.rows import follow
 
         return follow(self, previous, seen, Policy(name="concat"))
 
-    def rows_of(self, document: int) -> npt.NDArray[np.int64]:
+    def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, in ascending order; none for an empty document."""
         begin, end = self.store.document_bounds(document)
         if begin == end or are_excluded(self.excluded, np.array([document]))[0]:
             return np.empty(0, np.int64)
         return self.rows_within(begin, end)
 
-    def rows_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+    def rows_within(self, begin: int, end: int) -> Int64Array:
         """Return the rows that hold tokens `begin` to `end` (exclusive) of the store, in ascending order."""
         begin, end = self.holes.closed(np.array([begin, end])).tolist()
         first = max(0, -(-(begin - self.seq_len) // self.seq_len))
         last = min(self.num_rows - 1, (end - 1) // self.seq_len)
         return np.arange(first, last + 1, dtype=np.int64)
 
-    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+    def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their loss mask, where the store has one."""
         return hold(self, rows)
 
-    def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
+    def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
             raise PlanError(
@@ -181,7 +180,7 @@ class ConcatRows:
         last_shard = np.searchsorted(self.store.token_begins, begins + sizes - 1, side="right") - 1
         first = np.empty(begins.size, np.int64)
         count = np.empty(begins.size, np.int64)
-        parts: list[npt.NDArray[np.int64]] = []
+        parts: list[Int64Array] = []
         filled = 0
         for chosen, shards in _groups(first_shard, last_shard, self.store.maps.limit // 4):
             local = np.searchsorted(shards, first_shard[chosen])
@@ -205,10 +204,10 @@ class ConcatRows:
     def _spans_of(
         self,
         runs: Runs,
-        shards: npt.NDArray[np.int64],
-        first: npt.NDArray[np.int64],
-        count: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+        shards: Int64Array,
+        first: Int64Array,
+        count: Int64Array,
+    ) -> Int64Array:
         store = self.store
         with store.maps.borrow([store.file(int(shard), DOCUMENTS) for shard in shards]) as files:
             addresses = np.array([file.address for file in files], np.uint64)
@@ -234,11 +233,11 @@ class ConcatRows:
 
 
 def _join_runs(
-    columns: npt.NDArray[np.int64],
-    first: npt.NDArray[np.int64],
-    count: npt.NDArray[np.int64],
-    runs: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    columns: Int64Array,
+    first: Int64Array,
+    count: Int64Array,
+    runs: Int64Array,
+) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Put the spans of rows that are made of several runs side by side; return them, and (first, count) of rows."""
     ends = np.cumsum(count)
     order = np.arange(columns.shape[0]) + np.repeat(first - (ends - count), count)
@@ -246,9 +245,7 @@ def _join_runs(
     return columns[order], (ends - count)[heads], np.add.reduceat(count, heads)
 
 
-def _groups(
-    first: npt.NDArray[np.int64], last: npt.NDArray[np.int64], limit: int
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _groups(first: Int64Array, last: Int64Array, limit: int) -> Iterator[tuple[Int64Array, Int64Array]]:
     """Cut runs into groups that need few shards at a time: (which runs, the shards they need, ascending).
 
     A run needs all shards from its first to its last; one run alone may need more than `limit`.
@@ -275,10 +272,10 @@ def _groups(
 @numba.njit(cache=True, nogil=True)
 def _find_spans(
     runs: Runs,
-    shards: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    first: npt.NDArray[np.int64],
-    count: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int64],
+    shards: tuple[Int64Array, Uint64Array, Int64Array, Int64Array],
+    first: Int64Array,
+    count: Int64Array,
+    out: Int64Array,
 ) -> Whole:
     """Write the spans of runs of tokens; return how many there are, even if `out` is too small.
 
@@ -318,7 +315,7 @@ def _shard_spans(
     address: np.uint64,
     shard: tuple[Whole, Whole, Whole],
     tokens: tuple[Whole, Whole, Whole],
-    out: npt.NDArray[np.int64],
+    out: Int64Array,
     filled: Whole,
 ) -> Whole:
     first_document, documents, number = shard

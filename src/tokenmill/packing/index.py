@@ -6,17 +6,23 @@ section holds the first piece of each row (4 bytes), the pieces (2 bytes) and th
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import orjson
 import xxhash
 
-from tokenmill.errors import ConfigError
-from tokenmill.packing.holes import excluded_within
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
+from tokenmill.fingerprint import digest
+from tokenmill.packing.exclude import excluded_within
 from tokenmill.packing.policy import count_tokens, pack_window
 from tokenmill.packing.window import (
     EXCLUDED,
@@ -28,10 +34,12 @@ from tokenmill.packing.window import (
     document_fragments,
     needed_room,
 )
+from tokenmill.store.durable import private_folder, sync_folder, writable
+from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.writer import ROWS_FOLDER
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.packing.policy import Policy
     from tokenmill.packing.window import Fragments
     from tokenmill.store.reader import Store
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
 """Columns of the table: first row and first byte of a window, how many pieces and cuts it has, its checksum."""
 
-WindowFragments = Callable[[int], "tuple[Fragments, npt.NDArray[np.int32]]"]
+WindowFragments = Callable[[int], "tuple[Fragments, Int32Array]"]
 """Window -> what is to be packed of it, and the lengths of its documents."""
 
 
@@ -47,13 +55,13 @@ WindowFragments = Callable[[int], "tuple[Fragments, npt.NDArray[np.int32]]"]
 class WindowIndex:
     """All windows of a store, packed."""
 
-    table: npt.NDArray[np.int64]
+    table: Int64Array
     """A line for each window, and one for the end."""
-    data: npt.NDArray[np.uint8]
-    counts: npt.NDArray[np.int64]
+    data: Uint8Array
+    counts: Int64Array
     """The sums over all windows of what a window counts."""
 
-    checked: npt.NDArray[np.bool_] | None = None
+    checked: BoolArray | None = None
     """Which windows of a file have been proved by their checksum; None where the index was made by this process."""
 
     @property
@@ -61,7 +69,7 @@ class WindowIndex:
         """Number of rows of all windows."""
         return int(self.table[-1, ROW])
 
-    def broken(self, windows: npt.NDArray[np.int64]) -> int | None:
+    def broken(self, windows: Int64Array) -> int | None:
         """Return a window among those given whose bytes are not what its checksum says, each checked once."""
         if self.checked is None or self.checked[windows].all():
             return None
@@ -84,13 +92,13 @@ class PackedWindow:
     pieces: int
     cuts: int
     data: bytes
-    counts: npt.NDArray[np.int64]
+    counts: Int64Array
 
 
 def whole_documents(store: Store) -> WindowFragments:
     """Return what an epoch packs: every document of a window, whole."""
 
-    def of(window: int) -> tuple[Fragments, npt.NDArray[np.int32]]:
+    def of(window: int) -> tuple[Fragments, Int32Array]:
         begin = window * MAX_DOCUMENTS
         offsets = store.document_offsets(begin, min(begin + MAX_DOCUMENTS, store.num_documents)).view(np.uint64)
         documents, starts, sizes, lengths = np.empty((4, offsets.size - 1), np.int32)
@@ -116,7 +124,7 @@ def pack_one(
     seq_len: int,
     policy: Policy,
     where: str,
-    excluded: npt.NDArray[np.int64] | None,
+    excluded: Int64Array | None,
 ) -> PackedWindow:
     """Pack one window, without the documents that are excluded."""
     fragments, lengths = fragments_of(window)
@@ -142,7 +150,7 @@ def pack_one(
     return PackedWindow(rows=int(rows), pieces=int(pieces), cuts=int(cuts), data=data, counts=counts)
 
 
-def _split(fragments: Fragments, excluded: npt.NDArray[np.int64], documents: int) -> tuple[Fragments, Fragments]:
+def _split(fragments: Fragments, excluded: Int64Array, documents: int) -> tuple[Fragments, Fragments]:
     """Return the fragments that are to be packed, and those of excluded documents of the window."""
     gone = np.zeros(documents, np.bool_)
     gone[excluded] = True
@@ -163,9 +171,7 @@ def pack_all(windows: int, pack: Callable[[int], PackedWindow], threads: int) ->
             yield waiting.popleft().result()
 
 
-def build_index(
-    packed: Iterator[PackedWindow], write: Callable[[bytes], object]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def build_index(packed: Iterator[PackedWindow], write: Callable[[bytes], object]) -> tuple[Int64Array, Int64Array]:
     """Write the sections one after another; return the table and the counts."""
     lines = []
     counts = np.zeros(NUM_COUNTS, np.int64)
@@ -179,3 +185,115 @@ def build_index(
         counts += window.counts
     lines.append((row, byte, 0, 0, 0))
     return np.array(lines, np.int64), counts
+
+
+# Row indexes kept in files: built once, by one of many processes, and mapped by all.
+#
+# A file is written under a name of its own, synced and renamed, so what has the final name is whole. Its
+# name is a digest of everything that decides its content. A lock keeps other processes from building the same
+# again; where locks do not work, they build it and the last rename wins, with the same bytes. The lock goes with
+# its process, so a killed builder leaves nothing that needs to be cleaned up.
+
+FORMAT = "tokenmill-rows-1"
+_END = 16
+"""Bytes at the end of a file: size of the footer, and its checksum."""
+
+
+def cached_index(
+    store: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]
+) -> WindowIndex:
+    """Return the index that `description` stands for, from its file; build the file if there is none."""
+    name = f"{digest(dict(description))}.rows"
+    for folder in (store / ROWS_FOLDER, private_folder("rows")):
+        found = _read(folder / name, description)
+        if found:
+            return found
+    folder = writable(store / ROWS_FOLDER) or private_folder("rows")
+    file = folder / name
+    with _lock(file) as alone:
+        if not _read(file, description):
+            if alone:
+                for left in folder.glob(f".tmp-{file.stem}-*"):
+                    left.unlink()  # what a killed builder left
+            _build(file, description, packed)
+    built = _read(file, description)
+    if built is None:
+        raise StoreCorruptError(f"{file}: must be a whole index of rows once it is built, got none; check the disk")
+    return built
+
+
+def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
+    try:
+        os.fchmod(descriptor, 0o644)  # others may read the store, so they may read its index
+        with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
+            table, counts = build_index(packed(), out.write)
+            out.write(b"\0" * (-out.tell() % 8))
+            _write_footer(out, description, table, counts)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+        sync_folder(file.parent)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _write_footer(out: BinaryIO, description: Mapping[str, Any], table: Int64Array, counts: Int64Array) -> None:
+    out.write(table.tobytes())
+    footer = orjson.dumps(
+        {
+            "format": FORMAT,
+            "description": dict(description),
+            "windows": len(table) - 1,
+            # The last count came later than the format: it is written only where it says something.
+            "counts": counts[: NUM_COUNTS if counts[EXCLUDED] else EXCLUDED].tolist(),
+            "table": xxhash.xxh3_64_hexdigest(table.tobytes()),
+        }
+    )
+    out.write(footer)
+    out.write(len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
+
+
+def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
+    """Map an index; None where there is none, or one that is cut or changed: it is only a cache, and made again."""
+    try:
+        data = map_file(FileRequest(file, file.stat().st_size)).data
+    except (OSError, StoreError):
+        return None
+    size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little")
+    text = data[max(0, data.size - _END - size) : -_END].tobytes()
+    if data.size < _END or len(text) != size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
+        return None
+    footer = orjson.loads(text)
+    if footer["format"] != FORMAT or footer["description"] != dict(description):
+        return None
+    begin = data.size - _END - size - 40 * (footer["windows"] + 1)
+    raw = data[max(0, begin) : data.size - _END - size].tobytes()
+    if begin < 0 or xxhash.xxh3_64_hexdigest(raw) != footer["table"]:
+        return None
+    table = np.frombuffer(raw, np.int64).reshape(-1, 5)
+    if begin - int(table[-1, 1]) not in range(8):
+        return None
+    counts = np.zeros(NUM_COUNTS, np.int64)
+    counts[: len(footer["counts"])] = footer["counts"]
+    return WindowIndex(
+        table=table,
+        data=data[:begin],
+        counts=counts,
+        checked=np.zeros(footer["windows"], np.bool_),
+    )
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[bool]:
+    """Hold the right to build a file; False where the file system has no locks."""
+    with (file.parent / f".{file.name}.lock").open("wb") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            alone = True
+        except (ImportError, OSError):
+            alone = False
+        yield alone

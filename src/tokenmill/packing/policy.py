@@ -11,15 +11,43 @@ import numpy as np
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.packing.best_fit import pack_best_fit
 from tokenmill.packing.bos_best_fit import pack_bos_best_fit
-from tokenmill.packing.stream import pack_stream
-from tokenmill.packing.window import FORBID, SPLIT, TOKENS, TRUNCATE_END, TRUNCATE_START, count_window
-from tokenmill.types import CROPS, PACKINGS, SPLITS
+from tokenmill.packing.window import FORBID, SPLIT, TOKENS, TRUNCATE_END, TRUNCATE_START, count_window, emit
+from tokenmill.types import CROPS, PACKINGS, SPLITS, Int32Array, Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.packing.window import Fragments, Output, Written
     from tokenmill.types import Whole
+
+
+# The kernel of `concat` for what remains of a window: fragments end to end, cut into rows.
+
+
+@numba.njit(cache=True, nogil=True)
+def pack_stream(fragments: Fragments, lengths: Int32Array, seq_len: int, out: Output) -> Written:
+    """Cut the fragments into rows of seq_len inputs; the last row of the window is filled with padding."""
+    rows, pieces, cuts = out
+    row: Whole = 0
+    number: Whole = 0
+    cut: Whole = 0
+    column = np.int64(seq_len)
+    for i in range(fragments[0].size):
+        document, start, size = fragments[0][i], fragments[1][i], np.int64(fragments[2][i])
+        while True:
+            if column >= seq_len:
+                rows[row] = number
+                row += 1
+                column = np.int64(0)
+            # A row takes the token behind its last input as a label; it is the first input of the next row.
+            taken = min(size, seq_len + 1 - column)
+            cut = emit(pieces, cuts, number, cut, (document, start, taken, lengths[document]))
+            number += 1
+            column += taken
+            if taken == size:
+                break
+            start += taken - 1
+            size -= taken - 1
+    return row, number, cut
+
 
 CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED = range(4)
 POLICIES = dict(zip(PACKINGS, (CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED), strict=True))
@@ -70,10 +98,10 @@ class Policy:
 @numba.njit(cache=True, nogil=True)
 def pack_window(
     fragments: Fragments,
-    lengths: npt.NDArray[np.int32],
+    lengths: Int32Array,
     shape: tuple[int, int, int, int],
     out: Output,
-    counts: npt.NDArray[np.int64],
+    counts: Int64Array,
 ) -> Written:
     """Pack the fragments of one window into `out`; shape is (seq_len, policy, split, discard)."""
     seq_len, policy, split, discard = shape

@@ -11,25 +11,23 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.holes import (
+from tokenmill.packing.exclude import (
     QUARANTINED,
     Holes,
     are_excluded,
     check_excluded,
+    count_ones,
     describe_excluded,
     excluded_within,
     record_holes,
 )
-from tokenmill.packing.masks import count_ones
-from tokenmill.plan.rows import NOTHING, Held
+from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.store.locate import locate
-from tokenmill.types import Fates, Spans
+from tokenmill.types import Fates, Int64Array, Spans
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.packing.policy import Policy
-    from tokenmill.plan.rows import RowIndex, Seen
+    from tokenmill.plan.stages import RowIndex, Seen
     from tokenmill.store.reader import Store
 
 PARTS: Mapping[str, Mapping[str, str | None]] = {
@@ -45,10 +43,10 @@ _BLOCK = 1 << 18
 class Runs:
     """Where several runs of values are: what a row delivers of one array."""
 
-    shard: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
+    shard: Int64Array
+    first: Int64Array
     """First value, counted from the shard's first."""
-    length: npt.NDArray[np.int64]
+    length: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +60,11 @@ class RecordRows:
     seq_len: int
     """How many tokens of each array a row delivers; a longer one is cut as the policy says, or refused."""
     policy: Policy
-    rest: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    rest: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
     """Records that come before the first epoch: what a stage before, of another sequence length, has not drawn."""
     after: str = ""
     """After what the rest is left, for the description."""
-    excluded: npt.NDArray[np.int64] | None = None
+    excluded: Int64Array | None = None
     """Records that no row holds, ascending."""
 
     def __post_init__(self) -> None:
@@ -168,7 +166,7 @@ class RecordRows:
                 found += int(locate(self.store, self.items(key, records)[0], self.store.axis(key))[2].sum())
         return found
 
-    def held(self, rows: npt.NDArray[np.int64]) -> Held:
+    def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold, over all arrays; reads lengths, and the masks of their tokens."""
         records = self.records(rows)
         tokens = trained = 0
@@ -184,7 +182,7 @@ class RecordRows:
                 trained += self._labels(mask, runs, np.where(follows[owner], 0, 1))
         return Held(tokens=tokens, trained=trained)
 
-    def _labels(self, mask: str | None, runs: Runs, skip: npt.NDArray[np.int64]) -> int:
+    def _labels(self, mask: str | None, runs: Runs, skip: Int64Array) -> int:
         """Count the tokens of runs that are labels, leaving out `skip` at the start of each."""
         length = np.maximum(0, runs.length - skip)
         if mask is None:
@@ -204,7 +202,7 @@ class RecordRows:
         after = digest({"rows": dict(before.description), "seen": dict(seen.describe())})
         return replace(self, rest=rest[~are_excluded(self.excluded, rest)], after=after)
 
-    def rows_of(self, document: int) -> npt.NDArray[np.int64]:
+    def rows_of(self, document: int) -> Int64Array:
         """Return the row of a record, and that of the rest which holds it as well, if one does."""
         if not 0 <= document < self.store.num_documents:
             raise PlanError(
@@ -215,7 +213,7 @@ class RecordRows:
         row = self.holes.closed(record)[~are_excluded(self.excluded, record)]
         return np.concatenate([row, np.flatnonzero(self.rest == document) + self.num_rows])
 
-    def records(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def records(self, rows: Int64Array) -> Int64Array:
         """Return the record that each row holds."""
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows + self.num_rest:
             raise PlanError(
@@ -227,7 +225,7 @@ class RecordRows:
         records[left] = self.rest[rows[left] - self.num_rows]
         return records
 
-    def spans(self, rows: npt.NDArray[np.int64]) -> Spans:
+    def spans(self, rows: Int64Array) -> Spans:
         """Return the tokens of the first array of each row, in the order given."""
         records = self.records(rows)
         key = next(iter(self.parts))
@@ -243,9 +241,7 @@ class RecordRows:
             token=runs.first,
         )
 
-    def items(
-        self, key: str, records: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def items(self, key: str, records: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the items of an array that records have, and which of the records each belongs to."""
         if self.store.axis(key) != "responses":
             return records, np.arange(records.size)
@@ -255,7 +251,7 @@ class RecordRows:
         inside = np.arange(owner.size) - np.repeat(ends - groups[2], groups[2])
         return (self.store.axes["groups"].values[groups[0]] + groups[1])[owner] + inside, owner
 
-    def runs(self, key: str, items: npt.NDArray[np.int64]) -> Runs:
+    def runs(self, key: str, items: Int64Array) -> Runs:
         """Return what rows deliver of some items of an array of token ids."""
         shard, first, length = locate(self.store, items, self.store.axis(key))
         kept = np.minimum(length, self.seq_len)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, TypeAlias
 import numba
 import numpy as np
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
 
+if TYPE_CHECKING:
     from tokenmill.types import Whole
 
-    Fragments: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]
+    Fragments: TypeAlias = tuple[Int32Array, Int32Array, Int32Array]
     """What is to be packed: (document, first token, number of tokens), and no document twice for the same token."""
-    Output: TypeAlias = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16], npt.NDArray[np.uint32]]
+    Output: TypeAlias = tuple[Uint32Array, Uint16Array, Uint32Array]
     """Room for (first piece of each row, pieces, cuts of (piece, first token, number of tokens))."""
     Piece: TypeAlias = tuple[Whole, Whole, Whole, Whole]
     Written: TypeAlias = tuple[Whole, Whole, Whole]
@@ -48,9 +48,7 @@ NUM_COUNTS = 11
 
 
 @numba.njit(cache=True, nogil=True)
-def document_fragments(
-    offsets: npt.NDArray[np.uint64], fragments: Fragments, lengths: npt.NDArray[np.int32]
-) -> Whole:
+def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int32Array) -> Whole:
     """Make a fragment of every document that has tokens, and note all lengths; return the number of fragments."""
     documents, starts, sizes = fragments
     filled: Whole = 0
@@ -67,7 +65,7 @@ def document_fragments(
 
 
 @numba.njit(cache=True, nogil=True)
-def needed_room(sizes: npt.NDArray[np.int32], seq_len: int) -> Whole:
+def needed_room(sizes: Int32Array, seq_len: int) -> Whole:
     """Return a number of rows, pieces and cuts that is enough for a window under any policy."""
     pieces = 1
     for size in sizes:
@@ -78,9 +76,7 @@ def needed_room(sizes: npt.NDArray[np.int32], seq_len: int) -> Whole:
 
 
 @numba.njit(cache=True, nogil=True)
-def emit(
-    pieces: npt.NDArray[np.uint16], cuts: npt.NDArray[np.uint32], number: Whole, cut: Whole, piece: Piece
-) -> Whole:
+def emit(pieces: Uint16Array, cuts: Uint32Array, number: Whole, cut: Whole, piece: Piece) -> Whole:
     """Write a piece (document and flags, first token, number of tokens, document's tokens); return the cuts."""
     document, start, size, length = piece
     if start == 0 and size == length:
@@ -96,10 +92,10 @@ def emit(
 @numba.njit(cache=True, nogil=True)
 def count_window(
     shape: tuple[int, int],
-    lengths: npt.NDArray[np.int32],
+    lengths: Int32Array,
     out: Output,
     written: Written,
-    counts: npt.NDArray[np.int64],
+    counts: Int64Array,
 ) -> None:
     """Add up what the rows of a window hold; shape is (seq_len, split)."""
     seq_len, split = shape

@@ -28,10 +28,9 @@ import numba
 import numpy as np
 
 from tokenmill.errors import ConfigError
+from tokenmill.types import Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.types import Whole
 
 MAX_TOTAL = 1 << 31
@@ -87,11 +86,11 @@ def exact_weight(weight: float | Fraction) -> Fraction:
 class Segments:
     """Trees that draw consecutive positions, one after another."""
 
-    starts: npt.NDArray[np.int64]
+    starts: Int64Array
     """Position at which each begins."""
-    nodes: npt.NDArray[np.int64]
+    nodes: Int64Array
     """Tree by tree, line by line."""
-    bases: npt.NDArray[np.int64]
+    bases: Int64Array
     """Draws of each source before each."""
 
 
@@ -100,9 +99,9 @@ class Mixture:
     """The tree over sources 0..n-1, as an array for the kernels."""
 
     weights: tuple[int, ...]
-    nodes: npt.NDArray[np.int64]
+    nodes: Int64Array
     """One line a node, in order of creation, so the root is last; empty where there is one source."""
-    leaf_parent: npt.NDArray[np.int64]
+    leaf_parent: Int64Array
     """Node above each source; -1 where there is one source."""
 
     @property
@@ -147,9 +146,9 @@ class Mixture:
         bases = np.zeros((1, len(self.weights)), np.int64)
         return Segments(starts=np.zeros(1, np.int64), nodes=self.nodes[None], bases=bases)
 
-    def positions_of(self, source: int, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def positions_of(self, source: int, drawn: Int64Array) -> Int64Array:
         """Return the positions of some draws of a source."""
-        found: npt.NDArray[np.int64] = positions_of(source, drawn, self.nodes, self.leaf_parent)
+        found: Int64Array = positions_of(source, drawn, self.nodes, self.leaf_parent)
         return found
 
 
@@ -197,7 +196,7 @@ def round_nodes(nodes: list[list[int]], ahead: Sequence[Fraction]) -> None:
         kept[right] = kept[number] - kept[left]
 
 
-def leaf_parents(nodes: Sequence[Sequence[int]], sources: int) -> npt.NDArray[np.int64]:
+def leaf_parents(nodes: Sequence[Sequence[int]], sources: int) -> Int64Array:
     """Return the node above each source; -1 where there is one source."""
     parents = np.full(sources, -1, np.int64)
     for number, node in enumerate(nodes):
@@ -225,7 +224,7 @@ def build_tree(weights: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def draw(position: Whole, nodes: npt.NDArray[np.int64]) -> tuple[Whole, Whole]:
+def draw(position: Whole, nodes: Int64Array) -> tuple[Whole, Whole]:
     """Return (source, how often it was drawn before) at a position."""
     node = nodes.shape[0] - 1
     if node < 0:
@@ -257,9 +256,7 @@ def draw(position: Whole, nodes: npt.NDArray[np.int64]) -> tuple[Whole, Whole]:
 
 
 @numba.njit(cache=True, nogil=True)
-def position_of(
-    source: Whole, drawn: Whole, nodes: npt.NDArray[np.int64], leaf_parent: npt.NDArray[np.int64]
-) -> Whole:
+def position_of(source: Whole, drawn: Whole, nodes: Int64Array, leaf_parent: Int64Array) -> Whole:
     """Return the position at which `source` is drawn after having been drawn `drawn` times."""
     child = ~source
     node = leaf_parent[source]
@@ -281,9 +278,7 @@ def position_of(
 
 
 @numba.njit(cache=True, nogil=True)
-def draw_all(
-    positions: npt.NDArray[np.int64], nodes: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def draw_all(positions: Int64Array, nodes: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return sources and earlier draws at many positions."""
     sources = np.empty_like(positions)
     drawn = np.empty_like(positions)
@@ -293,9 +288,7 @@ def draw_all(
 
 
 @numba.njit(cache=True, nogil=True)
-def positions_of(
-    source: Whole, drawn: npt.NDArray[np.int64], nodes: npt.NDArray[np.int64], leaf_parent: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def positions_of(source: Whole, drawn: Int64Array, nodes: Int64Array, leaf_parent: Int64Array) -> Int64Array:
     """Return the positions of many draws of one source."""
     out = np.empty_like(drawn)
     for i in range(drawn.size):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numba
 import numpy as np
 
@@ -24,29 +22,21 @@ from tokenmill.plan.stages import (
     WINDOW_BLOCKS,
     Stage,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import Int64Array, Uint64Array
 
 
-def rows_at(
-    stage: Stage, steps: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def rows_at(stage: Stage, steps: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return (source, row) for many (step, slot of the global batch) of one stage."""
     return _rows_at(stage, steps, slots, rotate=stage.rotate)
 
 
-def rows_in_order(
-    stage: Stage, positions: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def rows_in_order(stage: Stage, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return (source, row) for many positions of a stage, in the order in which the mixture draws them."""
     batch = stage.spec.global_batch_size
     return _rows_at(stage, positions // batch + stage.spec.start_step, positions % batch, rotate=False)
 
 
-def _rows_at(
-    stage: Stage, steps: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], *, rotate: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _rows_at(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -> tuple[Int64Array, Int64Array]:
     sources = np.empty(steps.size, np.int64)
     rows = np.empty(steps.size, np.int64)
     if not steps.size:
@@ -64,13 +54,13 @@ def _rows_at(
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _rows(
-    steps: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
+    steps: Int64Array,
+    slots: Int64Array,
     shape: tuple[int, int, int, int],
-    segments: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], np.uint64],
-    sources: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
+    segments: tuple[Int64Array, Int64Array, Int64Array],
+    tables: tuple[Int64Array, Uint64Array, np.uint64],
+    sources: Int64Array,
+    rows: Int64Array,
 ) -> None:
     start_step, batch, rotate, origin = shape
     starts, trees, bases = segments
@@ -119,9 +109,7 @@ def _rows(
         rows[i] = first + shuffle_row(place, size, key, mode, block, window)
 
 
-def uses_in_stage(
-    stage: Stage, name: str, rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return (step, slot, row) of every use of the given rows of one source in a stage, by step and slot."""
     line = stage.names.index(name)
     carry = stage.carry(name)
@@ -149,17 +137,17 @@ def uses_in_stage(
     return steps[order], slots[order], used[order]
 
 
-def _places(stage: Stage, line: int, epoch: int, rows: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+def _places(stage: Stage, line: int, epoch: int, rows: Int64Array, size: int) -> Int64Array:
     old = epoch == stage.table[line, OLD_EPOCH]
     columns = (OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS) if old else (MODE, BLOCK_ROWS, WINDOW_BLOCKS)
     mode, block, window = (int(stage.table[line, column]) for column in columns)
     key = np.uint64(derive(stage.keys[line, 1 if old else 0], epoch))
-    places: npt.NDArray[np.int64] = unshuffle_rows(rows, size, key, mode, block, window)
+    places: Int64Array = unshuffle_rows(rows, size, key, mode, block, window)
     return places
 
 
 @numba.njit(cache=True, nogil=True)
-def turns(rotation_key: np.uint64, steps: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int64]:
+def turns(rotation_key: np.uint64, steps: Int64Array, batch: int) -> Int64Array:
     """Return by how many places the batch of each step is turned."""
     out = np.empty_like(steps)
     for i in range(steps.size):

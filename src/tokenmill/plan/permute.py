@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import Int64Array
 
+if TYPE_CHECKING:
     from tokenmill.types import Whole
 
 ROUNDS = 6
@@ -103,7 +103,7 @@ def unpermute(image: Whole, size: Whole, key: np.uint64) -> Whole:
 
 
 @numba.njit(cache=True, nogil=True)
-def permute_all(indices: npt.NDArray[np.int64], size: Whole, key: np.uint64) -> npt.NDArray[np.int64]:
+def permute_all(indices: Int64Array, size: Whole, key: np.uint64) -> Int64Array:
     """Permute many indices at once."""
     out = np.empty_like(indices)
     for i in range(indices.size):
@@ -112,7 +112,7 @@ def permute_all(indices: npt.NDArray[np.int64], size: Whole, key: np.uint64) -> 
 
 
 @numba.njit(cache=True, nogil=True)
-def unpermute_all(images: npt.NDArray[np.int64], size: Whole, key: np.uint64) -> npt.NDArray[np.int64]:
+def unpermute_all(images: Int64Array, size: Whole, key: np.uint64) -> Int64Array:
     """Undo `permute_all`."""
     out = np.empty_like(images)
     for i in range(images.size):

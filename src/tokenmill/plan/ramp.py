@@ -30,10 +30,9 @@ from tokenmill.plan.mixture import (
     round_nodes,
     weigh_nodes,
 )
+from tokenmill.types import Float64Array, Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.types import Whole
 
 SHAPES = ("linear", "cosine")
@@ -56,12 +55,12 @@ class RampMixture:
     first: int
     """Step of the ramp at which this begins; steps count from there. 0, but for a ramp whose sources change."""
     cosine: bool
-    begin: npt.NDArray[np.int64]
+    begin: Int64Array
     """Weight of each source at the start; those at the end have the same sum."""
-    end: npt.NDArray[np.int64]
-    nodes: npt.NDArray[np.int64]
+    end: Int64Array
+    nodes: Int64Array
     """The tree as it is in the first step."""
-    leaf_parent: npt.NDArray[np.int64]
+    leaf_parent: Int64Array
 
     @property
     def parts(self) -> int:
@@ -73,11 +72,11 @@ class RampMixture:
         return self.batch, self.steps, self.parts, int(self.cosine), self.first
 
     @property
-    def _tables(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _tables(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         return self.begin, self.end, self.nodes
 
     @cached_property
-    def _kept(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _kept(self) -> tuple[Float64Array, Int64Array, Int64Array]:
         """Before every 256th step: what is left over at each node, draws of each source, ways added up."""
         number = -(-(self.steps - self.first) // KEPT) + 1
         left = np.zeros((number, len(self.nodes)), np.float64)
@@ -124,7 +123,7 @@ class RampMixture:
         _steps(self._facts, self._tables, (begin, end), (left[kept].copy(), counts[kept].copy()), nodes, bases)
         return Segments(starts=np.arange(begin, end) * self.batch, nodes=nodes, bases=bases)
 
-    def positions_of(self, source: int, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def positions_of(self, source: int, drawn: Int64Array) -> Int64Array:
         """Return the positions of some draws of a source."""
         left, counts, _ = self._kept
         order = np.argsort(drawn, kind="stable")
@@ -219,9 +218,9 @@ def _way_of(step: Whole, facts: tuple[int, int, int, int, int]) -> Whole:
 def _weigh(
     step: Whole,
     facts: tuple[int, int, int, int, int],
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    left: npt.NDArray[np.float64],
-    nodes: npt.NDArray[np.int64],
+    tables: tuple[Int64Array, Int64Array, Int64Array],
+    left: Float64Array,
+    nodes: Int64Array,
 ) -> None:
     """Fill in the tree of a step: its weights, and what is left over at each node."""
     begin, end, template = tables
@@ -241,9 +240,9 @@ def _weigh(
 @numba.njit(cache=True, nogil=True)
 def _draw(
     batch: Whole,
-    nodes: npt.NDArray[np.int64],
-    left: npt.NDArray[np.float64],
-    counts: npt.NDArray[np.int64],
+    nodes: Int64Array,
+    left: Float64Array,
+    counts: Int64Array,
 ) -> None:
     """Draw the rows of a step: count them, and note what is left over at each node."""
     arriving = np.zeros(nodes.shape[0], np.int64)
@@ -266,7 +265,7 @@ def _draw(
 
 
 @numba.njit(cache=True, nogil=True)
-def _count(positions: Whole, nodes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> None:
+def _count(positions: Whole, nodes: Int64Array, counts: Int64Array) -> None:
     """Add the draws of the first positions of a step."""
     _draw(positions, nodes, np.empty(nodes.shape[0], np.float64), counts)
 
@@ -274,10 +273,10 @@ def _count(positions: Whole, nodes: npt.NDArray[np.int64], counts: npt.NDArray[n
 @numba.njit(cache=True, nogil=True)
 def _walk(
     facts: tuple[int, int, int, int, int],
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    left: npt.NDArray[np.float64],
-    counts: npt.NDArray[np.int64],
-    ways: npt.NDArray[np.int64],
+    tables: tuple[Int64Array, Int64Array, Int64Array],
+    left: Float64Array,
+    counts: Int64Array,
+    ways: Int64Array,
 ) -> None:
     """Go through all steps of a ramp and keep every 256th; `left` has the first already."""
     batch, steps, _, _, first = facts
@@ -301,11 +300,11 @@ def _walk(
 @numba.njit(cache=True, nogil=True)
 def _steps(
     facts: tuple[int, int, int, int, int],
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    tables: tuple[Int64Array, Int64Array, Int64Array],
     wanted: tuple[int, int],
-    state: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]],
-    nodes: npt.NDArray[np.int64],
-    bases: npt.NDArray[np.int64],
+    state: tuple[Float64Array, Int64Array],
+    nodes: Int64Array,
+    bases: Int64Array,
 ) -> None:
     """Fill in the trees of some steps and the draws before each; `state` is that of the last kept step before."""
     begin, end = wanted
@@ -322,12 +321,12 @@ def _steps(
 @numba.njit(cache=True, nogil=True)
 def _find(
     facts: tuple[int, int, int, int, int],
-    tables: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    kept: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]],
+    tables: tuple[Int64Array, Int64Array, Int64Array],
+    kept: tuple[Float64Array, Int64Array],
     source: Whole,
-    wanted: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
-    leaf_parent: npt.NDArray[np.int64],
-    found: npt.NDArray[np.int64],
+    wanted: tuple[Int64Array, Int64Array],
+    leaf_parent: Int64Array,
+    found: Int64Array,
 ) -> None:
     """Fill in the positions of draws of a source, which are in ascending order with the kept step before each."""
     batch = facts[0]

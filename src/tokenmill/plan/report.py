@@ -2,23 +2,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
-from tokenmill.plan.exhaust import room
-from tokenmill.plan.mixture import exact_weight
-from tokenmill.plan.report_count import held_rows, most_counted, step_of
-from tokenmill.plan.report_facts import PlanReport, Quarantined, SourceFacts, SourceShare, StageFacts
-from tokenmill.plan.rows import NOTHING, Held
+import numba
+import numpy as np
+
+from tokenmill.plan.compile import room
+from tokenmill.plan.mixture import exact_weight, integer_weights
+from tokenmill.plan.permute import derive
+from tokenmill.plan.shuffle import shuffle_row
+from tokenmill.plan.stages import (
+    BLOCK_ROWS,
+    MODE,
+    NOTHING,
+    OLD_BLOCK_ROWS,
+    OLD_EPOCH,
+    OLD_MODE,
+    OLD_WINDOW_BLOCKS,
+    REST,
+    SIZE,
+    WINDOW_BLOCKS,
+    Held,
+)
+from tokenmill.types import Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.plan.plan import Plan
-    from tokenmill.plan.rows import RowIndex
-    from tokenmill.plan.stages import Stage
-    from tokenmill.types import Fates
+    from tokenmill.plan.stages import RowIndex, Stage
+    from tokenmill.types import Fates, Whole
+
+
+# What the rows hold that a part of a stage draws from a source: whole epochs at once, the others row by row.
+
+COUNTED_ROWS = 1 << 20
+"""Of the epochs that a stage does not draw whole, up to so many rows are counted; for more, the mean must do."""
+COUNTED_IN_ALL = 1 << 24
+"""Where many stages have many sources, each counts its part of so many."""
+_BLOCK = 1 << 16
+
+
+def most_counted(stages: Sequence[Sequence[Stage]], number: int) -> int:
+    """Return how many rows a part of a stage may count of a source, so that a run of any shape is reported soon."""
+    shares = sum(len({name for part in parts for name in part.names}) for parts in stages)
+    return min(COUNTED_ROWS, COUNTED_IN_ALL // shares) // len(stages[number])
+
+
+def held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
+    """Return what the rows that a part draws from a source hold, and whether all of it was counted.
+
+    If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch; those
+    of live text to be full.
+    """
+    index = part.rows[name]
+    if "live" in index.description:
+        return _mean(index, part.draws[name]), False
+    epochs, pieces = _epochs(part, name)
+    rows = sum(len(piece) for piece in pieces)
+    if rows > most:
+        return _mean(index, epochs * index.num_rows + rows), False
+    held = _mean(index, epochs * index.num_rows) if epochs else NOTHING
+    # In ascending order, so that neighbours on disk are read together.
+    drawn = np.sort(np.concatenate([_rows(part, name, piece) for piece in pieces]))
+    for begin in range(0, rows, _BLOCK):
+        held += index.held(drawn[begin : begin + _BLOCK])
+    return held, True
+
+
+def _epochs(part: Stage, name: str) -> tuple[int, tuple[range, range]]:
+    """Return how many whole epochs of a source a part draws, and its draws before and after them."""
+    carry, drawn, index = part.carry(name), part.draws[name], part.rows[name]
+    # Draws are counted from the first of the part, epochs from the end of the rest before them.
+    first = index.num_rest - carry
+    first += -(min(0, first) // index.num_rows) * index.num_rows
+    epochs = max(0, (drawn - first) // index.num_rows)
+    begin = min(first, drawn)
+    return epochs, (range(begin), range(begin + epochs * index.num_rows, drawn))
+
+
+def _mean(index: RowIndex, rows: int) -> Held:
+    """Return what so many rows hold if they are like those of an epoch: exact for whole epochs."""
+    fates = index.fates()
+    tokens = fates.rows * index.row_slots - fates.padding
+    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
+
+
+def _rows(part: Stage, name: str, draws: range) -> Int64Array:
+    """Return the rows of some draws of a source, counted from the first of the part.
+
+    Which step draws them does not matter here, so the mixture is not asked: that of a long ramp would be slow.
+    """
+    line = part.names.index(name)
+    rows = np.empty(len(draws), np.int64)
+    _fill(part.carry(name) + draws.start, part.table[line], part.keys[line], rows)
+    return rows
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _fill(first: Whole, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
+    """Fill in the rows of a source from its `first`-th on, as the plan orders them."""
+    for i in range(rows.size):
+        ordinal = first + i
+        start = np.int64(0)
+        size = facts[SIZE]
+        epoch = (ordinal - facts[REST]) // size
+        place = ordinal - facts[REST] - epoch * size
+        if ordinal < facts[REST]:
+            start, size, epoch, place = size, facts[REST], np.int64(-1), ordinal
+        if epoch == facts[OLD_EPOCH]:
+            mode, block, window = facts[OLD_MODE], facts[OLD_BLOCK_ROWS], facts[OLD_WINDOW_BLOCKS]
+            key = derive(keys[1], epoch)
+        else:
+            mode, block, window = facts[MODE], facts[BLOCK_ROWS], facts[WINDOW_BLOCKS]
+            key = derive(keys[0], epoch)
+        rows[i] = start + shuffle_row(place, size, key, mode, block, window)
+
+
+def step_of(part: Stage, name: str, draw: int) -> int:
+    """Return the step of a draw of a source, counted from the first of the part."""
+    position = part.positions_of(name, np.array([draw]))[0]
+    return int(position) // part.spec.global_batch_size + part.spec.start_step
+
+
+# What the compiler's report is made of.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceShare:
+    """What one stage draws from one source, in all its parts."""
+
+    stage: str
+    source: str
+    asked: float
+    """Share of rows that the weights ask for: the mean over the steps that are trained on; 0 if none is."""
+    realised: float
+    """Share of rows that these steps draw."""
+    asked_tokens: float
+    """Share of tokens that the asked rows would hold, were each like the mean row of its source."""
+    realised_tokens: float
+    """Share of tokens that the drawn rows hold; padding is none."""
+    rows: int
+    tokens: int
+    """Input slots of the rows, over all their arrays: trained + unlabelled + padding."""
+    epochs: float | None
+    """How often the source has been read by the end of the stage; skipped steps read, too. None of live text."""
+    trained: int
+    """Labels that the rows have, less those that a mask leaves out."""
+    unlabelled: int
+    """Tokens whose next one is no label: the last of a document, or of a row that is not full, and one before a
+    token that a mask leaves out. Of pairs and groups: tokens that are not trained on."""
+    padding: int
+    """Input slots of the rows that hold no token."""
+    counted: bool
+    """Whether the three above are exact, or taken in part from the mean of an epoch."""
+    dropped: Mapping[str, int]
+    """Tokens of an epoch that no row of the stage holds, by reason."""
+    skipped_rows: int
+    """Rows of steps that are skipped: they count as read, and in nothing else here."""
+    skipped_tokens: int
+    """Input slots of these."""
+
+    @property
+    def held(self) -> int:
+        """Tokens that the rows hold."""
+        return self.trained + self.unlabelled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageFacts:
+    """One stage of the config at a glance."""
+
+    name: str
+    start_step: int
+    end_step: int
+    steps: int
+    """Steps that are trained on."""
+    skipped_steps: int
+    global_batch_size: int
+    seq_len: int
+    lr_scale: float
+    ramp_end: int | None
+    """Step at which its ramp ends, if it has one."""
+    rows: int
+    tokens: int
+    """Input slots of its rows, over all their arrays."""
+    skipped_rows: int
+    skipped_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFacts:
+    """One source over the whole run."""
+
+    name: str
+    rows: int | None
+    """Rows of one epoch; None of live text, which is counted when it is read."""
+    drawn: int
+    """Rows that are read: those that are trained on, and those of skipped steps."""
+    skipped: int
+    """Rows of skipped steps."""
+    lanes: int | None
+    """Streams of live text: the number of ranks must divide them, and they the batch of a later stage."""
+    epochs: float | None
+    first_repeat: int | None
+    """Step at which a row of the source is read for the second time; what skipped steps read counts."""
+    gone_from: int | None
+    """Step from which it has no row left, if it stops then and the run goes on."""
+    fates: Fates | None
+    """What becomes of its tokens in an epoch, as the last stage that uses it packs them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quarantined:
+    """What is put aside of a source at a step, beside what was before."""
+
+    source: str
+    from_step: int
+    documents: int | None
+    tokens: int | None
+    """Over all arrays; both None of live text, which nobody has counted."""
+    whole: bool
+    """Whether nothing of the source is left."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """The compiler's report. What skipped steps read is counted apart, everywhere."""
+
+    fingerprint: str
+    steps: int
+    """Of the run, those that are skipped among them."""
+    rows: int
+    tokens: int
+    skipped_steps: int
+    skipped_rows: int
+    skipped_tokens: int
+    stages: tuple[StageFacts, ...]
+    shares: tuple[SourceShare, ...]
+    sources: tuple[SourceFacts, ...]
+    quarantined: tuple[Quarantined, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self)
+
 
 __all__ = ["PlanReport", "Quarantined", "SourceFacts", "SourceShare", "StageFacts", "report"]
 
@@ -194,3 +425,140 @@ def _gone_from(plan: Plan, using: Sequence[Stage], name: str, limit: Fraction) -
         return None
     step = step_of(drawing[-1], name, drawing[-1].draws[name] - 1) + 1
     return step if step < plan.steps else None
+
+
+# What is legal in a plan, but seldom meant.
+
+MANY_EPOCHS = 4
+"""Tokens that are repeated more often are worth less and less to a model."""
+FEW_STEPS = 10
+MUCH_PADDING = 0.01
+FAR_OFF = 0.02
+"""Of a share of tokens from that of rows."""
+
+
+def warnings(plan: Plan, facts: PlanReport, weigh_by: Mapping[str, str]) -> list[str]:
+    """Return what a user should look at, a sentence each: where: what is odd; the way out.
+
+    `weigh_by` says of each stage what its weights are shares of, `rows` or `tokens`.
+    """
+    return [
+        *_unused(plan, facts),
+        *_epoch_warnings(facts),
+        *_short(plan, facts),
+        *_scales(plan),
+        *_padding(plan, facts),
+        *_token_shares(facts, weigh_by),
+    ]
+
+
+def _unused(plan: Plan, facts: PlanReport) -> Iterator[str]:
+    used = {name for part in plan.stages for name in part.names}
+    used |= {aside.source for aside in facts.quarantined if aside.whole}  # the config says why it is not used
+    for name in plan.sources:
+        if name not in used:
+            yield f"source {name!r}: no stage uses it; give it a weight, or remove it from the run"
+
+
+def _epoch_warnings(facts: PlanReport) -> Iterator[str]:
+    for source in facts.sources:
+        if source.epochs is not None and source.epochs > MANY_EPOCHS:
+            stage = next(
+                share.stage
+                for share in facts.shares
+                if share.source == source.name and (share.epochs or 0) > MANY_EPOCHS
+            )
+            yield (
+                f"source {source.name!r}: it is read {source.epochs:.2f} times, more than {MANY_EPOCHS} times from "
+                f'stage {stage!r} on; lower its weight, add documents, or set max_epochs with on_exhausted = "stop"'
+            )
+
+
+def _short(plan: Plan, facts: PlanReport) -> Iterator[str]:
+    for stage in facts.stages:
+        steps = stage.end_step - stage.start_step
+        if steps < FEW_STEPS and len(facts.stages) > 1:
+            yield (
+                f"stage {stage.name!r}: it has only {_steps(steps)}; check its start_step and that of the stage "
+                "after it"
+            )
+    ramps = {part.spec.number: part for part in plan.stages if part.spec.ramp}
+    for part in ramps.values():
+        assert part.spec.ramp is not None
+        if part.spec.ramp.end - part.spec.ramp.begin < 2:
+            yield (
+                f"stage {part.spec.name!r}: a ramp of 1 step is a switch with one odd step; raise ramp_steps, or "
+                "leave the ramp out"
+            )
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
+
+
+def _scales(plan: Plan) -> Iterator[str]:
+    stages = [list(parts) for _, parts in groupby(plan.stages, key=lambda part: part.spec.number)]
+    first = stages[0][0].spec
+    if first.lr_scale != 1:
+        yield (
+            f"stage {first.name!r}: lr_scale {first.lr_scale:g} scales the run from its first step; set the "
+            "learning rate of the trainer instead"
+        )
+    for before, after in pairwise(stages):
+        old, new = before[-1].spec, after[0].spec
+        if new.lr_scale != old.lr_scale and _draws_alike(before[-1], after[0]):
+            yield (
+                f"stage {new.name!r}: lr_scale goes from {old.lr_scale:g} to {new.lr_scale:g} and the data stays "
+                "as it is; leave that to the schedule of the trainer, or change the data with it"
+            )
+
+
+def _draws_alike(before: Stage, after: Stage) -> bool:
+    """Say whether a stage draws the same rows in the same shares as the one before."""
+    old, new = before.spec, after.spec
+    if after.spec.ramp or old.names != new.names:
+        return False
+    return (
+        (old.seq_len, old.global_batch_size, old.seed, old.shuffle)
+        == (new.seq_len, new.global_batch_size, new.seed, new.shuffle)
+        and integer_weights(old.weights) == integer_weights(new.weights)
+        and all(dict(old.rows[name].description) == dict(new.rows[name].description) for name in new.names)
+    )
+
+
+def _padding(plan: Plan, facts: PlanReport) -> Iterator[str]:
+    for stage, shares in _by_stage(facts):
+        slots, padding = sum(share.tokens for share in shares), sum(share.padding for share in shares)
+        if padding > MUCH_PADDING * slots:
+            worst = max(shares, key=lambda share: share.padding)
+            part = next(part for part in plan.stages if part.spec.name == stage and worst.source in part.names)
+            yield (
+                f"stage {stage!r}: {padding / slots:.1%} of its input slots are padding, most of it in "
+                f"{worst.source!r}; {_less_padding(str(part.rows[worst.source].description.get('packing')))}"
+            )
+
+
+def _less_padding(packing: str) -> str:
+    if packing == "padded":
+        return 'packing = "best_fit" puts several documents into a row'
+    if packing == "best_fit":
+        return 'packing = "concat" or "bos_best_fit" has none, a longer seq_len less'
+    return "shorten seq_len"
+
+
+def _token_shares(facts: PlanReport, weigh_by: Mapping[str, str]) -> Iterator[str]:
+    for stage, shares in _by_stage(facts):
+        worst = max(shares, key=lambda share: abs(share.realised_tokens - share.asked))
+        if weigh_by.get(stage) == "rows" and abs(worst.realised_tokens - worst.asked) > FAR_OFF:
+            yield (
+                f"stage {stage!r}: {worst.source!r} has {worst.asked:.1%} of the rows but "
+                f'{worst.realised_tokens:.1%} of the tokens, as rows are not equally full; weigh_by = "tokens" '
+                "makes weights shares of tokens"
+            )
+
+
+def _by_stage(facts: PlanReport) -> Iterator[tuple[str, Sequence[SourceShare]]]:
+    for stage, shares in groupby(facts.shares, key=lambda share: share.stage):
+        found = list(shares)
+        if sum(share.tokens for share in found):
+            yield stage, found

@@ -10,10 +10,9 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.plan.permute import derive, permute, unpermute
+from tokenmill.types import Int64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.types import Whole
 
 NONE, FULL, BLOCK = 0, 1, 2
@@ -98,8 +97,8 @@ def _turn(key: np.uint64, size: Whole) -> Whole:
 
 @numba.njit(cache=True, nogil=True)
 def shuffle_rows(
-    places: npt.NDArray[np.int64], size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
-) -> npt.NDArray[np.int64]:
+    places: Int64Array, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+) -> Int64Array:
     """Return the rows at many places of one epoch."""
     out = np.empty_like(places)
     for i in range(places.size):
@@ -109,8 +108,8 @@ def shuffle_rows(
 
 @numba.njit(cache=True, nogil=True)
 def unshuffle_rows(
-    rows: npt.NDArray[np.int64], size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
-) -> npt.NDArray[np.int64]:
+    rows: Int64Array, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+) -> Int64Array:
     """Undo `shuffle_rows`."""
     out = np.empty_like(rows)
     for i in range(rows.size):

@@ -4,7 +4,6 @@
 2. Does: writes them as shards of flat little-endian files, each with a checksum, and a manifest last;
    opens a store by reading its manifest alone; maps files when tokens are asked for, a bounded number at a time.
 3. Out: any run of tokens or any document, as arrays; addresses for the kernels of `packing` and `loader`.
-4. Must not know: where documents came from, how they were tokenized, how rows are made of them.
 
 `docs/format.md` is the byte layout.
 """

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenmill.errors import StoreExistsError
+from tokenmill.errors import StoreError, StoreExistsError
 
 OWNER = ".tmp-pid"
 """Who writes to a folder, for the message that refuses a second one; the lock is on the folder itself."""
@@ -122,3 +123,34 @@ def _lives(process: int) -> bool:
     except OSError:
         pass  # it is another user's
     return True
+
+
+# Where indexes are kept that can always be made again: beside the data, or in a folder of the user's.
+
+
+def writable(folder: Path) -> Path | None:
+    """Return the folder, made if need be, or None if nothing can be written there."""
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return None
+
+
+def private_folder(purpose: str) -> Path:
+    """Return a folder of this user's for what cannot be kept beside the data."""
+    folder = private_path(purpose)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != _user():
+        raise StoreError(f"{folder}: must be a folder of this user's, got another's; remove it, or set TMPDIR")
+    return folder
+
+
+def private_path(purpose: str) -> Path:
+    """Return where that folder is, whether or not it is there."""
+    return Path(tempfile.gettempdir()) / f"tokenmill-{purpose}-{_user()}"
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0

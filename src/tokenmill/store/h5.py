@@ -17,7 +17,7 @@ from tokenmill.store.layout import key_file
 from tokenmill.store.manifest import FileInfo, ShardInfo
 
 if TYPE_CHECKING:
-    from tokenmill.store.shard import StoreSpec
+    from tokenmill.store.writer import StoreSpec
 
 INDEX_GROUP = "tokenmill"
 """Where a file keeps its indexes; every other group is an array, with its values in `data_0`."""

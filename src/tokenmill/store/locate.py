@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import index_file
-from tokenmill.store.memory import view_uint64
+from tokenmill.types import Int64Array, Uint8Array, Uint16Array, Uint32Array, Uint64Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from tokenmill.store.reader import Store
     from tokenmill.types import Whole
 
 
+# Reading mapped memory by address inside kernels.
+#
+# A batch draws rows from many shards. Handing a kernel one address per span lets a single call
+# serve them all; handing it a list of arrays would cost a Python call per shard (benchmarks/loader.py).
+# The addresses come from `MapCache.borrow`, which has checked the file's size, and spans are checked
+# against the shard's number of tokens before they get here.
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
+    """Turn an unsigned 64-bit address into a pointer for `numba.carray`."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.uint64), generate
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def view_uint8(address: np.uint64, size: Whole) -> Uint8Array:
+    """View `size` numbers of 8 bits at an address."""
+    return carray(_pointer(address), size, np.uint8)  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def view_uint16(address: np.uint64, size: Whole) -> Uint16Array:
+    """View `size` numbers of 16 bits at an address."""
+    return carray(_pointer(address), size, np.uint16)  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def view_uint32(address: np.uint64, size: Whole) -> Uint32Array:
+    """View `size` numbers of 32 bits at an address."""
+    return carray(_pointer(address), size, np.uint32)  # type: ignore[call-arg]
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def view_uint64(address: np.uint64, size: Whole) -> Uint64Array:
+    """View `size` numbers of 64 bits at an address."""
+    return carray(_pointer(address), size, np.uint64)  # type: ignore[call-arg]
+
+
 def locate(
-    store: Store, documents: npt.NDArray[np.int64], axis: str = "documents"
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    store: Store, documents: Int64Array, axis: str = "documents"
+) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return (shard, first token within the shard, number of tokens) of each document, or item of another axis."""
     items, values = store.axes[axis].items, store.axes[axis].values
     name = index_file(axis)
@@ -48,13 +91,13 @@ def locate(
 
 @numba.njit(cache=True, nogil=True)
 def _gather(
-    documents: npt.NDArray[np.int64],
-    shards: npt.NDArray[np.int64],
-    group: npt.NDArray[np.int64],
-    addresses: npt.NDArray[np.uint64],
-    document_begins: npt.NDArray[np.int64],
-    begins: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
+    documents: Int64Array,
+    shards: Int64Array,
+    group: Int64Array,
+    addresses: Uint64Array,
+    document_begins: Int64Array,
+    begins: Int64Array,
+    lengths: Int64Array,
 ) -> None:
     for i in range(documents.size):
         shard = shards[i]
@@ -68,10 +111,10 @@ def _gather(
 
 @numba.njit(cache=True, nogil=True)
 def _first_wrong(
-    shards: npt.NDArray[np.int64],
-    begins: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    token_begins: npt.NDArray[np.int64],
+    shards: Int64Array,
+    begins: Int64Array,
+    lengths: Int64Array,
+    token_begins: Int64Array,
 ) -> Whole:
     """Return the first document that cannot be where its shard says, or -1."""
     for i in range(shards.size):

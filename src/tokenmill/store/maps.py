@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import Uint8Array
 
 MAX_MAPS = 64
 LARGE_BYTES = 1 << 28
@@ -35,7 +33,7 @@ class MappedFile:
     """One file in memory, read-only; stays mapped while this object lives."""
 
     path: Path
-    data: npt.NDArray[np.uint8]
+    data: Uint8Array
     address: int
     """Where `data` starts; 0 for an empty file."""
     borrowers: int = field(default=0)
@@ -64,7 +62,7 @@ class MemoryRequest:
 
     path: Path
     """The file it was made from, for messages."""
-    data: npt.NDArray[np.uint8]
+    data: Uint8Array
 
 
 Request: TypeAlias = FileRequest | MemoryRequest
@@ -164,7 +162,7 @@ def in_memory(request: MemoryRequest) -> MappedFile:
     return MappedFile(request.path, request.data, int(request.data.ctypes.data) if request.data.size else 0)
 
 
-def read_range(request: Request, begin: int, size: int) -> npt.NDArray[np.uint8]:
+def read_range(request: Request, begin: int, size: int) -> Uint8Array:
     """Read bytes of a file without mapping it: what is read once should not stay in this process's memory."""
     if isinstance(request, MemoryRequest):
         return request.data[begin : begin + size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest
 from tokenmill.store.layout import OFFSET_DTYPE, axes_of, axis_of, index_file, key_file
 from tokenmill.store.manifest import Manifest
 from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
+from tokenmill.types import AnyArray, Int64Array
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-Value: TypeAlias = "npt.NDArray[Any] | list[npt.NDArray[Any]]"
+Value: TypeAlias = "AnyArray | list[AnyArray]"
 """One array of a record; of a group of responses, a list of arrays."""
 
 
@@ -25,9 +23,9 @@ Value: TypeAlias = "npt.NDArray[Any] | list[npt.NDArray[Any]]"
 class Axis:
     """Where the shards of one axis begin in the whole stream."""
 
-    items: npt.NDArray[np.int64]
+    items: Int64Array
     """First item of each shard, and the end of the last."""
-    values: npt.NDArray[np.int64]
+    values: Int64Array
     """First value of each shard, and the end of the last."""
 
 
@@ -49,12 +47,12 @@ class Store:
     """Where each file of each shard is, filled as they are asked for; formats of others fill it at once."""
 
     @property
-    def token_begins(self) -> npt.NDArray[np.int64]:
+    def token_begins(self) -> Int64Array:
         """First token of each shard in the whole stream, and the end of the last."""
         return self._main.values
 
     @property
-    def document_begins(self) -> npt.NDArray[np.int64]:
+    def document_begins(self) -> Int64Array:
         """First document of each shard, and the end of the last."""
         return self._main.items
 
@@ -107,12 +105,12 @@ class Store:
         return request
 
     @overload
-    def fetch(self, begin: int, end: int, keys: str) -> npt.NDArray[Any]: ...
+    def fetch(self, begin: int, end: int, keys: str) -> AnyArray: ...
     @overload
-    def fetch(self, begin: int, end: int, keys: list[str] | tuple[str, ...]) -> dict[str, npt.NDArray[Any]]: ...
+    def fetch(self, begin: int, end: int, keys: list[str] | tuple[str, ...]) -> dict[str, AnyArray]: ...
     def fetch(
         self, begin: int, end: int, keys: str | list[str] | tuple[str, ...]
-    ) -> npt.NDArray[Any] | dict[str, npt.NDArray[Any]]:
+    ) -> AnyArray | dict[str, AnyArray]:
         """Return values `begin` to `end` (exclusive) of the whole stream, for one key or several."""
         if not isinstance(keys, str):
             return {key: self.fetch(begin, end, key) for key in keys}
@@ -147,11 +145,11 @@ class Store:
         begin, end = self.document_offsets(document, document + 1).tolist()
         return begin, end
 
-    def document_offsets(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+    def document_offsets(self, begin: int, end: int) -> Int64Array:
         """Return where documents `begin` to `end` (exclusive) start in the stream, and where the last one ends."""
         return self.offsets(axis_of(self.manifest.kind, self.manifest.token_key), begin, end)
 
-    def offsets(self, axis: str, begin: int, end: int) -> npt.NDArray[np.int64]:
+    def offsets(self, axis: str, begin: int, end: int) -> Int64Array:
         """Return where items `begin` to `end` (exclusive) of an axis start in the stream, and where they end."""
         items, values = self.axes[axis].items, self.axes[axis].values
         if not 0 <= begin < end <= items[-1]:
@@ -172,7 +170,7 @@ class Store:
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
-    def _fetch_key(self, begin: int, end: int, key: str) -> npt.NDArray[Any]:
+    def _fetch_key(self, begin: int, end: int, key: str) -> AnyArray:
         dtype = self.dtype(key)
         # Memory is taken piece by piece, after the map has proved that the file is as large as the manifest says.
         parts = []
@@ -182,7 +180,7 @@ class Store:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
 
 
-def _pieces(begins: npt.NDArray[np.int64], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _pieces(begins: Int64Array, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Cut a range of the stream at shard edges: (shard, first, last) with positions inside the shard."""
     shard = int(np.searchsorted(begins, begin, side="right")) - 1
     while begin < end:

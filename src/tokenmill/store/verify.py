@@ -6,14 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.store.foreign.files import is_ours
-from tokenmill.store.foreign.options import ForeignOptions, check_ours
+from tokenmill.store.foreign.files import ForeignOptions, check_ours, is_ours
 from tokenmill.store.layout import (
     ANCHOR_DTYPE,
     ANCHOR_TOKENS,
@@ -27,9 +25,7 @@ from tokenmill.store.layout import (
 )
 from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest
 from tokenmill.store.maps import FileRequest, map_file
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import AnyArray, Uint32Array, Uint64Array
 
 _BLOCK = 1 << 24
 _WAY_OUT = "copy the store again from where it is intact, or prepare it again"
@@ -66,7 +62,7 @@ def verify(
     """
     store = Path(path)
     if not is_ours(store):
-        from tokenmill.store.foreign.verify import verify_foreign
+        from tokenmill.store.foreign.convert import verify_foreign
 
         return verify_foreign(store, options or ForeignOptions(), progress=progress)
     manifest = read_manifest(store)
@@ -145,7 +141,7 @@ def _check_index(request: FileRequest, items: int, values: int) -> None:
     require(_anchors_hold(offsets, anchors), "anchors must name the document of every 1,024th token, got others")
 
 
-def _anchors_hold(offsets: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint32]) -> bool:
+def _anchors_hold(offsets: Uint64Array, anchors: Uint32Array) -> bool:
     for begin in range(0, anchors.size, _BLOCK):
         block = anchors[begin : begin + _BLOCK].astype(np.int64)
         marks = np.arange(begin, begin + block.size, dtype=np.uint64) * np.uint64(ANCHOR_TOKENS)
@@ -157,7 +153,7 @@ def _anchors_hold(offsets: npt.NDArray[np.uint64], anchors: npt.NDArray[np.uint3
 
 
 def _check_ids(request: FileRequest, dtype: str, manifest: Manifest) -> None:
-    ids: npt.NDArray[Any] = map_file(request).data.view(dtype)
+    ids: AnyArray = map_file(request).data.view(dtype)
     vocab_size = int(manifest.tokenizer["vocab_size"])
     for begin in range(0, ids.size, _BLOCK):
         largest = int(ids[begin : begin + _BLOCK].max())

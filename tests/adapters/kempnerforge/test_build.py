@@ -24,7 +24,7 @@ from tokenmill.adapters.kempnerforge import (
     TrainingPhase,
     build_dataloader,
 )
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError
 
 

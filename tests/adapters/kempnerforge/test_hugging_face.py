@@ -4,13 +4,8 @@ import numpy as np
 import orjson
 import pytest
 
-from tokenmill.adapters.kempnerforge import (
-    DataConfig,
-    DistributedSampler,
-    HuggingFaceDataset,
-    StatefulDataLoader,
-)
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.adapters.kempnerforge import DataConfig, DistributedSampler, HuggingFaceDataset, StatefulDataLoader
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, StoreExistsError, TokenizerError
 
 TEXTS = [f"document {number} of the mill, with {'grain ' * (number % 7)}" for number in range(40)]

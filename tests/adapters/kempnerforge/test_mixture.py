@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.adapters.kempnerforge import MixtureSampler
-from tokenmill.adapters.kempnerforge.weights import whole_weights
+from tokenmill.adapters.kempnerforge.sampler import whole_weights
 from tokenmill.errors import ConfigError, ResumeError
 
 SIZES = [0, 1000, 1300, 1340]

@@ -14,8 +14,8 @@ from tokenmill.adapters.kempnerforge import (
     MixtureSampler,
     StatefulDataLoader,
 )
-from tokenmill.checks import MAX_NUMBER
 from tokenmill.errors import ResumeError
+from tokenmill.tables import MAX_NUMBER
 
 INLINE = DataConfig(num_workers=0)
 

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tokenmill.adapters.kempnerforge import StreamingDataLoader, StreamingHuggingFaceDataset, merge_states
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, ResumeError
 
 TEXTS = [f"document {number} of the mill " * (1 + number % 5) for number in range(60)]

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFace
 
 from tokenmill.encode.chat.template import ChatTemplate, load_template
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 
 REAL = Path(__file__).parents[3] / ".venv" / "tokenizers"
 CONTROL = re.compile(

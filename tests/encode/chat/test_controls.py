@@ -10,11 +10,10 @@ from tests.encode.chat.stock import STOCK
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFace
 
-from tokenmill.encode.chat.controls import Controls, Habit
-from tokenmill.encode.chat.conversations import ChatEncoder, Conversation
 from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.template import load_template
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.chat.template import Controls, Habit, load_template
+from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError
 
 PHI3 = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "</s>")

@@ -9,11 +9,11 @@ import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_template, swept
 
-from tokenmill.encode.chat.conversations import ChatEncoder, Conversation
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import ChatTemplate, load_template
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError
 from tokenmill.types import Refused
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tokenmill.encode.chat import scene
+import tokenmill.encode.chat.render as render_module
 from tokenmill.encode.chat.refusal import Refusal, budget
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sandbox import compiled
@@ -105,7 +105,9 @@ BOMBS = [
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_template_cannot_take_all_time_or_memory(source, monkeypatch):
     """[S.c]"""
-    monkeypatch.setattr(scene, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
+    monkeypatch.setattr(
+        render_module, "budget", partial(budget, 100_000)
+    )  # the limit itself takes seconds to reach
     with pytest.raises(Refusal) as caught:
         rendered(source)
     assert caught.value.reason in ("too_many_steps", "too_large", "template_error")

@@ -112,7 +112,7 @@ def test_the_fingerprint_is_the_same_in_every_process():
 
 def test_jinja_is_loaded_with_the_first_template():
     program = (
-        "import sys, tokenmill.encode.chat.conversations, tokenmill.encode.chat.template as t\n"
+        "import sys, tokenmill.encode.chat.tokens, tokenmill.encode.chat.template as t\n"
         "print('jinja2' in sys.modules); t.load_template('chatml', tokenizer=None); print('jinja2' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

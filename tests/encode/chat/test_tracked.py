@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.chat.tracked import AUTHORED, GENERATION, UNKNOWN, Tracked, generated, join, placed, runs_of
-from tokenmill.encode.chat.written import authored, python_text, tojson
+from tokenmill.encode.chat.tracked import (
+    AUTHORED,
+    GENERATION,
+    UNKNOWN,
+    Tracked,
+    authored,
+    generated,
+    join,
+    placed,
+    python_text,
+    runs_of,
+    tojson,
+)
 
 TEXTS = st.text(alphabet="ab <>\n\tÄßİŒ'\"\\é\U0001f600\x00", max_size=12)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import RecordEncoder, load_recipe, open_encoder
 from tokenmill.types import Records
 

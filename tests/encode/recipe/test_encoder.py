@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.frame import frame
-from tokenmill.encode.load import open_tokenizer
 from tokenmill.encode.recipe import RULES, load_recipe, open_encoder, record_keys
 from tokenmill.errors import ConfigError, TokenizerError
 from tokenmill.types import AXES

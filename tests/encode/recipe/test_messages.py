@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenmill.encode.recipe.messages import Problem, joined, messages_of, texts_of, tools_of
+from tokenmill.encode.recipe.extract import Problem, joined, messages_of, texts_of, tools_of
 
 USER = {"role": "user", "content": "Is it?"}
 ANSWER = {"role": "assistant", "content": "Yes"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import PRESETS, load_recipe, open_encoder
 from tokenmill.types import AXES
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenmill.encode.chat.conversations import ChatEncoder, Conversation
-from tokenmill.encode.chat.record import ROLES as CHAT_ROLES
+from tokenmill.encode.chat.render import ROLES as CHAT_ROLES
 from tokenmill.encode.chat.template import load_template
-from tokenmill.encode.load import open_tokenizer
+from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import load_recipe
-from tokenmill.encode.recipe.check import ROLES
+from tokenmill.encode.recipe.recipe import ROLES
 from tokenmill.errors import ConfigError
 
 PLAIN_CHAT = (
@@ -374,7 +374,7 @@ def test_the_roles_of_the_mask_table_are_those_of_chat_templates():
 def test_no_template_is_opened_where_no_section_needs_one():
     program = (
         "import sys\n"
-        "from tokenmill.encode.load import open_tokenizer\n"
+        "from tokenmill.encode.engines import open_tokenizer\n"
         "from tokenmill.encode.recipe import load_recipe, open_encoder\n"
         "open_encoder(load_recipe('instruction'), open_tokenizer('bytes'), tokenizer_spec='bytes')\n"
         "print('jinja2' in sys.modules)\n"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
-from tokenmill.run import Run
+from tokenmill.run.run import Run
 from tokenmill.store import detect_format, import_store, open_store
 from tokenmill.store.foreign import ForeignOptions
 from tokenmill.store.maps import FileRequest, MapCache

@@ -26,7 +26,7 @@ def test_an_index_that_is_not_that_of_the_data_is_found(tmp_path, monkeypatch):
     tokens = np.ones(1 << 20, np.uint16)
     np.save(tmp_path / "a.npy", tokens)
     path = open_store(tmp_path / "a.npy", eos_id=1).file(0, "documents.bin").path
-    monkeypatch.setattr("tokenmill.store.foreign.cache.CHECKED_BYTES", 0)
+    monkeypatch.setattr("tokenmill.store.foreign.index.CHECKED_BYTES", 0)
     data = bytearray(path.read_bytes())
     data[80] ^= 1
     path.write_bytes(data)

@@ -7,21 +7,25 @@
    `dataset` makes windows, `records` pairs and groups, `factory` either, `collate` pads records; `sampler` says
    which item is next; `pipeline` prepares.
 3. Out: items as dicts of tensors, for a plain DataLoader and any sampler.
-4. Must not know: how stores are laid out, tokenized or packed; the loader; other adapters.
 """
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 
 need("torch", extra="torch", adapter="tokenmill.adapters.astrai")
 
-from tokenmill.adapters.astrai.collate import dpo_collate_fn, grpo_collate_fn  # noqa: E402 - after what to install
-from tokenmill.adapters.astrai.dataset import BaseDataset, SEQDataset, SFTDataset  # noqa: E402
-from tokenmill.adapters.astrai.factory import DatasetFactory  # noqa: E402
-from tokenmill.adapters.astrai.formats import detect_format  # noqa: E402
-from tokenmill.adapters.astrai.pipeline import Pipeline  # noqa: E402
-from tokenmill.adapters.astrai.records import DPODataset, GRPODataset  # noqa: E402
-from tokenmill.adapters.astrai.sampler import ResumableDistributedSampler  # noqa: E402
-from tokenmill.adapters.astrai.store import H5Store, MmapStore, Store, StoreFactory  # noqa: E402
+from tokenmill.adapters.astrai.dataset import (
+    BaseDataset,
+    DatasetFactory,
+    DPODataset,
+    GRPODataset,
+    Pipeline,
+    SEQDataset,
+    SFTDataset,
+    dpo_collate_fn,
+    grpo_collate_fn,
+)
+from tokenmill.adapters.astrai.sampler import ResumableDistributedSampler
+from tokenmill.adapters.astrai.store import H5Store, MmapStore, Store, StoreFactory, detect_format
 
 __all__ = [
     "BaseDataset",

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index as whole
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 
-from tokenmill.adapters.astrai.formats import detect_format, refuse_unknown
-from tokenmill.adapters.astrai.store import Store, StoreFactory, Value
-from tokenmill.checks import check_positive
-from tokenmill.errors import PlanError, StoreError
+from tokenmill.adapters.astrai.store import Store, StoreFactory, Value, check_name, detect_format, refuse_unknown
+from tokenmill.build import PrepareOptions, prepare
+from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
+from tokenmill.store.layout import token_keys
+from tokenmill.tables import check_positive
+
+if TYPE_CHECKING:
+    from tokenmill.build import PrepareReport
 
 Item = dict[str, Value]
 
@@ -141,3 +146,213 @@ class SFTDataset(SEQDataset):
         for item, position_ids, loss_mask in zip(items, positions, masks, strict=True):
             item |= {"position_ids": position_ids, "loss_mask": loss_mask}
         return items
+
+
+# AstrAI's datasets of records: pairs for dpo, groups for grpo.
+
+_BLOCK = 1 << 18
+"""Records whose lengths are looked at together."""
+
+
+class RecordDataset(BaseDataset):
+    """Records, each an item, never cut: `window_size` is the longest that an array of a record may be; 0: any."""
+
+    def __init__(self, window_size: int = 0, stride: int | None = None, **unknown: object) -> None:
+        super().__init__(window_size, stride, **unknown)
+
+    def _check_sizes(self) -> None:
+        if self.window_size < 0 or self.stride not in (0, self.window_size):
+            raise ConfigError(
+                f"{type(self).__name__}: window_size must be at least 0 and stride left out, "
+                f"got {self.window_size} and {self.stride}; records are items, whatever their length"
+            )
+
+    def _check_store(self, load_path: str | os.PathLike[str], store: Store) -> None:
+        if not store.num_records:
+            raise StoreError(f"{load_path}: must have records, got none; prepare it from more input")
+        if not self.window_size:
+            return
+        for key in token_keys(self.required_keys):
+            longest = _longest(store, key)
+            if longest > self.window_size:
+                raise StoreError(
+                    f"{load_path}: {key} of a record must have at most window_size tokens, {self.window_size}, "
+                    f"got {longest}; raise it, give 0 for any length, or prepare with max_seq_len"
+                )
+
+    @property
+    def count(self) -> int:
+        """Number of records."""
+        return self.loaded.num_records
+
+    @property
+    def num_unused(self) -> int:
+        """Always 0: every record is an item."""
+        return 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def get_index(self, index: int) -> tuple[int, int]:
+        """Return a record and the one behind it."""
+        (place,) = self._checked([index])
+        return place, place + 1
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        """Return the items of a batch; where they are is found for all at once."""
+        return self.loaded.fetch_records(self._checked(indices), self.required_keys)
+
+
+class DPODataset(RecordDataset):
+    """Pairs: `chosen` and `rejected`, int64 (C,) and (R,), with masks of the same shapes, bool."""
+
+    required_keys = ("chosen", "rejected", "chosen_mask", "rejected_mask")
+
+
+class GRPODataset(RecordDataset):
+    """Groups: `prompts`, int64 (P,); `responses` and `masks`, G of int64 and bool; `rewards`, float32 (G,)."""
+
+    required_keys = ("prompts", "responses", "masks", "rewards")
+
+
+def _longest(store: Store, key: str) -> int:
+    opened = store.opened
+    axis = opened.axis(key)
+    items = int(opened.axes[axis].items[-1])
+    blocks = (opened.offsets(axis, begin, min(items, begin + _BLOCK)) for begin in range(0, items, _BLOCK))
+    return max((int(np.diff(offsets).max()) for offsets in blocks), default=0)
+
+
+# Records of unequal length made one batch: padded with 0, and with masks that are false there.
+
+_DTYPES = {"chosen_mask": torch.bool, "rejected_mask": torch.bool, "masks": torch.bool, "rewards": torch.float32}
+"""Others are int64."""
+
+
+def dpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
+    """Return pairs as tensors (B, T), where T is the longest of all, chosen or rejected."""
+    length = max(len(item[key]) for item in batch for key in ("chosen", "rejected"))
+    return _collate(batch, dict.fromkeys(("chosen", "rejected", "chosen_mask", "rejected_mask"), (length,)))
+
+
+def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
+    """Return groups as tensors: `prompts` (B, P), `responses` and `masks` (B, G, R), `rewards` (B, G).
+
+    P, G and R are the largest of the batch: no response is left out. Those that a smaller group lacks have reward 0
+    and a mask that is false.
+    """
+    group = max(len(item["responses"]) for item in batch)
+    response = max((len(each) for item in batch for each in item["responses"]), default=0)
+    prompt = max(len(item["prompts"]) for item in batch)
+    shapes: dict[str, tuple[int, ...]] = {
+        "prompts": (prompt,),
+        "responses": (group, response),
+        "masks": (group, response),
+        "rewards": (group,),
+    }
+    return _collate(batch, shapes)
+
+
+def _collate(batch: Sequence[Item], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    whole = {}
+    for key, shape in shapes.items():
+        whole[key] = torch.zeros((len(batch), *shape), dtype=_DTYPES.get(key, torch.int64))
+        for row, item in zip(whole[key], batch, strict=True):
+            _fill(row, item[key])
+    return whole
+
+
+def _fill(row: torch.Tensor, values: Value) -> None:
+    if not isinstance(values, list):
+        row[: len(values)] = values
+        return
+    for line, value in zip(row, values, strict=False):  # a smaller group leaves lines of zeros
+        line[: len(value)] = value
+
+
+# From a training type and a path to a dataset.
+
+
+class DatasetFactory:
+    """Datasets by training type."""
+
+    datasets: ClassVar[Mapping[str, type[BaseDataset]]] = {
+        "seq": SEQDataset,
+        "sft": SFTDataset,
+        "dpo": DPODataset,
+        "grpo": GRPODataset,
+    }
+
+    @classmethod
+    def create(cls, train_type: str, window_size: int, stride: int | None = None, **unknown: object) -> BaseDataset:
+        """Return a dataset that is yet to be loaded."""
+        check_name("train_type", train_type, cls.datasets)
+        refuse_unknown("DatasetFactory.create", unknown, ("train_type", "window_size", "stride"))
+        return cls.datasets[train_type](window_size, stride)
+
+    @classmethod
+    def load(
+        cls,
+        train_type: str,
+        load_path: str | os.PathLike[str],
+        window_size: int,
+        stride: int | None = None,
+        storage_type: str | None = None,
+        **unknown: object,
+    ) -> BaseDataset:
+        """Open a store as a dataset: `train_type` is seq, sft, dpo or grpo.
+
+        `window_size` is the longest input, `stride` the distance between windows, by default the same.
+        """
+        known = ("train_type", "load_path", "window_size", "stride", "storage_type")
+        refuse_unknown("DatasetFactory.load", unknown, known)
+        dataset = cls.create(train_type, window_size, stride)
+        dataset.load(load_path, storage_type)
+        return dataset
+
+
+# AstrAI's pipeline: records and a recipe in, a store out.
+
+
+class Pipeline:
+    """Prepares a store of ours with a recipe of AstrAI or of ours.
+
+    A store of ours and not AstrAI's files: those keep no boundaries of records, so pairs and groups cannot be read
+    back, and have no checksums. `DatasetFactory.load` reads either.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, object],
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        output_dir: str | os.PathLike[str],
+        tokenizer_path: str | os.PathLike[str],
+        **unknown: object,
+    ) -> None:
+        """Check the recipe; `config` is its path, its table, or the name of a preset."""
+        refuse_unknown("Pipeline", unknown, ("config", "paths", "output_dir", "tokenizer_path"))
+        from tokenmill.encode.recipe import load_recipe
+
+        self.config = os.fspath(config) if isinstance(config, os.PathLike) else config
+        self.paths = paths
+        self.output_dir = output_dir
+        self.tokenizer_path = os.fspath(tokenizer_path)
+        load_recipe(self.config)
+
+    def run(
+        self, *, workers: int | None = None, rebuild: bool = False, on_error: str = "stop", **unknown: object
+    ) -> PrepareReport:
+        """Prepare the store, or go on where that was interrupted; a record that cannot be encoded stops it.
+
+        With `on_error="skip"` such records are left out, as in AstrAI; the report and the store count them.
+        """
+        refuse_unknown("Pipeline.run", unknown, ("workers", "rebuild", "on_error"))
+        return prepare(
+            self.paths,
+            out=self.output_dir,
+            tokenizer=self.tokenizer_path,
+            recipe=self.config,
+            workers=workers,
+            rebuild=rebuild,
+            options=PrepareOptions(on_error=on_error),
+        )

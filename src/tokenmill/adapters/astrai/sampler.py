@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from tokenmill.adapters.astrai.formats import refuse_unknown
+from tokenmill.adapters.astrai.store import refuse_unknown
 from tokenmill.adapters.distributed import find_rank
-from tokenmill.checks import MAX_NUMBER, check_seed
 from tokenmill.errors import ConfigError, ResumeError, nearest
 from tokenmill.fingerprint import key64
 from tokenmill.plan.permute import permute_all
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.tables import MAX_NUMBER, check_seed
+from tokenmill.types import Int64Array
 
 _BLOCK = 4096
 """Indices that are computed together."""
@@ -128,7 +126,7 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
                 yield index
         self._go_to(epoch + 1, 0)
 
-    def _indices(self, epoch: int, begin: int, numbers: npt.NDArray[np.int64]) -> list[int]:
+    def _indices(self, epoch: int, begin: int, numbers: Int64Array) -> list[int]:
         """Return the items of this rank by their numbers from a position of an epoch on."""
         places = (begin + numbers * self.num_replicas + self.rank) % self.num_samples
         if self.shuffle:

@@ -4,25 +4,17 @@
 2. Does: reads samples where they lie, puts them into an order that is computed and not kept, deals it to ranks,
    and counts what was handed out, so that a resume is exact.
 3. Out: datasets, samplers and loaders that work with torch's own and with each other, and their states.
-4. Must not know: plans and stages, other adapters, how token files are opened or text is tokenized.
 """
 
-from tokenmill.adapters.needs import need
+from tokenmill.adapters import need
 
 need("torch", extra="torch", adapter="tokenmill.adapters.kempnerforge")
 
-from tokenmill.adapters.kempnerforge.build import build_dataloader  # noqa: E402 - after what says what to install
-from tokenmill.adapters.kempnerforge.config import DataConfig, DatasetSource, TrainingPhase  # noqa: E402
-from tokenmill.adapters.kempnerforge.datasets import HuggingFaceDataset, MemoryMappedDataset  # noqa: E402
-from tokenmill.adapters.kempnerforge.loader import StatefulDataLoader  # noqa: E402
-from tokenmill.adapters.kempnerforge.mixed import MixtureDataset  # noqa: E402
-from tokenmill.adapters.kempnerforge.mixture import MixtureSampler  # noqa: E402
-from tokenmill.adapters.kempnerforge.samplers import DistributedSampler  # noqa: E402
-from tokenmill.adapters.kempnerforge.streaming import (  # noqa: E402
-    StreamingDataLoader,
-    StreamingHuggingFaceDataset,
-    merge_states,
-)
+from tokenmill.adapters.kempnerforge.config import DataConfig, DatasetSource, TrainingPhase
+from tokenmill.adapters.kempnerforge.datasets import HuggingFaceDataset, MemoryMappedDataset, MixtureDataset
+from tokenmill.adapters.kempnerforge.loader import StatefulDataLoader, build_dataloader
+from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
+from tokenmill.adapters.kempnerforge.streaming import StreamingDataLoader, StreamingHuggingFaceDataset, merge_states
 
 __all__ = [
     "DataConfig",

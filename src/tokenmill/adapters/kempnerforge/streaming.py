@@ -10,13 +10,18 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tokenmill.adapters.kempnerforge.chunks import Sample
-from tokenmill.adapters.kempnerforge.config import DataConfig
-from tokenmill.adapters.kempnerforge.ranks import find_rank
-from tokenmill.adapters.kempnerforge.state import batches_of, check_mapping, read_count, shape_of
-from tokenmill.adapters.kempnerforge.steps import StepShape
+from tokenmill.adapters.kempnerforge.config import (
+    DataConfig,
+    StepShape,
+    batches_of,
+    check_mapping,
+    find_rank,
+    read_count,
+    shape_of,
+)
+from tokenmill.adapters.kempnerforge.datasets import Sample
 from tokenmill.adapters.torch import to_torch
-from tokenmill.dialects.sources import text_source
+from tokenmill.config.dialects.table import text_source
 from tokenmill.errors import ConfigError, ResumeError, nearest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live

@@ -9,8 +9,6 @@
 3. Goes out: `ChatEncoded`: ids, a mask of the same length, every conversation that was refused, with why, and how
    many lost something that the template does not write (`losses`). What cannot be proven is refused, never masked
    by guess.
-4. Must not know: where conversations come from, how ids are stored, what a step is. jinja2 is imported when a
-   template is loaded, not before.
 """
 
 from tokenmill.encode.chat.refusal import RULES

@@ -18,8 +18,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill.encode.chat.refusal import Refusal, charge, charge_size
-from tokenmill.encode.chat.tracked import Tracked, generated, join, text_of
-from tokenmill.encode.chat.written import authored, tojson
+from tokenmill.encode.chat.tracked import Tracked, authored, generated, join, text_of, tojson
 from tokenmill.errors import ConfigError
 
 _FILTERS = (

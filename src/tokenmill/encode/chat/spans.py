@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmill.encode.chat.record import Record
 from tokenmill.encode.chat.refusal import Refusal
-from tokenmill.encode.chat.sample import shown_by_sample
-from tokenmill.encode.chat.scene import Fragment, Range, Scene, Trace
+from tokenmill.encode.chat.render import Fragment, Range, Record, Scene, Trace
 from tokenmill.encode.chat.turns import (
     at,
     closing_of,
@@ -17,6 +15,7 @@ from tokenmill.encode.chat.turns import (
     header_ends,
     origin_at,
     own_range,
+    shown_by_sample,
 )
 
 

@@ -5,14 +5,10 @@
    encodes all of a batch in one call of the tokenizer and lays tokens and masks end to end (`ragged`, `encoder`).
 3. Goes out: `Records` of one training type, with the records that were refused and why; and the recipe as
    canonical JSON, which says when two stores were made alike.
-4. Must not know: where records come from, how arrays are stored, or what a step is. Chat templates are opened
-   when a recipe needs one, not before.
 """
 
 from tokenmill.encode.recipe.encoder import RecordEncoder, open_encoder, record_keys
 from tokenmill.encode.recipe.extract import RULES
-from tokenmill.encode.recipe.presets import PRESETS
-from tokenmill.encode.recipe.recipe import Recipe
-from tokenmill.encode.recipe.schema import load_recipe
+from tokenmill.encode.recipe.recipe import PRESETS, Recipe, load_recipe
 
 __all__ = ["PRESETS", "RULES", "Recipe", "RecordEncoder", "load_recipe", "open_encoder", "record_keys"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tokenmill.encode.frame import token_dtype
-from tokenmill.encode.recipe.check import MASK_KEYS, recipe_arrays
 from tokenmill.encode.recipe.extract import (
     Pieces,
+    Problem,
     Talks,
     Way,
     add_answers,
@@ -23,9 +23,8 @@ from tokenmill.encode.recipe.extract import (
     suits,
     text_of,
 )
-from tokenmill.encode.recipe.messages import Problem
 from tokenmill.encode.recipe.ragged import Ragged, ends_of, merged, same_as_first, sliced, taken, trained_run
-from tokenmill.encode.recipe.recipe import DTYPES, Recipe
+from tokenmill.encode.recipe.recipe import DTYPES, MASK_KEYS, Recipe, recipe_arrays
 from tokenmill.encode.recipe.texts import Texts, open_texts
 from tokenmill.errors import ConfigError
 from tokenmill.types import TOKEN_KEYS, Records, Refused

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tokenmill.encode.recipe.extract import Pieces
-from tokenmill.types import Encoded
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import BoolArray, Encoded, Int64Array, Uint8Array, Uint32Array, UnsignedArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ragged:
     """Items end to end."""
 
-    ids: npt.NDArray[np.unsignedinteger[Any]]
-    mask: npt.NDArray[np.uint8]
+    ids: UnsignedArray
+    mask: Uint8Array
     """1 where a token is trained."""
-    offsets: npt.NDArray[np.int64]
+    offsets: Int64Array
     """Where each item starts, and the end of the last."""
-    owners: npt.NDArray[np.int64]
+    owners: Int64Array
     """Which record each item belongs to; never less than the item before it."""
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Int64Array:
         """Tokens of each item."""
         return np.diff(self.offsets)
 
     @property
-    def trained(self) -> npt.NDArray[np.bool_]:
+    def trained(self) -> BoolArray:
         """Say of each item whether any of its tokens is trained."""
         some = np.zeros(self.owners.size, np.bool_)
         filled = np.flatnonzero(self.lengths)  # reduceat takes an empty run for its first neighbour
@@ -41,13 +37,13 @@ class Ragged:
         return some
 
     @property
-    def positions(self) -> npt.NDArray[np.uint32]:
+    def positions(self) -> Uint32Array:
         """Of each token, how many of its item stand before it."""
         lengths = self.lengths
         return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], lengths)).astype("<u4")
 
 
-def ends_of(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def ends_of(lengths: Int64Array) -> Int64Array:
     """Return where items of these lengths start, and the end of the last."""
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -104,7 +100,7 @@ def merged(left: Ragged, right: Ragged) -> Ragged:
     return taken(both, np.argsort(both.owners, kind="stable"))
 
 
-def taken(ragged: Ragged, items: npt.NDArray[np.int64]) -> Ragged:
+def taken(ragged: Ragged, items: Int64Array) -> Ragged:
     """Return these items, in this order."""
     if items.size == ragged.owners.size and np.array_equal(items, np.arange(items.size)):
         return ragged
@@ -113,9 +109,7 @@ def taken(ragged: Ragged, items: npt.NDArray[np.int64]) -> Ragged:
     )
 
 
-def sliced(
-    ragged: Ragged, items: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-) -> Ragged:
+def sliced(ragged: Ragged, items: Int64Array, starts: Int64Array, ends: Int64Array) -> Ragged:
     """Return a run of tokens of each of these items."""
     offsets = ends_of(ends - starts)
     index = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(int(offsets[-1]))
@@ -138,7 +132,7 @@ def shortened(ragged: Ragged, most: int, *, keep_end: bool, bos_id: int | None) 
     return cut
 
 
-def trained_run(ragged: Ragged) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def trained_run(ragged: Ragged) -> tuple[Int64Array, Int64Array]:
     """Return of each item where its first trained token is and where its last ends; every item must have one."""
     trained = np.flatnonzero(ragged.mask)
     first = trained[np.searchsorted(trained, ragged.offsets[:-1])]
@@ -146,12 +140,12 @@ def trained_run(ragged: Ragged) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
     return first, last + 1
 
 
-def same_as_first(ragged: Ragged) -> npt.NDArray[np.bool_]:
+def same_as_first(ragged: Ragged) -> BoolArray:
     """Say of each item whether it is, token for token, the first item of its record."""
     _, first, inverse = np.unique(ragged.owners, return_index=True, return_inverse=True)
     model = first[inverse.reshape(-1)]
     lengths = ragged.lengths
-    same: npt.NDArray[np.bool_] = np.equal(lengths, lengths[model])
+    same: BoolArray = np.equal(lengths, lengths[model])
     own = np.flatnonzero(same)
     left = sliced(ragged, own, ragged.offsets[own], ragged.offsets[own + 1])
     right = sliced(ragged, own, ragged.offsets[model[own]], ragged.offsets[model[own] + 1])

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.encode.frame import frame, with_second_bos
-from tokenmill.encode.recipe.check import trained_roles
-from tokenmill.encode.recipe.extract import Pieces, Talks
-from tokenmill.encode.recipe.messages import Problem
+from tokenmill.encode.recipe.extract import Pieces, Problem, Talks
 from tokenmill.encode.recipe.ragged import Ragged, lay_out, shortened
-from tokenmill.encode.recipe.recipe import Recipe
+from tokenmill.encode.recipe.recipe import Recipe, trained_roles
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, TokenizerError
 from tokenmill.types import Encoded
 
 if TYPE_CHECKING:
-    from tokenmill.encode.chat.conversations import ChatEncoder
+    from tokenmill.encode.chat.tokens import ChatEncoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +97,7 @@ class Texts:
         owners = np.array([owner for each in talks.values() for owner in each.owners], np.int64)
         if self.chat is None or not owners.size:
             return dict.fromkeys(talks, empty)
-        from tokenmill.encode.chat.conversations import Conversation
+        from tokenmill.encode.chat.tokens import Conversation
 
         done = self.chat.encode(
             [
@@ -192,8 +190,8 @@ def _lacking(tokenizer_spec: str, error: ConfigError) -> str:
 
 
 def _open_chat(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> ChatEncoder:
-    from tokenmill.encode.chat.conversations import ChatEncoder
     from tokenmill.encode.chat.template import load_template
+    from tokenmill.encode.chat.tokens import ChatEncoder
 
     assert recipe.chat_template is not None
     group = recipe.kind == "grpo"

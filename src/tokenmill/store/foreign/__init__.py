@@ -5,16 +5,13 @@
    documents end, once, and keeps that beside the data; executes nothing, never guesses a dtype.
 3. Out: a manifest and the places of the arrays, so that a `Store` maps them like its own; or a store of ours,
    converted and compared token by token.
-4. Must not know: how rows are made of documents, what a run is, how text becomes tokens.
 
 `docs/guides/foreign.md` says what each format gives.
 """
 
-from tokenmill.store.foreign.convert import ImportReport, import_store
-from tokenmill.store.foreign.detect import detect_format
-from tokenmill.store.foreign.options import FORMATS, ForeignOptions
-from tokenmill.store.foreign.place import open_foreign
-from tokenmill.store.foreign.verify import verify_foreign
+from tokenmill.store.foreign.convert import ImportReport, import_store, verify_foreign
+from tokenmill.store.foreign.files import FORMATS, ForeignOptions, detect_format
+from tokenmill.store.open import open_foreign
 
 __all__ = [
     "FORMATS",

@@ -7,20 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
-from tokenmill.store.foreign.files import names_of
-from tokenmill.store.foreign.options import ForeignOptions
-from tokenmill.store.foreign.parts import Flat, Part, Parts, flat_of, real_file
+from tokenmill.store.foreign.files import Flat, ForeignOptions, Part, Parts, flat_of, names_of, real_file
 from tokenmill.store.layout import axis_of
-from tokenmill.types import AXES
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.types import AXES, AnyArray, Int64Array
 
 MAX_META = 1 << 28
 """Bytes that a meta.json may have."""
@@ -35,7 +30,7 @@ def read_astrai_bin(files: Sequence[Path], options: ForeignOptions) -> Parts:
         table = _meta(meta)
         kind = _kind_of(meta, table)
         arrays: dict[str, Flat] = {}
-        ends: dict[str, Callable[[], npt.NDArray[np.int64]]] = {}
+        ends: dict[str, Callable[[], Int64Array]] = {}
         for key in _read_keys(kind, table):
             flat = _bin_array(meta, key, table[key])
             arrays[key] = flat
@@ -59,7 +54,7 @@ def read_astrai_bin(files: Sequence[Path], options: ForeignOptions) -> Parts:
     return Parts(kind=_one_kind(files, kinds), parts=tuple(parts))
 
 
-def _behind_first(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _behind_first(offsets: Int64Array) -> Int64Array:
     return offsets[1:]
 
 
@@ -94,7 +89,7 @@ def _bin_array(meta: Path, key: str, info: Mapping[str, Any]) -> Flat:
     return flat_of(file, np.dtype(dtype).newbyteorder("<"), count=shape[0])
 
 
-def _offsets(meta: Path, key: str, value: object, count: int) -> npt.NDArray[np.int64]:
+def _offsets(meta: Path, key: str, value: object, count: int) -> Int64Array:
     numbers = value if isinstance(value, list) and all(type(item) is int for item in value) else []
     if numbers and numbers[0] == 0 and numbers[-1] == count and min(numbers) >= 0 and max(numbers) <= count:
         offsets = np.array(numbers, np.int64)
@@ -193,10 +188,10 @@ def _h5_flat(h5py: Any, dataset: Any, real: Path, size: int) -> Flat:  # noqa: A
     )
 
 
-def _h5_reader(h5py: Any, real: Path, name: str) -> Callable[[int, int], npt.NDArray[Any]]:  # noqa: ANN401
-    def read(begin: int, end: int) -> npt.NDArray[Any]:
+def _h5_reader(h5py: Any, real: Path, name: str) -> Callable[[int, int], AnyArray]:  # noqa: ANN401
+    def read(begin: int, end: int) -> AnyArray:
         with _damage_told(real), h5py.File(real, "r", locking=False) as opened:
-            numbers: npt.NDArray[Any] = opened[name][begin:end]
+            numbers: AnyArray = opened[name][begin:end]
         return numbers
 
     return read

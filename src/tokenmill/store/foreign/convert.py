@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
-from tokenmill.store.foreign.files import is_ours
-from tokenmill.store.foreign.index import Documents, Facts, find_documents
-from tokenmill.store.foreign.options import ForeignOptions
-from tokenmill.store.foreign.parts import MASKS, Part, Parts
-from tokenmill.store.foreign.place import check_vocabulary, read_parts, tokenizer_of
-from tokenmill.store.layout import MANIFEST, axis_of
+from tokenmill.store.foreign.files import MASKS, ForeignOptions, Part, Parts, is_ours
+from tokenmill.store.foreign.index import Documents, Facts, find_documents, index_bytes, mask_bytes
+from tokenmill.store.layout import MANIFEST, axis_of, index_file, key_file
 from tokenmill.store.manifest import Manifest, read_manifest
-from tokenmill.store.reader import store_of
-from tokenmill.store.shard import MAX_TOKENS_PER_SHARD, StoreSpec
-from tokenmill.store.writer import StoreWriter
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+from tokenmill.store.open import check_vocabulary, open_foreign, read_parts, tokenizer_of
+from tokenmill.store.reader import Store, store_of
+from tokenmill.store.verify import VerifyReport
+from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
+from tokenmill.types import AnyArray, Int64Array, Uint8Array
 
 BATCH_TOKENS = 1 << 22
 """Tokens that are copied together; a longer document is copied in one piece."""
@@ -193,7 +189,7 @@ def _batches(documents: Documents) -> Iterator[tuple[int, int]]:
         begin = max(begin + 1, end)
 
 
-def _cast(part: Part, key: str, starts: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[Any]:
+def _cast(part: Part, key: str, starts: Int64Array, dtype: str) -> AnyArray:
     numbers = part.arrays[key].numbers(int(starts[0]), int(starts[-1]))
     cast = numbers.astype(dtype)
     if not (cast == numbers).all() or (key in MASKS and int(cast.max(initial=0)) > 1):
@@ -232,3 +228,52 @@ def _differs(out: Path, what: str, name: str) -> StoreCorruptError:
         f"{out}: {what} must be read back as written, got other numbers than in {name}; "
         "check the disk, then import again"
     )
+
+
+# Proving what can be proven of foreign files, which have no checksums.
+
+
+def verify_foreign(
+    path: Path, options: ForeignOptions, *, progress: Callable[[int], None] = lambda _bytes: None
+) -> VerifyReport:
+    """Read every id of foreign files: sizes, boundaries, masks, ids below the vocabulary if one is given.
+
+    There are no checksums to compare with, so ids that were changed into other ids are not noticed:
+    `tokenmill import` makes a store that has some.
+    """
+    store = open_foreign(path, options)
+    format, parts = read_parts(path, options)
+    for number, part in enumerate(parts.parts):
+        found = find_documents(part, parts.kind, options, look=True)
+        check_vocabulary(part, found.facts, options)
+        for axis, offsets in found.offsets.items():
+            _compare_index(store, number, part, index_file(axis), [index_bytes(offsets)])
+        for key in [key for key in MASKS if key in part.arrays]:
+            _compare_index(store, number, part, key_file(key), mask_bytes(part.arrays[key], key))
+        progress(sum(flat.bytes for flat in part.arrays.values()))
+    vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
+    return VerifyReport(
+        path=path,
+        shards=store.num_shards,
+        files=sum(len(part.arrays) + len(part.beside) for part in parts.parts),
+        bytes=sum(flat.bytes for part in parts.parts for flat in part.arrays.values()),
+        documents=store.num_documents,
+        tokens=store.manifest.tokens,
+        fingerprint=store.fingerprint,
+        checked=f"the format has no checksums; sizes and boundaries are right, {vocabulary}",
+        format=format,
+    )
+
+
+def _compare_index(store: Store, shard: int, part: Part, name: str, expected: Iterable[Uint8Array]) -> None:
+    """Compare what a store would read with what the data says, given in blocks."""
+    request = store.file(shard, name)
+    place = 0
+    with store.maps.borrow([request]) as (mapped,):
+        for block in expected:
+            if not np.array_equal(mapped.data[place : place + block.size], block):
+                raise StoreCorruptError(
+                    f"{request.path}: {name} of {part.name} must be what the data says, got other bytes; "
+                    "delete the folder .tokenmill beside the data"
+                )
+            place += block.size

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from glob import glob, has_magic
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
-from tokenmill.errors import StoreError, StoreMissingError
-from tokenmill.natural import natural_key
+import numpy as np
+import xxhash
+
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, nearest
+from tokenmill.fingerprint import first_difference
 from tokenmill.store.layout import MANIFEST, is_shard_name
+from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.types import AXES, TOKEN_KEYS, AnyArray, Int64Array, natural_key
+
+if TYPE_CHECKING:
+    from tokenmill.store.manifest import Manifest
 
 MAX_NAMED = 8
 """Stores that an error lists by name."""
@@ -107,3 +120,378 @@ def names_of(files: list[Path]) -> list[str]:
     """Return what to call files: their paths below the folder that they share."""
     folder = os.path.commonpath([file.parent.absolute() for file in files])
     return [PurePath(os.path.relpath(file.absolute(), folder)).as_posix() for file in files]
+
+
+# What a user may say of token files that do not say it themselves.
+
+DTYPE_NAMES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+FORMATS = (
+    "tokenmill",
+    "npy",
+    "bin",
+    "nanogpt",
+    "llmc",
+    "megatron",
+    "datatrove",
+    "olmo",
+    "astrai-bin",
+    "astrai-h5",
+)
+"""Every format that can be opened; the first is ours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignOptions:
+    """What is known of token files beside what they say; None where nothing is."""
+
+    dtype: str | None = None
+    """A name such as `uint16`, for files that do not say it."""
+    vocab_size: int | None = None
+    """All ids must be below; can prove the dtype of raw files."""
+    eos_id: int | None = None
+    """Ends every document, where the format has no boundaries of its own."""
+    bos_id: int | None = None
+    """Starts every document; cuts them where there are neither boundaries nor an EOS."""
+    format: str | None = None
+    """One of `FORMATS`; None: told by the files."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
+            raise ConfigError(
+                f"dtype: must be one of {', '.join(DTYPE_NAMES)}, got {self.dtype!r}; "
+                f"{nearest(self.dtype, DTYPE_NAMES)}"
+            )
+        if self.format is not None and self.format not in FORMATS:
+            raise ConfigError(
+                f"format: must be one of {', '.join(FORMATS)}, got {self.format!r}; {nearest(self.format, FORMATS)}"
+            )
+        if self.vocab_size is not None and not 1 <= self.vocab_size <= 1 << 32:
+            raise ConfigError(
+                f"vocab_size: must be from 1 to 2**32, got {self.vocab_size}; it is one more than the largest id"
+            )
+        bound = self.vocab_size or 1 << 32
+        for name, number in (("eos_id", self.eos_id), ("bos_id", self.bos_id)):
+            if number is not None and not 0 <= number < bound:
+                raise ConfigError(
+                    f"{name}: must be from 0 to below the vocabulary size {bound}, got {number}; "
+                    "count control ids in vocab_size"
+                )
+
+    @property
+    def given(self) -> dict[str, int | str]:
+        """What was said, by name."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def check_dtype(self, where: Path, found: np.dtype[Any]) -> None:
+        """Refuse a dtype that the file itself contradicts."""
+        if self.dtype is not None and np.dtype(self.dtype) != found.newbyteorder("="):
+            raise ConfigError(
+                f"{where}: dtype must be that of the file, {found.name}, got {self.dtype}; leave it out"
+            )
+
+
+def check_ours(path: Path, manifest: Manifest, options: ForeignOptions) -> None:
+    """Refuse what contradicts the manifest of a store of ours."""
+    tokenizer = manifest.tokenizer
+    said: dict[str, object] = {
+        "format": "tokenmill",
+        "dtype": np.dtype(manifest.keys[manifest.token_key]).name,
+        **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")},
+    }
+    for name, value in options.given.items():
+        if value != said[name]:
+            raise ConfigError(
+                f"{path}: {name} must be as the manifest says, {said[name]!r}, got {value!r}; leave it out"
+            )
+
+
+# Which project wrote some files: told by their content, never by their size.
+
+LLMC_HEADER = 1024
+LLMC_MAGICS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""(Magic number, version) -> dtype of the tokens."""
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+NPY_MAGIC = b"\x93NUMPY"
+H5_MAGIC = b"\x89HDF\r\n\x1a\n"
+META = "meta.json"
+_ASTRAI_KEYS = {key for keys in AXES.values() for key in keys}
+_SUFFIXES = {
+    "npy": (".npy",),
+    "olmo": (".npy",),
+    "bin": (".bin",),
+    "nanogpt": (".bin",),
+    "llmc": (".bin",),
+    "megatron": (".bin", ".idx"),
+    "datatrove": (".ds",),
+    "astrai-bin": (META,),
+    "astrai-h5": (".h5", ".hdf5"),
+}
+"""Which files of a folder belong to a format."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """Files of one format, in order."""
+
+    format: str
+    files: tuple[Path, ...]
+
+
+def detect_format(path: str | os.PathLike[str]) -> str:
+    """Name the format of what is at a path: a file, folder, glob, or the prefix of a Megatron dataset.
+
+    Reads the first bytes of files at most. What is not known is an error that lists what was found.
+    """
+    return "tokenmill" if is_ours(Path(path)) else find(Path(path)).format
+
+
+def find(path: Path, format: str | None = None) -> Found:
+    """Find the files of the one format at a path; `format` is the user's word, which is not questioned here."""
+    files = files_of(path)
+    if format is not None:
+        named = [file for file in files if file.name.lower().endswith(_SUFFIXES[format])]
+        chosen = named or (files if len(files) == 1 else [])
+    else:
+        formats = [(file, _format_of(file)) for file in files]
+        told = sorted({name for _, name in formats if name is not None})
+        if len(told) > 1:
+            raise StoreError(
+                f"{path}: must hold files of one format, got {', '.join(told)}; name a file, a glob, or the format"
+            )
+        format = told[0] if told else ""
+        chosen = [file for file, name in formats if name is not None]
+    if not chosen:
+        raise StoreError(
+            f"{path}: must hold token files of a known format, got {_listed(files)}; known: {', '.join(FORMATS)}"
+        )
+    chosen = _as_named(format, chosen)
+    if format == "nanogpt" and len({file.parent for file in chosen}) < len(chosen):
+        names = ", ".join(file.name for file in chosen[:4])
+        raise StoreError(
+            f"{path}: must name one split of nanoGPT, as one folder holds what is trained on and what is not, "
+            f"got {names}; name the file"
+        )
+    return Found(format=format, files=tuple(chosen))
+
+
+def _as_named(format: str, files: list[Path]) -> list[Path]:
+    """Name a Megatron dataset once, by its .bin, and files of AstrAI by their meta.json."""
+    if format == "megatron":
+        return list(dict.fromkeys(file.with_suffix(".bin") for file in files))
+    if format == "astrai-bin":
+        return list(dict.fromkeys(file.with_name(META) for file in files))
+    return files
+
+
+def _format_of(file: Path) -> str | None:
+    """Name the format of one file; None for what is no token file."""
+    suffix = file.suffix.lower()
+    if suffix in (".h5", ".hdf5"):
+        return "astrai-h5" if head(file, 8) == H5_MAGIC else None
+    if suffix == ".ds":
+        return "datatrove"
+    if suffix == ".idx":
+        return "megatron" if head(file, 9) == MEGATRON_MAGIC else None
+    if suffix == ".npy":
+        return "npy" if head(file, 6) == NPY_MAGIC else "olmo"
+    if file.name == META:
+        return "astrai-bin" if any(file.with_name(f"{key}.bin").is_file() for key in TOKEN_KEYS) else None
+    return _format_of_bin(file) if suffix == ".bin" else None
+
+
+def _format_of_bin(file: Path) -> str:
+    if file.with_suffix(".idx").is_file() and head(file.with_suffix(".idx"), 9) == MEGATRON_MAGIC:
+        return "megatron"
+    start = head(file, 8)
+    if (int.from_bytes(start[:4], "little"), int.from_bytes(start[4:], "little")) in LLMC_MAGICS:
+        return "llmc"
+    if file.stem in _ASTRAI_KEYS and file.with_name(META).is_file():
+        return "astrai-bin"
+    # What nanoGPT keeps in meta.pkl could run code when opened; that it is there is all we need.
+    if file.with_name("meta.pkl").is_file() or file.name in ("train.bin", "val.bin"):
+        return "nanogpt"
+    return "bin"
+
+
+def head(file: Path, size: int) -> bytes:
+    """Return the first bytes of a file; fewer if it is shorter, none of what is no plain file."""
+    if not file.is_file():
+        return b""
+    with file.open("rb") as opened:
+        return opened.read(size)
+
+
+def _listed(files: Sequence[Path]) -> str:
+    endings = Counter(file.suffix or file.name for file in files)
+    return ", ".join(f"{count} of {ending}" for ending, count in endings.most_common(6)) or "an empty folder"
+
+
+# The nouns that all readers of foreign files speak in: flat arrays, and parts made of them.
+
+BLOCK = 1 << 22
+"""Numbers that are looked at together."""
+SAMPLE_BLOCKS = 64
+SAMPLE_BYTES = 4096
+IMPORT = "convert it with `tokenmill import`"
+MASKS = ("loss_mask", "chosen_mask", "rejected_mask")
+"""Arrays of 0 and 1, one number a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """One array of a foreign file, in one dimension."""
+
+    path: Path
+    """The file itself, links resolved."""
+    file_bytes: int
+    begin: int
+    """First byte of the array."""
+    count: int
+    dtype: np.dtype[Any]
+    obstacle: str = ""
+    """Why it cannot be mapped; empty if it can."""
+    read: Callable[[int, int], AnyArray] | None = field(default=None, compare=False)
+    """How to read numbers `begin` to `end` where mapping does not give them."""
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes the array has."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def mapped(self) -> AnyArray:
+        """The whole array, mapped anew: there may be more arrays than a process can map at once."""
+        return map_file(FileRequest(self.path, self.file_bytes, self.begin, self.bytes)).data.view(self.dtype)
+
+    def numbers(self, begin: int, end: int) -> AnyArray:
+        """Return numbers `begin` to `end` (exclusive)."""
+        return self.mapped[begin:end] if self.read is None else self.read(begin, end)
+
+    def blocks(self) -> Iterator[AnyArray]:
+        """Yield all numbers, a bounded number at a time."""
+        for begin in range(0, self.count, BLOCK):
+            yield self.numbers(begin, min(self.count, begin + BLOCK))
+
+    @cached_property
+    def sample(self) -> str:
+        """Digest of up to 64 blocks of 4 KiB, evenly spread, the first and the last among them."""
+        if self.read is not None:
+            return sample_digest(self.path, 0, self.file_bytes)
+        return sample_digest(self.path, self.begin, self.bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What becomes one shard: arrays of equal length on each axis, and where their documents end."""
+
+    name: str
+    """Path below the folder that was named."""
+    arrays: Mapping[str, Flat]
+    """Key -> array."""
+    ends: Mapping[str, Callable[[], Int64Array]] = field(default_factory=dict)
+    """Axis -> where each of its documents ends, ascending; an axis that is not here has no boundaries."""
+    beside: tuple[Path, ...] = ()
+    """Other files that say where documents end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a reader found."""
+
+    kind: str
+    parts: tuple[Part, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the files say of how they were made."""
+
+
+def real_file(path: Path) -> tuple[Path, int]:
+    """Return a file with its links resolved, and its size; data may be linked to, unlike files of our stores."""
+    real = Path(os.path.realpath(path))
+    if not real.is_file():
+        raise StoreCorruptError(f"{path}: must be a plain file, got another kind or a broken link; restore it")
+    return real, real.stat().st_size
+
+
+def flat_of(path: Path, dtype: np.dtype[Any], *, begin: int = 0, count: int | None = None) -> Flat:
+    """Describe an array that fills a file from `begin` on; `count` is what a header claims."""
+    real, size = real_file(path)
+    room = size - begin
+    if room < 0 or room % dtype.itemsize or (count is not None and count * dtype.itemsize != room):
+        claimed = f"{count} numbers" if count is not None else "whole numbers"
+        raise StoreCorruptError(
+            f"{path}: must hold {claimed} of {dtype.name} behind {begin} bytes of header, "
+            f"got {room} bytes there; copy the file again, or fix dtype"
+        )
+    obstacle = "its numbers are big-endian" if dtype.byteorder == ">" else ""
+    return Flat(
+        path=real, file_bytes=size, begin=begin, count=room // dtype.itemsize, dtype=dtype, obstacle=obstacle
+    )
+
+
+def sample_digest(path: Path, begin: int, size: int) -> str:
+    """Digest up to 64 blocks of 4 KiB of a part of a file, evenly spread, the first and the last among them."""
+    state = xxhash.xxh3_128(size.to_bytes(8, "little"))
+    for place, data in sample_blocks(path, begin, size):
+        state.update(place.to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def sample_blocks(path: Path, begin: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (place, bytes) of the blocks of a sample, all of what is small; places are multiples of 8."""
+    last = max(0, size - SAMPLE_BYTES)
+    places = [last * i // (SAMPLE_BLOCKS - 1) & ~7 for i in range(SAMPLE_BLOCKS)]
+    if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
+        places = list(range(0, size, SAMPLE_BYTES))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        for place in places:
+            # The last block may begin up to 7 bytes early, so it is read to the end.
+            wanted = size - place if place >= last else SAMPLE_BYTES
+            yield place, os.pread(descriptor, wanted, begin + place)
+    finally:
+        os.close(descriptor)
+
+
+def stored_dtype(key: str, flat: Flat) -> tuple[str, str]:
+    """Return the dtype under which a key is offered, and why it cannot be mapped under it, or nothing.
+
+    A signed array is mapped as unsigned; that none of its numbers is negative is proven elsewhere.
+    """
+    kind, size = flat.dtype.kind, flat.dtype.itemsize
+    if key in MASKS:
+        return "|u1", flat.obstacle or ("" if size == 1 else "its mask has more than a byte a token")
+    if kind not in "iu":
+        return "", f"its ids are {flat.dtype.name}"
+    if size > 4:
+        return "", flat.obstacle or f"its ids are {flat.dtype.name}, 8 bytes each"
+    dtype = {1: "|u1", 2: "<u2", 4: "<u4"}[size]
+    if not flat.obstacle and flat.begin % size:
+        return dtype, "its ids do not begin at a multiple of their size"
+    return dtype, flat.obstacle
+
+
+# Whether the ids of two stores can be taken to mean the same.
+
+UNKNOWN, GIVEN = "unknown", "given"
+"""Kinds of tokenizers of foreign files: nothing is known, or the user gave the size of the vocabulary."""
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any, str] | None:
+    """Return the first thing in which two tokenizers differ, both sides and the way out; None if ids mean the same.
+
+    Foreign files do not say which tokenizer made them. Giving their vocab_size is the user's word that it was the
+    one of the other sources: then vocab_size must agree, and eos_id and bos_id where both say them. Without that
+    word they mix with nothing.
+    """
+    kinds = one.get("kind"), other.get("kind")
+    if UNKNOWN in kinds:
+        return "kind", *kinds, "give the vocab_size of files of other projects"
+    if GIVEN not in kinds:
+        found = first_difference(dict(one), dict(other))
+        return (*found, "prepare one of them again") if found else None
+    found = first_difference({"vocab_size": one["vocab_size"]}, {"vocab_size": other["vocab_size"]})
+    names = [name for name in ("eos_id", "bos_id") if one.get(name) is not None and other.get(name) is not None]
+    found = found or first_difference({name: one[name] for name in names}, {name: other[name] for name in names})
+    return (*found, "fix what is said of the files of another project") if found else None

@@ -1,0 +1,507 @@
+"""The order of samples, dealt to ranks: a keyed permutation, of which nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import islice, pairwise
+from typing import Any, ClassVar, TypeGuard
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from tokenmill.adapters.kempnerforge.config import EDITED, check_mapping, find_rank, read_count
+from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.fingerprint import key64
+from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights
+from tokenmill.plan.permute import permute_all
+from tokenmill.tables import MAX_NUMBER, check_seed
+from tokenmill.types import Int64Array
+
+BLOCK = 1024
+"""Indices that are computed together."""
+
+
+class RankSampler(Sampler[int]):
+    """What both samplers do alike: know their rank, an epoch, and what of it is skipped."""
+
+    kind: ClassVar[str]
+    """What a state calls it."""
+    order_keys: ClassVar[tuple[str, ...]]
+    """What of a state decides the order, and must be that of this sampler."""
+    size: int
+    """Samples of all ranks in an epoch."""
+    num_samples: int
+
+    def __init__(
+        self, rank: int | None, num_replicas: int | None, *, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        self.rank, self.num_replicas = find_rank(rank, num_replicas)
+        check_seed("sampler", seed)
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.skip = 0
+        """Samples of this rank that the next iteration leaves out."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        if not isinstance(epoch, int) or not 0 <= epoch <= MAX_NUMBER:
+            raise ConfigError(f"epoch: must lie within 0 and {MAX_NUMBER}, got {epoch!r}; count from 0")
+        self.epoch = epoch
+
+    def set_skip(self, skip: int) -> None:
+        """Leave out the first samples of this rank, in the next iteration alone."""
+        if not isinstance(skip, int) or not 0 <= skip <= MAX_NUMBER:
+            raise ConfigError(f"skip: must be at least 0, got {skip!r}; it counts the samples of this rank")
+        self.skip = skip
+
+    def __len__(self) -> int:
+        """Return how many samples an epoch has for this rank."""
+        return self.num_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which order this is; where an iteration stands is for the loader to know."""
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "num_replicas": self.num_replicas,
+            "rank": self.rank,
+            "shuffle": self.shuffle,
+        }
+
+    def check_state(self, state: Mapping[str, Any], *, position: int | None = None) -> None:
+        """Refuse a state of another order; that of a loader, at a `position`, must say all that decides it."""
+        check_mapping(state)
+        own = self.state_dict()
+        for key in ("kind", *self.order_keys):
+            if (position is not None or key in state) and state.get(key) != own[key]:
+                raise ResumeError(
+                    f"state: {key} must be that of this sampler, {own[key]!r}, got {state.get(key)!r}; "
+                    "resume with what made it, or start anew"
+                )
+        read_count(state, "epoch", default=0)
+
+
+class DistributedSampler(RankSampler):
+    """The samples of a dataset in a new order every epoch, of which rank r of R takes places r, r + R, r + 2R, ...
+
+    The order is the same for any number of ranks. With `drop_last` the last samples that do not go round are left
+    out, others in every epoch; without it the first ones are taken again.
+    """
+
+    kind = "distributed"
+    order_keys = ("seed", "size", "shuffle", "drop_last")
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__(rank, num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.dataset = dataset
+        self.size = len(dataset)
+        if self.size < 1 or (drop_last and self.size < self.num_replicas):
+            raise ConfigError(
+                f"dataset: must have a sample for each of {self.num_replicas} ranks, got {self.size}; add data, or "
+                "use a smaller seq_len"
+            )
+        self.num_samples = self.size // self.num_replicas if drop_last else -(-self.size // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        skip, self.skip = self.skip, 0
+        position = skip * self.num_replicas
+        return self.indices(self.epoch, position, self.end(self.epoch, position, self.num_replicas))
+
+    def indices(self, epoch: int, position: int, end: int) -> Iterator[int]:
+        """Yield what this rank takes of an epoch after its first `position` places, of all ranks, were taken.
+
+        Any position will do, also one that another number of ranks has left. Places from the end of the epoch on
+        are its first ones again.
+        """
+        key = np.uint64(key64(self.seed, "sampler", epoch))
+        step = BLOCK * self.num_replicas
+        for begin in range(position + self.rank, end, step):
+            places = np.arange(begin, min(begin + step, end), self.num_replicas, dtype=np.int64) % self.size
+            yield from (permute_all(places, self.size, key) if self.shuffle else places).tolist()
+
+    def first(self, epoch: int) -> int:  # noqa: ARG002 - other samplers count through
+        """Return the place at which an epoch begins."""
+        return 0
+
+    def end(self, epoch: int, position: int, places: int) -> int:  # noqa: ARG002 - other samplers count through
+        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
+        rest = max(0, self.size - position)
+        return position + (rest // places if self.drop_last else -(-rest // places)) * places
+
+    def after(self, epoch: int, position: int) -> int:  # noqa: ARG002 - what is left of an epoch is left out
+        """Return where the epoch after one begins that has ended at `position`."""
+        return self.first(epoch + 1)
+
+    def bounds(self, epoch: int, places: int) -> tuple[int, int]:  # noqa: ARG002 - other samplers count through
+        """Return the first and last place at which an epoch can stand that is dealt in rounds of so many places."""
+        return 0, self.size if self.drop_last else self.size + places - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which order this is; where an iteration stands is for the loader to know."""
+        return {**super().state_dict(), "size": self.size, "drop_last": self.drop_last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the epoch of a state; one of another order is refused, and its rank is of no concern."""
+        self.check_state(state)
+        self.epoch = read_count(state, "epoch", default=0)
+
+
+class AskedBatches:
+    """The batches of indices that torch's loader asks for next.
+
+    It does not hold the loader: a cycle would be freed at any time later, and its worker processes would be waited
+    for in whatever runs then.
+    """
+
+    def __init__(self) -> None:
+        self.indices: Iterator[int] = iter(())
+        self.batch_size = 1
+        self.count = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = self.indices
+        for _ in range(self.count):
+            yield list(islice(indices, self.batch_size))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+# The weights of a mixture from a place on, and what was drawn before it.
+
+_DIGITS = 12
+"""Of a weight raised to a power: more would depend on the machine."""
+_UNITS = 1 << 20
+"""Parts of a row in which it is kept how far a source is ahead of its share: a state must stay small."""
+_MOST_AHEAD = 2 * _UNITS
+"""How far one can be ahead or behind, for each source that there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """Whole weights of the sources from a place on."""
+
+    start: int
+    weights: tuple[int, ...]
+    """One a source; 0 for one that is not drawn."""
+    drawn: tuple[int, ...]
+    """Samples that were drawn from each source before `start`."""
+    ahead: tuple[int, ...]
+    """How far each source is ahead of its share at `start`, in parts of a row."""
+
+    @property
+    def sources(self) -> list[int]:
+        """The sources that are drawn."""
+        return [source for source, weight in enumerate(self.weights) if weight]
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        """Who is drawn when."""
+        lead = [Fraction(self.ahead[source], _UNITS) for source in self.sources]
+        return build_mixture(tuple(weight for weight in self.weights if weight), lead)
+
+    def draw(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the source at each place, and how often it was drawn before, in the whole run."""
+        local, drawn = draw_all(positions - self.start, self.mixture.nodes)
+        sources = np.array(self.sources, np.int64)[local]
+        return sources, drawn + np.array(self.drawn, np.int64)[sources]
+
+    def change(self, position: int, weights: Sequence[int]) -> Weighing:
+        """Return other weights from a place on; who is behind its share then is drawn first."""
+        drawn, ahead = list(self.drawn), list(self.ahead)
+        length = position - self.start
+        lead = [Fraction(ahead[source], _UNITS) for source in self.sources]
+        counts, leads = self.mixture.counts(length), self.mixture.ahead(length, lead)
+        for source, count, more in zip(self.sources, counts, leads, strict=True):
+            drawn[source] += count
+            ahead[source] = round(more * _UNITS)
+        return Weighing(start=position, weights=tuple(weights), drawn=tuple(drawn), ahead=tuple(ahead))
+
+    def to_json(self) -> dict[str, int | list[int]]:
+        """Return it as JSON."""
+        return {
+            "start": self.start,
+            "weights": list(self.weights),
+            "drawn": list(self.drawn),
+            "ahead": list(self.ahead),
+        }
+
+
+def first_weighing(weights: Sequence[int]) -> Weighing:
+    """Return the weights of a run from its first place on."""
+    none = (0,) * len(weights)
+    return Weighing(start=0, weights=tuple(weights), drawn=none, ahead=none)
+
+
+def weighing_of(state: object, sources: int) -> Weighing:
+    """Return what `to_json` gave, or refuse what it cannot have given."""
+    said = state if isinstance(state, Mapping) else {}
+    lists = [said.get(name) for name in ("drawn", "ahead")]
+    drawn, ahead = (tuple(numbers) if _are_whole(numbers, sources) else () for numbers in lists)
+    start = said.get("start")
+    # Before its start every place has drawn one sample.
+    fine = drawn and type(start) is int and sum(drawn) == start <= MAX_NUMBER and min(drawn) >= 0
+    if not fine or not ahead or max(map(abs, ahead)) > _MOST_AHEAD * sources:
+        raise ResumeError(
+            f"state: weighing must have weights of {sources} sources, what was drawn of each, which is start "
+            f"together, and how far each is ahead, got {state!r}; use a state that was not edited"
+        )
+    return Weighing(start=sum(drawn), weights=weights_of(said.get("weights"), sources), drawn=drawn, ahead=ahead)
+
+
+def weights_of(numbers: object, sources: int) -> tuple[int, ...]:
+    """Return the whole weights of a state, or refuse what they cannot be."""
+    weights: tuple[int, ...] = tuple(numbers) if _are_whole(numbers, sources) else ()
+    if not weights or min(weights) < 0 or not 0 < sum(weights) <= MAX_TOTAL:
+        raise ResumeError(
+            f"state: weights must be those of {sources} sources, whole numbers from 0 on, got {numbers!r}; use a "
+            "state that was not edited"
+        )
+    return weights
+
+
+def _are_whole(numbers: object, count: int) -> TypeGuard[list[int]]:
+    return isinstance(numbers, list) and len(numbers) == count and all(type(number) is int for number in numbers)
+
+
+def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return weights as whole numbers in proportion; 0 stays 0 at any temperature.
+
+    >>> whole_weights([0.75, 0.25, 0], 1.0, [9, 9, 9]), whole_weights([16, 1], 2.0, [9, 9])
+    ((3, 1, 0), (4, 1))
+    """
+    if len(weights) != len(sizes):
+        raise ConfigError(
+            f"weights: must be one for each of {len(sizes)} datasets, got {len(weights)}; add or drop"
+        )
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(f"temperature: must be positive, got {temperature}; leave it out for 1")
+    for source, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        if not 0 <= weight < float("inf") or (weight and not size):
+            raise ConfigError(
+                f"weights: must be at least 0, and 0 for a dataset without samples, got {weight} for dataset "
+                f"{source} with {size} samples; change it"
+            )
+    most = max(weights, default=0)
+    if not most:
+        raise ConfigError(f"weights: must leave a dataset to draw from, got {list(weights)}; raise one")
+    tempered = weights
+    if temperature != 1.0:
+        # Of the largest, so that no power is beyond all numbers.
+        tempered = [float(f"{(weight / most) ** (1 / temperature):.{_DIGITS}g}") for weight in weights]
+    for source, (weight, after) in enumerate(zip(weights, tempered, strict=True)):
+        if weight and not after:
+            raise ConfigError(
+                f"temperature: must leave every dataset its share, got {temperature}, which makes weight {weight} "
+                f"of dataset {source} beside {most} nothing; raise temperature, or give that dataset weight 0"
+            )
+    named = {str(source): weight for source, weight in enumerate(tempered) if weight}
+    whole = integer_weights(named)
+    return tuple(whole.get(str(source), 0) for source in range(len(weights)))
+
+
+# The order of samples of several datasets by their weights, dealt to ranks.
+
+_TURNS = 1 << 40
+"""Among so many numbers that of a round is shuffled to find who begins it."""
+
+
+class MixtureSampler(RankSampler):
+    """Samples of several datasets by weight, as one run of places that goes on through all epochs.
+
+    After any number of places each dataset is within two samples of its share, whatever the number of ranks. A
+    dataset gives each of its samples once, in a new order each time, before it gives one again. The places of a
+    round of R go to the R ranks in turn, and another rank begins each round, so that none always gets one dataset.
+    """
+
+    kind = "mixture"
+    order_keys = ("seed", "sizes", "shuffle", "initial_weights")
+
+    def __init__(
+        self,
+        cumulative_sizes: Sequence[int],
+        weights: Sequence[float],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(rank, num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.sizes = [end - begin for begin, end in pairwise(cumulative_sizes)]
+        if list(cumulative_sizes[:1]) != [0] or min(self.sizes, default=0) < 0:
+            raise ConfigError(
+                f"cumulative_sizes: must begin with 0 and never fall, got {list(cumulative_sizes)}; give those "
+                "of a MixtureDataset"
+            )
+        self.offsets = list(cumulative_sizes[:-1])
+        self.size = sum(self.sizes)
+        ranks = self.num_replicas
+        self.num_samples = sum(size // ranks if drop_last else -(-size // ranks) for size in self.sizes)
+        self._initial = whole_weights(weights, temperature, self.sizes)
+        self._weighings = [first_weighing(self._initial)]
+        self._pending: tuple[int, ...] | None = None
+        if self.num_samples < 1:
+            raise ConfigError(
+                f"datasets: must have a sample for each of {ranks} ranks, got sizes {self.sizes}; add data"
+            )
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The weights of the next sample, as whole numbers in proportion."""
+        return self._pending or self._weighings[-1].weights
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether there are new weights that no sample was drawn by yet."""
+        return self._pending is not None
+
+    def update_weights(self, weights: Sequence[float], temperature: float = 1.0) -> None:
+        """Draw by other weights from the next sample on; the same ones in proportion change nothing.
+
+        In a `StatefulDataLoader` the next batch is the first, whatever was read ahead. In a plain loader of torch
+        it is the first that was not asked for yet.
+        """
+        whole = whole_weights(weights, temperature, self.sizes)
+        self._pending = None if whole == self._weighings[-1].weights else whole
+
+    def begin_change(self, position: int, since: int | None = None) -> None:
+        """Let new weights, if there are any, begin at a place of the run; what was decided for later is dropped.
+
+        So are the weights of places before `since`, which nobody can ask for again; None: before `position`.
+        """
+        pending, self._pending = self._pending, None
+        last = self._at(position)
+        kept = [weighing for weighing in self._weighings if weighing.start <= position]
+        if pending is not None and pending != last.weights:
+            kept = [weighing for weighing in kept if weighing.start < position]
+            kept.append(last.change(position, pending))
+        begun = sum(weighing.start <= (position if since is None else since) for weighing in kept)
+        self._weighings = kept[max(0, begun - 1) :]
+
+    def __iter__(self) -> Iterator[int]:
+        skip, self.skip = self.skip, 0
+        begin = self.first(self.epoch) + skip * self.num_replicas
+        return self._drawing(begin, self.first(self.epoch) + self.num_samples * self.num_replicas)
+
+    def _drawing(self, position: int, end: int) -> Iterator[int]:
+        """Yield the samples of this rank, by new weights as soon as there are any."""
+        while position < end:
+            if self.is_changing:
+                self.begin_change(position, self.first(self.epoch))  # who iterates again begins there
+            for index in self._block(position, end):
+                yield index
+                position += self.num_replicas
+                if self.is_changing:
+                    break
+
+    def indices(self, epoch: int, position: int, end: int) -> Iterator[int]:  # noqa: ARG002 - one run of places
+        """Yield what this rank takes from a place of the run on, up to another."""
+        while position < end:
+            block = self._block(position, end)
+            yield from block
+            position += len(block) * self.num_replicas
+
+    def first(self, epoch: int) -> int:
+        """Return the place at which an epoch begins."""
+        return epoch * self.size
+
+    def end(self, epoch: int, position: int, places: int) -> int:
+        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
+        return position + max(0, self.first(epoch + 1) - position) // places * places
+
+    def after(self, epoch: int, position: int) -> int:  # noqa: ARG002 - another sampler begins every epoch anew
+        """Return where the epoch after one begins that has ended at `position`: there, as nothing is lost."""
+        return position
+
+    def bounds(self, epoch: int, places: int) -> tuple[int, int]:  # noqa: ARG002 - others fill up a round
+        """Return the first and last place at which an epoch can stand: it begins with the rest of the last one."""
+        return max(0, self.first(epoch - 1)), self.first(epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which order this is, and the weights since they last changed."""
+        state: dict[str, Any] = {
+            **super().state_dict(),
+            "sizes": list(self.sizes),
+            "initial_weights": list(self._initial),
+            "weighing": self._weighings[-1].to_json(),
+        }
+        return state if self._pending is None else {**state, "pending": list(self._pending)}
+
+    def check_state(self, state: Mapping[str, Any], *, position: int | None = None) -> None:
+        """Refuse a state of another order; that of a loader, at a `position`, must say all that decides it."""
+        super().check_state(state, position=position)
+        if position is not None or "weighing" in state:
+            start = weighing_of(state.get("weighing"), len(self.sizes)).start
+            if position is not None and start > position:
+                raise ResumeError(f"state: weights must begin by position {position}, got start {start}; {EDITED}")
+        if "pending" in state:
+            weights_of(state["pending"], len(self.sizes))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the epoch and the weights of a state; one of another order is refused.
+
+        Who wants other weights than the run began with says so by `update_weights`, after this.
+        """
+        self.check_state(state)
+        if "weighing" in state:
+            self._weighings = [weighing_of(state["weighing"], len(self.sizes))]
+            self._pending = weights_of(state["pending"], len(self.sizes)) if "pending" in state else None
+        self.epoch = read_count(state, "epoch", default=0)
+
+    def _at(self, position: int) -> Weighing:
+        """Return the weights of a place."""
+        for weighing in reversed(self._weighings):
+            if weighing.start <= position:
+                return weighing
+        raise ConfigError(
+            f"sampler: places must not lie before {self._weighings[0].start}, as the weights there "
+            f"are not kept, got {position}; load a state to go back, or make a new sampler"
+        )
+
+    def _block(self, position: int, end: int) -> list[int]:
+        """Return the next samples of this rank, some at a time, all drawn by the same weights."""
+        weighing = self._at(position)
+        later = [other.start for other in self._weighings if other.start > position]
+        # A round in which the weights change has two of them: it is drawn alone.
+        stop = min(end, position + BLOCK * self.num_replicas, *later) if later else end
+        rounds = max(1, min(BLOCK, (stop - position) // self.num_replicas))
+        begins = position + self.num_replicas * np.arange(rounds, dtype=np.int64)
+        turns = permute_all(begins % _TURNS, _TURNS, np.uint64(key64(self.seed, "turns")))
+        places = begins + (turns + self.rank) % self.num_replicas
+        if rounds == 1:
+            weighing = self._at(int(places[0]))
+        sources, drawn = weighing.draw(places)
+        samples: list[int] = self._samples(sources, drawn).tolist()
+        return samples
+
+    def _samples(self, sources: Int64Array, drawn: Int64Array) -> Int64Array:
+        """Return the sample of each draw: dataset by dataset, epoch by epoch of each."""
+        out = np.empty_like(drawn)
+        for source in np.unique(sources).tolist():
+            size = self.sizes[source]
+            epochs, places = np.divmod(drawn, size)
+            for epoch in np.unique(epochs[sources == source]).tolist():
+                chosen = (sources == source) & (epochs == epoch)
+                local = places[chosen]
+                if self.shuffle:
+                    # By number, as this interface gives datasets no names.
+                    local = permute_all(local, size, np.uint64(key64(self.seed, "dataset", source, epoch)))
+                out[chosen] = self.offsets[source] + local
+        return out

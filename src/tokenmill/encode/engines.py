@@ -1,0 +1,598 @@
+"""From what names a tokenizer to an open one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import filterfalse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenmill.encode.files import JsonFile, RankFile, read_json_file, read_rank_file, refuse_other_ids, text_of
+from tokenmill.encode.frame import encode_framed, frame
+from tokenmill.encode.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    TokenizerIdentity,
+    Wanted,
+    bytes_vocabulary,
+    checked_ids,
+    engine_errors,
+    identify,
+    join,
+    refuse_surrogates,
+)
+from tokenmill.errors import TokenizerError, nearest
+from tokenmill.types import AnyArray, Encoded
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+
+# The fast engine: fastokens, for `tokenizer.json` and rank files.
+
+# fastokens 0.3.5 splits texts that hold these unlike the references: the first is white space to its PCRE2 and
+# to nobody else, the second is an 's' to the references where a pattern ignores case, as o200k does after an
+# apostrophe. The first was found by comparing every character below U+323B0 under the patterns of nine known
+# tokenizers, the second by random texts; there may be more, which is what `agreement` is for. Such texts are left
+# to the reference: to look for them costs next to nothing, and else one of them would make a whole job slow.
+DIVERGENT = ("\u180e", "\u017f")
+
+_REFERENCE = "take the slower reference: engine='tokenizers', or 'tiktoken' for rank files"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastTokenizer:
+    """A tokenizer run by fastokens; texts that it is known to split differently go to the reference."""
+
+    identity: TokenizerIdentity
+    special_ids: Mapping[str, int]
+    engine: str
+    native: Any = field(repr=False)
+    """`fastokens.Tokenizer`, which ships no types."""
+    reference: Callable[[], Tokenizer] = field(repr=False)
+    """Opens the reference when it is first needed, and keeps it."""
+    to_text: Callable[[AnyArray], str] = field(repr=False)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text as uint32."""
+        if not _some_divergent(texts):
+            return self._encode(list(texts))
+        odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
+        refuse_surrogates(texts)
+        left = list(texts)
+        for index in odd:
+            left[index] = ""
+        return _spliced(self._encode(left), odd, self.reference().encode([texts[index] for index in odd]))
+
+    def encode_framed(self, texts: Sequence[str]) -> Encoded | None:
+        """Return the ids of each text between what the identity adds, as `encode_framed` of `frame` asks.
+
+        None if one of the texts is left to the reference.
+        """
+        return None if _some_divergent(texts) else self._encode(list(texts), framed=True)
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        return self.to_text(checked_ids(ids, self.identity))
+
+    def _encode(self, texts: list[str], *, framed: bool = False) -> Encoded:
+        try:
+            with engine_errors(self.engine, f"encode {len(texts)} texts", _REFERENCE):
+                ids, offsets = self.native.encode_batch_flat(
+                    texts, add_special_tokens=framed, split_special_tokens=True
+                )
+        except TokenizerError:
+            refuse_surrogates(texts)
+            raise
+        return Encoded(
+            ids=np.frombuffer(ids, dtype="<u4"),
+            offsets=np.frombuffer(offsets, dtype="<u8").astype(np.int64),
+        )
+
+
+def _some_divergent(texts: Sequence[str]) -> bool:
+    return any(map(_is_divergent, filterfalse(str.isascii, texts)))
+
+
+def _is_divergent(text: str) -> bool:
+    return any(character in text for character in DIVERGENT)
+
+
+def open_fast_json(
+    file: JsonFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
+) -> FastTokenizer:
+    """Give a `tokenizer.json` to fastokens; what it does not support raises `TokenizerError`."""
+    engine = fast_engine()
+    native_type = _native_type()
+    with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
+        native = native_type.from_json_str(file.text)
+        # What the file says of cutting and padding is for inference; here no token may be lost or invented.
+        native.no_truncation()
+        native.no_padding()
+        native.post_processor = _frame_template(identity)
+        given = {token["content"]: token["id"] for token in native.added_tokens()}
+    refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
+    reference = _kept(open_reference, identity)
+    return FastTokenizer(
+        identity=identity,
+        special_ids=file.vocabulary.special_ids,
+        engine=engine,
+        native=native,
+        reference=reference,
+        # Decoding is for people and may be slow; fastokens joins tokens otherwise where a file has no decoder.
+        to_text=lambda ids: reference().decode(ids),
+    )
+
+
+def open_fast_ranks(
+    file: RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
+) -> FastTokenizer:
+    """Give a rank file to fastokens; what it does not support (a gap in the ranks) raises `TokenizerError`."""
+    engine = fast_engine()
+    native_type = _native_type()
+    special_ids = dict(file.encoding.special_ids)
+    pattern = {"encoding": file.encoding.preset} if file.encoding.preset else {"pattern": file.encoding.pattern}
+    strings = cache(file.strings)  # tens of MB that only decoding needs
+    with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
+        native = native_type.from_tiktoken(str(file.path), special_tokens=special_ids, **pattern)
+        native.post_processor = _frame_template(identity)
+    return FastTokenizer(
+        identity=identity,
+        special_ids=special_ids,
+        engine=engine,
+        native=native,
+        reference=_kept(open_reference, identity),
+        to_text=lambda ids: text_of(ids, strings()),
+    )
+
+
+def fast_engine() -> str:
+    """Return the name and version of the engine, whether or not it can be used."""
+    try:
+        return f"fastokens {version('fastokens')}"
+    except PackageNotFoundError:
+        return "fastokens (not installed)"
+
+
+def _frame_template(identity: TokenizerIdentity) -> str:
+    """Return the post-processor that places what the identity adds, instead of what the file says."""
+    ids = {
+        **({"bos": identity.bos_id} if identity.add_bos else {}),
+        **({"eos": identity.eos_id} if identity.add_eos else {}),
+    }
+    parts = {name: [{"SpecialToken": {"id": name, "type_id": 0}}] for name in ids}
+    single = [*parts.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *parts.get("eos", [])]
+    return json.dumps(
+        {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]} for name, token in ids.items()},
+        }
+    )
+
+
+def _native_type() -> Any:  # noqa: ANN401 - fastokens ships no types
+    try:
+        from fastokens import Tokenizer as Native
+    except ImportError as error:
+        raise TokenizerError(
+            f"fastokens: must be installed for engine='fastokens', got {error}; pip install fastokens, "
+            f"or {_REFERENCE}"
+        ) from error
+    return Native
+
+
+def _kept(open_reference: Callable[[], Tokenizer], identity: TokenizerIdentity) -> Callable[[], Tokenizer]:
+    """Return a function that opens the reference once, and only if it is still the same tokenizer."""
+
+    @cache
+    def opened() -> Tokenizer:
+        reference = open_reference()
+        if reference.identity != identity:
+            raise TokenizerError(
+                f"{reference.engine}: the file must stay as it was when the tokenizer was opened, "
+                f"got content {reference.identity.content} after {identity.content}; start the job again"
+            )
+        return reference
+
+    return opened
+
+
+def _spliced(most: Encoded, places: list[int], few: Encoded) -> Encoded:
+    """Put the documents of `few` into `most` at `places`, where `most` holds empty ones."""
+    lengths = np.diff(most.offsets)
+    lengths[places] = np.diff(few.offsets)
+    pieces: list[AnyArray] = []
+    start = 0
+    for index, place in enumerate(places):
+        pieces.append(most.ids[start : most.offsets[place]])
+        pieces.append(few.ids[few.offsets[index] : few.offsets[index + 1]])
+        start = int(most.offsets[place])
+    pieces.append(most.ids[start:])
+    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Encoded(ids=np.concatenate(pieces), offsets=offsets)
+
+
+# The reference engines: Hugging Face tokenizers and tiktoken, slower, and right by definition.
+
+_LAST = "there is no other engine: the file does not fit the text"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` run by Hugging Face tokenizers."""
+
+    identity: TokenizerIdentity
+    special_ids: Mapping[str, int]
+    engine: str
+    native: tokenizers.Tokenizer = field(repr=False)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text as uint32."""
+        refuse_surrogates(texts)
+        # One text at a time: `encode_batch` starts threads, and some versions then print a warning at every fork.
+        with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
+            return join(
+                [
+                    np.array(self.native.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+                    for text in texts
+                ]
+            )
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        array = checked_ids(ids, self.identity)
+        with engine_errors(self.engine, "decode", _LAST):
+            return str(self.native.decode(array.tolist(), skip_special_tokens=False))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiktokenTokenizer:
+    """A rank file run by tiktoken."""
+
+    identity: TokenizerIdentity
+    special_ids: Mapping[str, int]
+    engine: str
+    native: tiktoken.Encoding = field(repr=False)
+    strings: Mapping[int, bytes] = field(repr=False)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text as uint32."""
+        # tiktoken itself would put U+FFFD in place of a lone surrogate and say nothing.
+        refuse_surrogates(texts)
+        with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
+            return join(
+                [self.native.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
+            )
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        return text_of(checked_ids(ids, self.identity), self.strings)
+
+
+def open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingFaceTokenizer:
+    """Give a `tokenizer.json` to Hugging Face tokenizers."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise TokenizerError(
+            f"tokenizers: must be installed, it is the reference for {file.vocabulary.where!r}, got {error}; "
+            "pip install tokenizers"
+        ) from error
+    engine = f"tokenizers {tokenizers.__version__}"
+    with engine_errors(engine, f"load {file.vocabulary.where!r}", "is it a file of this kind, and whole?"):
+        native = tokenizers.Tokenizer.from_str(file.text)
+        native.encode_special_tokens = True
+        # What the file says of cutting and padding is for inference; here no token may be lost or invented.
+        native.no_truncation()
+        native.no_padding()
+        given = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
+    refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
+    return HuggingFaceTokenizer(
+        identity=identity, special_ids=file.vocabulary.special_ids, engine=engine, native=native
+    )
+
+
+def open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> TiktokenTokenizer:
+    """Give a rank file to tiktoken."""
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise TokenizerError(
+            f"tiktoken: must be installed, it is the reference for {file.vocabulary.where!r}, got {error}; "
+            "pip install 'tokenmill[tiktoken]'"
+        ) from error
+    engine = f"tiktoken {tiktoken.__version__}"
+    with engine_errors(engine, f"load {file.vocabulary.where!r}", "is it a file of this kind, and whole?"):
+        native = tiktoken.Encoding(
+            file.path.name,
+            pat_str=file.encoding.pattern,
+            mergeable_ranks=file.ranks,
+            special_tokens=dict(file.encoding.special_ids),
+        )
+    return TiktokenTokenizer(
+        identity=identity,
+        special_ids=file.vocabulary.special_ids,
+        engine=engine,
+        native=native,
+        strings=file.strings(),
+    )
+
+
+# The engines of each kind: the fast one, which "auto" stands for, then the reference.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "bytes": ("bytes",),
+    "tokenizer.json": ("fastokens", "tokenizers"),
+    "tiktoken": ("fastokens", "tiktoken"),
+}
+
+_TIKTOKEN = "tiktoken:"
+
+
+def open_tokenizer(
+    spec: str,
+    *,
+    add_bos: bool | None = None,
+    add_eos: bool | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    engine: str = "auto",
+) -> Tokenizer:
+    """Open a tokenizer: `bytes`, a `tokenizer.json`, a folder holding one, or `tiktoken:<rank file>`.
+
+    `tiktoken:<rank file>?encoding=cl100k_base` says which encoding a rank file is where neither its hash nor
+    its name does. The fast engine is taken on trust here; `agreement.trusted` proves it.
+    """
+    kind = kind_of(spec)
+    name = ENGINES[kind][0] if engine == "auto" else engine
+    if name not in ENGINES[kind]:
+        known = ("auto", *ENGINES[kind])
+        raise TokenizerError(
+            f"tokenizer {spec!r}: its engine must be one of {', '.join(known)}, got {engine!r}; "
+            f"{nearest(engine, known)}"
+        )
+    wanted = Wanted(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
+    if kind == "bytes":
+        return ByteTokenizer(identity=identify(bytes_vocabulary(), wanted))
+    if kind == "tiktoken":
+        return _open_ranks(spec, wanted, name)
+    return _open_json(spec, wanted, name)
+
+
+def kind_of(spec: str) -> str:
+    """Return the kind of tokenizer that a spec names, without opening anything."""
+    if spec == "bytes":
+        return "bytes"
+    return "tiktoken" if spec.startswith(_TIKTOKEN) else "tokenizer.json"
+
+
+def _open_json(spec: str, wanted: Wanted, engine: str) -> Tokenizer:
+    file = read_json_file(_json_path(spec), spec)
+    identity = identify(file.vocabulary, wanted)
+    tokenizer: Tokenizer
+    if engine == "tokenizers":
+        tokenizer = open_reference_json(file, identity)
+    else:
+        tokenizer = open_fast_json(file, identity, partial(_open_json, spec, wanted, "tokenizers"))
+    _refuse_spelled(tokenizer, _controls(file, identity), spec)
+    return tokenizer
+
+
+def _controls(file: JsonFile, identity: TokenizerIdentity) -> dict[str, int]:
+    """Return what raw text must not be able to spell: the control strings, BOS and EOS."""
+    framing = {identity.bos_id, identity.eos_id} - {None}
+    controls = dict(file.vocabulary.special_ids)
+    controls.update({name: id_ for name, id_ in file.vocabulary.ids.items() if id_ in framing})
+    # Text that the model has no token for may well become the unknown token, unless that is also BOS or EOS.
+    if file.unknown is not None and controls.get(file.unknown) not in framing:
+        controls.pop(file.unknown, None)
+    return controls
+
+
+def _open_ranks(spec: str, wanted: Wanted, engine: str) -> Tokenizer:
+    name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
+    path = Path(name)
+    if not path.is_file():
+        raise TokenizerError(
+            f"tokenizer {spec!r}: must name a rank file, got {name!r}, which is no file; "
+            "write tiktoken:<path of the .tiktoken file>"
+        )
+    file = read_rank_file(path, encoding if mark else None, spec)
+    identity = identify(file.vocabulary, wanted)
+    if engine == "tiktoken":
+        return open_reference_ranks(file, identity)
+    return open_fast_ranks(file, identity, partial(_open_ranks, spec, wanted, "tiktoken"))
+
+
+def _json_path(spec: str) -> Path:
+    path = Path(spec)
+    if path.suffix == ".tiktoken":
+        raise TokenizerError(
+            f"tokenizer {spec!r}: a rank file must be named as one, got a bare path; write 'tiktoken:{spec}'"
+        )
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+            raise TokenizerError(
+                f"tokenizer {spec!r}: the folder must hold a tokenizer.json, got {held}; save it with "
+                "tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
+            )
+        return path / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a folder holding one, or "
+            "'tiktoken:<rank file>', got a path that does not exist; nothing is downloaded: "
+            "save the tokenizer to a folder first"
+        )
+    return path
+
+
+def _refuse_spelled(tokenizer: Tokenizer, controls: dict[str, int], spec: str) -> None:
+    """Raise `TokenizerError` if raw text that spells a control string gets its control id.
+
+    The engines are told not to match control strings, but a model that holds one as a word (WordLevel, Unigram) or
+    has learned to merge one (BPE without a pattern) still makes it, and any web page could then end a document.
+    """
+    names = list(controls)
+    encoded = tokenizer.encode([shown for name in names for shown in (name, f"x{name}y", f"a {name} b")])
+    for index, name in enumerate(names):
+        ids = encoded.ids[encoded.offsets[3 * index] : encoded.offsets[3 * index + 3]]
+        if np.any(ids == controls[name]):
+            raise TokenizerError(
+                f"tokenizer {spec!r}: raw text must not give control ids, "
+                f"got id {controls[name]} for the text {name!r} from {tokenizer.engine}; "
+                "mark it as special in the file and take away the merge or word of the model that spells it"
+            )
+
+
+# Whether the fast engine gives the ids of the reference, shown on a sample of the corpus and on hard texts.
+
+_CONTROL_STRINGS = (
+    "<s>", "</s>", "<unk>", "<pad>", "<mask>", "<bos>", "<eos>", "[BOS]", "[EOS]", "[PAD]", "[UNK]", "[CLS]",
+    "[SEP]", "[MASK]", "<|endoftext|>", "<|endofprompt|>", "<|startoftext|>", "<|fim_prefix|>",
+    "<|fim_middle|>", "<|fim_suffix|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>", "<|bos|>", "<|eos|>", "<|pad|>",
+    "<|user_start|>", "<|assistant_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<<SYS>>",
+    "<tool_call>", "<think>", "</think>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
+    "<|channel|>", "<|return|>", "<0x0A>",
+)  # fmt: skip
+
+ADVERSARIAL: tuple[str, ...] = (
+    "", " ", "\n",
+    *_CONTROL_STRINGS,
+    *(f"see {name}{name}in text" for name in _CONTROL_STRINGS),
+    "".join(_CONTROL_STRINGS),
+    # Parts of control strings, which must not be completed or swallowed.
+    "<|endoftext", "|>", "<|endoftext|", "< |endoftext|>", "<|ENDOFTEXT|>", "<||endoftext||>",
+    # White space: runs, kinds, and where they stand.
+    "a  b   c    d", "  leading", "trailing  ", " \n \n\n x", "\n\n\n\n", "\t\tx\t y",
+    "a\r\nb\r\n\r\nc", "\r\r\n\n\r", "a\x0bb\x0cc\x1cd\x1fe",
+    "a\xa0b\u2003c\u3000d\u2028e\u2029f\x85g", "a\u200bb\u200c\u2060c", " " * 300 + "x", "x" + "\n" * 200,
+    "\u180e a \u180e\u180e b\u180e c \t\u180ed", "b \u180e! \u180e/ \u180e_ \u180e\u05e9 \u180e\x00",
+    # Apostrophes and case, which patterns treat as contractions.
+    "I'll you're he'd we've don't it's I'M THEY'RE HE'S 'tis ''s' 'Sx",
+    "\u017f'\u017f'LL a'\u017f b'\u017fx \u212a'\u212a", "\u017f'\u017f'LLLL \u6587'\u017f'SL",
+    # Letters: composed (NFC) and decomposed (NFD), case pairs, marks alone, scripts without spaces.
+    "caf\u00e9 cafe\u0301 \u00c5 A\u030a \u212b \ufb01 \ufb03 \u00bd \u2167 \u2460 \u00b2",
+    "\u0301\u0301 a\u0301\u0323\u0307", "\u0130\u0131S\u00df\u1e9e\u01c5\u02b0\u00aa\u00ba",
+    "한국어 \u1112\u1161\u11ab", "क्षि त्र ம் ক্ষ", "ไทยไม่มีวรรค", "中文、日本語。カタカナ", "Ωμέγα Жизнь қазақ",
+    "\U0001d7d8\U0001d7d9 \U00020000\U0002a6df \U00016d40",
+    # Right to left: vowel marks, Arabic digits, and the controls that turn the direction.
+    "العَرَبِيَّةُ ١٢٣ ۴۵۶", "שָׁלוֹם \u202eabc\u202c \u2067x\u2069",
+    # Emoji: surrogate pairs in UTF-16, joiners (ZWJ), modifiers, flags, variation selectors.
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f44d\U0001f3fd",
+    "\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7 \u2764\ufe0f \u263a\ufe0e \U0001fae0",
+    # Numbers, symbols, code.
+    "1 12 123 1234 12345 3.14159e-10 1,000,000 0x1F 1_000", "!?!?...---===***###$$$", "a.b,c;d:e/f\\g|h",
+    "https://example.org/a?b=c&d=%20#e user@example.org", "snake_case camelCase XMLHttpRequest v2Beta3",
+    "def f(x):\n\treturn  {'a': [1, 2]}  # c\n\n\n", '{"k": "v\\n\\u00e9", "n": null}',
+    "<p class='x'>&nbsp;</p><!-- c -->",
+    # Long runs without a place to split.
+    "a" * 2000, "Ab" * 700, "7" * 1000, "中" * 700, "a\u0301" * 300, "=" * 600,
+    # Characters that end or start strings elsewhere, and such as no table knows.
+    "\x00", "a\x00b\x00\x00", "\ufeff", "a\ufeffb\ufeff", "\ufffd\ufffe\uffff\U0010ffff",
+    "\x01\x02\x7f\x80\x9f", "\ue000\U000f0000 \u0378 \U000e0041",
+)  # fmt: skip
+"""Texts on which tokenizers have been seen to differ, or could; a corpus sample may hold none of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disagreement:
+    """The first text that two engines encode differently."""
+
+    text: str
+    index: int
+    """First token that differs."""
+    fast_ids: tuple[int, ...]
+    """At most eight, from `index`."""
+    reference_ids: tuple[int, ...]
+
+
+def find_disagreement(fast: Tokenizer, reference: Tokenizer, sample: Sequence[str]) -> Disagreement | None:
+    """Return the first text that two engines encode differently; see `texts_to_compare`."""
+    texts = texts_to_compare(reference, sample)
+    return _first_difference(texts, fast.encode(texts), reference.encode(texts))
+
+
+def texts_to_compare(tokenizer: Tokenizer, sample: Sequence[str]) -> list[str]:
+    """Return the sample, `ADVERSARIAL`, and the tokenizer's own control strings, bare and inside text."""
+    own = [shown for name in tokenizer.special_ids for shown in (name, f"see {name}{name}in text", f"x {name} y")]
+    return [*sample, *ADVERSARIAL, *own]
+
+
+def trusted(
+    spec: str,
+    sample: Sequence[str] = (),
+    *,
+    add_bos: bool | None = None,
+    add_eos: bool | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+) -> tuple[Tokenizer, str | None]:
+    """Open a tokenizer with the fast engine if it agrees with the reference, else with the reference.
+
+    The second value is None, or the sentence to show the user: why the slower engine is used. A worker process
+    opens the same one with `open_tokenizer(spec, engine=tokenizer.engine.split()[0])`.
+    """
+
+    def opened(engine: str) -> Tokenizer:
+        return open_tokenizer(
+            spec, add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token, engine=engine
+        )
+
+    fast_name, *others = ENGINES[kind_of(spec)]
+    if not others:
+        return opened(fast_name), None
+    reference = opened(others[0])
+    texts = texts_to_compare(reference, sample)
+    # What the reference cannot load or encode is an error of the file or the text, and stays one.
+    expected = reference.encode(texts)
+    try:
+        fast = opened(fast_name)
+        found = _first_difference(texts, fast.encode(texts), expected)
+        # Each alone: a text that the fast engine leaves to the reference would take the others with it.
+        framed = join([encode_framed(fast, [text]).ids for text in texts])
+        found = found or _first_difference(texts, framed, frame(expected, fast.identity))
+    except TokenizerError as error:
+        return reference, (
+            f"tokenizer {spec!r}: {fast_engine()} cannot be used ({error.__cause__ or error}), "
+            f"so the slower engine {reference.engine} is used"
+        )
+    if found is None:
+        return fast, None
+    return reference, (
+        f"tokenizer {spec!r}: {fast.engine} and {reference.engine} differ on the text {_shortened(found.text)} "
+        f"from token {found.index} ({list(found.fast_ids)} instead of {list(found.reference_ids)}), "
+        f"so the slower engine {reference.engine} is used"
+    )
+
+
+def _first_difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> Disagreement | None:
+    for document, text in enumerate(texts):
+        ours = fast.ids[fast.offsets[document] : fast.offsets[document + 1]]
+        theirs = reference.ids[reference.offsets[document] : reference.offsets[document + 1]]
+        if np.array_equal(ours, theirs):
+            continue
+        common = min(ours.size, theirs.size)
+        differs = np.flatnonzero(ours[:common] != theirs[:common])
+        index = int(differs[0]) if differs.size else common
+        return Disagreement(
+            text=text,
+            index=index,
+            fast_ids=tuple(ours[index : index + 8].tolist()),
+            reference_ids=tuple(theirs[index : index + 8].tolist()),
+        )
+    return None
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 48 else f"{text[:48]!r}... ({len(text)} characters)"

@@ -1,0 +1,263 @@
+"""What a quarantine leaves out of a store, and how the numbers of what stays close up over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import xxhash
+
+from tokenmill.errors import ConfigError
+from tokenmill.plan.stages import Held
+from tokenmill.store.layout import key_file
+from tokenmill.store.locate import locate, view_uint8
+from tokenmill.types import BoolArray, Int64Array, Uint64Array
+
+if TYPE_CHECKING:
+    from tokenmill.packing.concat import ConcatRows
+    from tokenmill.packing.rows import PackedRows
+    from tokenmill.store.reader import Store
+    from tokenmill.types import Whole
+
+QUARANTINED = "quarantined"
+"""Key of a description, and the reason for which tokens of excluded documents are dropped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holes:
+    """Runs of numbers that are left out, so that the others close up over them.
+
+    A number is open as the store counts it, and closed as if the holes had never been. A lookup is a binary search.
+
+    >>> holes = holes_of(np.array([2, 3, 7]), np.array([1, 1, 2]))
+    >>> holes.opened(np.arange(6)).tolist(), holes.closed(np.array([1, 4, 9])).tolist()
+    ([0, 1, 4, 5, 6, 9], [1, 2, 5])
+    """
+
+    begins: Int64Array
+    """First open number of each hole; between two holes there is at least one number."""
+    places: Int64Array
+    """The closed number that comes right behind each hole, ascending."""
+    before: Int64Array
+    """How many numbers the holes before each hole have, and all together: one more than there are holes."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers are left out."""
+        return int(self.before[-1])
+
+    def opened(self, closed: Int64Array) -> Int64Array:
+        """Return the open number of each closed one."""
+        return closed + self.before[np.searchsorted(self.places, closed, side="right")]
+
+    def closed(self, opened: Int64Array) -> Int64Array:
+        """Return the closed number of each open one; within a hole, that of the first number behind it."""
+        if not self.begins.size:
+            return opened
+        hole = np.searchsorted(self.begins, opened, side="right") - 1
+        inside = np.minimum(self.before[hole + 1], self.before[hole] + opened - self.begins[hole])
+        return opened - np.where(hole < 0, 0, inside)
+
+    def runs(self, begins: Int64Array, length: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Cut runs of `length` closed numbers at the holes: first open number and length of each part, in order.
+
+        The third array says of how many parts each run is made.
+        """
+        if not self.places.size:
+            return begins, np.full(begins.size, length, np.int64), np.ones(begins.size, np.int64)
+        first = np.searchsorted(self.places, begins, side="right")
+        count = np.searchsorted(self.places, begins + length, side="left") - first + 1
+        if int(count.sum()) == begins.size:
+            return begins + self.before[first], np.full(begins.size, length, np.int64), count
+        heads = np.cumsum(count) - count
+        hole = np.arange(int(count.sum())) + np.repeat(first - heads, count)
+        # A part begins behind a hole and ends before the next one, but for the first and the last of a run.
+        start, end = self.places[hole - 1], self.places[np.minimum(hole, self.begins.size - 1)]
+        start[heads] = begins
+        end[heads + count - 1] = begins + length
+        return start + self.before[hole], end - start, count
+
+
+def holes_of(begins: Int64Array, lengths: Int64Array) -> Holes:
+    """Make holes of ascending runs (first number, length); those that touch become one, empty ones none."""
+    begins, lengths = begins[lengths > 0], lengths[lengths > 0]
+    heads = np.flatnonzero(np.concatenate([[True], begins[1:] != begins[:-1] + lengths[:-1]])[: begins.size])
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    before = ends[np.append(heads, begins.size)]
+    return Holes(begins=begins[heads], places=begins[heads] - before[:-1], before=before)
+
+
+def token_holes(store: Store, excluded: Int64Array | None) -> Holes:
+    """Return what excluded documents leave out of the stream of tokens."""
+    if excluded is None or not excluded.size:
+        return NO_HOLES
+    shard, first, length = locate(store, excluded)
+    return holes_of(store.token_begins[shard] + first, length)
+
+
+def record_holes(excluded: Int64Array | None) -> Holes:
+    """Return what excluded records leave out of the numbers of all records."""
+    if excluded is None or not excluded.size:
+        return NO_HOLES
+    return holes_of(excluded, np.ones_like(excluded))
+
+
+NO_HOLES = holes_of(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def check_excluded(store: Store, excluded: Int64Array | None) -> None:
+    """Refuse excluded documents that are not in the store, not in order, or named twice."""
+    if excluded is None or not excluded.size:
+        return
+    assert excluded.dtype == np.int64, "their bytes are what the description of the rows is made of"
+    size = store.num_documents
+    outside = excluded[(excluded < 0) | (excluded >= size)]
+    if outside.size:
+        raise ConfigError(
+            f"{store.path}: a quarantined document must be one of the store's {size}, 0:{size}, "
+            f"got {int(outside[0])}; count from 0"
+        )
+    wrong = np.flatnonzero(excluded[1:] <= excluded[:-1])
+    if wrong.size:
+        before, after = excluded[wrong[0] : wrong[0] + 2].tolist()
+        raise ConfigError(
+            f"{store.path}: quarantined documents, of {size}, must be named once each, in ascending order, "
+            f"got {after} after {before}; sort them, and leave repeated ones out"
+        )
+
+
+def describe_excluded(excluded: Int64Array | None) -> dict[str, int | str | bool]:
+    """Return what tells rows without these documents from others, as JSON; nothing where there are none."""
+    if excluded is None or not excluded.size:
+        return {}
+    numbers = np.ascontiguousarray(excluded, dtype="<i8")
+    return {QUARANTINED: f"{excluded.size}:{xxhash.xxh3_128_hexdigest(numbers.data)}"}
+
+
+def excluded_within(excluded: Int64Array | None, begin: int, end: int) -> Int64Array:
+    """Return which of documents `begin` to `end` (exclusive) are excluded, counted from `begin`."""
+    if excluded is None:
+        return np.empty(0, np.int64)
+    first, last = np.searchsorted(excluded, [begin, end])
+    return excluded[first:last] - begin
+
+
+def are_excluded(excluded: Int64Array | None, documents: Int64Array) -> BoolArray:
+    """Say of each document whether it is excluded."""
+    if excluded is None or not excluded.size:
+        return np.zeros(documents.size, np.bool_)
+    place = np.minimum(np.searchsorted(excluded, documents), excluded.size - 1)
+    found: BoolArray = excluded[place] == documents
+    return found
+
+
+# The distinct values among many shard or source numbers.
+
+
+@numba.njit(cache=True, nogil=True)
+def distinct(values: Int64Array) -> Int64Array:
+    """Return the distinct values in ascending order; as numpy.unique, but without sorting where they lie close."""
+    if values.size == 0:
+        return values[:0].copy()
+    lowest = values[0]
+    highest = values[0]
+    for value in values:
+        lowest = min(lowest, value)
+        highest = max(highest, value)
+    if highest - lowest > 16 * values.size:
+        return np.unique(values)
+    present = np.zeros(highest - lowest + 1, np.bool_)
+    for value in values:
+        present[value - lowest] = True
+    found: Int64Array = np.flatnonzero(present) + lowest
+    return found
+
+
+# What rows of sequences hold, and how many labels the loss mask of a store leaves of it.
+
+LOSS_MASK = "loss_mask"
+"""Array of a store whose zeros say which tokens are not to be trained on."""
+_ROWS = 1 << 16
+_TOKENS = 1 << 24
+_DOCUMENTS = 1 << 20
+
+
+def hold(rows: ConcatRows | PackedRows, numbers: Int64Array) -> Held:
+    """Return what the rows of these numbers hold; reads their part of the loss mask where the store has one."""
+    spans = rows.spans(numbers)
+    ends = np.concatenate([[0], np.cumsum(spans.length)])
+    used = ends[spans.first + spans.count] - ends[spans.first]
+    # The first token of a span has nothing before it that predicts it, unless it goes on behind its BOS.
+    skip = (~spans.joined).astype(np.int64)
+    if rows.cross_document_labels:
+        skip[:] = 0
+        skip[spans.first[spans.count > 0]] = 1
+    if LOSS_MASK in rows.store.keys:
+        trained = count_ones(rows.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
+    else:
+        trained = int((spans.length - skip).sum())
+    # A full row holds one more token than it has inputs: its last label.
+    return Held(tokens=int(np.minimum(used, rows.seq_len).sum()), trained=trained)
+
+
+def count_rows(rows: ConcatRows | PackedRows) -> int:
+    """Return how many labels of an epoch the mask leaves; reads all of it, some rows at a time."""
+    starts = range(0, rows.num_rows, _ROWS)
+    return sum(hold(rows, np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
+
+
+def count_stream(rows: ConcatRows) -> int:
+    """Return what `count_rows` does for rows cut from a stream without holes; faster, as it finds no spans."""
+    store, end = rows.store, rows.store.num_tokens - rows.dropped_tokens
+    found = sum(_ones_within(store, begin, min(begin + _TOKENS, end)) for begin in range(1, end, _TOKENS))
+    if rows.cross_document_labels:
+        return found
+    for begin in range(0, store.num_documents, _DOCUMENTS):
+        offsets = store.document_offsets(begin, min(begin + _DOCUMENTS, store.num_documents))
+        starts = offsets[:-1][(offsets[1:] > offsets[:-1]) & (offsets[:-1] > 0) & (offsets[:-1] < end)]
+        shards = np.searchsorted(store.token_begins, starts, side="right") - 1
+        found -= count_ones(store, LOSS_MASK, shards, starts - store.token_begins[shards], np.ones_like(starts))
+    return found
+
+
+def _ones_within(store: Store, begin: int, end: int) -> int:
+    return int(np.count_nonzero(store.fetch(begin, end, LOSS_MASK)))
+
+
+def count_ones(
+    store: Store,
+    key: str,
+    shards: Int64Array,
+    firsts: Int64Array,
+    lengths: Int64Array,
+) -> int:
+    """Return how many values of a mask are not 0 in runs at (shard, first value within it, length)."""
+    needed = distinct(shards)
+    size = max(1, store.maps.limit // 4)
+    found = 0
+    for first in range(0, needed.size, size):
+        group = needed[first : first + size]
+        with store.maps.borrow([store.file(int(shard), key_file(key)) for shard in group]) as files:
+            addresses = np.array([file.address for file in files], np.uint64)
+            found += int(_count(addresses, group, shards, firsts, lengths))
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(
+    addresses: Uint64Array,
+    group: Int64Array,
+    shards: Int64Array,
+    firsts: Int64Array,
+    lengths: Int64Array,
+) -> Whole:
+    found: Whole = 0
+    for i in range(shards.size):
+        local = np.searchsorted(group, shards[i])
+        if local < group.size and group[local] == shards[i] and lengths[i] > 0:
+            mask = view_uint8(addresses[local] + np.uint64(firsts[i]), lengths[i])
+            for value in mask:
+                found += value != 0
+    return found

@@ -1,0 +1,575 @@
+"""Rows made by packing windows of documents: `best_fit`, `bos_best_fit` and `padded`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import numba
+import numpy as np
+
+from tokenmill.errors import ConfigError, PlanError, StoreCorruptError
+from tokenmill.fingerprint import digest
+from tokenmill.packing.concat import ConcatRows
+from tokenmill.packing.exclude import (
+    LOSS_MASK,
+    QUARANTINED,
+    check_excluded,
+    count_rows,
+    describe_excluded,
+    excluded_within,
+    hold,
+)
+from tokenmill.packing.index import (
+    BYTE,
+    CUTS,
+    PIECES,
+    ROW,
+    PackedWindow,
+    WindowFragments,
+    WindowIndex,
+    build_index,
+    cached_index,
+    num_windows,
+    pack_all,
+    pack_one,
+    whole_documents,
+)
+from tokenmill.packing.window import (
+    BOS,
+    BOS_ADDED,
+    CROPPED,
+    CUT,
+    EXCLUDED,
+    FIRST,
+    ID_MASK,
+    MAX_DOCUMENTS,
+    PADDING,
+    ROWS,
+    TOKENS,
+    TRAINED,
+    TRUNCATED,
+)
+from tokenmill.store.locate import locate
+from tokenmill.types import (
+    AnyArray,
+    BoolArray,
+    Fates,
+    Int32Array,
+    Int64Array,
+    Spans,
+    Uint8Array,
+    Uint16Array,
+    Uint32Array,
+)
+
+if TYPE_CHECKING:
+    from tokenmill.packing.policy import Policy
+    from tokenmill.packing.window import Fragments
+    from tokenmill.plan.stages import Held, RowIndex, Seen
+    from tokenmill.store.reader import Store
+    from tokenmill.types import Whole
+
+IN_MEMORY_DOCUMENTS = 1 << 21
+"""Up to so many documents are packed anew by every process, in a fraction of a second; more are kept in a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """The rows of a store under a policy that packs windows."""
+
+    store: Store
+    seq_len: int
+    policy: Policy
+    index: WindowIndex
+    description: Mapping[str, int | str | bool]
+    cross_document_labels: bool = False
+    excluded: Int64Array | None = None
+    """Documents that no row holds, ascending."""
+    num_rest: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return self.index.num_rows
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of an epoch."""
+        return self.description
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token in an epoch, as counted when the rows were packed.
+
+        Where the store has a loss mask, it is read, once.
+        """
+        return self._fates
+
+    @cached_property
+    def _fates(self) -> Fates:
+        counts = [int(number) for number in self.index.counts]
+        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED], QUARANTINED: counts[EXCLUDED]}
+        trained = count_rows(self) if LOSS_MASK in self.store.keys else counts[TRAINED]
+        return Fates(
+            rows=counts[ROWS],
+            tokens=counts[TOKENS],
+            trained=trained,
+            masked=counts[FIRST] + counts[TRAINED] - trained,
+            dropped={reason: number for reason, number in dropped.items() if number},
+            padding=counts[PADDING],
+            added=counts[BOS_ADDED],
+        )
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
+        return follow(self, previous, seen, self.policy)
+
+    def rows_of(self, document: int) -> Int64Array:
+        """Return the rows that hold a token of a document, in ascending order."""
+        if not 0 <= document < self.store.num_documents:
+            raise PlanError(
+                f"{self.store.path}: a document must lie within 0:{self.store.num_documents}, got {document}; "
+                "count from 0"
+            )
+        window, local = divmod(document, MAX_DOCUMENTS)
+        if self.index.broken(np.array([window])) is not None:
+            raise self._corrupt(f"other bytes than its checksum says in window {window}")
+        begin, end = int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW])
+        rows = np.arange(begin, end)
+        return rows[_rows_with(self.index.table[window], end - begin, self.index.data, local)]
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what the given rows hold; reads their loss mask, where the store has one."""
+        return hold(self, rows)
+
+    def spans(self, rows: Int64Array) -> Spans:
+        """Return what the given rows are made of, in the order given."""
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
+            raise PlanError(
+                f"{self.store.path}: rows must lie within 0:{self.num_rows}, "
+                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
+            )
+        windows = np.searchsorted(self.index.table[:, ROW], rows, side="right") - 1
+        broken = self.index.broken(windows)
+        if broken is not None:
+            raise self._corrupt(f"other bytes than its checksum says in window {broken}")
+        first, count = np.empty((2, rows.size), np.int64)
+        capacity = 4 * rows.size + 64
+        while True:
+            found = np.empty((3, capacity), np.int64)
+            needed = int(_find_pieces(rows, windows, self.index.table, self.index.data, (first, count, found)))
+            if needed < 0:
+                raise self._corrupt(f"a broken window {-1 - needed}")
+            if needed <= capacity:
+                break
+            capacity = needed
+        document, start, length = found[0, :needed], found[1, :needed], found[2, :needed]
+        if needed and int(document.max()) >= self.store.num_documents:
+            raise self._corrupt("documents past the last one")
+        shard, token, whole = locate(self.store, document)
+        if not _finish(start, length, token, whole):
+            raise self._corrupt("pieces past the ends of documents")
+        return Spans(
+            first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
+        )
+
+    def _corrupt(self, problem: str) -> StoreCorruptError:
+        return StoreCorruptError(
+            f"{self.store.path}: the index of its rows must fit its documents, got {problem}; "
+            "delete its folder .rows, it will be built again"
+        )
+
+
+def pack_rows(
+    store: Store,
+    *,
+    seq_len: int,
+    policy: Policy,
+    cross_document_labels: bool = False,
+    fragments_of: WindowFragments | None = None,
+    after: str = "",
+    excluded: Int64Array | None = None,
+) -> PackedRows:
+    """Pack a store, or what `fragments_of` leaves of it (`after` then says after what, for the description).
+
+    `excluded` names documents, in ascending order, that are left out.
+    """
+    check_excluded(store, excluded)
+    if policy.name == "bos_best_fit" and not store.manifest.tokenizer.get("add_bos"):
+        raise ConfigError(
+            f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
+            "prepare it with --bos, or use packing = best_fit"
+        )
+    described: dict[str, int | str | bool] = {
+        "store": store.fingerprint,
+        **policy.describe(),
+        "seq_len": seq_len,
+        "cross_document_labels": cross_document_labels,
+        **describe_excluded(excluded),
+    }
+    if after:
+        described["after"] = after
+    fragments = fragments_of or whole_documents(store)
+    index = _index(
+        store, described, lambda window: pack_one(window, fragments, seq_len, policy, str(store.path), excluded)
+    )
+    return PackedRows(
+        store=store,
+        seq_len=seq_len,
+        policy=policy,
+        index=index,
+        description={**described, "rows": index.num_rows},
+        cross_document_labels=cross_document_labels,
+        excluded=excluded,
+    )
+
+
+def _index(
+    store: Store, described: Mapping[str, int | str | bool], pack: Callable[[int], PackedWindow]
+) -> WindowIndex:
+    windows = num_windows(store)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def packed() -> Iterator[PackedWindow]:
+        return pack_all(windows, pack, threads)
+
+    if store.num_documents > IN_MEMORY_DOCUMENTS:
+        return cached_index(store.path, described, packed)
+    parts: list[bytes] = []
+    table, counts = build_index(packed(), parts.append)
+    return WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
+
+
+@numba.njit(cache=True, nogil=True)
+def _section(line: Int64Array, num_rows: Whole, data: Uint8Array) -> tuple[Uint32Array, Uint16Array, Uint32Array]:
+    """Return (first piece of each row, pieces, cuts) of a window."""
+    begin = line[BYTE]
+    rows = data[begin : begin + 4 * num_rows].view(np.uint32)
+    begin += 4 * num_rows
+    pieces = data[begin : begin + 2 * line[PIECES]].view(np.uint16)
+    begin += 2 * (line[PIECES] + (line[PIECES] & 1))
+    return rows, pieces, data[begin : begin + 12 * line[CUTS]].view(np.uint32)
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_pieces(
+    rows: Int64Array,
+    windows: Int64Array,
+    table: Int64Array,
+    data: Uint8Array,
+    out: tuple[Int64Array, Int64Array, Int64Array],
+) -> Whole:
+    """Write (document, first token, number of tokens or -1 for all) of every piece; return how many there are.
+
+    A negative number says that the section of a window cannot be right: -1 less the window.
+    """
+    first, count, found = out
+    filled = 0
+    for i in range(rows.size):
+        window = windows[i]
+        num_rows = table[window + 1, ROW] - table[window, ROW]
+        starts, pieces, cuts = _section(table[window], num_rows, data)
+        row = rows[i] - table[window, ROW]
+        begin = np.int64(starts[row])
+        end = np.int64(starts[row + 1]) if row + 1 < num_rows else pieces.size
+        if begin > end or end > pieces.size:
+            return -1 - window
+        first[i] = filled
+        cut = _first_cut(cuts, begin)
+        for number in range(begin, end):
+            piece = pieces[number]
+            document = window * MAX_DOCUMENTS + (piece & ID_MASK)
+            start, length = np.int64(0), np.int64(-1)
+            if piece & CUT:
+                if 3 * cut + 2 >= cuts.size or cuts[3 * cut] != number:
+                    return -1 - window
+                start, length = np.int64(cuts[3 * cut + 1]), np.int64(cuts[3 * cut + 2])
+                cut += 1
+            if piece & BOS:
+                filled = _put(found, filled, document, 0, 1)
+            if length:
+                filled = _put(found, filled, document, start, length)
+        count[i] = filled - first[i]
+    return filled
+
+
+@numba.njit(cache=True, nogil=True)
+def _put(found: Int64Array, filled: Whole, document: Whole, start: Whole, length: Whole) -> Whole:
+    if filled < found.shape[1]:
+        found[0, filled] = document
+        found[1, filled] = start
+        found[2, filled] = length
+    return filled + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _finish(
+    starts: Int64Array,
+    lengths: Int64Array,
+    tokens: Int64Array,
+    documents: Int64Array,
+) -> bool:
+    """Put whole documents for -1, and first tokens of pieces for those of documents; False if one is too long."""
+    for i in range(starts.size):
+        if lengths[i] < 0:
+            lengths[i] = documents[i]
+        if starts[i] + lengths[i] > documents[i]:
+            return False
+        tokens[i] += starts[i]
+    return True
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_cut(cuts: Uint32Array, piece: Whole) -> Whole:
+    """Return the index of the first cut whose piece is not before `piece`."""
+    low, high = 0, cuts.size // 3
+    while low < high:
+        middle = (low + high) >> 1
+        if cuts[3 * middle] < piece:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@numba.njit(cache=True, nogil=True)
+def _rows_with(line: Int64Array, num_rows: Whole, data: Uint8Array, document: Whole) -> BoolArray:
+    """Say for each row of a window whether it holds a piece of a document."""
+    starts, pieces, _ = _section(line, num_rows, data)
+    found = np.zeros(num_rows, np.bool_)
+    row = 0
+    for number in range(pieces.size):
+        while row + 1 < num_rows and starts[row + 1] <= number:
+            row += 1
+        if pieces[number] & ID_MASK == document:
+            found[row] = True
+    return found
+
+
+# What a stage leaves of a source when the next one packs it otherwise: the rest, packed anew, then epochs.
+#
+# What counts is which tokens are labels. A row that was not drawn still owes those of its spans; the owed
+# labels of a document that lie side by side are joined, and packed with the one token that must stand before them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowingRows:
+    """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is behind them."""
+
+    full: ConcatRows | PackedRows
+    rest: PackedRows
+
+    @property
+    def store(self) -> Store:
+        """Where the tokens are."""
+        return self.full.store
+
+    @property
+    def seq_len(self) -> int:
+        """How many tokens of a row are inputs."""
+        return self.full.seq_len
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
+
+    @property
+    def cross_document_labels(self) -> bool:
+        """Whether labels cross documents."""
+        return self.full.cross_document_labels
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows an epoch has."""
+        return self.full.num_rows
+
+    @property
+    def num_rest(self) -> int:
+        """How many rows the rest has."""
+        return self.rest.num_rows
+
+    @cached_property
+    def description(self) -> Mapping[str, int | str | bool]:
+        """What decides the content of the rows."""
+        return {**self.full.description, "rest": digest(dict(self.rest.description))}
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of a whole epoch."""
+        return self.full.description
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token of the source in a whole epoch."""
+        return self.full.fates()
+
+    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+        """Return the rows of an epoch, preceded by what is left of another."""
+        return self.full.following(previous, seen)
+
+    def rows_of(self, document: int) -> Int64Array:
+        """Return the rows that hold a token of a document, those of the rest last."""
+        return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what the given rows hold; reads their loss mask, where the store has one."""
+        left = rows >= self.num_rows
+        return self.full.held(rows[~left]) + self.rest.held(rows[left] - self.num_rows)
+
+    def spans(self, rows: Int64Array) -> Spans:
+        """Return what the given rows are made of, in the order given."""
+        left = rows >= self.num_rows
+        if not left.any():
+            return self.full.spans(rows)
+        parts = [(np.flatnonzero(~left), self.full.spans(rows[~left])) if not left.all() else None]
+        parts.append((np.flatnonzero(left), self.rest.spans(rows[left] - self.num_rows)))
+        return _join(rows.size, [part for part in parts if part])
+
+
+def _join(number: int, parts: list[tuple[Int64Array, Spans]]) -> Spans:
+    """Put the spans of several sets of rows together."""
+    first = np.empty(number, np.int64)
+    count = np.empty(number, np.int64)
+    filled = 0
+    for chosen, spans in parts:
+        first[chosen] = spans.first + filled
+        count[chosen] = spans.count
+        filled += spans.length.size
+    columns = {
+        name: np.concatenate([getattr(spans, name) for _, spans in parts])
+        for name in ("document", "start", "length", "shard", "token")
+    }
+    return Spans(first=first, count=count, **columns)
+
+
+def follow(full: ConcatRows | PackedRows, previous: RowIndex, seen: Seen, policy: Policy) -> RowIndex:
+    """Return `full`, preceded by what is left of the epoch of `previous` that was under way."""
+    before = cast("ConcatRows | PackedRows | FollowingRows", previous)
+    if before.store.fingerprint != full.store.fingerprint:
+        raise ConfigError(
+            f"{full.store.path}: a source must keep its store from stage to stage, got another than "
+            f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
+        )
+    if full.cross_document_labels:
+        raise ConfigError(
+            f"{full.store.path}: labels that cross documents know no rest of an epoch, got cross_document_labels "
+            "with a change of rows; use on_change = restart, or leave cross_document_labels out"
+        )
+    part = (before.rest if seen.rest else before.full) if isinstance(before, FollowingRows) else before
+    rest = pack_rest(part, seen, seq_len=full.seq_len, policy=policy, excluded=full.excluded)
+    return FollowingRows(full=full, rest=rest) if rest.num_rows else full
+
+
+def pack_rest(
+    part: ConcatRows | PackedRows,
+    seen: Seen,
+    *,
+    seq_len: int,
+    policy: Policy,
+    excluded: Int64Array | None = None,
+) -> PackedRows:
+    """Pack what is left of an epoch, or of the rest of one, in another way."""
+    return pack_rows(
+        part.store,
+        seq_len=seq_len,
+        policy=policy,
+        fragments_of=_unseen(part, seen, context=policy.name != "bos_best_fit"),
+        after=digest({"rows": dict(part.description), "seen": dict(seen.describe())}),
+        excluded=excluded,
+    )
+
+
+def rest_lengths(part: ConcatRows | PackedRows, seen: Seen, policy: Policy) -> tuple[Int64Array, Int64Array]:
+    """Return the document and the number of tokens of every piece that `pack_rest` would pack."""
+    of = _unseen(part, seen, context=policy.name != "bos_best_fit")
+    found = [(window * MAX_DOCUMENTS, of(window)[0]) for window in range(num_windows(part.store))]
+    documents = [begin + pieces[0].astype(np.int64) for begin, pieces in found]
+    return np.concatenate([_NONE, *documents]), np.concatenate([_NONE, *(pieces[2] for _, pieces in found)])
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> WindowFragments:
+    """Return what is still to be packed of each window; with the token before it where `context` is wanted."""
+    store = part.store
+
+    def of(window: int) -> tuple[Fragments, Int32Array]:
+        begin = window * MAX_DOCUMENTS
+        end = min(begin + MAX_DOCUMENTS, store.num_documents)
+        offsets = store.document_offsets(begin, end)
+        lengths = np.diff(offsets)
+        rows = _rows_of_window(part, window, offsets)
+        left = seen.unseen(rows)
+        # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
+        touched = np.full(lengths.size, seen.rest)
+        touched[excluded_within(part.excluded, begin, end)] = True  # no part of that epoch, so not left of it
+        drawn = part.spans(rows[~left]).document
+        touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
+        documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)
+        start = np.where(first > 1, first - context, 0)
+        fragments = (documents.astype(np.int32), start.astype(np.int32), (last - start).astype(np.int32))
+        return fragments, lengths.astype(np.int32)
+
+    return of
+
+
+def _rows_of_window(part: ConcatRows | PackedRows, window: int, offsets: Int64Array) -> Int64Array:
+    if isinstance(part, PackedRows):
+        table = part.index.table
+        return np.arange(int(table[window, 0]), int(table[window + 1, 0]))
+    # A row of `concat` may reach into the windows beside this one; each takes its own documents from it.
+    return part.rows_within(int(offsets[0]), int(offsets[-1]))
+
+
+def _owed(spans: Spans, begin: int, end: int, lengths: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return (document of the window, first label, end of labels) for the spans that lie in it."""
+    order = np.repeat(spans.first, spans.count) + _counting(spans.count)
+    document, start, length = spans.document[order], spans.start[order], spans.length[order]
+    # Behind the BOS that was put before it, all tokens of a rest are labels.
+    joined = spans.joined[order]
+    inside = (document >= begin) & (document < end)
+    local = document[inside] - begin
+    first = (start + ~joined)[inside].astype(np.int64)
+    last = (start + length)[inside]
+    # No label is owed by a lone first token, unless it is all of its document.
+    owing = (last > first) | (lengths[local] == 1)
+    return local[owing], first[owing], last[owing]
+
+
+def _counting(counts: Int64Array) -> Int64Array:
+    """Return 0, 1, ... anew for each count."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - counts, counts)
+
+
+def _merge(
+    labels: tuple[Int64Array, Int64Array, Int64Array],
+    touched: BoolArray,
+    lengths: Int64Array,
+) -> tuple[AnyArray, AnyArray, AnyArray]:
+    """Join labels that lie side by side in a document; of a document that was never drawn all are owed.
+
+    The latter matters where rows do not hold whole documents: what truncation or cropping would have dropped of a
+    document need not be dropped at another length.
+    """
+    whole = np.flatnonzero(~touched & (lengths > 0))
+    mine = touched[labels[0]]
+    added = (whole, np.ones_like(whole), np.maximum(1, lengths[whole]))
+    document, first, last = (np.concatenate([a[mine], b]) for a, b in zip(labels, added, strict=True))
+    order = np.lexsort((first, document))
+    document, first, last = document[order], first[order], last[order]
+    if not document.size:
+        return document, first, last
+    new = np.ones(document.size, np.bool_)
+    new[1:] = (document[1:] != document[:-1]) | (first[1:] > last[:-1])
+    starts = np.flatnonzero(new)
+    return document[starts], first[starts], np.maximum.reduceat(last, starts)

@@ -1,0 +1,376 @@
+"""Two plans side by side: the first step at which their batches differ, why, and how many rows do.
+
+Descriptions say from which step on batches may differ. From there they are computed, block by block, and compared
+by what they hold, as another description may well give the same rows. A row is the same if it delivers the same: of
+rows of the same index the number tells, of others the spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from tokenmill.packing.records import RecordRows
+from tokenmill.plan.mixture import Mixture
+from tokenmill.plan.order import rows_at
+from tokenmill.plan.ramp import RampMixture
+from tokenmill.plan.stages import MODE, NO_EPOCH, OLD_EPOCH, SOURCE
+from tokenmill.run.history import Change, Side, begins, changes, tables_of
+from tokenmill.types import BoolArray, Int64Array, Uint64Array
+
+if TYPE_CHECKING:
+    from tokenmill.config.run import Config
+    from tokenmill.loader.assemble import StoredRows
+    from tokenmill.plan.plan import Plan
+    from tokenmill.plan.stages import RowIndex, Stage
+    from tokenmill.types import Spans
+
+LIMIT_ROWS = 1 << 22
+"""Rows that are computed by default."""
+_BLOCK_ROWS = 1 << 16
+"""Rows that are computed together."""
+
+Progress = Callable[[int], None]
+"""Is told how many rows have been compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How two runs differ."""
+
+    first_step: int | None
+    """First step whose batches differ; None if none was found."""
+    stage: str | None
+    """Name of its stage, as the second run has it, or else the first."""
+    begins: int | None
+    """Step from which on batches may differ, as the descriptions say; None if all are the same."""
+    changes: tuple[Change, ...]
+    """What differs between the configs: first what makes the first difference, last what changes no batch."""
+    differing: int
+    """How many rows differ."""
+    compared: int
+    """How many were compared: from the first difference on, or from `begins` on, if none was found."""
+    total: int
+    """How many there are to compare, to the end of the longer run."""
+    end_step: int
+    """Step before which all have been compared."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows were compared."""
+        return self.compared == self.total
+
+    @property
+    def same(self) -> bool:
+        """Whether all batches are known to be the same."""
+        return self.first_step is None and self.complete
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON."""
+        return {
+            "same": self.same,
+            "first_step": self.first_step,
+            "stage": self.stage,
+            "begins": self.begins,
+            "changes": [change.to_json() for change in self.changes],
+            "differing_rows": self.differing,
+            "compared_rows": self.compared,
+            "total_rows": self.total,
+            "end_step": self.end_step,
+            "complete": self.complete,
+        }
+
+
+def compare(
+    old: Plan,
+    new: Plan,
+    *,
+    configs: tuple[Config, Config],
+    limit_rows: int = LIMIT_ROWS,
+    progress: Progress | None = None,
+) -> Difference:
+    """Compare two plans, which were compiled from `configs`.
+
+    At most `limit_rows` rows, and the rest of a step, are computed to find the first difference, and as many from
+    there on. Rows of steps at which both plans stand at the same place of the same order need not be computed.
+    """
+    left, right = (
+        Side(tables=tables_of(config), description=plan.describe())
+        for config, plan in zip(configs, (old, new), strict=True)
+    )
+    start = begins(left, right)
+    if start is None:
+        return Difference(
+            first_step=None,
+            stage=None,
+            begins=None,
+            changes=tuple(changes(left, right)),
+            differing=0,
+            compared=0,
+            total=0,
+            end_step=old.steps,
+        )
+    first = next(
+        (block.first_differing for block in _blocks(old, new, start, limit_rows, None) if block.differs), None
+    )
+    differing = compared = 0
+    end = start if first is None else first
+    for block in _blocks(old, new, end, limit_rows, progress):
+        differing, compared, end = differing + block.total_differing, compared + block.num_rows, block.end
+    total = sum((run.end - run.first) * run.rows for run in _runs(old, new, start if first is None else first))
+    told = changes(left, right, first)
+    return Difference(
+        first_step=first,
+        stage=None if first is None else (new if first < new.steps else old).at(first).stage,
+        begins=start,
+        changes=tuple(told if first is not None or compared < total else [change.inert() for change in told]),
+        differing=differing,
+        compared=compared,
+        total=total,
+        end_step=end,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Steps at which each plan draws by one stage; None where it draws nothing: it has ended, or skips them."""
+
+    first: int
+    end: int
+    old: Stage | None
+    new: Stage | None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step, of the plan that has more."""
+        return max(stage.spec.global_batch_size if stage else 0 for stage in (self.old, self.new))
+
+
+def _runs(old: Plan, new: Plan, start: int) -> Iterator[_Run]:
+    """Cut the steps from `start` on wherever one of the plans begins a stage or ends."""
+    cuts = {start, *(stage.spec.start_step for plan in (old, new) for stage in plan.stages), old.steps, new.steps}
+    for first, end in pairwise(sorted(cut for cut in cuts if cut >= start)):
+        stages = [plan.stage(first) if first < plan.steps else None for plan in (old, new)]
+        drawn = [stage if stage and stage.spec.skipped is None else None for stage in stages]
+        yield _Run(first=first, end=end, old=drawn[0], new=drawn[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """Steps that have been compared."""
+
+    first: int
+    end: int
+    rows: int
+    """Of a step."""
+    differing: Int64Array | int
+    """How many rows of each step differ; a number where it is the same for all."""
+
+    @property
+    def num_rows(self) -> int:
+        return (self.end - self.first) * self.rows
+
+    @property
+    def differs(self) -> bool:
+        return bool(np.any(self.differing))
+
+    @property
+    def total_differing(self) -> int:
+        if isinstance(self.differing, int):
+            return (self.end - self.first) * self.differing
+        return int(self.differing.sum())
+
+    @property
+    def first_differing(self) -> int:
+        return self.first + (0 if isinstance(self.differing, int) else int(np.flatnonzero(self.differing)[0]))
+
+
+def _blocks(old: Plan, new: Plan, start: int, limit_rows: int, progress: Progress | None) -> Iterator[_Block]:
+    """Compare from a step on, until so many rows have been computed."""
+    left = limit_rows
+    done = 0
+    crossed = old.contract != new.contract
+    for run in _runs(old, new, start):
+        if run.old is None or run.new is None:
+            # Neither draws, or all that one of them draws is not in the other.
+            yield _Block(first=run.first, end=run.end, rows=run.rows, differing=run.rows)
+            continue
+        if not crossed and _alike(run.old, run.new):
+            yield _Block(first=run.first, end=run.end, rows=run.rows, differing=0)
+            continue
+        first = run.first
+        rows = _Rows(old, new, run, same_contract=not crossed)
+        while first < run.end:
+            if left <= 0:
+                return
+            end = min(run.end, first + max(1, -(-min(left, _BLOCK_ROWS) // run.rows)))
+            block = _Block(first=first, end=end, rows=run.rows, differing=rows.differing(first, end))
+            left, done, first = left - block.num_rows, done + block.num_rows, end
+            if progress:
+                progress(done)
+            yield block
+
+
+def _alike(old: Stage, new: Stage) -> bool:
+    """Say whether two stages draw the same rows at the same steps, going by what the kernels are given."""
+    batch = old.spec.global_batch_size
+    return (
+        batch == new.spec.global_batch_size
+        and old.origin - old.spec.start_step * batch == new.origin - new.spec.start_step * batch
+        and (old.names, old.rotate, old.rotation_key) == (new.names, new.rotate, new.rotation_key)
+        and all(np.array_equal(left, right) for left, right in zip(_order(old), _order(new), strict=True))
+        and all(dict(old.rows[name].description) == dict(new.rows[name].description) for name in old.names)
+        and not any(_is_live(index) for index in old.rows.values())
+        and _same_mixture(old.mixture, new.mixture)
+    )
+
+
+def _is_live(index: RowIndex) -> bool:
+    """Say whether rows are of live text: what each holds depends on all that were drawn before it."""
+    return "live" in index.description
+
+
+def _order(stage: Stage) -> tuple[Int64Array, Uint64Array]:
+    """Return what decides the order of the rows of each source: the numbers and keys that the kernels use."""
+    table, keys = stage.table.copy(), stage.keys.copy()
+    table[:, SOURCE] = 0  # which number a source has says nothing of its rows
+    # An epoch under way that ends in the order in which all others are needs no order of its own.
+    plain = (table[:, OLD_EPOCH + 1 :] == table[:, MODE:OLD_EPOCH]).all(axis=1) & (keys[:, 0] == keys[:, 1])
+    table[plain, OLD_EPOCH] = NO_EPOCH
+    unused = table[:, OLD_EPOCH] == NO_EPOCH
+    table[unused, OLD_EPOCH:] = NO_EPOCH
+    keys[unused, 1] = 0
+    return table, keys
+
+
+def _same_mixture(old: Mixture | RampMixture, new: Mixture | RampMixture) -> bool:
+    if isinstance(old, RampMixture) and isinstance(new, RampMixture):
+        facts = [(ramp.batch, ramp.steps, ramp.first, ramp.cosine) for ramp in (old, new)]
+        ends = ((old.begin, new.begin), (old.end, new.end), (old.nodes, new.nodes))
+        return facts[0] == facts[1] and all(np.array_equal(a, b) for a, b in ends)
+    return type(old) is type(new) and np.array_equal(old.nodes, new.nodes)
+
+
+class _Rows:
+    """The rows of two stages, slot by slot."""
+
+    def __init__(self, old: Plan, new: Plan, run: _Run, *, same_contract: bool) -> None:
+        assert run.old is not None
+        assert run.new is not None
+        self._stages = (run.old, run.new)
+        self._names = (old.sources, new.sources)
+        self._rows = run.rows
+        self._same_contract = same_contract
+
+    def differing(self, first: int, end: int) -> Int64Array:
+        """Return how many rows differ in each of the steps from `first` to `end`."""
+        shared = min(stage.spec.global_batch_size for stage in self._stages)
+        steps = np.repeat(np.arange(first, end), shared)
+        slots = np.tile(np.arange(shared), end - first)
+        (old_sources, old_rows), (new_sources, new_rows) = (rows_at(stage, steps, slots) for stage in self._stages)
+        same = np.zeros(steps.size, np.bool_)
+        for old_source in np.unique(old_sources).tolist():
+            for new_source in np.unique(new_sources).tolist():
+                chosen = np.flatnonzero((old_sources == old_source) & (new_sources == new_source))
+                if chosen.size:
+                    old, new = (
+                        stage.rows[names[source]]
+                        for stage, names, source in zip(
+                            self._stages, self._names, (old_source, new_source), strict=True
+                        )
+                    )
+                    same[chosen] = self._same(old, old_rows[chosen], new, new_rows[chosen])
+        found: Int64Array = self._rows - same.reshape(end - first, shared).sum(axis=1)
+        return found
+
+    def _same(self, old: RowIndex, old_rows: Int64Array, new: RowIndex, new_rows: Int64Array) -> BoolArray:
+        """Say which rows deliver the same; of live text none is known to, behind the first difference."""
+        if _is_live(old) or _is_live(new):
+            return np.zeros(old_rows.size, np.bool_)
+        if self._same_contract and dict(old.description) == dict(new.description):
+            same: BoolArray = old_rows == new_rows
+            return same
+        if old.description["store"] != new.description["store"] or old.seq_len != new.seq_len:
+            return np.zeros(old_rows.size, np.bool_)
+        if isinstance(old, RecordRows) and isinstance(new, RecordRows):
+            return _same_records(old, old.records(old_rows), new, new.records(new_rows))
+        crossing = [cast("StoredRows", index).cross_document_labels for index in (old, new)]
+        left = _delivered(old.spans(old_rows), old.seq_len, crossing=crossing[0])
+        right = _delivered(new.spans(new_rows), new.seq_len, crossing=crossing[1])
+        same = _same_spans(left, right)
+        if crossing[0] != crossing[1]:
+            same &= left.segments < 2
+        if not self._same_contract:
+            # Positions that run through the row are those of its documents where it holds but one, and no padding.
+            same &= left.first_segment >= old.seq_len
+        return same
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Delivered:
+    """What rows deliver of their spans, end to end."""
+
+    row: Int64Array
+    """Which of the rows each span belongs to."""
+    spans: Int64Array
+    """Document, start and length of each."""
+    count: Int64Array
+    """Spans of each row."""
+    segments: Int64Array
+    """Segments of each row."""
+    first_segment: Int64Array
+    """Tokens of the first segment of each row."""
+
+
+def _delivered(spans: Spans, seq_len: int, *, crossing: bool) -> _Delivered:
+    """Return what rows deliver: all, but for a last token that is neither an input nor a label."""
+    number = spans.count.size
+    ends = np.cumsum(spans.count)
+    row = np.repeat(np.arange(number), spans.count)
+    order = np.arange(row.size) + np.repeat(spans.first - (ends - spans.count), spans.count)
+    joined = spans.joined[order]
+    length = spans.length[order]
+    behind = np.concatenate([[0], np.cumsum(length)])
+    column = behind[:-1] - np.repeat(behind[ends - spans.count], spans.count)
+    # A document that begins behind the last input is not to be predicted, unless labels cross documents.
+    seen = (column < seq_len) | joined | crossing
+    opened = np.concatenate([[0], np.cumsum(~joined)])
+    segment = opened[1:] - np.repeat(opened[ends - spans.count], spans.count)
+    one = (segment == 1) & seen
+    document, start, whole = spans.document[order], spans.start[order], length.copy()
+    # What goes on right behind its own BOS is one span with it.
+    goes_on = joined & (start == 1)
+    whole[np.flatnonzero(goes_on) - 1] += length[goes_on]
+    kept = seen & ~goes_on
+    return _Delivered(
+        row=row[kept],
+        spans=np.stack([document, start, whole])[:, kept],
+        count=np.bincount(row[kept], minlength=number),
+        segments=np.bincount(row[seen & ~joined], minlength=number),
+        first_segment=np.bincount(row[one], length[one], minlength=number).astype(np.int64),
+    )
+
+
+def _same_spans(old: _Delivered, new: _Delivered) -> BoolArray:
+    same = old.count == new.count
+    left, right = same[old.row], same[new.row]
+    other = (old.spans[:, left] != new.spans[:, right]).any(axis=0)
+    found: BoolArray = same & (np.bincount(old.row[left][other], minlength=same.size) == 0)
+    return found
+
+
+def _same_records(old: RecordRows, old_records: Int64Array, new: RecordRows, new_records: Int64Array) -> BoolArray:
+    """Say which records are the same and cut at the same places."""
+    same: BoolArray = old_records == new_records
+    if old.policy.describe() == new.policy.describe():
+        return same
+    both = np.flatnonzero(same)
+    for key in old.parts:
+        items, owner = old.items(key, old_records[both])
+        left, right = old.runs(key, items), new.runs(key, items)
+        same[both[owner[(left.first != right.first) | (left.length != right.length)]]] = False
+    return same

@@ -1,0 +1,259 @@
+"""A new run that shares all batches of another before a step: its config, and the state to go on from."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import orjson
+
+from tokenmill.config.dialects import Translation, to_toml
+from tokenmill.config.run import StageConfig, parse_config
+from tokenmill.errors import ConfigError, PlanError
+from tokenmill.run.history import PLAN_DIGITS, Origin, Side, begins, record, tables_of
+from tokenmill.run.run import Run
+
+DEFAULT_NAME = "fork"
+_RAMP = ("ramp", "ramp_steps", "ramp_from")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """What a fork has written."""
+
+    config: Path
+    state: Path
+    stage: str
+    """Name of the stage that begins where the runs part."""
+    step: int
+    plan: str
+    """Of the new run."""
+    shared: str
+    """Fingerprint of all batches before the step, which both runs have."""
+    edited: bool
+    """Whether the new run has other batches at all; without weights it has none until it is edited."""
+
+
+def fork(
+    run: Run, *, step: int, to: Path, name: str | None = None, weights: Mapping[str, float] | None = None
+) -> Fork:
+    """Write the config and the state of a run that parts from another at a step.
+
+    A stage begins there, named `name`: a copy of the one that is running, with the given weights, if any. Where one
+    begins there already, it is taken as it is. Nothing is written unless all batches before are proven to be the
+    same, and no file is overwritten.
+    """
+    plan = run.plan()
+    if not 0 <= step < plan.steps:
+        raise PlanError(f"fork: step must lie within 0:{plan.steps}, got {step}; choose one that the run has")
+    if to.suffix != ".toml":
+        raise ConfigError(f"{to}: the config of a fork must end in .toml, got {to.suffix!r}; name it so")
+    file = to.resolve()
+    state = file.with_suffix(".state.json")
+    for path in (file, state):
+        if path.exists():
+            raise _exists(path)
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file.parent}: must be a folder to write to, got nothing there; make it first")
+    _check_live(run, step)
+    new, stage = _forked(run, file, step, name, weights)
+    made = new.plan()
+    _write_new(state, orjson.dumps(_state(new, step)))
+    try:
+        _write_new(file, to_toml(_tables(new)).encode())
+    except BaseException:
+        state.unlink()
+        raise
+    origin = Origin(
+        config=f"{_prefix(run.folder, file.parent)}{run.name}.toml", plan=plan.fingerprint[:PLAN_DIGITS], step=step
+    )
+    side = Side(tables=tables_of(run.config), description=plan.describe())
+    record(new.folder, new.name, made, new.config, origin=(origin, side))
+    return Fork(
+        config=file,
+        state=state,
+        stage=stage,
+        step=step,
+        plan=made.fingerprint[:PLAN_DIGITS],
+        shared=made.fingerprint_at(step),
+        edited=made.fingerprint != plan.fingerprint,
+    )
+
+
+def _check_live(run: Run, step: int) -> None:
+    """Refuse a fork behind live text: where its lanes stand at a step is known from a state alone."""
+    drawn = {name for part in run.plan().stages if part.spec.start_step < step for name in part.names}
+    for name in run.live:
+        if name in drawn:
+            raise ConfigError(
+                f"fork: the sources of all batches before step {step} must be stores, got live text in {name!r}, "
+                "whose lanes only a state knows; copy the config and a state of that step, and change what follows"
+            )
+
+
+def _forked(
+    run: Run, file: Path, step: int, name: str | None, weights: Mapping[str, float] | None
+) -> tuple[Run, str]:
+    """Return the new run, proven to share what comes before, and the name of the stage that begins there."""
+    plan = run.plan()
+    tables = _moved(_tables(run), run.folder, file.parent)
+    # Where documents are put aside at the very step, a stage that begins there must not start their source again.
+    for kept in (True, False):
+        forked = copy.deepcopy(tables)
+        stage = _cut(forked, run, step, name, keep_on_change=kept)
+        new = _run(forked, file)
+        if new.plan().fingerprint == plan.fingerprint:
+            break
+    else:
+        raise ConfigError(
+            f"fork: a stage that begins at step {step} must leave all batches as they are, got others from step "
+            f"{_parts_at(run, new)} on; choose another step"
+        )
+    if weights is not None:
+        forked["stages"][_number(forked, step)]["weights"] = dict(weights)
+        new = _run(forked, file)
+    if new.plan().fingerprint_at(step) != plan.fingerprint_at(step):
+        raise ConfigError(
+            f"fork: batches before step {step} must be those of {run.name!r}, got others from step "
+            f"{_parts_at(run, new)} on; choose another step"
+        )
+    return new, stage
+
+
+def _cut(tables: dict[str, Any], run: Run, step: int, name: str | None, *, keep_on_change: bool) -> str:
+    """Let a stage begin at a step, and return its name."""
+    stages: list[dict[str, Any]] = tables.setdefault("stages", [])
+    if not stages:
+        stages.append({"name": "main", "start_step": 0})
+    number = max(index for index, stage in enumerate(stages) if stage["start_step"] <= step)
+    taken = [str(stage["name"]) for stage in stages]
+    running = stages[number]
+    if running["start_step"] == step:
+        if name is not None and name != running["name"]:
+            _check_name(name, taken)
+            running["name"] = name
+        return str(running["name"])
+    _check_ramp(run.config.resolved_stages()[number], step)
+    if name is None:
+        name = next(name for name in _names() if name not in taken)
+    _check_name(name, taken)
+    dropped = {*_RAMP, *(() if keep_on_change else ("on_change",))}
+    begun = {key: copy.deepcopy(value) for key, value in running.items() if key not in dropped}
+    stages.insert(number + 1, begun | {"name": name, "start_step": step})
+    return name
+
+
+def _names() -> Iterator[str]:
+    yield DEFAULT_NAME
+    number = 2
+    while True:
+        yield f"{DEFAULT_NAME}-{number}"
+        number += 1
+
+
+def _check_name(name: str, taken: Sequence[str]) -> None:
+    if not name or name in taken:
+        raise ConfigError(
+            f"fork: name must be one that no stage has ({', '.join(taken)}), got {name!r}; choose another"
+        )
+
+
+def _check_ramp(stage: StageConfig, step: int) -> None:
+    """Refuse a step in the midst of a ramp, which is counted from the start of its stage and cannot be cut."""
+    end = stage.start_step + (stage.ramp_steps or 0)
+    if step < end:
+        raise ConfigError(
+            f"fork: step must not lie within the ramp of stage {stage.name!r} (steps {stage.start_step}:{end}), "
+            f"got {step}; fork at {stage.start_step}, where it begins, or at {end}, where it ends"
+        )
+
+
+def _number(tables: Mapping[str, Any], step: int) -> int:
+    return next(index for index, stage in enumerate(tables["stages"]) if stage["start_step"] == step)
+
+
+def _parts_at(run: Run, new: Run) -> int | None:
+    old, made = (Side(tables=tables_of(one.config), description=one.plan().describe()) for one in (run, new))
+    return begins(old, made)
+
+
+def _tables(run: Run) -> dict[str, Any]:
+    """Return the native tables of a run, as they were written or translated."""
+    return run.translation.tables if run.translation else tables_of(run.config)
+
+
+def _run(tables: dict[str, Any], file: Path) -> Run:
+    return Run(
+        config=parse_config(tables, where=str(file)),
+        folder=file.parent,
+        name=file.stem,
+        translation=Translation(dialect="native", tables=tables, notes=()),
+    )
+
+
+def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
+    """Return tables whose relative paths lead from another folder to the same files."""
+    moved = copy.deepcopy(dict(tables))
+    for source in moved.get("sources", []):
+        if "store" in source:
+            source["store"] = _from(source["store"], old, new)
+        if "documents" in source:
+            named = source["documents"]
+            source["documents"] = [text if text.startswith("hf:") else _from(text, old, new) for text in named]
+        tokenizer = source.get("tokenizer")
+        if tokenizer is not None and tokenizer != "bytes" and ":" not in tokenizer:
+            source["tokenizer"] = _from(tokenizer, old, new)
+    for edit in moved.get("quarantine", []):
+        if "file" in edit:
+            edit["file"] = _from(edit["file"], old, new)
+    return moved
+
+
+def _from(path: str, old: Path, new: Path) -> str:
+    """Return how a path that counts from one folder is written from another."""
+    if PurePosixPath(path).is_absolute() or old == new:
+        return path
+    # Only dots at the front are resolved: behind a name that is a link they would lead elsewhere.
+    while path.startswith("../"):
+        old, path = old.parent, path[3:].lstrip("/")
+    return f"{_prefix(old, new)}{path.removeprefix('./')}"
+
+
+def _prefix(old: Path, new: Path) -> str:
+    way = os.path.relpath(old, new)
+    return "" if way == "." else f"{way}/"
+
+
+def _state(run: Run, step: int) -> dict[str, int | str]:
+    """Return what a loader gives that has gone to a step."""
+    from tokenmill.loader import Loader, RankSlice
+
+    loader = Loader(run.plan(), RankSlice(rank=0, world_size=1, micro_batch=1))
+    loader.seek(step)
+    return loader.state_dict()
+
+
+def _exists(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: a fork must not overwrite a file, got one there; choose another name or remove it")
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet, so that a reader sees nothing or the whole of it."""
+    from tokenmill.store.durable import sync_folder
+
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike a rename, it refuses a name that is taken
+    except FileExistsError:
+        raise _exists(path) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -1,0 +1,291 @@
+"""A run: a config with its stores, from which plan and loaders are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.config.dialects import Translation, translate
+from tokenmill.config.run import DEFAULT_ARRAYS, Config, SourceConfig, StageConfig, parse_config, read_tables
+from tokenmill.errors import ConfigError
+from tokenmill.types import Int64Array
+
+if TYPE_CHECKING:
+    from tokenmill.live.lanes import LiveRows
+    from tokenmill.loader import Loader
+    from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
+    from tokenmill.plan import Plan, RowIndex
+    from tokenmill.store import Store
+
+RECORD_KINDS = frozenset(("dpo", "grpo"))
+"""Training types whose records have several arrays: each is a row of its own."""
+_DTYPES = {
+    **dict.fromkeys(("loss_mask", "chosen_mask", "rejected_mask", "masks"), "|u1"),
+    "rewards": "<f4",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained on, in which order; reads manifests, never tokens, until a loader is asked for batches."""
+
+    config: Config
+    folder: Path
+    """Where relative paths count from, and where plans are recorded."""
+    name: str = "run"
+    """Of the config file, without its ending: what the history of edits is kept under."""
+    translation: Translation | None = None
+    """How the config file was read, if it was."""
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], *, world_size: int | None = None) -> Run:
+        """Read a config file, our own, of KempnerForge or of torchtitan; stores are opened when the plan is made.
+
+        `world_size` is for configs of others, which give the batch of one rank.
+        """
+        translation = translate(read_tables(path), where=str(path), world_size=world_size)
+        config = parse_config(translation.tables, where=str(path))
+        file = Path(path).resolve()
+        return cls(config=config, folder=file.parent, name=file.stem, translation=translation)
+
+    @cached_property
+    def stores(self) -> dict[str, Store]:
+        """The open store of each source; they share one bounded set of maps."""
+        from tokenmill.store import open_store
+        from tokenmill.store.maps import MapCache
+
+        maps = MapCache()
+        stores = {
+            source.name: open_store(
+                self._store_folder(source),
+                maps=maps,
+                dtype=source.dtype,
+                vocab_size=source.vocab_size,
+                eos_id=source.eos_id,
+                bos_id=source.bos_id,
+                format=source.format,
+            )
+            for source in self.config.sources
+            if not source.live
+        }
+        _check_tokenizers(
+            {name: store.manifest.tokenizer for name, store in stores.items()}
+            | {name: rows.source.tokenizer.identity.to_json() for name, rows in self.live.items()}
+        )
+        _check_kinds(stores, self.live)
+        return stores
+
+    @cached_property
+    def live(self) -> dict[str, LiveRows]:
+        """The sources of live text, with files listed and tokenizers open, as [run] makes rows of them."""
+        from tokenmill.live.lanes import open_rows
+
+        return {
+            source.name: open_rows(self.config, source, self._texts(source), self._tokenizer(source))
+            for source in self.config.sources
+            if source.live
+        }
+
+    def _texts(self, source: SourceConfig) -> list[str]:
+        return [text if text.startswith("hf:") else str(self.folder / text) for text in source.documents]
+
+    def _tokenizer(self, source: SourceConfig) -> str:
+        assert source.tokenizer is not None
+        plain = source.tokenizer == "bytes" or ":" in source.tokenizer
+        return source.tokenizer if plain else str(self.folder / source.tokenizer)
+
+    def _store_folder(self, source: SourceConfig) -> Path:
+        """Return where the store of a source is; text is prepared first, once."""
+        if source.store is not None:
+            return self.folder / source.store
+        from tokenmill.build.cached import cached_store
+
+        return cached_store(
+            self._texts(source),
+            tokenizer=self._tokenizer(source),
+            text_field=source.text_field,
+            folder=self.folder / ".tokenmill" / "stores",
+            where=f"source {source.name!r}",
+        )
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, int, Policy, bytes], ConcatRows | PackedRows | RecordRows]:
+        return {}
+
+    def rows(
+        self, source: str, seq_len: int, policy: Policy, excluded: Int64Array | None = None
+    ) -> ConcatRows | PackedRows | RecordRows:
+        """Return the rows of a source at a sequence length under a policy, without the `excluded` documents.
+
+        Pairs and groups are never packed.
+        """
+        from tokenmill.packing import ConcatRows, RecordRows, pack_rows
+
+        key = (source, seq_len, policy, b"" if excluded is None else excluded.tobytes())
+        if key not in self._rows:
+            crossing = self.config.run.cross_document_labels
+            store = self.stores[source]
+            if store.manifest.kind in RECORD_KINDS:
+                self._rows[key] = RecordRows(store=store, seq_len=seq_len, policy=policy, excluded=excluded)
+            elif policy.name == "concat":
+                self._rows[key] = ConcatRows(
+                    store=store, seq_len=seq_len, cross_document_labels=crossing, excluded=excluded
+                )
+            else:
+                self._rows[key] = pack_rows(
+                    store, seq_len=seq_len, policy=policy, cross_document_labels=crossing, excluded=excluded
+                )
+        return self._rows[key]
+
+    def plan(self) -> Plan:
+        """Compile and check the plan, once; no token is read."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> Plan:
+        from tokenmill.config.schedule import limits, schedule
+        from tokenmill.plan.plan import check_order, compile_plan
+
+        steps = self.config.run.steps
+        stages = self.config.stages or self.config.resolved_stages()
+        check_order([(stage.name, stage.start_step) for stage in stages], steps)  # before any row is packed
+        errors, stops = limits(self.config)
+        return compile_plan(
+            schedule(self.config, self.folder, self._stage_rows),
+            sources=self.config.source_names,
+            steps=steps,
+            max_epochs=errors,
+            stops=stops,
+            contract={"positions": self.config.run.positions},
+        )
+
+    def loader(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch: int = 1,
+        threads: int = 1,
+        prefetch: int = 8,
+        arrays: Sequence[str] | None = None,
+        timeout: float = 30.0,
+    ) -> Loader:
+        """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds.
+
+        A thread that reads live text, and comes to nothing within `timeout` seconds, is given up.
+        """
+        from tokenmill.loader import Loader, LoaderOptions, RankSlice
+
+        plan = self.plan()
+        arrays = arrays or self._arrays(plan)
+        if rank == 0:
+            self._record(plan)
+        kind: type[Loader] = Loader
+        if self.live:
+            from tokenmill.live.mixed import MixedLoader, live_rows
+
+            kind = MixedLoader if live_rows(plan) else Loader
+        return kind(
+            plan,
+            RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
+            LoaderOptions(
+                arrays=tuple(arrays),
+                threads=threads,
+                prefetch=prefetch,
+                positions=self.config.run.positions,
+                timeout=timeout,
+            ),
+            explain=lambda made_by, step: self._explain(plan, made_by, step),
+        )
+
+    def _stage_rows(self, name: str, stage: StageConfig, excluded: Int64Array) -> RowIndex:
+        """Return the rows of a source in a stage."""
+        from tokenmill.packing import Policy
+
+        # resolved_stages() has filled everything in.
+        assert stage.seq_len is not None
+        assert stage.split is not None
+        assert stage.crop is not None
+        _ = self.stores  # checks that all sources go together
+        policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
+        if name in self.live:
+            return self.live[name].made(stage.seq_len, policy)
+        return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
+
+    def _packing(self, stage: StageConfig) -> str:
+        """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""
+        assert stage.packing is not None
+        kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_KINDS
+        if not kinds:
+            return stage.packing
+        if stage.packing not in ("best_fit", "padded"):
+            raise ConfigError(
+                f"stage {stage.name!r}: packing is for stores of sequences, got {stage.packing!r} with stores of "
+                f"{kinds.pop()}; leave it out, a record is a row"
+            )
+        return "padded"
+
+    def _arrays(self, plan: Plan) -> tuple[str, ...]:
+        """Return what the config says that a batch delivers, or what the training type has."""
+        from tokenmill.loader import usual_arrays
+
+        usual, said = usual_arrays(plan), self.config.run.arrays
+        if set(usual) & set(DEFAULT_ARRAYS):
+            return said
+        if said != DEFAULT_ARRAYS:
+            raise ConfigError(
+                f"run: arrays is for stores of sequences, got {list(said)} where a batch has {list(usual)}; "
+                "leave it out, or pass arrays to the loader"
+            )
+        return usual
+
+    def _record(self, plan: Plan) -> None:
+        """Keep the plan beside the config, and note in the history that it is the one, if another was before."""
+        from tokenmill.run.history import record
+
+        record(self.folder, self.name, plan, self.config)
+
+    def _explain(self, plan: Plan, made_by: str, step: int) -> str | None:
+        """Say what changed since the plan that made a state, if that one is on record."""
+        from tokenmill.run.history import Side, explain, read_plan, tables_of
+
+        old = read_plan(self.folder, made_by)
+        return explain(old, Side(tables=tables_of(self.config), description=plan.describe()), step) if old else None
+
+
+def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
+    """Refuse sources whose rows do not fit one batch, and arrays that the kernels cannot read."""
+    kinds = {name: store.manifest.kind for name, store in stores.items()} | dict.fromkeys(live, "seq")
+    families = {name: kind if kind in RECORD_KINDS else "seq" for name, kind in kinds.items()}
+    first, *others = families
+    for other in others:
+        if families[other] != families[first]:
+            raise ConfigError(
+                f"sources: all must be of one training type (seq and sft go together), got {first!r} of "
+                f"{kinds[first]} and {other!r} of {kinds[other]}; make a run of each"
+            )
+    for store in stores.values():
+        for key, dtype in store.manifest.keys.items():
+            wanted = _DTYPES.get(key, dtype)
+            if dtype != wanted:
+                raise ConfigError(
+                    f"{store.path}: {key} must be {wanted} to be trained on, got {dtype}; prepare the store again"
+                )
+
+
+def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse sources whose ids do not mean the same."""
+    from tokenmill.store.foreign.files import difference
+
+    first, *others = tokenizers
+    for other in others:
+        found = difference(tokenizers[first], tokenizers[other])
+        if found:
+            raise ConfigError(
+                f"sources: all must be prepared with one tokenizer, got {first!r} and {other!r} that differ in "
+                f"{found[0]}: {found[1]!r} and {found[2]!r}; {found[3]}"
+            )

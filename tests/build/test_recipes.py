@@ -1,0 +1,204 @@
+"""Every recipe through a whole build: what goes in as records comes out as the arrays of its training type."""
+
+import orjson
+import pytest
+
+from tokenmill.encode.engines import open_tokenizer
+from tokenmill.errors import ConfigError, DocumentError
+from tokenmill.build import PrepareOptions, prepare
+from tokenmill.store import open_store, verify
+
+TOKENIZER = open_tokenizer("bytes")
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"It is {i}."}]}
+    for i in range(40)
+]
+
+
+def build(records, tmp_path, *, workers=1, recipe="text", **options):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    prepare(
+        path,
+        out=tmp_path / "out",
+        recipe=recipe,
+        workers=workers,
+        progress=False,
+        options=PrepareOptions(**options),
+    )
+    return tmp_path / "out"
+
+
+def trained(store, index, ids="sequence", mask="loss_mask"):
+    record = store.fetch_record(index, [ids, mask])
+    return TOKENIZER.decode(record[ids][record[mask] == 1])
+
+
+@pytest.mark.parametrize("storage_format", ["bin", "h5"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_chat_trains_on_what_the_assistant_said_and_nothing_else(tmp_path, workers, storage_format):
+    """[T1.a]"""
+    out = build(
+        CHATS,
+        tmp_path,
+        recipe="chat",
+        chat_template="chatml",
+        workers=workers,
+        chunk_bytes=1000,
+        storage_format=storage_format,
+    )
+    store = open_store(out)
+    assert (store.manifest.kind, store.manifest.storage, verify(out).documents) == ("sft", storage_format, 40)
+    assert [trained(store, i) for i in range(40)] == [f"It is {i}.<|im_end|>" for i in range(40)]
+    assert store.fetch_record(7, "position_ids").tolist() == list(range(store.fetch_record(7, "sequence").size))
+
+
+def test_positions_may_go_on_through_the_shard(tmp_path):
+    recipe = {"preset": "chat", "chat_template": "chatml", "output": {"position_ids_mode": "continuous"}}
+    store = open_store(build(CHATS, tmp_path, recipe=recipe))
+    assert store.fetch(0, store.num_tokens, "position_ids").tolist() == list(range(store.num_tokens))
+
+
+def test_a_chat_without_a_template_says_how_to_name_one(tmp_path):
+    with pytest.raises(ConfigError, match="template"):
+        build(CHATS, tmp_path, recipe="chat")
+
+
+def test_a_refusal_of_the_chat_template_says_rule_and_cause(tmp_path):
+    """[T1.b]"""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    records = [*CHATS[:2], {"messages": [CHATS[0]["messages"][0], call]}]
+    with pytest.raises(DocumentError) as caught:
+        build(records, tmp_path, recipe="chat", chat_template="chatml")
+    place, _, told = str(caught.value).partition(": ")
+    assert place.endswith("in.jsonl:3")
+    assert told.startswith(
+        "every message that is trained on must be written by the chat template, got the template writes no tool "
+        "calls, and message 2 of 2 (assistant, with tool calls) has nothing else; "
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_seq_len": 20}, {"domain_key": "kind"}], ids=["fast", "cut", "domain"]
+)
+def test_an_empty_text_is_a_document_whatever_else_is_asked_for(tmp_path, options):
+    records = [{"text": text, "kind": "web"} for text in ("one", "", "two")]
+    out = build(records, tmp_path, **options)
+    store = open_store(out / "web" if "domain_key" in options else out)
+    assert [TOKENIZER.decode(store.fetch_record(i, "sequence")) for i in range(3)] == [
+        "<|bos|>one<|eos|>",
+        "<|bos|><|eos|>",
+        "<|bos|>two<|eos|>",
+    ]
+
+
+def test_pairs_keep_their_ends(tmp_path):
+    records = [
+        {"prompt": f"Say {i}: ", "chosen": "yes " * i + "!", "rejected": "no " * (40 - i) + "!"} for i in range(40)
+    ]
+    store = open_store(build(records, tmp_path, recipe="dpo", max_tokens_per_shard=700))
+    assert store.manifest.kind == "dpo"
+    assert store.num_shards > 3
+    for i, record in enumerate(records):
+        assert trained(store, i, "chosen", "chosen_mask") == record["chosen"] + "<|eos|>"
+        assert trained(store, i, "rejected", "rejected_mask") == record["rejected"] + "<|eos|>"
+        whole = TOKENIZER.decode(store.fetch_record(i, "chosen"))
+        assert whole == f"<|bos|>{record['prompt']}{record['chosen']}<|eos|>"
+
+
+def test_groups_keep_their_responses_and_rewards(tmp_path):
+    records = [
+        {
+            "prompt": f"Say {i}",
+            "responses": [f"{i}-{j}" for j in range(i % 4 + 1)],
+            "rewards": [j / 2 for j in range(i % 4 + 1)],
+        }
+        for i in range(30)
+    ]
+    store = open_store(build(records, tmp_path, recipe="grpo", max_tokens_per_shard=100))
+    for i, record in enumerate(records):
+        found = store.fetch_record(i)
+        assert TOKENIZER.decode(found["prompts"]) == f"<|bos|>{record['prompt']}"
+        assert [TOKENIZER.decode(ids) for ids in found["responses"]] == [f"{r}<|eos|>" for r in record["responses"]]
+        assert [mask.tolist() for mask in found["masks"]] == [[1] * len(ids) for ids in found["responses"]]
+        assert found["rewards"].tolist() == record["rewards"]
+
+
+def test_a_record_that_cannot_be_encoded_stops_with_its_line_and_reason(tmp_path):
+    """[T1.b]"""
+    records = [*CHATS[:10], {"messages": [{"role": "user", "content": "nobody answers"}]}, *CHATS]
+    with pytest.raises(DocumentError, match=r"in\.jsonl:11: .*--on-error skip"):
+        build(records, tmp_path, recipe="chat", chat_template="chatml", chunk_bytes=300)
+
+
+def test_skipped_records_are_counted_by_reason_and_listed_by_line(tmp_path):
+    """[T1.b]"""
+    lonely = {"messages": [{"role": "user", "content": "nobody answers"}]}
+    records = [*CHATS[:10], lonely, *CHATS[10:20], {"text": "no messages"}, lonely]
+    out = build(records, tmp_path, recipe="chat", chat_template="chatml", on_error="skip", chunk_bytes=500)
+    skipped = open_store(out).manifest.skipped
+    assert [one["line"] for one in skipped["first"]] == [11, 22, 23]
+    assert sum(skipped["counts"].values()) == 3
+    assert [one["reason"] for one in skipped["first"]].count("missing_field") == 1
+    assert open_store(out).num_documents == 20
+
+
+def test_records_that_were_cut_are_counted(tmp_path):
+    out = build([{"text": "x" * size} for size in (5, 50, 500)], tmp_path, max_seq_len=20)
+    store = open_store(out)
+    assert [store.fetch_record(i, "sequence").size for i in range(3)] == [7, 20, 20]
+    assert store.manifest.skipped["truncated"] == 2
+
+
+def test_another_chat_template_is_refused_with_the_difference(tmp_path):
+    """[T1.c, T2.c] The content of a template is part of what a store is, wherever its file stands."""
+    from tokenmill.errors import StoreExistsError
+
+    template = tmp_path / "mine.jinja"
+    head = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    tail = "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    template.write_text(head + tail)
+    build(CHATS, tmp_path, recipe="chat", chat_template=str(template), eos_token="<|eos|>")
+    template.write_text(head + "\n" + tail)
+    with pytest.raises(StoreExistsError, match=r"chat_template"):
+        build(CHATS, tmp_path, recipe="chat", chat_template=str(template), eos_token="<|eos|>")
+
+
+@pytest.mark.parametrize(("policy", "found"), [(None, []), ("text", []), ("encode", [257]), ("drop", [])])
+def test_control_strings_in_raw_text_are_what_the_recipe_says(tmp_path, policy, found):
+    """[T2.b, S.i]"""
+    store = open_store(build([{"text": "one <|eos|> two"}], tmp_path, control_strings=policy))
+    ids = store.fetch_record(0, "sequence")[1:-1]
+    assert [i for i in ids.tolist() if i > 255] == found
+    assert TOKENIZER.decode(ids) == ("one  two" if policy == "drop" else "one <|eos|> two")
+
+
+@pytest.mark.parametrize("recipe", ["text", "instruction"])
+def test_a_text_that_spells_bos_twice_is_a_bad_record(tmp_path, recipe):
+    """[T2.b]"""
+    texts = ["one", "see <|bos|><|bos|> here", "two", "a <|bos|> b", "<|bos|>c", "three"]
+    records = [{"text": text} if recipe == "text" else {"prompt": text, "response": "r"} for text in texts]
+    options = {"control_strings": "encode", "add_bos": True}
+    rule = r"in\.jsonl:2: control strings in a text must not make BOS twice in a row, got two; mend the record"
+    with pytest.raises(DocumentError, match=rule):
+        build(records, tmp_path, recipe=recipe, **options)
+    store = open_store(build(records, tmp_path, recipe=recipe, on_error="skip", **options))
+    assert store.manifest.skipped["counts"] == {"second_bos": 1}
+    bos = TOKENIZER.special_ids["<|bos|>"]
+    found = [store.fetch_record(index, "sequence").tolist() for index in range(store.num_documents)]
+    spelled = [0, 0, 1, 0 if recipe == "text" else 1, 0]  # a text that starts with BOS is given no other
+    assert [(ids[0], ids.count(bos) - 1) for ids in found] == [(bos, count) for count in spelled]
+    for ids, text in zip(found, [texts[0], *texts[2:]], strict=True):
+        assert text.removeprefix("<|bos|>") in TOKENIZER.decode(ids)
+
+
+def test_messages_cannot_be_given_control_ids(tmp_path):
+    """[S.i]"""
+    with pytest.raises(ConfigError, match="control_strings must be text where messages go through a chat template"):
+        build(CHATS, tmp_path, recipe="chat", chat_template="chatml", control_strings="encode")
+
+
+def test_ends_of_turns_that_anyone_can_spell_are_told_loudly(tmp_path, capsys):
+    """[S.i]"""
+    build(CHATS, tmp_path, recipe="chat", chat_template="chatml")
+    assert "ends turns with '<|im_end|>', which the tokenizer has no control token for" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+import pytest
+
+from tokenmill.config.run import parse_config, read_config
+from tokenmill.errors import ConfigError
+
+RUN = {"steps": 10, "global_batch_size": 8, "seq_len": 16}
+WEB = {"name": "web", "store": "stores/web"}
+BOOKS = {"name": "books", "store": "stores/books"}
+
+
+def config(**changes):
+    return parse_config({"run": RUN, "sources": [WEB]} | changes)
+
+
+def test_the_example_of_the_design_is_read(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        """
+        [run]
+        seed = 1234
+        steps = 1000
+        global_batch_size = 32
+        seq_len = 2048
+        packing = "concat"
+        shuffle = "full"
+
+        [[sources]]
+        name = "web"
+        store = "stores/web"
+
+        [[sources]]
+        name = "books"
+        store = "stores/books"
+        max_epochs = 2
+
+        [[stages]]
+        name = "base"
+        start_step = 0
+        weights = { web = 0.9, books = 0.1 }
+
+        [[stages]]
+        name = "late"
+        start_step = 800
+        global_batch_size = 8
+        seed = 5
+        weights = { web = 0.4, books = 0.6 }
+        """
+    )
+    read = read_config(file)
+    assert read.source_names == ("web", "books")
+    assert read.sources[1].max_epochs == 2
+    base, late = read.resolved_stages()
+    assert (base.seed, base.global_batch_size, base.shuffle, base.weights) == (
+        1234,
+        32,
+        "full",
+        {"web": 0.9, "books": 0.1},
+    )
+    assert (late.seed, late.global_batch_size, late.seq_len) == (5, 8, 2048)
+
+
+def test_no_stages_is_one_stage_from_run():
+    (stage,) = config().resolved_stages()
+    assert (stage.name, stage.start_step, stage.weights) == ("main", 0, {"web": 1.0})
+
+
+def test_weights_of_run_serve_stages_that_say_none():
+    read = config(
+        run=RUN | {"weights": {"web": 3, "books": 1}},
+        sources=[WEB, BOOKS],
+        stages=[{"name": "a", "start_step": 0}, {"name": "b", "start_step": 5, "weights": {"books": 1}}],
+    )
+    assert [stage.weights for stage in read.resolved_stages()] == [{"web": 3, "books": 1}, {"books": 1}]
+
+
+STAGE = {"name": "a", "start_step": 0, "weights": {"web": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runn": {}}, r"config: keys must be known, got 'runn'; did you mean 'run'\?"),
+        ({"run": RUN | {"seqlen": 8}}, r"run: keys must be known, got 'seqlen'; did you mean 'seq_len'\?"),
+        ({"sources": [WEB | {"pth": 1}]}, r"sources\[0\]: keys must be known, got 'pth'"),
+        ({"stages": [STAGE | {"weigths": {}}]}, r"stages\[0\]: .* got 'weigths'; did you mean 'weights'\?"),
+        ({"run": {"steps": 1, "seq_len": 1}}, "run: global_batch_size must be given, got nothing"),
+        ({"run": RUN | {"steps": 0}}, "run: steps must be at least 1, got 0"),
+        ({"run": RUN | {"steps": 1.5}}, r"run\.steps: must be a whole number, got 1\.5"),
+        ({"run": RUN | {"steps": True}}, r"run\.steps: must be a whole number, got True"),
+        ({"run": RUN | {"seed": "x"}}, r"run\.seed: must be a whole number, got 'x'"),
+        ({"run": RUN | {"packing": 1}}, r"run\.packing: must be a string, got 1"),
+        ({"run": RUN | {"cross_document_labels": 1}}, "must be true or false, got 1"),
+        ({"run": RUN | {"arrays": "labels"}}, r"run\.arrays: must be a list of strings, got 'labels'"),
+        ({"run": RUN | {"packing": "concatt"}}, r"packing must be one of .*; did you mean 'concat'\?"),
+        ({"run": 3}, "run: must be a table, got 3"),
+        ({"sources": {}}, r"sources: must be a list of tables, got dict; write \[\[sources\]\]"),
+        ({"sources": []}, "sources: a run must have at least one, got none"),
+        ({"sources": [WEB, WEB]}, "sources: names must differ, got 'web' twice"),
+        ({"sources": [WEB | {"name": "a/b"}]}, "letters, digits, - _ . only, got 'a/b'"),
+        ({"sources": [WEB | {"max_epochs": 0}]}, "source 'web': max_epochs must be positive, got 0"),
+        ({"stages": [STAGE, STAGE]}, "stages: names must differ, got 'a' twice"),
+    ],
+)
+def test_a_config_that_cannot_be_right_says_where_and_what(changes, message):
+    """[A1.a]"""
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sources": [WEB, BOOKS]},
+            r"weights must say the share of each of 2 sources, got none; add weights = \{ web = 1,",
+        ),
+        (
+            {"stages": [STAGE | {"weights": {"wb": 1}}]},
+            r"weights must name sources, got 'wb'; did you mean 'web'\?",
+        ),
+        (
+            {"stages": [STAGE | {"weights": {"web": -1}}]},
+            r"weights must be positive, got \{'web': -1\}; leave a source out",
+        ),
+        ({"stages": [STAGE | {"weights": {}}]}, "weights must be positive"),
+        (
+            {"stages": [STAGE | {"name": "a\tb"}]},
+            r"stages.name: must be letters that can be printed, got .a\\tb.; rename it",
+        ),
+        ({"stages": [STAGE | {"start_step": -1}]}, "start_step must not be negative, got -1"),
+        ({"stages": [STAGE | {"seq_len": 0}]}, "stage 'a': seq_len must be at least 1, got 0"),
+        ({"stages": [STAGE | {"packing": "x"}]}, "stage 'a': packing must be one of"),
+    ],
+)
+def test_a_stage_that_cannot_be_right_says_where_and_what(changes, message):
+    """[A1.a]"""
+    with pytest.raises(ConfigError, match=message):
+        config(**changes).resolved_stages()
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml: a run must be described in a TOML file, got nothing there"):
+        read_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml: must be TOML, got"):
+        read_config(tmp_path / "bad.toml")
+
+
+def test_run_must_be_there():
+    with pytest.raises(ConfigError, match=r"table \[run\] must be there"):
+        parse_config({"sources": [WEB]})
+
+
+def test_every_key_is_documented():
+    from dataclasses import fields
+    from pathlib import Path
+
+    from tokenmill.config.run import RunConfig, SourceConfig, StageConfig
+
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")
+    for kind, section in ((RunConfig, sections[1]), (SourceConfig, sections[2]), (StageConfig, sections[3])):
+        missing = [field.name for field in fields(kind) if f"`{field.name}`" not in section]
+        assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arrays": ["input_id"]}, r"run: arrays must be one of .*, got 'input_id'; did you mean 'input_ids'\?"),
+        ({"positions": "rows"}, r"run: positions must be one of .*did you mean 'row'\?"),
+        ({"seed": 2**63}, "run: seed must lie within 0 and"),
+        ({"seed": -1}, "run: seed must lie within 0 and"),
+        ({"seq_len": 10**12}, "run: seq_len must be at most"),
+        ({"split": "truncate_end", "packing": "concat"}, "split is for packing best_fit and padded"),
+        ({"crop": "discard"}, "crop is for packing bos_best_fit, got 'discard' with 'best_fit'"),
+    ],
+)
+def test_run_options_are_checked_without_a_loader(changes, message):
+    """[A1.a]"""
+    with pytest.raises(ConfigError, match=message):
+        config(run=RUN | changes)
+
+
+def test_labels_cross_documents_with_concat_only():
+    with pytest.raises(ConfigError, match="cross_document_labels is for packing concat, got it with 'best_fit'"):
+        config(run=RUN | {"cross_document_labels": True}).resolved_stages()
