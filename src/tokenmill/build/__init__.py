@@ -1,0 +1,13 @@
+"""From files of text to a store.
+
+1. In: paths, globs, folders or datasets; the name of a tokenizer; a recipe; options.
+2. Does: cuts the input into units of work, each of which becomes a shard in a worker process, with a journal from
+   which any later call goes on; then makes the shards a store. Memory does not grow with the input.
+3. Out: a finished store, or one for each domain and split; a report. The bytes depend on the documents and the
+   options, never on the number of workers, or on how often the build was interrupted.
+"""
+
+from tokenmill.build.build import PrepareReport, prepare
+from tokenmill.build.job import PrepareOptions
+
+__all__ = ["PrepareOptions", "PrepareReport", "prepare"]

@@ -1,0 +1,161 @@
+"""Stores of text that a run names as documents: prepared once, by whoever comes first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenmill.documents import file_digest, find_files
+from tokenmill.errors import DocumentError, StoreExistsError
+from tokenmill.fingerprint import digest
+from tokenmill.build.build import prepare
+from tokenmill.build.journal import Journal, Ledger, entry_digest
+from tokenmill.build.job import PrepareOptions
+from tokenmill.store.layout import MANIFEST
+from tokenmill.store.manifest import read_manifest
+
+MAX_WAIT_SECONDS = 3600.0
+"""How long another process is waited for."""
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 5.0
+"""Between two looks at a build of another process, at first and after a while."""
+_TAKEN = "only one build may write to it at a time"
+"""By which prepare refuses a store that another process builds, and nothing else."""
+_HUGGING_FACE = "hf:"
+_log = logging.getLogger("tokenmill")
+
+
+def cached_store(
+    documents: Sequence[str],
+    *,
+    tokenizer: str,
+    text_field: str,
+    folder: Path,
+    where: str,
+    progress: bool = True,
+) -> Path:
+    """Return the store of some documents below `folder`, prepared now if it is not there yet.
+
+    A finished one is not built again, and its tokenizer not opened; files or a tokenizer that are not those it was
+    made of are refused. What a name on the hub stands for is looked up once, when it is prepared. Of several
+    processes one builds, and the others wait for it.
+    """
+    named = sorted(set(documents))
+    store = folder / digest([named, tokenizer, text_field])[:16]
+    end = time.monotonic() + MAX_WAIT_SECONDS
+    pause, told = _FIRST_SECONDS, False
+    while True:
+        if _is_finished(store):
+            _check_documents(named, store, where)
+            _check_tokenizer(tokenizer, store, where)
+            return store
+        # Looked at before, as it costs a process much to find out by trying: it opens the tokenizer first.
+        if not _is_locked(store):
+            try:
+                prepare(
+                    named,
+                    out=store,
+                    tokenizer=tokenizer,
+                    progress=None if progress else False,
+                    options=PrepareOptions(text_field=text_field),
+                )
+                return store
+            except StoreExistsError as error:
+                if _TAKEN not in str(error):
+                    raise
+        if time.monotonic() > end:
+            raise StoreExistsError(
+                f"{where}: another process must finish {store} within {MAX_WAIT_SECONDS:g} s, got one still at "
+                "work; wait for it or stop it, and start again"
+            )
+        if not told:
+            _log.warning("%s: waiting for another process, which prepares %s", where, store)
+        told = True
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_SECONDS)
+
+
+def _is_finished(store: Path) -> bool:
+    return (store / MANIFEST).is_file() and _ledger(store) is not None
+
+
+def _ledger(store: Path) -> Ledger | None:
+    return Journal(store).ledger()
+
+
+def _is_locked(store: Path) -> bool:
+    """Tell whether a build is under way in a folder; where there are no locks, none is seen."""
+    try:
+        import fcntl
+
+        descriptor = os.open(store, os.O_RDONLY)
+    except (ImportError, FileNotFoundError):
+        return False
+    try:
+        # Shared, so that those who wait do not see each other.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
+    """Refuse files that are not those that the store was made of."""
+    change = _change(documents, store)
+    if change is not None:
+        raise StoreExistsError(
+            f"{where}: documents must stay as they were when they were prepared, got {change}; put the files back, "
+            f"or delete {store} to prepare them anew"
+        )
+
+
+def _change(documents: Sequence[str], store: Path) -> str | None:
+    """Say what is not as it was, None if nothing; names of the hub are not looked up again."""
+    ledger = _ledger(store)
+    assert ledger is not None
+    here = [item for item in documents if not _is_on_hub(item)]
+    try:
+        files = find_files(here).files if here else ()
+        now = {file.path: entry_digest(file.name, file_digest(file)) for file in files}
+    except DocumentError as error:
+        return f"none ({error})"
+    seen, made = Counter(now.values()), Counter(entry.digest for entry in ledger.inputs)
+    new = [path for path, content in now.items() if content in seen - made]
+    gone = [entry.name for entry in ledger.inputs if entry.digest in made - seen]
+    if new:
+        return f"{new[0]}, which is new or has changed"
+    if gone and len(here) == len(documents):  # else what is not here may be of the hub
+        return f"no {gone[0]}, which was among them"
+    return None
+
+
+def _is_on_hub(item: str) -> bool:
+    if not item.startswith(_HUGGING_FACE):
+        return False
+    from tokenmill.documents.inputs import parse
+
+    return not os.path.isdir(parse(item)[0])
+
+
+def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
+    """Refuse a tokenizer.json with other bytes than the store was made with; one that is gone does no harm."""
+    from tokenmill.encode.engines import kind_of
+    from tokenmill.encode.tokenizer import content_digest
+
+    if kind_of(tokenizer) != "tokenizer.json":
+        return
+    path = Path(tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    made = read_manifest(store).tokenizer["content"]
+    if file.is_file() and content_digest(file.read_bytes()) != made:
+        raise StoreExistsError(
+            f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with other "
+            f"content; put it back, or delete {store} to prepare them anew"
+        )
