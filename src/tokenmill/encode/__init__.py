@@ -1,9 +1,9 @@
 """Text to ids: tokenizers behind one small protocol.
 
-1. Comes in: the text of documents, as `str`; and what names a tokenizer: `"bytes"`, a `tokenizer.json` or a
+1. In: the text of documents, as `str`; and what names a tokenizer: `"bytes"`, a `tokenizer.json` or a
    folder that holds one, `"tiktoken:<rank file>"`.
 2. Does: opens the tokenizer (`load`), proves its fast engine against the reference engine (`agreement`),
    encodes batches of texts, and places BOS and EOS (`frame`). Control strings in raw text are ordinary text.
-3. Goes out: `Encoded`, flat ids of the smallest unsigned dtype with offsets; and `TokenizerIdentity`, which
+3. Out: `Encoded`, flat ids of the smallest unsigned dtype with offsets; and `TokenizerIdentity`, which
    says when two ids mean the same.
 """

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenmill.encode.files import JsonFile, RankFile, read_json_file, read_rank_file, refuse_other_ids, text_of
-from tokenmill.encode.frame import encode_framed, frame
 from tokenmill.encode.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -543,6 +542,7 @@ def trusted(
     The second value is None, or the sentence to show the user: why the slower engine is used. A worker process
     opens the same one with `open_tokenizer(spec, engine=tokenizer.engine.split()[0])`.
     """
+    from tokenmill.encode.frame import encode_framed, frame  # late, for its kernels
 
     def opened(engine: str) -> Tokenizer:
         return open_tokenizer(

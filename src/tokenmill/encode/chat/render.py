@@ -9,14 +9,14 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from jinja2.environment import Template
-
 from tokenmill.encode.chat.refusal import Refusal, budget
-from tokenmill.encode.chat.sandbox import Compiled
 from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, Tracked, authored, placed, runs_of
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jinja2.environment import Template
+
+    from tokenmill.encode.chat.sandbox import Compiled
     from tokenmill.encode.chat.template import ChatTemplate
 
 

@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Range, Record, Scene, Trace, bare, read_record
-from tokenmill.encode.chat.sandbox import Compiled
+
+if TYPE_CHECKING:
+    from tokenmill.encode.chat.sandbox import Compiled
 
 # A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
 # writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
