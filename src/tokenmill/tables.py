@@ -1,18 +1,29 @@
 """The one reader of tables: what TOML and JSON give becomes typed records, or an error that names the place.
 
 A record is a frozen dataclass. Its hints say what a table may hold: `int`, `Number`, `str`, `bool`, `X | None`,
-`tuple[X, ...]`, `Mapping[str, X]`, `Literal[...]`, and records within records. A key that is not known is refused,
-with the nearest that is. Rules that go beyond types stand in the `__post_init__` of the record.
+`tuple[X, ...]`, `Mapping[str, X]`, `Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits, and records
+within records. A key that is not known is refused, with the nearest that is. Rules that go beyond that stand in
+the `__post_init__` of the record, whose errors keep their own text.
 """
 
 from __future__ import annotations
 
-import re
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -28,14 +39,18 @@ _WORDS = {int: "whole numbers", float: "numbers", Number: "numbers", str: "strin
 
 
 def read_table(kind: type[T], value: object, where: str, *, error: type[TokenmillError] = ConfigError) -> T:
-    """Return a table as a record of a kind; names, presence and types are checked, all the way down."""
+    """Return a table as a record of a kind; names, presence and types are checked, all the way down.
+
+    `where` names the table in errors: keys stand behind it after a dot, or after a blank where it ends with a
+    colon, as for a file: `run.steps: must be ...`, `a.json: steps: must be ...`.
+    """
     _check_keys(kind, value, where, error)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as problem:
         if isinstance(problem.__cause__, TokenmillError):
             raise problem.__cause__ from None
-        raise _refusal(str(problem), kind, value, where, error) from None
+        raise _refusal(kind, value, where, error) from None
 
 
 def read_list(kind: type[T], tables: Mapping[str, Any], key: str) -> tuple[T, ...]:
@@ -51,7 +66,7 @@ def read_json(kind: type[T], text: bytes | str, where: str, *, error: type[Token
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise error(f"{where}: must be JSON, got {problem}; put back what was written there") from None
+        raise error(f"{_shown(where)}: must be JSON, got {problem}; put back what was written there") from None
     return read_table(kind, value, where, error=error)
 
 
@@ -66,70 +81,108 @@ def check_keys(
     """Refuse keys that are not known."""
     for key in table:
         if key not in known:
-            raise error(f"{where}: keys must be known, got {key!r}; {nearest(str(key), known)}")
+            raise error(f"{_shown(where)}: keys must be known, got {key!r}; {nearest(str(key), known)}")
 
 
 def _check_keys(hint: Any, value: object, where: str, error: type[TokenmillError]) -> None:  # noqa: ANN401
     """Refuse unknown keys of a table and of the tables in it, and tables that are none."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if isinstance(hint, type) and is_dataclass(hint):
+    kind = _bare(hint)
+    if _is_record(kind) and (value is not None or kind is hint):
         if not isinstance(value, Mapping):
-            raise error(f"{where}: must be a table, got {value!r}; write [{where}]")
-        hints = _hints(hint)
-        check_keys(where, value, tuple(hints), error)
-        for name, item in value.items():
-            _check_keys(hints[name], item, f"{where}.{name}", error)
-    elif origin in (Union, types.UnionType):
-        # Of several records that a value may be none is known to be meant: a table has one kind at most.
-        tables = [kind for kind in inner if is_dataclass(kind) or get_origin(kind) is not None]
-        if value is not None and len(tables) == 1 and len(inner) - (type(None) in inner) == 1:
-            _check_keys(tables[0], value, where, error)
+            way_out = "write {...}" if where.endswith(":") else f"write [{where.rpartition(': ')[2]}]"
+            raise error(f"{_shown(where)}: must be a table, got {value!r}; {way_out}")
+        check_keys(where, value, list(_hints(kind)), error)
+    for inner, item, place in _parts(kind, value, where):
+        _check_keys(inner, item, place, error)
+
+
+def _parts(kind: Any, value: object, where: str) -> Iterator[tuple[Any, Any, str]]:  # noqa: ANN401 - a hint
+    """Yield hint, value and place of the parts of a value: fields of a record, items of a list or table.
+
+    A value that may be of several kinds has no parts: which of them is meant is not known.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(value, Mapping):
+        join = f"{where} " if where.endswith(":") else f"{where}."
+        if _is_record(kind):
+            hints = _hints(kind)
+            yield from ((hints[name], item, f"{join}{name}") for name, item in value.items() if name in hints)
+        elif isinstance(origin, type) and issubclass(origin, Mapping):
+            yield from ((inner[1], item, f"{join}{name}") for name, item in value.items())
     elif origin is tuple and isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            _check_keys(inner[0], item, f"{where}[{number}]", error)
-    elif origin is not Literal and inner and isinstance(value, Mapping):
-        for name, item in value.items():
-            _check_keys(inner[-1], item, f"{where}.{name}", error)
+        yield from ((inner[0], item, f"{where}[{number}]") for number, item in enumerate(value))
 
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
-def _refusal(problem: str, kind: type, value: Any, where: str, error: type[TokenmillError]) -> TokenmillError:  # noqa: ANN401
-    """Say in our own form what msgspec found: where, the rule, the value, the way out."""
-    text, _, path = problem.partition(" - at ")
-    hint: Any = kind
-    for name, number in re.findall(r"\.(\w+)|\[(\d+)\]", path):
-        inner = get_args(hint)
-        if number and not is_dataclass(inner[0]):
-            break  # a list of plain values is shown whole
-        hint = _bare(inner[0] if number else _hints(hint)[name])
-        value = value[int(number)] if number else value[name]
-        where += f"[{number}]" if number else f".{name}"
-    missing = re.fullmatch(r"Object missing required field `(.+)`", text)
-    if missing:
-        return error(f"{where}: {missing[1]} must be given, got nothing; add {missing[1]} = ...")
-    return error(f"{where}: must be {_wanted(hint)}, got {value!r}; change its type")
+def _refusal(hint: Any, value: Any, where: str, error: type[TokenmillError]) -> TokenmillError:  # noqa: ANN401
+    """Go down to what is wrong in a value and say it in our own form: where, the rule, the value, the way out."""
+    kind = _bare(hint)
+    for inner, item, place in _parts(kind, value, where):
+        # A list or table of plain values is shown whole.
+        if (_is_record(kind) or _bare(inner) not in _WORDS) and not _fits(inner, item):
+            return _refusal(inner, item, place, error)
+    where = _shown(where)
+    if _is_record(kind) and isinstance(value, Mapping):
+        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+        for name in needed:
+            if name not in value:
+                return error(f"{where}: {name} must be given, got nothing; add {name} = ...")
+    way_out = "change its type"
+    if get_origin(kind) is Literal and isinstance(value, str):
+        way_out = nearest(value, map(str, get_args(kind)))
+    elif _fits(kind, value):
+        way_out = "change it"
+    return error(f"{where}: must be {_wanted(hint)}, got {value!r}; {way_out}")
+
+
+def _fits(hint: Any, value: object) -> bool:  # noqa: ANN401 - what a hint is
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError as problem:
+        if isinstance(problem.__cause__, TokenmillError):
+            raise problem.__cause__ from None
+        return False
+    return True
 
 
 def _bare(hint: Any) -> Any:  # noqa: ANN401 - what a hint is
-    """Return a hint without `None`."""
-    inner = [part for part in get_args(hint) if part is not type(None)]
-    return inner[0] if get_origin(hint) in (Union, types.UnionType) and len(inner) == 1 else hint
+    """Return a hint without `None` and without limits."""
+    if get_origin(hint) in (Union, types.UnionType):
+        inner = [part for part in get_args(hint) if part is not type(None)]
+        return _bare(inner[0]) if len(inner) == 1 else hint
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _is_record(kind: object) -> TypeGuard[type]:
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+def _shown(where: str) -> str:
+    return where.removesuffix(":")
 
 
 def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
     """Say in words what a hint asks for.
 
-    >>> _wanted(tuple[int, ...]), _wanted(Mapping[str, float]), _wanted(bool)
-    ('a list of whole numbers', 'a table of numbers', 'true or false')
+    >>> _wanted(tuple[int, ...]), _wanted(Mapping[str, float]), _wanted(bool), _wanted(Literal["bin", "h5"])
+    ('a list of whole numbers', 'a table of numbers', 'true or false', 'one of bin, h5')
+    >>> _wanted(Annotated[int, msgspec.Meta(ge=1, le=9)])
+    'a whole number, at least 1, at most 9'
     """
     origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base, meta = inner
+        limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
+        words = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
+        words += [f"at least {meta.min_length}"] if meta.min_length else []
+        return meta.description or ", ".join([_wanted(base), *words])
     if origin is Literal:
-        return f"one of {', '.join(map(repr, inner))}"
+        return f"one of {', '.join(map(str, inner))}"
     if origin is tuple:
         return f"a list of {_WORDS.get(inner[0], 'tables')}"
     if origin in (Union, types.UnionType) and hint != Number:

@@ -8,8 +8,8 @@ import orjson
 import pytest
 from tests.prepare.corpus import COMPRESS, files_of, lines_of, some_texts, texts_of, write_file
 
-from tokenmill.errors import ConfigError, DocumentError, StoreExistsError, StoreMissingError, TokenizerError
 from tokenmill.build import PrepareOptions, prepare, work
+from tokenmill.errors import ConfigError, DocumentError, StoreExistsError, StoreMissingError, TokenizerError
 from tokenmill.store import open_store, read_manifest, verify
 
 TEXTS = some_texts(600)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tests.prepare.corpus import files_of, some_texts, texts_of, write_file
 
-from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.build import PrepareOptions, cached, prepare
 from tokenmill.build.cached import cached_store
+from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.store import open_store
 from tokenmill.store.durable import locked_folder
 

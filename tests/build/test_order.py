@@ -6,9 +6,9 @@ import shutil
 import pytest
 from tests.prepare.corpus import files_of, lines_of, some_texts, texts_of, write_file
 
-from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.unit import UnitWriter
+from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import open_store, read_manifest, verify
 
 TEXTS = some_texts(100)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.prepare.corpus import files_of, some_texts, write_file
 
-from tokenmill.errors import StoreExistsError, StoreMissingError
 from tokenmill.build import PrepareOptions, prepare
+from tokenmill.errors import StoreExistsError, StoreMissingError
 from tokenmill.store import durable, read_manifest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")

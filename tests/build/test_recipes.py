@@ -3,9 +3,9 @@
 import orjson
 import pytest
 
+from tokenmill.build import PrepareOptions, prepare
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, DocumentError
-from tokenmill.build import PrepareOptions, prepare
 from tokenmill.store import open_store, verify
 
 TOKENIZER = open_tokenizer("bytes")

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.prepare.corpus import files_of, texts_of, write_file
 
-from tokenmill.errors import ConfigError, DocumentError
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build import work as module
-from tokenmill.build.work import fates_of
 from tokenmill.build.unit import DUPLICATE, SURPLUS, TAKEN, domain_name, is_validation
+from tokenmill.build.work import fates_of
+from tokenmill.errors import ConfigError, DocumentError
 from tokenmill.store import open_store
 
 WORDS = [f"document number {i}" for i in range(200)]

@@ -2,97 +2,63 @@
 
 from __future__ import annotations
 
-from tokenmill.types import Uint8Array
-
 import os
-from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-from tokenmill.documents import InputFile
-from tokenmill.documents import chunk_size
-from tokenmill.documents import file_digest
-from tokenmill.errors import StoreExistsError
-from tokenmill.fingerprint import first_difference
-from tokenmill.build.journal import Entry
-from tokenmill.build.journal import Journal
-from tokenmill.build.journal import Ledger
-from tokenmill.build.journal import entry_digest
-from tokenmill.build.journal import refuse_difference
-from tokenmill.build.journal import refuse_left_shards
-from tokenmill.store.layout import MANIFEST
-from tokenmill.store.writer import refuse_foreign_shards
+import shutil
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING
-import shutil
-from collections.abc import Generator
-from collections.abc import Iterable
-from collections.abc import Iterator
-from contextlib import closing
-import xxhash
-from tokenmill import __version__
-from tokenmill.documents import Unit
-from tokenmill.documents import cut_files
-from tokenmill.errors import DocumentError
-from tokenmill.errors import StoreCorruptError
-from tokenmill.fingerprint import digest
-from tokenmill.build.work import Bench
-from tokenmill.build.work import fates_of
-from tokenmill.build.journal import unit_key
-from tokenmill.build.worker import run_here
-from tokenmill.build.worker import run_in_processes
-from tokenmill.build.unit import TAKEN
-from tokenmill.build.publish import Tally
-from tokenmill.build.worker import Task
-from tokenmill.build.unit import UnitResult
-from tokenmill.build.unit import read_progress
-from tokenmill.build.unit import read_result
-from tokenmill.store.durable import write_atomically
-from dataclasses import asdict
-from pathlib import Path
-from tokenmill.store import Manifest
-from contextlib import contextmanager
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from tokenmill.documents import Inputs
-from tokenmill.documents import find_files
-from tokenmill.errors import ConfigError
-from tokenmill.errors import StoreError
-from tokenmill.errors import TokenmillError
-from tokenmill.build.work import open_bench
-from tokenmill.build.job import TEXT_KEY
-from tokenmill.build.job import Job
-from tokenmill.build.job import fast_text_field
-from tokenmill.build.journal import refuse_strangers
-from tokenmill.build.job import PrepareOptions
-from tokenmill.build.job import RecipeSpec
-from tokenmill.build.job import settle_recipe
-from tokenmill.build.publish import begin_publish
-from tokenmill.build.publish import finish_publish
-from tokenmill.build.publish import give_up_publish
-from tokenmill.build.publish import published
-from tokenmill.build.work import sample_texts
-from tokenmill.build.unit import MAX_LISTED
-from tokenmill.store.durable import locked_folder
-from tokenmill.store.durable import make_folder
-from tokenmill.store.manifest import read_manifest
-from tokenmill.store.manifest import shard_to_json
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from tokenmill import __version__
+from tokenmill.build.job import TEXT_KEY, Job, PrepareOptions, RecipeSpec, fast_text_field, settle_recipe
+from tokenmill.build.journal import (
+    Entry,
+    Journal,
+    Ledger,
+    entry_digest,
+    refuse_difference,
+    refuse_left_shards,
+    refuse_strangers,
+    unit_key,
+)
+from tokenmill.build.publish import Tally, begin_publish, finish_publish, give_up_publish, published
+from tokenmill.build.unit import MAX_LISTED, TAKEN, UnitResult, read_progress, read_result
+from tokenmill.build.work import Bench, fates_of, open_bench, sample_texts
+from tokenmill.build.worker import Task, run_here, run_in_processes
+from tokenmill.documents import InputFile, Inputs, Unit, chunk_size, cut_files, file_digest, find_files
+from tokenmill.errors import (
+    ConfigError,
+    DocumentError,
+    StoreCorruptError,
+    StoreError,
+    StoreExistsError,
+    TokenmillError,
+)
+from tokenmill.fingerprint import digest, first_difference
+from tokenmill.store import Manifest
+from tokenmill.store.durable import locked_folder, make_folder, write_atomically
+from tokenmill.store.layout import MANIFEST
+from tokenmill.store.manifest import read_manifest, shard_to_json
+from tokenmill.store.writer import refuse_foreign_shards
+from tokenmill.types import Uint8Array
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-    from rich.progress import TaskID
-    import numpy as np
-    import numpy.typing as npt
+    from rich.progress import Progress, TaskID
+
     from tokenmill.encode.recipe import Recipe
     from tokenmill.encode.tokenizer import Tokenizer
 
 
-
 # What a build has to do, seen from what is there already: begin, go on, add files, replace, or nothing.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
@@ -215,7 +181,6 @@ def _new_files(
     return unknown
 
 
-
 # How far a build has come, shown on the terminal.
 
 _SECONDS_BETWEEN = 0.2
@@ -297,8 +262,8 @@ def say_loudly(message: str) -> None:
     Console(stderr=True).print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
 
 
-
 # Running the units of a build, in this process or in others, and counting what came of them.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -390,9 +355,7 @@ def _fates(order: Order, scans: Sequence[str], recipe: Recipe) -> list[Uint8Arra
     return fates_of(paths, deduplicate=chosen.deduplicate, max_items=chosen.max_items)[len(old) :]
 
 
-def _tasks(
-    order: Order, units: Sequence[Unit], fates: Sequence[Uint8Array | None], how: str
-) -> list[Task]:
+def _tasks(order: Order, units: Sequence[Unit], fates: Sequence[Uint8Array | None], how: str) -> list[Task]:
     """Return a task for each unit, each with a key of its own: of copies the second, third ... are numbered."""
     copies: Counter[str] = Counter()
     tasks: list[Task] = []
@@ -448,8 +411,8 @@ def _under_way(order: Order) -> Iterator[Any]:
     return order.journal.units.glob(".tmp-*")
 
 
-
 # What a build did.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreReport:
@@ -547,6 +510,7 @@ def store_reports(out: Path, manifests: Mapping[str, Manifest]) -> list[StoreRep
         )
         for route, manifest in sorted(manifests.items())
     ]
+
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")
 """Options beside the recipe and the tokenizer that decide over what is in a store."""
@@ -686,8 +650,7 @@ def _num_workers(workers: int | None) -> int:
 def _open_tokenizer(
     spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
 ) -> tuple[Tokenizer, str | None]:
-    from tokenmill.encode.engines import trusted
-    from tokenmill.encode.engines import open_tokenizer
+    from tokenmill.encode.engines import open_tokenizer, trusted
 
     framing: dict[str, Any] = options.framing()
     if options.engine != "auto":

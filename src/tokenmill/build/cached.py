@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenmill.build.build import prepare
+from tokenmill.build.job import PrepareOptions
+from tokenmill.build.journal import Journal, Ledger, entry_digest
 from tokenmill.documents import file_digest, find_files
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.fingerprint import digest
-from tokenmill.build.build import prepare
-from tokenmill.build.journal import Journal, Ledger, entry_digest
-from tokenmill.build.job import PrepareOptions
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.manifest import read_manifest
 

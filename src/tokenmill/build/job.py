@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import TYPE_CHECKING
-from typing import TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
 from tokenmill.documents import ReadOptions
 from tokenmill.documents.units import MAX_RECORD_BYTES
-from tokenmill.errors import ConfigError
-from tokenmill.errors import nearest
-from dataclasses import asdict
-from typing import Any
+from tokenmill.errors import ConfigError, nearest
 from tokenmill.store import StoreSpec
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 
 if TYPE_CHECKING:
-    from tokenmill.encode.recipe import Recipe
-    from tokenmill.encode.recipe import RecordEncoder
+    from tokenmill.encode.recipe import Recipe, RecordEncoder
     from tokenmill.encode.tokenizer import Tokenizer
-
 
 
 # What a user may choose about a build, and the recipe that follows from it.
@@ -139,6 +133,7 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     for part, values in said.items():
         whole[part] = {**dict(whole[part]), **values}  # type: ignore[call-overload]
     return replace(load_recipe(whole), name=recipe.name)
+
 
 TEXT_KEY = "sequence"
 

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from tokenmill.errors import StoreCorruptError
-from tokenmill.build.journal import LEDGER
-from tokenmill.build.journal import PUBLISH
-from tokenmill.build.journal import Journal
-from tokenmill.build.journal import read_signed
-from tokenmill.build.journal import write_signed
-from tokenmill.build.unit import route_folder
-from tokenmill.store.durable import make_folder
-from tokenmill.store.durable import sync_folder
-from tokenmill.store.durable import write_atomically
+
+from tokenmill.build.journal import LEDGER, PUBLISH, Journal, read_signed, write_signed
+from tokenmill.build.unit import LEFT_OUT, MAX_LISTED, Bad, UnitResult, route_folder
+from tokenmill.documents import RULES, InputFile, Unit, place
+from tokenmill.errors import DocumentError, StoreCorruptError
+from tokenmill.store.durable import make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST
-from tokenmill.store.manifest import Manifest
-from tokenmill.store.manifest import ShardInfo
-from tokenmill.store.manifest import manifest_bytes
-from tokenmill.store.manifest import read_manifest
-from tokenmill.store.manifest import shard_from_json
-from tokenmill.store.writer import JOURNAL_FOLDER
-from tokenmill.store.writer import clear
-from tokenmill.store.writer import publish_shard
-from collections import Counter
-from dataclasses import dataclass
-from dataclasses import field
-from tokenmill.documents import RULES
-from tokenmill.documents import InputFile
-from tokenmill.documents import Unit
-from tokenmill.documents import place
-from tokenmill.errors import DocumentError
-from tokenmill.build.unit import LEFT_OUT
-from tokenmill.build.unit import MAX_LISTED
-from tokenmill.build.unit import Bad
-from tokenmill.build.unit import UnitResult
+from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest, shard_from_json
+from tokenmill.store.writer import JOURNAL_FOLDER, clear, publish_shard
 
 MAX_INPUTS = 1000
 """How many input files a manifest lists; `.prepare/inputs.json` has them all."""
@@ -161,8 +140,8 @@ def published(journal: Journal, routes: Sequence[str]) -> dict[str, Manifest]:
     return {route: read_manifest(journal.out / route) for route in routes}
 
 
-
 # The counts of a build, and the bad records by place.
+
 
 @dataclass(kw_only=True, slots=True)
 class Tally:

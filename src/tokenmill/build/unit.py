@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from tokenmill.types import AnyArray, Int64Array, Uint8Array
-
 import os
+import re
 import shutil
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import suppress
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-from tokenmill.documents import Unit
-from tokenmill.errors import StoreCorruptError
-from tokenmill.errors import StoreError
-from tokenmill.build.journal import CHECKPOINT
-from tokenmill.build.journal import RESULT
-from tokenmill.build.journal import read_signed
-from tokenmill.build.journal import write_signed
-from tokenmill.store import StoreSpec
-from tokenmill.store.durable import sync_folder
-from tokenmill.store.manifest import shard_from_json
-from tokenmill.store.manifest import shard_to_json
-from tokenmill.store.writer import ShardSeries
-from tokenmill.store.writer import check_sizes
-import re
 import xxhash
 
+from tokenmill.build.journal import CHECKPOINT, RESULT, read_signed, write_signed
+from tokenmill.documents import Unit
+from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.store import StoreSpec
+from tokenmill.store.durable import sync_folder
+from tokenmill.store.manifest import shard_from_json, shard_to_json
+from tokenmill.store.writer import ShardSeries, check_sizes
+from tokenmill.types import AnyArray, Int64Array, Uint8Array
+
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from tokenmill.encode.recipe import Recipe
 
 MAX_LISTED = 1000
@@ -165,9 +152,7 @@ class UnitWriter:
         self._progress = open(self._folder / "progress", "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._saved = time.monotonic()
 
-    def append(
-        self, route: str, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]
-    ) -> None:
+    def append(self, route: str, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
         """Add records to the shards of a route."""
         series = self._series.get(route)
         if series is None:
@@ -275,7 +260,6 @@ def read_progress(folder: Path) -> tuple[int, int, int]:
         return 0, 0, 0
     position, documents, tokens = _PROGRESS.unpack(data)
     return position, documents, tokens
-
 
 
 # Which records are taken, and which store each goes to.

@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-from tokenmill.types import AnyArray, Int64Array, Uint8Array
-
 import json
 import sys
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from typing import TYPE_CHECKING
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import filterfalse, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
 import numpy as np
 import orjson
-from tokenmill.documents import DocumentBatch
-from tokenmill.documents import ReadOptions
-from tokenmill.documents import Unit
-from tokenmill.documents import read_unit
-from tokenmill.build.job import TEXT_KEY
-from tokenmill.build.job import Job
-from tokenmill.build.unit import Rules
-from tokenmill.build.unit import Bad
-from tokenmill.store import StoreSpec
-from tokenmill.types import Records
-from tokenmill.types import Refused
-from collections.abc import Callable
-from collections.abc import Mapping
-from itertools import filterfalse
-from pathlib import Path
-from typing import cast
-from tokenmill.documents import InputFile
-from tokenmill.documents import Piece
-from tokenmill.errors import DocumentError
-from tokenmill.build.unit import ROUTE
-from tokenmill.build.unit import SURPLUS
-from tokenmill.build.unit import select
-from tokenmill.build.unit import UnitResult
-from tokenmill.build.unit import UnitWriter
-from tokenmill.build.unit import disk_errors_told
-from tokenmill.store.layout import axis_of
-from tokenmill.store.layout import token_keys
-from itertools import repeat
 import xxhash
-from tokenmill.build.unit import DUPLICATE
-from tokenmill.build.unit import TAKEN
-from tokenmill.store.durable import make_folder
-from tokenmill.store.durable import write_parts_atomically
-from tokenmill.documents import cut_files
+
+from tokenmill.build.job import TEXT_KEY, Job
+from tokenmill.build.unit import (
+    DUPLICATE,
+    ROUTE,
+    SURPLUS,
+    TAKEN,
+    Bad,
+    Rules,
+    UnitResult,
+    UnitWriter,
+    disk_errors_told,
+    select,
+)
+from tokenmill.documents import DocumentBatch, InputFile, Piece, ReadOptions, Unit, cut_files, read_unit
+from tokenmill.errors import DocumentError
+from tokenmill.store import StoreSpec
+from tokenmill.store.durable import make_folder, write_parts_atomically
+from tokenmill.store.layout import axis_of, token_keys
+from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from tokenmill.encode.recipe import RecordEncoder
     from tokenmill.encode.tokenizer import Tokenizer
-
 
 
 # What a worker opens once and uses for all its units.
@@ -207,6 +189,7 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
             held, size = Joined(compiled=compiled), 0
     if held.runs:
         yield held
+
 
 def run_unit(
     bench: Bench,
@@ -393,7 +376,6 @@ def unit_to_json(unit: Unit) -> dict[str, Any]:
     }
 
 
-
 # Which records have the same content as an earlier one, and which are beyond the number that is wanted.
 #
 # Records are hashed in the workers first; the hashes of all are compared here, part by part, so that memory stays
@@ -471,7 +453,6 @@ def _mark_duplicates(
     order = np.lexsort((where, values["low"], values["high"]))
     ordered = values[order]
     fates[where[order[1:][ordered[1:] == ordered[:-1]]]] = DUPLICATE
-
 
 
 # A little of a corpus, from all over it.

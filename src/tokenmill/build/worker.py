@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-import numpy as np
-from tokenmill.documents import Unit
-from tokenmill.build.work import Bench
-from tokenmill.build.work import scan_unit
-from tokenmill.build.work import run_unit
-from tokenmill.build.work import unit_from_json
-from tokenmill.build.work import unit_to_json
 import os
-import sys
-import traceback
-from queue import SimpleQueue
-from threading import Thread
-import orjson
-from tokenmill.errors import TokenmillError
-from tokenmill.build.work import open_bench
-from tokenmill.build.job import Job
 import signal
 import subprocess
+import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Generator
-from collections.abc import Iterable
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import orjson
+
 from tokenmill import errors
-
-
+from tokenmill.build.job import Job
+from tokenmill.build.work import Bench, open_bench, run_unit, scan_unit, unit_from_json, unit_to_json
+from tokenmill.documents import Unit
+from tokenmill.errors import TokenmillError
 
 # What a worker is asked to do with a unit: write its shards, or hash its records to find duplicates.
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
@@ -86,6 +75,7 @@ def run_task(bench: Bench, task: Task, tick: Callable[[], None] = lambda: None) 
         fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
         return run_unit(bench, task.unit, task.key, fates, tick).to_json()
 
+
 def main() -> None:
     """Serve the process that started this one, and end with it."""
     # Results go through a descriptor of their own: what a library prints must not get between them.
@@ -112,7 +102,6 @@ def _listen(messages: SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin.buffer:
         messages.put(orjson.loads(line))
     os._exit(0)
-
 
 
 # Tasks in several processes, results in input order.
