@@ -1,6 +1,6 @@
 """Chat: conversations a second from messages to ids and mask, by template and length.
 
-    python benchmarks/chat.py [--tokenizers FOLDER] [--json]
+    python benchmarks/chat.py [--tokenizers FOLDER] [--tiny] [--json]
 
 One core, CPU-seconds, the tokenizers and templates of Qwen3 and Llama 3.1 (tools/fetch_tokenizers.py), messages of
 about 50 tokens that are new each turn. Side by side, in turns: `apply_chat_template` of transformers where it is
@@ -23,9 +23,10 @@ from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
 from tokenmill.encode.engines import open_tokenizer
 
 TEMPLATES = {"chatml": ("qwen3", "chatml"), "llama3": ("llama3_1", "tokenizer"), "qwen3": ("qwen3", "tokenizer")}
-LENGTHS = (2, 4, 16, 64)
-MESSAGES_A_TURN = 512
-TURNS = 7
+TINY = "--tiny" in sys.argv
+LENGTHS = (2, 4) if TINY else (2, 4, 16, 64)
+MESSAGES_A_TURN = 16 if TINY else 512
+TURNS = 1 if TINY else 7
 WORDS = (
     *(
         "the",
@@ -121,11 +122,12 @@ def measure(name: str, folder: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizers", type=Path, default=Path(__file__).parents[1] / ".venv" / "tokenizers")
+    parser.add_argument("--tiny", action="store_true", help="see that it runs; the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    results = [line for name in TEMPLATES for line in measure(name, options.tokenizers)]
+    results = [line for name in (["llama3"] if TINY else TEMPLATES) for line in measure(name, options.tokenizers)]
     if options.json:
         print(json.dumps(results, indent=2))
     else:

@@ -1,6 +1,6 @@
 """Tokens a second that a loader delivers, against the kernel limit and against peers, in one run.
 
-    python benchmarks/loader.py [--peers] [--json]
+    python benchmarks/loader.py [--peers] [--tiny] [--json]
 
 The limit: random windows of uint16 tokens widened into preallocated int64 inputs and labels by one
 compiled loop. Everything runs on one core, limit and loader in turns, and rates are per CPU-second,
@@ -33,10 +33,13 @@ from tokenmill.packing import ConcatRows
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
+TINY = "--tiny" in sys.argv
 SEQ_LEN = 2048
-TOKENS = 200_000_000
+TOKENS = 1_000_000 if TINY else 200_000_000
 VOCAB = 50_000
-ROUNDS = 7
+ROUNDS = 1 if TINY else 7
+TURN_ROWS = 320 if TINY else 8000
+"""Rows that a loader delivers in its turn; the limit takes twice as many."""
 
 
 def make_lengths(tokens: int) -> np.ndarray:
@@ -110,7 +113,7 @@ def compare(
     """Measure limit, loader, limit in turns; return medians and the ratio."""
     limit, stream = limit_stream(tokens, batch), make()
     # Of this thread alone, as those of a peer may be at work behind the limit's back.
-    of_limit = functools.partial(rate, limit, 2000 // batch * 8, batch, time.thread_time)
+    of_limit = functools.partial(rate, limit, 2 * TURN_ROWS // batch, batch, time.thread_time)
     of_limit()
     rate(stream, warm_up, batch)
     ratios, rates, limits = [], [], []
@@ -142,7 +145,7 @@ def measure_ours(cache: Path, tokens: np.ndarray) -> list[dict]:
     every = ("input_ids", "labels", "position_ids", "doc_ids")
     results = []
     for batch in (8, 32):
-        count, epoch = 8000 // batch, tokens.size // SEQ_LEN // batch
+        count, epoch = TURN_ROWS // batch, tokens.size // SEQ_LEN // batch
         for name, arrays in (("tokenmill", every[:2]), ("tokenmill, with position_ids, doc_ids", every)):
             make = functools.partial(our_stream, cache / "store", batch, arrays)
             results.append(compare(name, make, tokens, batch, count, warm_up=epoch))
@@ -182,6 +185,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "tokenmill-bench")
     parser.add_argument("--peers", action="store_true", help="also measure what is installed of the peers")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="see that it runs; the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):

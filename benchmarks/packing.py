@@ -1,6 +1,6 @@
 """Packing: documents a second, padding and loss, the price of the full contract, and a huge store's first batch.
 
-    python benchmarks/packing.py [--huge] [--json]
+    python benchmarks/packing.py [--huge] [--tiny] [--json]
 
 Lengths are log-normal (median 400 tokens, tail to 100,000), one core, CPU-seconds. Side by side: TRL's packer where
 it is installed, and nanochat's best-fit loop written down from its description (a buffer of 1,000 documents; the
@@ -38,7 +38,8 @@ from tokenmill.packing.window import (
     document_fragments,
 )
 
-DOCUMENTS = 1_000_000
+TINY = "--tiny" in sys.argv
+DOCUMENTS = 20_000 if TINY else 1_000_000
 
 
 def make_lengths(number: int) -> np.ndarray:
@@ -67,7 +68,7 @@ def pack(lengths: np.ndarray, seq_len: int, policy: Policy) -> dict:
         counts = np.zeros(NUM_COUNTS, np.int64)
         begin = time.process_time()
         for window in range(windows):
-            counts += pack_one(window, of, seq_len, policy, "benchmark").counts
+            counts += pack_one(window, of, seq_len, policy, "benchmark", None).counts
         best = min(best, time.process_time() - begin)
     slots = int(counts[ROWS]) * seq_len
     return {
@@ -198,7 +199,7 @@ def contract(cache: Path) -> list[dict]:
         for name, arrays in (sets if batch == 8 else sets | prices).items():
             make = functools.partial(stream, batch, arrays)
             warm = tokens.size // loader.SEQ_LEN // batch
-            results.append(loader.compare(name, make, tokens, batch, 8000 // batch, warm_up=warm))
+            results.append(loader.compare(name, make, tokens, batch, loader.TURN_ROWS // batch, warm_up=warm))
     return results
 
 
@@ -277,6 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "tokenmill-bench")
     parser.add_argument("--huge", type=int, nargs="?", const=100_000_000, help="documents of the huge store")
+    parser.add_argument("--tiny", action="store_true", help="see that it runs; the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results: list[dict] = []
@@ -289,8 +291,10 @@ def main() -> None:
         policies = (Policy(), Policy(name="bos_best_fit"), Policy(name="bos_best_fit", crop="discard"))
         for seq_len in (2048, 8192):
             results += [pack(lengths, seq_len, policy) for policy in policies]
-            results += [nanochat_loop(lengths[:number], seq_len) for number in (20_000, 100_000)]
-            results += [trl_packer(lengths[:20_000], seq_len, s) for s in ("bfd", "bfd_split")]
+            few, more = (2_000, 3_000) if TINY else (20_000, 100_000)
+            results += [nanochat_loop(lengths[:number], seq_len) for number in (few, more)]
+            if not TINY:
+                results += [trl_packer(lengths[:few], seq_len, strategy) for strategy in ("bfd", "bfd_split")]
         results += contract(options.cache)
     results = [line for line in results if line]
     if options.json:
