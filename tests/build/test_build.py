@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.prepare.corpus import COMPRESS, files_of, lines_of, some_texts, texts_of, write_file
+from tests.build.corpus import COMPRESS, files_of, lines_of, some_texts, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare, work
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError, StoreMissingError, TokenizerError

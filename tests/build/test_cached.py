@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.prepare.corpus import files_of, some_texts, texts_of, write_file
+from tests.build.corpus import files_of, some_texts, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, cached, prepare
 from tokenmill.build.cached import cached_store

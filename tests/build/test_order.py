@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from tests.prepare.corpus import files_of, lines_of, some_texts, texts_of, write_file
+from tests.build.corpus import files_of, lines_of, some_texts, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.unit import UnitWriter

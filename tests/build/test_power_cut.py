@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from tests.prepare.corpus import files_of, some_texts
+from tests.build.corpus import files_of, some_texts
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.store import open_store, verify

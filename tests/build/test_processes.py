@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.prepare.corpus import files_of, some_texts, write_file
+from tests.build.corpus import files_of, some_texts, write_file
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.errors import StoreExistsError, StoreMissingError

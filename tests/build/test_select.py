@@ -9,7 +9,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.prepare.corpus import files_of, texts_of, write_file
+from tests.build.corpus import files_of, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build import work as module
