@@ -314,6 +314,17 @@ def test_there_are_no_upper_pins_and_every_import_is_a_dependency():
     assert sorted(used - required - extras) == []
 
 
+def test_every_extra_but_that_of_developers_is_imported_somewhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    used = set().union(*(external_imports(tree_of(path)) for path in MODULES))
+    unused = {
+        extra
+        for extra, lines in project["optional-dependencies"].items()
+        if extra != "dev" and not {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in lines} & used
+    }
+    assert unused == set()
+
+
 WITHOUT_FRAMEWORKS = """
 import sys
 
