@@ -4,12 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode import frame as framing
-from tokenmill.encode.engines import DIVERGENT, open_tokenizer
-from tokenmill.encode.frame import encode_framed, frame, needs, placed, token_dtype
+from tokenmill.encode.frame import frame, token_dtype
 from tokenmill.encode.tokenizer import TokenizerIdentity, join
 from tokenmill.errors import TokenizerError
 from tokenmill.types import Encoded
@@ -82,7 +80,7 @@ def test_ids_of_any_width_come_out_in_the_dtype_of_the_vocabulary(dtype):
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_long_documents_are_framed_as_short_ones_are(dtype, add_bos):
-    """They are copied one by one, those that have BOS or EOS already and empty ones among them."""
+    """Those that have BOS or EOS already and empty ones among them."""
     long = [[number % 90] * size for number, size in enumerate([3000, 0, 2000, 1])]
     given = [*long, [BOS, *long[0]], [*long[2], EOS], [BOS, 5, EOS], [EOS], [BOS]]
     for vocab_size in (100, 70_000):
@@ -100,31 +98,9 @@ def test_long_documents_are_framed_as_short_ones_are(dtype, add_bos):
         assert framed.ids.flags.writeable
 
 
-SOME = st.lists(st.lists(st.sampled_from([1, 2, 97, BOS, EOS])))
-
-
-@given(SOME, st.booleans(), st.booleans(), st.sampled_from([100, 60_000, 70_000]))
-def test_the_kernel_frames_as_numpy_does(documents, add_bos, add_eos, vocab_size):
-    about = identity(add_bos, add_eos, vocab_size)
-    by_numpy, by_kernel = (frame(encoded(documents), about, compiled=compiled) for compiled in (False, True))
-    assert by_kernel.ids.tolist() == by_numpy.ids.tolist()
-    assert by_kernel.offsets.tolist() == by_numpy.offsets.tolist()
-    assert by_kernel.ids.dtype == by_numpy.ids.dtype == token_dtype(vocab_size)
-
-
-@given(st.lists(SOME), st.data(), st.booleans())
-def test_documents_of_several_parts_stand_in_the_order_that_is_asked_for(parts, data, add_bos):
-    about = identity(add_bos)
-    together = documents_of(frame(encoded([ids for part in parts for ids in part]), about))
-    order = data.draw(st.permutations(range(len(together))))
-    given = [encoded(part) for part in parts]
-    made = placed(given, [needs(one, about) for one in given], np.array(order, np.int64), about)
-    assert documents_of(made) == [together[number] for number in order]
-
-
-def test_memory_that_must_not_be_written_to_is_framed_by_the_kernel_too():
+def test_memory_that_must_not_be_written_to_is_framed_too():
     value = Encoded(ids=np.frombuffer(b"\x01\0\0\0\x02\0\0\0", np.uint32), offsets=np.array([0, 1, 2]))
-    assert documents_of(frame(value, identity(), compiled=True)) == [[BOS, 1, EOS], [BOS, 2, EOS]]
+    assert documents_of(frame(value, identity())) == [[BOS, 1, EOS], [BOS, 2, EOS]]
 
 
 def test_an_unframed_batch_is_only_cast():
@@ -147,15 +123,14 @@ def test_the_input_is_left_as_it_was():
     assert (value.ids.tolist(), value.offsets.tolist()) == ([1, 2, 3], [0, 2, 3])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "bad"),
     [(np.uint32, 100), (np.uint32, 65_536 + 3), (np.uint8, 255), (np.int64, -1), (np.int64, 2**32 + 3)],
 )
-def test_an_id_that_overflows_the_vocabulary_raises(dtype, bad, compiled):
+def test_an_id_that_overflows_the_vocabulary_raises(dtype, bad):
     """T2.a: it is an error with its place, never a wrapped id."""
     with pytest.raises(TokenizerError, match=rf"document 2 of the batch.*size 100, got {bad} at token 1;"):
-        frame(encoded([[1], [], [2, bad], [3]], dtype), identity(), compiled=compiled)
+        frame(encoded([[1], [], [2, bad], [3]], dtype), identity())
 
 
 @pytest.mark.parametrize(
@@ -172,81 +147,3 @@ def test_dtype_is_the_smallest_that_holds_the_vocabulary(vocab_size, name):
 def test_a_vocabulary_that_no_dtype_holds_is_refused(vocab_size):
     with pytest.raises(TokenizerError, match=f"from 1 to 2\\*\\*32, got {vocab_size}"):
         token_dtype(vocab_size)
-
-
-FRAMES = [(False, False), (False, True), (True, False), (True, True)]
-SPELLED = st.lists(st.sampled_from(["a", " ", "<s>", "</s>", "<tool>", "é", *DIVERGENT]), max_size=4).map("".join)
-
-
-def assert_framed_as_in_two_steps(tokenizer, texts):
-    one, two = encode_framed(tokenizer, texts), frame(tokenizer.encode(texts), tokenizer.identity)
-    assert documents_of(one) == documents_of(two)
-    assert (one.ids.dtype, one.offsets.dtype) == (two.ids.dtype, two.offsets.dtype)
-
-
-@pytest.mark.parametrize(("add_bos", "add_eos"), FRAMES)
-@pytest.mark.parametrize("engine", ["fastokens", "tokenizers"])
-def test_encoding_framed_is_encoding_and_framing(specs, engine, add_bos, add_eos):
-    """T2.b: also for texts that spell BOS and EOS."""
-    tokenizer = open_tokenizer(specs["tiny"], add_bos=add_bos, add_eos=add_eos, engine=engine)
-
-    @settings(deadline=None, max_examples=40, database=None)
-    @given(st.lists(st.one_of(SPELLED, st.text(max_size=5)), max_size=4))
-    def check(texts):
-        assert_framed_as_in_two_steps(tokenizer, texts)
-
-    check()
-
-
-@pytest.mark.parametrize("name", ["bytes", "tiny", "r50k", "cl100k", "o200k"])
-def test_every_tokenizer_frames_as_in_two_steps(opened, name):
-    assert_framed_as_in_two_steps(opened(name), ["one", "", "two three", f"four {DIVERGENT[0]}", "<|endoftext|>"])
-    assert_framed_as_in_two_steps(opened(name), ["one", "", "two three", "<|endoftext|>"])
-
-
-@pytest.mark.parametrize("name", ["tiny", "r50k", "cl100k", "o200k"])
-def test_the_fast_engine_frames_itself(opened, name, monkeypatch):
-    monkeypatch.delattr(framing, "frame")
-    tokenizer = opened(name)
-    before, after = ([token] if add else [] for add, token in frame_of(tokenizer.identity))
-    bare = documents_of(tokenizer.encode(["one two", ""]))
-    assert documents_of(encode_framed(tokenizer, ["one two", ""])) == [[*before, *ids, *after] for ids in bare]
-
-
-def frame_of(identity):
-    return (identity.add_bos, identity.bos_id), (identity.add_eos, identity.eos_id)
-
-
-class Misplacing:
-    """A tokenizer that says that it frames, and gives something else."""
-
-    identity = identity()
-
-    def __init__(self, framed, bare=(1, 2)):
-        self.framed = framed
-        self.bare = bare
-
-    def encode(self, texts):
-        return encoded([self.bare for _ in texts])
-
-    def encode_framed(self, texts):
-        return encoded([self.framed for _ in texts])
-
-
-@pytest.mark.parametrize(
-    "framed", [[], [1, 2], [BOS, 1, 2], [1, 2, EOS], [BOS], [BOS, BOS, 1, 2, EOS], [EOS, 1, BOS]]
-)
-def test_an_engine_that_places_them_otherwise_is_not_believed(framed):
-    assert documents_of(encode_framed(Misplacing(framed), ["x", "y"])) == [[BOS, 1, 2, EOS]] * 2
-
-
-@pytest.mark.parametrize("bare", [[BOS, 1], [1, EOS], [BOS], [EOS], [BOS, 1, EOS]])
-def test_an_engine_that_frames_what_is_framed_is_not_believed(bare):
-    """T2.b"""
-    tokenizer = Misplacing([BOS, *bare, EOS], bare)
-    assert_framed_as_in_two_steps(tokenizer, ["x", "y"])
-
-
-def test_an_id_beyond_the_vocabulary_that_the_engine_has_framed_is_refused():
-    with pytest.raises(TokenizerError, match="document 0 of the batch: ids must be below the vocabulary size 100"):
-        encode_framed(Misplacing([BOS, 100, EOS]), ["x"])

@@ -14,8 +14,9 @@ from tokenmill.encode.frame import frame
 from tokenmill.encode.tokenizer import join
 from tokenmill.errors import DocumentError, TokenizerError
 from tokenmill.live import LiveOptions, open_live
-from tokenmill.live.tokens import tokenize_window
+from tokenmill.live.tokens import in_order, tokenize_window
 from tokenmill.plan.permute import permute_all
+from tokenmill.types import Encoded
 
 
 def documents_of(encoded):
@@ -60,6 +61,27 @@ def test_what_is_tokenized_in_parts_is_what_is_tokenized_at_once(tmp_path, write
     assert sum(map(len, texts)) > 2 * source.options.reading.batch_bytes
     assert made.encoded.ids.tolist() == at_once.ids.tolist()
     assert made.encoded.offsets.tolist() == at_once.offsets.tolist()
+
+
+@given(
+    parts=st.lists(st.lists(st.lists(st.integers(0, 255), max_size=5)), min_size=1),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.uint32]),
+    data=st.data(),
+)
+def test_documents_of_several_parts_stand_in_the_order_that_is_asked_for(parts, dtype, data):
+    """Also those of memory that must not be written to."""
+    together = [ids for part in parts for ids in part]
+    order = data.draw(st.permutations(range(len(together))))
+    encoded = [
+        Encoded(
+            ids=np.array([token for ids in part for token in ids], dtype), offsets=np.cumsum([0, *map(len, part)])
+        )
+        for part in parts
+    ]
+    for part in encoded[1:]:
+        part.ids.flags.writeable = False
+    ordered = in_order(encoded, np.array(order, np.int64))
+    assert documents_of(ordered) == [together[number] for number in order]
 
 
 @pytest.mark.parametrize("bad", [100, 65_536 + 10, 2**32 + 10])

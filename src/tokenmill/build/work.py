@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse, repeat
@@ -65,17 +64,16 @@ class Bench:
         if self.encoder is not None:
             records = batch.records if chosen is None else [batch.records[index] for index in chosen.tolist()]
             return self.encoder.encode(records)
-        from tokenmill.encode.frame import encode_framed, with_second_bos
+        from tokenmill.encode.frame import frame, with_second_bos
 
         texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
-        # Where the reader has loaded numba, this kernel costs 0.02 s more; else it would not pay for loading it.
-        compiled = batch.compiled and "numba" in sys.modules
-        encoded = encode_framed(self.tokenizer, texts, compiled=compiled)
-        kept, identity = np.arange(len(texts)), self.tokenizer.identity
+        identity = self.tokenizer.identity
+        encoded = frame(self.tokenizer.encode(texts), identity)
+        kept = np.arange(len(texts))
         bad = [] if self.spec.ids_checked else with_second_bos(encoded.ids, encoded.offsets, identity)
         if bad:
             kept = np.delete(kept, bad)
-            encoded = encode_framed(self.tokenizer, [texts[index] for index in kept.tolist()], compiled=compiled)
+            encoded = frame(self.tokenizer.encode([texts[index] for index in kept.tolist()]), identity)
         return Records(
             values={TEXT_KEY: encoded.ids},
             offsets={"documents": encoded.offsets},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -61,7 +60,7 @@ class FastTokenizer:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
-        if not _some_divergent(texts):
+        if not any(map(_is_divergent, filterfalse(str.isascii, texts))):
             return self._encode(list(texts))
         odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
         refuse_surrogates(texts)
@@ -70,22 +69,15 @@ class FastTokenizer:
             left[index] = ""
         return _spliced(self._encode(left), odd, self.reference().encode([texts[index] for index in odd]))
 
-    def encode_framed(self, texts: Sequence[str]) -> Encoded | None:
-        """Return the ids of each text between what the identity adds, as `encode_framed` of `frame` asks.
-
-        None if one of the texts is left to the reference.
-        """
-        return None if _some_divergent(texts) else self._encode(list(texts), framed=True)
-
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids."""
         return self.to_text(checked_ids(ids, self.identity))
 
-    def _encode(self, texts: list[str], *, framed: bool = False) -> Encoded:
+    def _encode(self, texts: list[str]) -> Encoded:
         try:
             with engine_errors(self.engine, f"encode {len(texts)} texts", _REFERENCE):
                 ids, offsets = self.native.encode_batch_flat(
-                    texts, add_special_tokens=framed, split_special_tokens=True
+                    texts, add_special_tokens=False, split_special_tokens=True
                 )
         except TokenizerError:
             refuse_surrogates(texts)
@@ -94,10 +86,6 @@ class FastTokenizer:
             ids=np.frombuffer(ids, dtype="<u4"),
             offsets=np.frombuffer(offsets, dtype="<u8").astype(np.int64),
         )
-
-
-def _some_divergent(texts: Sequence[str]) -> bool:
-    return any(map(_is_divergent, filterfalse(str.isascii, texts)))
 
 
 def _is_divergent(text: str) -> bool:
@@ -115,7 +103,6 @@ def open_fast_json(
         # What the file says of cutting and padding is for inference; here no token may be lost or invented.
         native.no_truncation()
         native.no_padding()
-        native.post_processor = _frame_template(identity)
         given = {token["content"]: token["id"] for token in native.added_tokens()}
     refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
     reference = _kept(open_reference, identity)
@@ -141,7 +128,6 @@ def open_fast_ranks(
     strings = cache(file.strings)  # tens of MB that only decoding needs
     with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
         native = native_type.from_tiktoken(str(file.path), special_tokens=special_ids, **pattern)
-        native.post_processor = _frame_template(identity)
     return FastTokenizer(
         identity=identity,
         special_ids=special_ids,
@@ -158,24 +144,6 @@ def fast_engine() -> str:
         return f"fastokens {version('fastokens')}"
     except PackageNotFoundError:
         return "fastokens (not installed)"
-
-
-def _frame_template(identity: TokenizerIdentity) -> str:
-    """Return the post-processor that places what the identity adds, instead of what the file says."""
-    ids = {
-        **({"bos": identity.bos_id} if identity.add_bos else {}),
-        **({"eos": identity.eos_id} if identity.add_eos else {}),
-    }
-    parts = {name: [{"SpecialToken": {"id": name, "type_id": 0}}] for name in ids}
-    single = [*parts.get("bos", []), {"Sequence": {"id": "A", "type_id": 0}}, *parts.get("eos", [])]
-    return json.dumps(
-        {
-            "type": "TemplateProcessing",
-            "single": single,
-            "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]} for name, token in ids.items()},
-        }
-    )
 
 
 def _native_type() -> Any:  # noqa: ANN401 - fastokens ships no types
@@ -542,7 +510,6 @@ def trusted(
     The second value is None, or the sentence to show the user: why the slower engine is used. A worker process
     opens the same one with `open_tokenizer(spec, engine=tokenizer.engine.split()[0])`.
     """
-    from tokenmill.encode.frame import encode_framed, frame  # late, for its kernels
 
     def opened(engine: str) -> Tokenizer:
         return open_tokenizer(
@@ -559,9 +526,6 @@ def trusted(
     try:
         fast = opened(fast_name)
         found = _first_difference(texts, fast.encode(texts), expected)
-        # Each alone: a text that the fast engine leaves to the reference would take the others with it.
-        framed = join([encode_framed(fast, [text]).ids for text in texts])
-        found = found or _first_difference(texts, framed, frame(expected, fast.identity))
     except TokenizerError as error:
         return reference, (
             f"tokenizer {spec!r}: {fast_engine()} cannot be used ({error.__cause__ or error}), "

@@ -20,7 +20,7 @@ from tokenmill.config.run import num_lanes
 from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError, TokenizerError, met_in
 from tokenmill.fingerprint import digest, key64
 from tokenmill.live.source import Format, LiveOptions, open_live
-from tokenmill.live.tokens import Beat, Skipped, Tokenized, tokenize_window
+from tokenmill.live.tokens import Beat, Skipped, Tokenized, in_order, no_documents, tokenize_window
 from tokenmill.live.windows import Window, record_name
 from tokenmill.loader.kernels import ADDRESS, SPAN_COLUMNS, describe_spans, point_spans
 from tokenmill.packing.index import WindowIndex, build_index, num_windows, pack_one, whole_documents
@@ -655,8 +655,7 @@ class Lanes:
     def _running(self) -> Ahead:
         if self._pool is None:
             # Compiled here where it never was, not in a thread that must answer in time.
-            import tokenmill.encode.frame  # noqa: F401
-
+            in_order([no_documents(self.source.tokenizer)], np.empty(0, np.int64))
             self._pool = Ahead(self._find, self._ahead.threads, self._ahead.timeout)
             self._finalizer = weakref.finalize(self, self._pool.stop)
         return self._pool

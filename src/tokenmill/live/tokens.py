@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import numba
 import numpy as np
 import xxhash
 
 from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.frame import Needs, needs, placed, refuse_overflow
+from tokenmill.encode.frame import frame, token_dtype
 from tokenmill.errors import DocumentError
 from tokenmill.live.windows import Window, record_name
 from tokenmill.plan.permute import permute_all
-from tokenmill.types import Encoded, Int64Array
+from tokenmill.types import Encoded, Int64Array, UnsignedArray
 
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
@@ -58,7 +59,6 @@ class _Part(NamedTuple):
     """Some documents of a window, in the order of the file."""
 
     encoded: Encoded
-    needs: Needs
     places: Int64Array
 
 
@@ -76,11 +76,10 @@ def tokenize_window(
     order = np.arange(len(places))
     if options.shuffle and order.size:
         order = permute_all(order, order.size, window.key(options.seed, epoch, "documents"))
-    encoded = placed([part.encoded for part in parts], [part.needs for part in parts], order, tokenizer.identity)
     return Tokenized(
         window=window,
         epoch=epoch,
-        encoded=encoded,
+        encoded=in_order([no_documents(tokenizer), *(part.encoded for part in parts)], order),
         places=places[order],
         skipped=tuple(skipped),
     )
@@ -116,7 +115,7 @@ def _parts(
                 held = [number for number in range(len(texts)) if window.holds(documents + number)]
                 texts, places = [texts[number] for number in held], places[held]
             if texts:
-                parts.append(_encode(texts, places, tokenizer))
+                parts.append(_Part(frame(tokenizer.encode(texts), tokenizer.identity), places))
             documents += len(batch.texts)
     except DocumentError as error:
         _check_sizes(window)
@@ -127,12 +126,36 @@ def _parts(
     return parts
 
 
-def _encode(texts: Sequence[str], places: Int64Array, tokenizer: Tokenizer) -> _Part:
-    encoded = tokenizer.encode(texts)
-    if encoded.ids.dtype != np.uint32:
-        refuse_overflow(encoded, tokenizer.identity.vocab_size)  # before an id is cut to fit
-    ids = np.ascontiguousarray(encoded.ids, np.uint32)
-    return _Part(Encoded(ids=ids, offsets=encoded.offsets), needs(encoded, tokenizer.identity), places)
+def no_documents(tokenizer: Tokenizer) -> Encoded:
+    """Return no document at all, with ids as the tokenizer's are kept."""
+    return Encoded(ids=np.empty(0, token_dtype(tokenizer.identity.vocab_size)), offsets=np.zeros(1, np.int64))
+
+
+def in_order(parts: Sequence[Encoded], order: Int64Array) -> Encoded:
+    """Put documents in an order; those of all parts are counted through, from 0."""
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    offsets = np.zeros(order.size + 1, np.int64)
+    np.cumsum(lengths[order], out=offsets[1:])
+    targets = np.empty(order.size, np.int64)
+    targets[order] = offsets[:-1]
+    ids = np.empty(int(offsets[-1]), parts[0].ids.dtype)
+    first = 0
+    for part in parts:
+        source = part.ids.view()
+        source.flags.writeable = False  # as that of some engines is: one kernel for all
+        _copy_documents(source, part.offsets, targets[first : first + part.num_documents], ids)
+        first += part.num_documents
+    return Encoded(ids=ids, offsets=offsets)
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy_documents(ids: UnsignedArray, offsets: Int64Array, targets: Int64Array, copied: UnsignedArray) -> None:
+    """Copy each document of `ids` to its place in `copied`."""
+    for document in range(targets.size):
+        source = ids[offsets[document] : offsets[document + 1]]
+        target = copied[targets[document] : targets[document] + source.size]
+        for k in range(source.size):
+            target[k] = source[k]
 
 
 def _check_sizes(window: Window) -> None:
