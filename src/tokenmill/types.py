@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,14 +47,18 @@ SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
 CROPS = ("return", "discard")
 """What can become of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")
-ON_ERROR = ("stop", "skip")
-ON_EXHAUSTED = ("repeat", "stop", "error")
-RAMPS = ("linear", "cosine")
-WEIGHINGS = ("rows", "tokens")
 """What a stage can do with a source whose rows are not those of the stage before."""
+ON_ERROR = ("stop", "skip")
+"""What can be done about an input record that cannot be used."""
+ON_EXHAUSTED = ("repeat", "stop", "error")
+"""What can happen when a source has no more rows."""
+RAMPS = ("linear", "cosine")
+"""How weights can change within a stage."""
+WEIGHINGS = ("rows", "tokens")
+"""What weights can be shares of."""
 
 Whole: TypeAlias = Any
-"""A whole number inside a kernel, where the integers of Python and of numpy are one."""
+"""A number in a kernel; only `documents` still uses it."""
 
 State: TypeAlias = "Mapping[str, int | str]"
 """Where a run stands: small, the same on every rank, JSON."""
@@ -79,19 +83,68 @@ class Encoded:
         return self.offsets.size - 1
 
 
-AXES: Mapping[str, Mapping[str, str]] = {
-    "seq": {"sequence": "documents"},
-    "sft": {"sequence": "documents", "loss_mask": "documents", "position_ids": "documents"},
-    "dpo": {"chosen": "chosen", "rejected": "rejected", "chosen_mask": "chosen", "rejected_mask": "rejected"},
-    "grpo": {"prompts": "prompts", "responses": "responses", "masks": "responses", "rewards": "groups"},
-}
-"""Training type -> array -> axis: arrays of one axis are of one length and are cut at the same places.
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One array of a training type, as a store keeps it."""
 
-Every axis is cut into records, but for `responses`: it is cut into responses, and `groups` cuts those into records.
-`position_ids` is optional.
-"""
-TOKEN_KEYS = ("sequence", "chosen", "rejected", "prompts", "responses")
+    axis: str
+    """Arrays of one axis are of one length and are cut at the same places.
+
+    Every axis is cut into records, but for `responses`: it is cut into responses, which `groups` cuts into records.
+    """
+    holds: Literal["ids", "mask", "positions", "rewards"]
+    mask: str | None = None
+    """Of an array of token ids: the array that says which of them are trained on; None: there is none."""
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype on disk; None for token ids, whose vocabulary decides."""
+        return _STORED_DTYPES.get(self.holds)
+
+
+_STORED_DTYPES = {"mask": "|u1", "positions": "<u4", "rewards": "<f4"}
+TRAINING_TYPES: Mapping[str, Mapping[str, StoredArray]] = {
+    "seq": {"sequence": StoredArray("documents", "ids")},
+    "sft": {
+        "sequence": StoredArray("documents", "ids", mask="loss_mask"),
+        "loss_mask": StoredArray("documents", "mask"),
+        "position_ids": StoredArray("documents", "positions"),
+    },
+    "dpo": {
+        "chosen": StoredArray("chosen", "ids", mask="chosen_mask"),
+        "rejected": StoredArray("rejected", "ids", mask="rejected_mask"),
+        "chosen_mask": StoredArray("chosen", "mask"),
+        "rejected_mask": StoredArray("rejected", "mask"),
+    },
+    "grpo": {
+        "prompts": StoredArray("prompts", "ids"),
+        "responses": StoredArray("responses", "ids", mask="masks"),
+        "masks": StoredArray("responses", "mask"),
+        "rewards": StoredArray("groups", "rewards"),
+    },
+}
+"""Training type -> array -> what it is. A store of `sft` may lack `position_ids`, and one of any type its masks."""
+STORED_ARRAYS: Mapping[str, StoredArray] = {
+    name: array for arrays in TRAINING_TYPES.values() for name, array in arrays.items()
+}
+"""The same over all training types: an array is the same in each, but that `seq` has no mask."""
+TOKEN_KEYS = tuple(name for name, array in STORED_ARRAYS.items() if array.holds == "ids")
 """The arrays that hold token ids."""
+MASK_KEYS = tuple(name for name, array in STORED_ARRAYS.items() if array.holds == "mask")
+"""The arrays of 0 and 1, one for each token."""
+RECORD_TYPES = frozenset(
+    kind for kind, arrays in TRAINING_TYPES.items() if all(array.axis != "documents" for array in arrays.values())
+)
+"""Training types whose records have several arrays of token ids: each is a row of its own."""
+
+
+def token_arrays(kind: str) -> dict[str, str | None]:
+    """Return the arrays of token ids of a training type, each with the array of its mask, if it has one.
+
+    >>> token_arrays("grpo")
+    {'prompts': None, 'responses': 'masks'}
+    """
+    return {name: array.mask for name, array in TRAINING_TYPES[kind].items() if array.holds == "ids"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,19 +21,19 @@ from tokenmill.loader.kernels import (
     point_spans,
 )
 from tokenmill.packing.exclude import LOSS_MASK, distinct
-from tokenmill.packing.records import PARTS, RecordRows, Runs
+from tokenmill.packing.records import RecordRows, Runs
 from tokenmill.plan.order import rows_at
 from tokenmill.plan.stages import RowIndex
 from tokenmill.store.layout import key_file
 from tokenmill.store.locate import locate, view_uint8, view_uint32
-from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.loader.buffers import Layout
     from tokenmill.plan.stages import Stage
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
-    from tokenmill.types import Batch, Spans, Whole
+    from tokenmill.types import Batch, Spans
 
 
 class StoredRows(RowIndex, Protocol):
@@ -384,7 +384,7 @@ class RecordBlock:
         self._held: list[tuple[MapCache, list[MappedFile]]] = []
         self._whole: Batch | None = None
         self._sizes = np.zeros(row_ids.size, np.int64)
-        heights = {key: self.group if key == "responses" else 1 for key in PARTS[self.kind]}
+        heights = {key: self.group if key == "responses" else 1 for key in token_arrays(self.kind)}
         heights |= {REWARDS: 1} if self.group else {}
         self._lines = {key: np.zeros((row_ids.size * height, 4), np.int64) for key, height in heights.items()}
         pieces = self._find(index, row_ids)
@@ -483,10 +483,9 @@ class RecordBlock:
                 self._lines[piece.key][piece.lines[here], column] = begins
 
     def _fill(self, begin: int, out: Batch) -> None:
-        for key in PARTS[self.kind]:
+        for key, mask in token_arrays(self.kind).items():
             height = self.group if key == "responses" else 1
             lines = self._lines[key][begin * height :]
-            mask = PARTS[self.kind][key]
             ids = out[key].reshape(-1, self.seq_len) if key in out else _NO_IDS
             flags = out[mask].reshape(-1, self.seq_len) if mask in out else _NO_FLAGS
             copy_records(lines, self._pad, ids, flags)
@@ -514,7 +513,7 @@ def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
     """Return shape and dtype of each array of a batch; shape is (rows, largest group, seq_len)."""
     rows, group, seq_len = shape
     kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {"source": ((rows,), np.int32)}
-    for key, mask in PARTS[kind].items():
+    for key, mask in token_arrays(kind).items():
         lines = (rows, group) if key == "responses" else (rows,)
         kinds |= {key: ((*lines, seq_len), np.int64), _LENGTHS[key]: (lines, np.int64)}
         if mask is not None:
@@ -550,7 +549,7 @@ def copy_records(lines: Int64Array, pad: int, ids: Int64Array, flags: BoolArray)
 def copy_words(lines: Int64Array, out: Uint32Array) -> None:
     """Copy values of 32 bits, whatever they mean, and put 0 behind them."""
     for i in range(out.shape[0]):
-        length: Whole = lines[i, LENGTH]
+        length: int = lines[i, LENGTH]
         if lines[i, RUN_ADDRESS]:
             words = view_uint32(np.uint64(lines[i, RUN_ADDRESS]), length)
             for k in range(length):

@@ -16,7 +16,6 @@ from tokenmill.types import BoolArray, Int32Array, Int64Array
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from tokenmill.types import Whole
 
 IGNORE = -100
 """The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
@@ -89,15 +88,15 @@ def copy_rows(
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def _row(array: Int64Array, row: Whole) -> Int64Array:
+def _row(array: Int64Array, row: int) -> Int64Array:
     return array[row] if array.size else array[0:0].ravel()
 
 
 @numba.njit(cache=True, nogil=True)
 def _copy_tokens(spans: Int64Array, ids: Int64Array, labels: Int64Array, shape: tuple[int, int]) -> None:
     crossing, pad = shape
-    column: Whole = 0
-    span: Whole = 0
+    column = 0
+    span = 0
     while span < spans.shape[0]:
         # Neighbours in memory are copied as one run: a row of `concat` is one, whatever its documents.
         start = span
@@ -120,7 +119,7 @@ def _copy_tokens(spans: Int64Array, ids: Int64Array, labels: Int64Array, shape: 
 
 
 @numba.njit(cache=True, nogil=True)
-def copy_run(address: np.uint64, width: Whole, length: Whole, ids: Int64Array, labels: Int64Array) -> None:
+def copy_run(address: np.uint64, width: int, length: int, ids: Int64Array, labels: Int64Array) -> None:
     """Copy a run of tokens as inputs, and as the labels of the tokens before them."""
     if width == 2:
         _widen(view_uint16(address, length), ids, labels)
@@ -143,10 +142,10 @@ def _widen(tokens: npt.NDArray[np.unsignedinteger], ids: Int64Array, labels: Int
 @numba.njit(cache=True, nogil=True)
 def _mark_labels(
     spans: Int64Array,
-    run: tuple[Whole, Whole],
+    run: tuple[int, int],
     labels: Int64Array,
-    column: Whole,
-    crossing: Whole,
+    column: int,
+    crossing: int,
 ) -> None:
     """Correct the labels of a run of spans: at its joints, and where its loss mask says 0."""
     first, last = run
@@ -168,19 +167,19 @@ def _mark_labels(
 
 
 @numba.njit(cache=True, nogil=True)
-def _first_token(address: np.uint64, width: Whole) -> Whole:
+def _first_token(address: np.uint64, width: int) -> int:
     if width == 2:
-        return np.int64(view_uint16(address, 1)[0])
+        return int(np.int64(view_uint16(address, 1)[0]))
     if width == 4:
-        return np.int64(view_uint32(address, 1)[0])
-    return np.int64(view_uint8(address, 1)[0])
+        return int(np.int64(view_uint32(address, 1)[0]))
+    return int(np.int64(view_uint8(address, 1)[0]))
 
 
 @numba.njit(cache=True, nogil=True)
 def _count_positions(spans: Int64Array, positions: Int64Array) -> None:
     """Count from 0 in every segment."""
-    column: Whole = 0
-    base: Whole = 0
+    column = 0
+    base = 0
     for number in range(spans.shape[0]):
         if not spans[number, JOINED]:
             base = column
@@ -196,8 +195,8 @@ def _count_positions(spans: Int64Array, positions: Int64Array) -> None:
 @numba.njit(cache=True, nogil=True)
 def _count_documents(spans: Int64Array, documents: Int32Array) -> None:
     """Give the segments of a row their numbers; padding is -1."""
-    column: Whole = 0
-    document: Whole = -1
+    column = 0
+    document = -1
     for number in range(spans.shape[0]):
         if not spans[number, JOINED]:
             document += 1
@@ -215,12 +214,12 @@ def find_segments(
     bounds = np.empty(rows[:, 1].sum() + rows.shape[0] + number, np.int32)
     first = np.empty(number + 1, np.int64)
     longest = np.zeros(number, np.int32)
-    filled: Whole = 0
+    filled = 0
     for k in range(number):
         first[k] = filled
         for i in range(batch):
             line = rows[k * batch + i]
-            column: Whole = 0
+            column = 0
             for span in range(line[0], line[0] + line[1]):
                 if not spans[span, JOINED] and column < seq_len:
                     bounds[filled] = i * seq_len + column

@@ -14,7 +14,6 @@ from tokenmill.types import Int32Array, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.window import Fragments, Output, Written
-    from tokenmill.types import Whole
 
 
 # Sets of small whole numbers as bits, for kernels: the nearest member above or below in a few instructions.
@@ -44,7 +43,7 @@ def _leading_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG
 
 
 @numba.njit(cache=True, nogil=True)
-def empty_set(size: Whole) -> Uint64Array:
+def empty_set(size: int) -> Uint64Array:
     """Make an empty set for numbers below `size`."""
     words = (size + 63) >> 6
     members = np.zeros(1 + words + ((words + 63) >> 6), np.uint64)
@@ -53,7 +52,7 @@ def empty_set(size: Whole) -> Uint64Array:
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def insert(members: Uint64Array, number: Whole) -> None:
+def insert(members: Uint64Array, number: int) -> None:
     """Add a number to a set."""
     word = number >> 6
     members[1 + word] |= np.uint64(1) << np.uint64(number & 63)
@@ -61,7 +60,7 @@ def insert(members: Uint64Array, number: Whole) -> None:
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def remove(members: Uint64Array, number: Whole) -> None:
+def remove(members: Uint64Array, number: int) -> None:
     """Take a number out of a set."""
     word = number >> 6
     members[1 + word] &= ~(np.uint64(1) << np.uint64(number & 63))
@@ -70,7 +69,7 @@ def remove(members: Uint64Array, number: Whole) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def at_least(members: Uint64Array, number: Whole) -> Whole:
+def at_least(members: Uint64Array, number: int) -> int:
     """Return the smallest member that is not below `number`, or -1."""
     words = np.int64(members[0])
     word = number >> 6
@@ -83,11 +82,11 @@ def at_least(members: Uint64Array, number: Whole) -> Whole:
         if word < 0:
             return -1
         value = members[1 + word]
-    return (word << 6) + np.int64(_trailing_zeros(value))  # type: ignore[call-arg]
+    return (word << 6) + int(np.int64(_trailing_zeros(value)))  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True)
-def _next(words: Uint64Array, number: Whole) -> Whole:
+def _next(words: Uint64Array, number: int) -> int:
     word = number >> 6
     if word >= words.size:
         return -1
@@ -98,11 +97,11 @@ def _next(words: Uint64Array, number: Whole) -> Whole:
         if word >= words.size:
             return -1
         value = words[word]
-    return (word << 6) + np.int64(_trailing_zeros(value))  # type: ignore[call-arg]
+    return (word << 6) + int(np.int64(_trailing_zeros(value)))  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True)
-def at_most(members: Uint64Array, number: Whole) -> Whole:
+def at_most(members: Uint64Array, number: int) -> int:
     """Return the largest member that is not above `number`, or -1."""
     word = number >> 6
     shift = np.uint64(63 - (number & 63))
@@ -112,11 +111,11 @@ def at_most(members: Uint64Array, number: Whole) -> Whole:
         if word < 0:
             return -1
         value = members[1 + word]
-    return (word << 6) + 63 - np.int64(_leading_zeros(value))  # type: ignore[call-arg]
+    return (word << 6) + 63 - int(np.int64(_leading_zeros(value)))  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True)
-def _previous(words: Uint64Array, number: Whole) -> Whole:
+def _previous(words: Uint64Array, number: int) -> int:
     if number < 0:
         return -1
     word = number >> 6
@@ -127,7 +126,7 @@ def _previous(words: Uint64Array, number: Whole) -> Whole:
         if word < 0:
             return -1
         value = words[word]
-    return (word << 6) + 63 - np.int64(_leading_zeros(value))  # type: ignore[call-arg]
+    return (word << 6) + 63 - int(np.int64(_leading_zeros(value)))  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -145,7 +144,7 @@ def pack_best_fit(
     if counts[TOO_LONG]:
         return written
     bins = np.arange(sizes.size).astype(np.int32)
-    opened: Whole = sizes.size
+    opened: int = sizes.size
     if not alone:
         opened = fill_bins(sizes, seq_len + 1, bins)
     return _emit_bins(fragments[0], begins, sizes, (bins, opened), lengths, out, written)
@@ -164,8 +163,8 @@ def cut_long(
     seq_len, split = shape
     documents, starts, sizes = fragments
     rows, pieces, cuts = out
-    row: Whole = 0
-    cut: Whole = 0
+    row = 0
+    cut = 0
     for i in range(sizes.size):
         size = sizes[i]
         if size <= seq_len + 1:
@@ -193,7 +192,7 @@ def cut_long(
 
 
 @numba.njit(cache=True, nogil=True)
-def fill_bins(sizes: Int32Array, room: int, bins: Int32Array) -> Whole:
+def fill_bins(sizes: Int32Array, room: int, bins: Int32Array) -> int:
     """Say for each size which bin of `room` it goes to; return the number of bins.
 
     The bins with the same free room form a stack, and the free rooms that occur a set of bits, so a
@@ -247,7 +246,7 @@ def _emit_bins(
     documents: Int32Array,
     begins: Int32Array,
     sizes: Int32Array,
-    bins: tuple[Int32Array, Whole],
+    bins: tuple[Int32Array, int],
     lengths: Int32Array,
     out: Output,
     written: Written,

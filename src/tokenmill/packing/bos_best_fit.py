@@ -17,7 +17,6 @@ from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Ui
 
 if TYPE_CHECKING:
     from tokenmill.packing.window import Fragments, Output, Written
-    from tokenmill.types import Whole
 
 
 @numba.njit(cache=True, nogil=True)
@@ -43,9 +42,9 @@ def pack_bos_best_fit(
     while long < longs.size and sizes[longs[long]] + (starts[longs[long]] > 0) <= room:
         long += 1
     rows, pieces, cuts = out
-    row: Whole = 0
-    number: Whole = 0
-    cut: Whole = 0
+    row = 0
+    number = 0
+    cut = 0
     while True:
         space = room
         before = (row, number, cut)
@@ -80,8 +79,8 @@ def pack_bos_best_fit(
 
 @numba.njit(cache=True, nogil=True)
 def _put(
-    i: Whole,
-    size: Whole,
+    i: int,
+    size: int,
     stacks: Int32Array,
     below: Int32Array,
     waiting: Uint64Array,
@@ -97,14 +96,14 @@ def _put(
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(space: Whole, stacks: Int32Array, below: Int32Array, waiting: Uint64Array) -> Whole:
+def _choose(space: int, stacks: Int32Array, below: Int32Array, waiting: Uint64Array) -> int:
     """Take the longest waiting fragment that fits, else the shortest, else none (-1)."""
     size = at_most(waiting, space)
     if size < 0:
         size = at_least(waiting, space + 1)
         if size < 0:
             return -1
-    i = stacks[size]
+    i: int = stacks[size]
     stacks[size] = below[i]
     if below[i] < 0:
         remove(waiting, size)
@@ -116,14 +115,14 @@ def _tokens(
     lengths: Int32Array,
     pieces: Uint16Array,
     cuts: Uint32Array,
-    run: tuple[Whole, Whole, Whole],
-) -> Whole:
+    run: tuple[int, int, int],
+) -> int:
     """Return how many tokens a run of pieces (first, end, first cut) holds."""
     first, end, cut = run
-    total = np.int64(0)
+    total = 0
     for number in range(first, end):
         if pieces[number] & CUT:
-            total += np.int64(cuts[3 * cut + 2])
+            total += int(np.int64(cuts[3 * cut + 2]))
             cut += 1
         else:
             total += lengths[pieces[number] & ID_MASK]

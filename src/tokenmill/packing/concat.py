@@ -39,7 +39,6 @@ from tokenmill.types import Fates, Int64Array, Spans, Uint64Array
 if TYPE_CHECKING:
     from tokenmill.plan.stages import Held, RowIndex, Seen
     from tokenmill.store.reader import Store
-    from tokenmill.types import Whole
 
     Runs: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
     """Runs of tokens of the store: (first token, length, which of the mapped shards has it, number of the run)."""
@@ -276,14 +275,14 @@ def _find_spans(
     first: Int64Array,
     count: Int64Array,
     out: Int64Array,
-) -> Whole:
+) -> int:
     """Write the spans of runs of tokens; return how many there are, even if `out` is too small.
 
     A negative number says that the documents of a shard cannot be right: -1 less the shard.
     """
     begins, sizes, locals_, chosen = runs
     numbers, addresses, token_begins, document_begins = shards
-    filled: Whole = 0
+    filled = 0
     for i in range(begins.size):
         position = begins[i]
         end = position + sizes[i]
@@ -303,7 +302,7 @@ def _find_spans(
                     filled,
                 )
                 if filled < 0:
-                    return -1 - shard
+                    return -1 - int(shard)
                 position = base + stop
             local += 1
         count[chosen[i]] = filled - first[chosen[i]]
@@ -313,19 +312,19 @@ def _find_spans(
 @numba.njit(cache=True, nogil=True)
 def _shard_spans(
     address: np.uint64,
-    shard: tuple[Whole, Whole, Whole],
-    tokens: tuple[Whole, Whole, Whole],
+    shard: tuple[int, int, int],
+    tokens: tuple[int, int, int],
     out: Int64Array,
-    filled: Whole,
-) -> Whole:
+    filled: int,
+) -> int:
     first_document, documents, number = shard
     token, stop, shard_tokens = tokens
     offsets = view_uint64(address, documents + 1)
     num_anchors = (shard_tokens + ANCHOR_TOKENS - 1) // ANCHOR_TOKENS
     anchors = view_uint32(address + np.uint64(8 * (documents + 1)), num_anchors)
     block = token // ANCHOR_TOKENS
-    low = min(np.int64(anchors[block]), documents - 1)
-    high = min(np.int64(anchors[block + 1]), documents - 1) if block + 1 < anchors.size else documents - 1
+    low = min(int(np.int64(anchors[block])), documents - 1)
+    high = min(int(np.int64(anchors[block + 1])), documents - 1) if block + 1 < anchors.size else documents - 1
     while low < high:
         middle = (low + high + 1) >> 1
         if np.int64(offsets[middle]) <= token:
@@ -339,7 +338,7 @@ def _shard_spans(
         # A document begins where the one before it ends.
         if document == documents or (document > low and np.int64(offsets[document]) != token):
             return -1
-        end = min(stop, np.int64(offsets[document + 1]))
+        end = min(stop, int(np.int64(offsets[document + 1])))
         if end > token:
             if filled < out.shape[0]:
                 out[filled, 0] = first_document + document

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.rows import PackedRows
     from tokenmill.store.reader import Store
-    from tokenmill.types import Whole
 
 QUARANTINED = "quarantined"
 """Key of a description, and the reason for which tokens of excluded documents are dropped."""
@@ -252,8 +251,8 @@ def _count(
     shards: Int64Array,
     firsts: Int64Array,
     lengths: Int64Array,
-) -> Whole:
-    found: Whole = 0
+) -> int:
+    found = 0
     for i in range(shards.size):
         local = np.searchsorted(group, shards[i])
         if local < group.size and group[local] == shards[i] and lengths[i] > 0:

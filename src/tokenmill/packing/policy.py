@@ -16,7 +16,6 @@ from tokenmill.types import CROPS, PACKINGS, SPLITS, Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.window import Fragments, Output, Written
-    from tokenmill.types import Whole
 
 
 # The kernel of `concat` for what remains of a window: fragments end to end, cut into rows.
@@ -26,17 +25,17 @@ if TYPE_CHECKING:
 def pack_stream(fragments: Fragments, lengths: Int32Array, seq_len: int, out: Output) -> Written:
     """Cut the fragments into rows of seq_len inputs; the last row of the window is filled with padding."""
     rows, pieces, cuts = out
-    row: Whole = 0
-    number: Whole = 0
-    cut: Whole = 0
-    column = np.int64(seq_len)
+    row = 0
+    number = 0
+    cut = 0
+    column = int(np.int64(seq_len))
     for i in range(fragments[0].size):
-        document, start, size = fragments[0][i], fragments[1][i], np.int64(fragments[2][i])
+        document, start, size = fragments[0][i], fragments[1][i], int(np.int64(fragments[2][i]))
         while True:
             if column >= seq_len:
                 rows[row] = number
                 row += 1
-                column = np.int64(0)
+                column = 0
             # A row takes the token behind its last input as a label; it is the first input of the next row.
             taken = min(size, seq_len + 1 - column)
             cut = emit(pieces, cuts, number, cut, (document, start, taken, lengths[document]))
@@ -117,12 +116,12 @@ def pack_window(
 
 
 @numba.njit(cache=True, nogil=True)
-def count_tokens(fragments: Fragments, policy: Whole) -> Whole:
+def count_tokens(fragments: Fragments, policy: int) -> int:
     """Return how many tokens fragments bring to a window."""
     _, starts, sizes = fragments
-    tokens: Whole = 0
+    tokens = 0
     for i in range(sizes.size):
         # A fragment from within a document begins with a token that was trained before, and is here for context;
         # with BOS before it, it needs none.
-        tokens += np.int64(sizes[i]) - (starts[i] > 0 and policy != BOS_BEST_FIT)
+        tokens += int(np.int64(sizes[i])) - (starts[i] > 0 and policy != BOS_BEST_FIT)
     return tokens

@@ -23,18 +23,13 @@ from tokenmill.packing.exclude import (
 )
 from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.store.locate import locate
-from tokenmill.types import Fates, Int64Array, Spans
+from tokenmill.types import Fates, Int64Array, Spans, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
     from tokenmill.plan.stages import RowIndex, Seen
     from tokenmill.store.reader import Store
 
-PARTS: Mapping[str, Mapping[str, str | None]] = {
-    "dpo": {"chosen": "chosen_mask", "rejected": "rejected_mask"},
-    "grpo": {"prompts": None, "responses": "masks"},
-}
-"""Training type -> each array of token ids -> the array that says which of them are trained on."""
 _BLOCK = 1 << 18
 """Records that are looked at together."""
 
@@ -69,7 +64,7 @@ class RecordRows:
 
     def __post_init__(self) -> None:
         check_excluded(self.store, self.excluded)
-        missing = [key for key in PARTS[self.store.manifest.kind] if key not in self.store.keys]
+        missing = [key for key in token_arrays(self.store.manifest.kind) if key not in self.store.keys]
         if missing:
             raise ConfigError(
                 f"{self.store.path}: a store of {self.store.manifest.kind} must have {missing[0]}, "
@@ -82,7 +77,8 @@ class RecordRows:
     def parts(self) -> Mapping[str, str | None]:
         """The arrays of token ids of a record, each with its mask, if it has one."""
         return {
-            key: mask if mask in self.store.keys else None for key, mask in PARTS[self.store.manifest.kind].items()
+            key: mask if mask in self.store.keys else None
+            for key, mask in token_arrays(self.store.manifest.kind).items()
         }
 
     @property

@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from tokenmill.packing.window import Fragments
     from tokenmill.plan.stages import Held, RowIndex, Seen
     from tokenmill.store.reader import Store
-    from tokenmill.types import Whole
 
 IN_MEMORY_DOCUMENTS = 1 << 21
 """Up to so many documents are packed anew by every process, in a fraction of a second; more are kept in a file."""
@@ -249,7 +248,7 @@ def _index(
 
 
 @numba.njit(cache=True, nogil=True)
-def _section(line: Int64Array, num_rows: Whole, data: Uint8Array) -> tuple[Uint32Array, Uint16Array, Uint32Array]:
+def _section(line: Int64Array, num_rows: int, data: Uint8Array) -> tuple[Uint32Array, Uint16Array, Uint32Array]:
     """Return (first piece of each row, pieces, cuts) of a window."""
     begin = line[BYTE]
     rows = data[begin : begin + 4 * num_rows].view(np.uint32)
@@ -266,7 +265,7 @@ def _find_pieces(
     table: Int64Array,
     data: Uint8Array,
     out: tuple[Int64Array, Int64Array, Int64Array],
-) -> Whole:
+) -> int:
     """Write (document, first token, number of tokens or -1 for all) of every piece; return how many there are.
 
     A negative number says that the section of a window cannot be right: -1 less the window.
@@ -278,20 +277,20 @@ def _find_pieces(
         num_rows = table[window + 1, ROW] - table[window, ROW]
         starts, pieces, cuts = _section(table[window], num_rows, data)
         row = rows[i] - table[window, ROW]
-        begin = np.int64(starts[row])
-        end = np.int64(starts[row + 1]) if row + 1 < num_rows else pieces.size
+        begin = int(np.int64(starts[row]))
+        end = int(np.int64(starts[row + 1])) if row + 1 < num_rows else pieces.size
         if begin > end or end > pieces.size:
-            return -1 - window
+            return -1 - int(window)
         first[i] = filled
         cut = _first_cut(cuts, begin)
         for number in range(begin, end):
             piece = pieces[number]
             document = window * MAX_DOCUMENTS + (piece & ID_MASK)
-            start, length = np.int64(0), np.int64(-1)
+            start, length = 0, -1
             if piece & CUT:
                 if 3 * cut + 2 >= cuts.size or cuts[3 * cut] != number:
-                    return -1 - window
-                start, length = np.int64(cuts[3 * cut + 1]), np.int64(cuts[3 * cut + 2])
+                    return -1 - int(window)
+                start, length = int(np.int64(cuts[3 * cut + 1])), int(np.int64(cuts[3 * cut + 2]))
                 cut += 1
             if piece & BOS:
                 filled = _put(found, filled, document, 0, 1)
@@ -302,7 +301,7 @@ def _find_pieces(
 
 
 @numba.njit(cache=True, nogil=True)
-def _put(found: Int64Array, filled: Whole, document: Whole, start: Whole, length: Whole) -> Whole:
+def _put(found: Int64Array, filled: int, document: int, start: int, length: int) -> int:
     if filled < found.shape[1]:
         found[0, filled] = document
         found[1, filled] = start
@@ -328,7 +327,7 @@ def _finish(
 
 
 @numba.njit(cache=True, nogil=True)
-def _first_cut(cuts: Uint32Array, piece: Whole) -> Whole:
+def _first_cut(cuts: Uint32Array, piece: int) -> int:
     """Return the index of the first cut whose piece is not before `piece`."""
     low, high = 0, cuts.size // 3
     while low < high:
@@ -341,7 +340,7 @@ def _first_cut(cuts: Uint32Array, piece: Whole) -> Whole:
 
 
 @numba.njit(cache=True, nogil=True)
-def _rows_with(line: Int64Array, num_rows: Whole, data: Uint8Array, document: Whole) -> BoolArray:
+def _rows_with(line: Int64Array, num_rows: int, data: Uint8Array, document: int) -> BoolArray:
     """Say for each row of a window whether it holds a piece of a document."""
     starts, pieces, _ = _section(line, num_rows, data)
     found = np.zeros(num_rows, np.bool_)

@@ -9,23 +9,20 @@ last label of a piece and the first input of the next: every token but the first
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numba
 import numpy as np
 
 from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
 
-if TYPE_CHECKING:
-    from tokenmill.types import Whole
-
-    Fragments: TypeAlias = tuple[Int32Array, Int32Array, Int32Array]
-    """What is to be packed: (document, first token, number of tokens), and no document twice for the same token."""
-    Output: TypeAlias = tuple[Uint32Array, Uint16Array, Uint32Array]
-    """Room for (first piece of each row, pieces, cuts of (piece, first token, number of tokens))."""
-    Piece: TypeAlias = tuple[Whole, Whole, Whole, Whole]
-    Written: TypeAlias = tuple[Whole, Whole, Whole]
-    """How many (rows, pieces, cuts) there are."""
+Fragments: TypeAlias = tuple[Int32Array, Int32Array, Int32Array]
+"""What is to be packed: (document, first token, number of tokens), and no document twice for the same token."""
+Output: TypeAlias = tuple[Uint32Array, Uint16Array, Uint32Array]
+"""Room for (first piece of each row, pieces, cuts of (piece, first token, number of tokens))."""
+Piece: TypeAlias = tuple[int, int, int, int]
+Written: TypeAlias = tuple[int, int, int]
+"""How many (rows, pieces, cuts) there are."""
 
 MAX_DOCUMENTS = 1 << 14
 ID_MASK = MAX_DOCUMENTS - 1
@@ -48,12 +45,12 @@ NUM_COUNTS = 11
 
 
 @numba.njit(cache=True, nogil=True)
-def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int32Array) -> Whole:
+def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int32Array) -> int:
     """Make a fragment of every document that has tokens, and note all lengths; return the number of fragments."""
     documents, starts, sizes = fragments
-    filled: Whole = 0
+    filled = 0
     for document in range(offsets.size - 1):
-        length = np.int64(offsets[document + 1] - offsets[document])
+        length = int(np.int64(offsets[document + 1] - offsets[document]))
         if length > MAX_LENGTH:
             return -1 - document
         lengths[document] = length
@@ -65,7 +62,7 @@ def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int3
 
 
 @numba.njit(cache=True, nogil=True)
-def needed_room(sizes: Int32Array, seq_len: int) -> Whole:
+def needed_room(sizes: Int32Array, seq_len: int) -> int:
     """Return a number of rows, pieces and cuts that is enough for a window under any policy."""
     pieces = 1
     for size in sizes:
@@ -76,7 +73,7 @@ def needed_room(sizes: Int32Array, seq_len: int) -> Whole:
 
 
 @numba.njit(cache=True, nogil=True)
-def emit(pieces: Uint16Array, cuts: Uint32Array, number: Whole, cut: Whole, piece: Piece) -> Whole:
+def emit(pieces: Uint16Array, cuts: Uint32Array, number: int, cut: int, piece: Piece) -> int:
     """Write a piece (document and flags, first token, number of tokens, document's tokens); return the cuts."""
     document, start, size, length = piece
     if start == 0 and size == length:
@@ -101,18 +98,18 @@ def count_window(
     seq_len, split = shape
     rows, pieces, cuts = out
     cut = 0
-    trained: Whole = 0
-    first_tokens: Whole = 0
-    padding: Whole = 0
+    trained = 0
+    first_tokens = 0
+    padding = 0
     for row in range(written[0]):
-        used: Whole = 0
+        used = 0
         end = rows[row + 1] if row + 1 < written[0] else written[1]
         for number in range(rows[row], end):
             piece = pieces[number]
-            size = np.int64(lengths[piece & ID_MASK])
+            size = int(np.int64(lengths[piece & ID_MASK]))
             first = True
             if piece & CUT:
-                size = np.int64(cuts[3 * cut + 2])
+                size = int(np.int64(cuts[3 * cut + 2]))
                 # A later piece of a split document begins with the token that the piece before it ended with.
                 first = cuts[3 * cut + 1] == 0 or split == TRUNCATE_START
                 cut += 1

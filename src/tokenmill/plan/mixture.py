@@ -22,16 +22,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import floor, gcd, lcm
-from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 
 from tokenmill.errors import ConfigError
 from tokenmill.types import Int64Array
-
-if TYPE_CHECKING:
-    from tokenmill.types import Whole
 
 MAX_TOTAL = 1 << 31
 """Integer weights sum to at most this, so that every product in the kernels fits 64 bits."""
@@ -224,7 +220,7 @@ def build_tree(weights: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def draw(position: Whole, nodes: Int64Array) -> tuple[Whole, Whole]:
+def draw(position: int, nodes: Int64Array) -> tuple[int, int]:
     """Return (source, how often it was drawn before) at a position."""
     node = nodes.shape[0] - 1
     if node < 0:
@@ -252,11 +248,11 @@ def draw(position: Whole, nodes: Int64Array) -> tuple[Whole, Whole]:
             here -= to_left
             node = nodes[node, RIGHT]
         if node < 0:
-            return ~node, np.int64(here)
+            return ~node, int(np.int64(here))
 
 
 @numba.njit(cache=True, nogil=True)
-def position_of(source: Whole, drawn: Whole, nodes: Int64Array, leaf_parent: Int64Array) -> Whole:
+def position_of(source: int, drawn: int, nodes: Int64Array, leaf_parent: Int64Array) -> int:
     """Return the position at which `source` is drawn after having been drawn `drawn` times."""
     child = ~source
     node = leaf_parent[source]
@@ -288,7 +284,7 @@ def draw_all(positions: Int64Array, nodes: Int64Array) -> tuple[Int64Array, Int6
 
 
 @numba.njit(cache=True, nogil=True)
-def positions_of(source: Whole, drawn: Int64Array, nodes: Int64Array, leaf_parent: Int64Array) -> Int64Array:
+def positions_of(source: int, drawn: Int64Array, nodes: Int64Array, leaf_parent: Int64Array) -> Int64Array:
     """Return the positions of many draws of one source."""
     out = np.empty_like(drawn)
     for i in range(drawn.size):

@@ -8,15 +8,10 @@ and costs less than two passes on average. Six rounds: with four, the statistica
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numba
 import numpy as np
 
 from tokenmill.types import Int64Array
-
-if TYPE_CHECKING:
-    from tokenmill.types import Whole
 
 ROUNDS = 6
 MIN_BITS = 6
@@ -38,13 +33,13 @@ def mix(value: np.uint64) -> np.uint64:
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def derive(key: np.uint64, number: Whole) -> np.uint64:
+def derive(key: np.uint64, number: int) -> np.uint64:
     """Return the key of one epoch, window or step of many that share `key`."""
     return mix(key + (np.uint64(number) + _ONE) * _GOLDEN)
 
 
 @numba.njit(cache=True, nogil=True)
-def num_bits(size: Whole) -> np.uint64:
+def num_bits(size: int) -> np.uint64:
     """Return how many bits the numbers below `size` need, at least MIN_BITS."""
     value = np.uint64(size - 1)
     bits = np.uint64(0)
@@ -57,7 +52,7 @@ def num_bits(size: Whole) -> np.uint64:
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def _round(half: np.uint64, key: np.uint64, number: Whole) -> np.uint64:
+def _round(half: np.uint64, key: np.uint64, number: int) -> np.uint64:
     value = half + (key ^ (_GOLDEN * np.uint64(number + 1)))
     value = (value ^ (value >> np.uint64(32))) * _M1
     value = (value ^ (value >> np.uint64(29))) * _M2
@@ -65,7 +60,7 @@ def _round(half: np.uint64, key: np.uint64, number: Whole) -> np.uint64:
 
 
 @numba.njit(cache=True, nogil=True)
-def permute(index: Whole, size: Whole, key: np.uint64) -> Whole:
+def permute(index: int, size: int, key: np.uint64) -> int:
     """Return where `index` goes under the permutation of range(size) that `key` names."""
     bits = num_bits(size)
     low_bits = bits >> _ONE
@@ -80,11 +75,11 @@ def permute(index: Whole, size: Whole, key: np.uint64) -> Whole:
             high ^= _round(low, key, number + 1) & high_mask
         value = (high << low_bits) | low
         if value < np.uint64(size):
-            return np.int64(value)
+            return int(np.int64(value))
 
 
 @numba.njit(cache=True, nogil=True)
-def unpermute(image: Whole, size: Whole, key: np.uint64) -> Whole:
+def unpermute(image: int, size: int, key: np.uint64) -> int:
     """Return the index that `permute` sends to `image`."""
     bits = num_bits(size)
     low_bits = bits >> _ONE
@@ -99,11 +94,11 @@ def unpermute(image: Whole, size: Whole, key: np.uint64) -> Whole:
             low ^= _round(high, key, number) & low_mask
         value = (high << low_bits) | low
         if value < np.uint64(size):
-            return np.int64(value)
+            return int(np.int64(value))
 
 
 @numba.njit(cache=True, nogil=True)
-def permute_all(indices: Int64Array, size: Whole, key: np.uint64) -> Int64Array:
+def permute_all(indices: Int64Array, size: int, key: np.uint64) -> Int64Array:
     """Permute many indices at once."""
     out = np.empty_like(indices)
     for i in range(indices.size):
@@ -112,7 +107,7 @@ def permute_all(indices: Int64Array, size: Whole, key: np.uint64) -> Int64Array:
 
 
 @numba.njit(cache=True, nogil=True)
-def unpermute_all(images: Int64Array, size: Whole, key: np.uint64) -> Int64Array:
+def unpermute_all(images: Int64Array, size: int, key: np.uint64) -> Int64Array:
     """Undo `permute_all`."""
     out = np.empty_like(images)
     for i in range(images.size):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
@@ -31,9 +30,6 @@ from tokenmill.plan.mixture import (
     weigh_nodes,
 )
 from tokenmill.types import Float64Array, Int64Array
-
-if TYPE_CHECKING:
-    from tokenmill.types import Whole
 
 SHAPES = ("linear", "cosine")
 MAX_BATCH = 1 << 22
@@ -198,7 +194,7 @@ def _rounded(weights: Sequence[int]) -> list[int]:
 
 
 @numba.njit(cache=True, nogil=True)
-def _way_of(step: Whole, facts: tuple[int, int, int, int, int]) -> Whole:
+def _way_of(step: int, facts: tuple[int, int, int, int, int]) -> int:
     """Return how many parts of the way from one end to the other are behind, in the middle of a step."""
     _, steps, parts, cosine, first = facts
     middle = 2 * (first + step) + 1
@@ -216,7 +212,7 @@ def _way_of(step: Whole, facts: tuple[int, int, int, int, int]) -> Whole:
 
 @numba.njit(cache=True, nogil=True)
 def _weigh(
-    step: Whole,
+    step: int,
     facts: tuple[int, int, int, int, int],
     tables: tuple[Int64Array, Int64Array, Int64Array],
     left: Float64Array,
@@ -239,7 +235,7 @@ def _weigh(
 
 @numba.njit(cache=True, nogil=True)
 def _draw(
-    batch: Whole,
+    batch: int,
     nodes: Int64Array,
     left: Float64Array,
     counts: Int64Array,
@@ -265,7 +261,7 @@ def _draw(
 
 
 @numba.njit(cache=True, nogil=True)
-def _count(positions: Whole, nodes: Int64Array, counts: Int64Array) -> None:
+def _count(positions: int, nodes: Int64Array, counts: Int64Array) -> None:
     """Add the draws of the first positions of a step."""
     _draw(positions, nodes, np.empty(nodes.shape[0], np.float64), counts)
 
@@ -323,7 +319,7 @@ def _find(
     facts: tuple[int, int, int, int, int],
     tables: tuple[Int64Array, Int64Array, Int64Array],
     kept: tuple[Float64Array, Int64Array],
-    source: Whole,
+    source: int,
     wanted: tuple[Int64Array, Int64Array],
     leaf_parent: Int64Array,
     found: Int64Array,
@@ -331,7 +327,7 @@ def _find(
     """Fill in the positions of draws of a source, which are in ascending order with the kept step before each."""
     batch = facts[0]
     nodes = np.empty_like(tables[2])
-    step = np.int64(-1)
+    step = -1
     left = kept[0][0].copy()
     counts = kept[1][0].copy()
     before = np.int64(0)

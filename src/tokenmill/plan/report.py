@@ -33,7 +33,7 @@ from tokenmill.types import Int64Array, Uint64Array
 if TYPE_CHECKING:
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import RowIndex, Stage
-    from tokenmill.types import Fates, Whole
+    from tokenmill.types import Fates
 
 
 # What the rows hold that a part of a stage draws from a source: whole epochs at once, the others row by row.
@@ -102,7 +102,7 @@ def _rows(part: Stage, name: str, draws: range) -> Int64Array:
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _fill(first: Whole, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
+def _fill(first: int, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
     """Fill in the rows of a source from its `first`-th on, as the plan orders them."""
     for i in range(rows.size):
         ordinal = first + i

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
@@ -11,9 +10,6 @@ import numpy as np
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.plan.permute import derive, permute, unpermute
 from tokenmill.types import Int64Array
-
-if TYPE_CHECKING:
-    from tokenmill.types import Whole
 
 NONE, FULL, BLOCK = 0, 1, 2
 MODES = {"none": NONE, "full": FULL, "block": BLOCK}
@@ -49,9 +45,7 @@ class Shuffle:
 
 
 @numba.njit(cache=True, nogil=True)
-def shuffle_row(
-    place: Whole, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
-) -> Whole:
+def shuffle_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the row that stands at `place` of an epoch."""
     if mode == NONE or size == 1:
         return place
@@ -70,9 +64,7 @@ def shuffle_row(
 
 
 @numba.njit(cache=True, nogil=True)
-def unshuffle_row(
-    row: Whole, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
-) -> Whole:
+def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the place of an epoch at which `row` stands."""
     if mode == NONE or size == 1:
         return row
@@ -91,13 +83,13 @@ def unshuffle_row(
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def _turn(key: np.uint64, size: Whole) -> Whole:
-    return np.int64(derive(key, -3) % np.uint64(size))
+def _turn(key: np.uint64, size: int) -> int:
+    return int(np.int64(derive(key, -3) % np.uint64(size)))
 
 
 @numba.njit(cache=True, nogil=True)
 def shuffle_rows(
-    places: Int64Array, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+    places: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
 ) -> Int64Array:
     """Return the rows at many places of one epoch."""
     out = np.empty_like(places)
@@ -108,7 +100,7 @@ def shuffle_rows(
 
 @numba.njit(cache=True, nogil=True)
 def unshuffle_rows(
-    rows: Int64Array, size: Whole, key: np.uint64, mode: Whole, block_rows: Whole, window_blocks: int
+    rows: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
 ) -> Int64Array:
     """Undo `shuffle_rows`."""
     out = np.empty_like(rows)

@@ -12,7 +12,7 @@ import numpy as np
 from tokenmill.errors import ConfigError
 from tokenmill.plan.report import step_of
 from tokenmill.store.layout import token_keys
-from tokenmill.types import AnyArray, BoolArray, Int64Array
+from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, BoolArray, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.config.run import QuarantineConfig, StageConfig
@@ -72,10 +72,8 @@ def costs(run: Run, facts: PlanReport, compile_seconds: float) -> Costs:
 
 def _token_bytes(store: Store) -> int:
     """Return what a token takes on disk, with its mask."""
-    from tokenmill.types import TOKEN_KEYS
-
-    masks = ("loss_mask", "chosen_mask", "masks")
-    keys = [key for key in store.keys if key in TOKEN_KEYS][:1] + [key for key in store.keys if key in masks]
+    keys = [key for key in store.keys if key in TOKEN_KEYS][:1]
+    keys += [key for key in store.keys if key in MASK_KEYS][:1]
     return sum(np.dtype(store.manifest.keys[key]).itemsize for key in keys)
 
 
@@ -234,7 +232,6 @@ def put_aside(run: Run) -> list[Quarantined]:
 def _tokens(store: Store, documents: Int64Array) -> int:
     """Return how many tokens some documents have, over all arrays of ids."""
     from tokenmill.store.locate import locate
-    from tokenmill.types import TOKEN_KEYS
 
     if documents.size == store.num_documents:
         return sum(int(store.axes[store.axis(key)].values[-1]) for key in store.keys if key in TOKEN_KEYS)
@@ -289,14 +286,6 @@ def _last_draw(part: Stage, source: str) -> int:
 
 # The supervision audit of a store: how much of it is trained on, and what that looks like.
 
-MASKS = {
-    "sequence": "loss_mask",
-    "chosen": "chosen_mask",
-    "rejected": "rejected_mask",
-    "prompts": None,
-    "responses": "masks",
-}
-"""Array of token ids -> array of its mask; a prompt is never trained on."""
 MAX_ITEMS = 1 << 20
 """More items than this are not all looked at, but evenly spread blocks of them."""
 _AUDIT_BLOCK = 1 << 12
@@ -425,7 +414,7 @@ def _tokens_and_masks(store: Store, key: str, offsets: Int64Array) -> tuple[AnyA
     """Return the ids of some items, and which of them are labels."""
     begin, end = int(offsets[0]), int(offsets[-1])
     ids = store.fetch(begin, end, key)
-    mask_key = MASKS.get(key)
+    mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
     if key == "prompts":
         return ids, np.zeros(ids.size, np.bool_)
     if mask_key in store.keys:

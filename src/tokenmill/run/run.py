@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.config.dialects import Translation, translate
 from tokenmill.config.run import DEFAULT_ARRAYS, Config, SourceConfig, StageConfig, parse_config, read_tables
 from tokenmill.errors import ConfigError
-from tokenmill.types import Int64Array
+from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.live.lanes import LiveRows
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, RowIndex
     from tokenmill.store import Store
-
-RECORD_KINDS = frozenset(("dpo", "grpo"))
-"""Training types whose records have several arrays: each is a row of its own."""
-_DTYPES = {
-    **dict.fromkeys(("loss_mask", "chosen_mask", "rejected_mask", "masks"), "|u1"),
-    "rewards": "<f4",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +122,7 @@ class Run:
         if key not in self._rows:
             crossing = self.config.run.cross_document_labels
             store = self.stores[source]
-            if store.manifest.kind in RECORD_KINDS:
+            if store.manifest.kind in RECORD_TYPES:
                 self._rows[key] = RecordRows(store=store, seq_len=seq_len, policy=policy, excluded=excluded)
             elif policy.name == "concat":
                 self._rows[key] = ConcatRows(
@@ -219,7 +212,7 @@ class Run:
     def _packing(self, stage: StageConfig) -> str:
         """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""
         assert stage.packing is not None
-        kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_KINDS
+        kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
         if not kinds:
             return stage.packing
         if stage.packing not in ("best_fit", "padded"):
@@ -260,7 +253,7 @@ class Run:
 def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
     """Refuse sources whose rows do not fit one batch, and arrays that the kernels cannot read."""
     kinds = {name: store.manifest.kind for name, store in stores.items()} | dict.fromkeys(live, "seq")
-    families = {name: kind if kind in RECORD_KINDS else "seq" for name, kind in kinds.items()}
+    families = {name: kind if kind in RECORD_TYPES else "seq" for name, kind in kinds.items()}
     first, *others = families
     for other in others:
         if families[other] != families[first]:
@@ -270,10 +263,11 @@ def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
             )
     for store in stores.values():
         for key, dtype in store.manifest.keys.items():
-            wanted = _DTYPES.get(key, dtype)
-            if dtype != wanted:
+            array = STORED_ARRAYS.get(key)
+            if array is not None and array.holds in ("mask", "rewards") and dtype != array.dtype:
                 raise ConfigError(
-                    f"{store.path}: {key} must be {wanted} to be trained on, got {dtype}; prepare the store again"
+                    f"{store.path}: {key} must be {array.dtype} to be trained on, got {dtype}; "
+                    "prepare the store again"
                 )
 
 

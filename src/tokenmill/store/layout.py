@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenmill.types import AXES, TOKEN_KEYS
+from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES
 
 FORMAT = "tokenmill-store"
 VERSION = 2
@@ -74,7 +74,8 @@ def axis_of(kind: str, key: str) -> str:
     >>> axis_of("sft", "loss_mask"), axis_of("dpo", "chosen_mask")
     ('documents', 'chosen')
     """
-    return AXES.get(kind, {}).get(key, "documents")
+    array = TRAINING_TYPES.get(kind, {}).get(key)
+    return array.axis if array else "documents"
 
 
 def axes_of(kind: str, keys: Iterable[str]) -> tuple[str, ...]:

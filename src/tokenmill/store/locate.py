@@ -16,7 +16,6 @@ from tokenmill.types import Int64Array, Uint8Array, Uint16Array, Uint32Array, Ui
 
 if TYPE_CHECKING:
     from tokenmill.store.reader import Store
-    from tokenmill.types import Whole
 
 
 # Reading mapped memory by address inside kernels.
@@ -38,25 +37,25 @@ def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ANN401, ARG001 
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def view_uint8(address: np.uint64, size: Whole) -> Uint8Array:
+def view_uint8(address: np.uint64, size: int) -> Uint8Array:
     """View `size` numbers of 8 bits at an address."""
     return carray(_pointer(address), size, np.uint8)  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def view_uint16(address: np.uint64, size: Whole) -> Uint16Array:
+def view_uint16(address: np.uint64, size: int) -> Uint16Array:
     """View `size` numbers of 16 bits at an address."""
     return carray(_pointer(address), size, np.uint16)  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def view_uint32(address: np.uint64, size: Whole) -> Uint32Array:
+def view_uint32(address: np.uint64, size: int) -> Uint32Array:
     """View `size` numbers of 32 bits at an address."""
     return carray(_pointer(address), size, np.uint32)  # type: ignore[call-arg]
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def view_uint64(address: np.uint64, size: Whole) -> Uint64Array:
+def view_uint64(address: np.uint64, size: int) -> Uint64Array:
     """View `size` numbers of 64 bits at an address."""
     return carray(_pointer(address), size, np.uint64)  # type: ignore[call-arg]
 
@@ -115,7 +114,7 @@ def _first_wrong(
     begins: Int64Array,
     lengths: Int64Array,
     token_begins: Int64Array,
-) -> Whole:
+) -> int:
     """Return the first document that cannot be where its shard says, or -1."""
     for i in range(shards.size):
         tokens = token_begins[shards[i] + 1] - token_begins[shards[i]]

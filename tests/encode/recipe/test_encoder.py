@@ -11,7 +11,7 @@ from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.frame import frame
 from tokenmill.encode.recipe import RULES, load_recipe, open_encoder, record_keys
 from tokenmill.errors import ConfigError, TokenizerError
-from tokenmill.types import AXES
+from tokenmill.types import TRAINING_TYPES
 
 PLAIN = {"sections": [{"field": "prompt", "action": "mask"}, {"field": "response", "action": "train"}]}
 PAIRS = {
@@ -265,7 +265,7 @@ def test_a_batch_of_nothing_has_every_array_and_axis(encoder, source, records):
     }
     kind = load_recipe({"input": source}).kind
     assert {axis: offsets.tolist() for axis, offsets in done.offsets.items()} == {
-        axis: [0] for axis in dict.fromkeys(AXES[kind].values())
+        axis: [0] for axis in dict.fromkeys(array.axis for array in TRAINING_TYPES[kind].values())
     }
     assert [each.index for each in done.refused] == list(range(len(records)))
 

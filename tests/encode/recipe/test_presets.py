@@ -4,7 +4,7 @@ import pytest
 
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import PRESETS, load_recipe, open_encoder
-from tokenmill.types import AXES
+from tokenmill.types import TRAINING_TYPES
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -12,7 +12,7 @@ def test_every_preset_has_the_arrays_of_its_training_type(encoder, name):
     recipe = load_recipe(name)
     assert recipe.name == name
     opened = encoder({"preset": name, "chat_template": "chatml"} if name == "chat" else name)
-    stored = set(AXES[recipe.kind]) - (set() if recipe.kind == "sft" else {"position_ids"})
+    stored = set(TRAINING_TYPES[recipe.kind]) - (set() if recipe.kind == "sft" else {"position_ids"})
     assert set(opened.keys) == stored
 
 

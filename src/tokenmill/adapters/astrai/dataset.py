@@ -17,6 +17,7 @@ from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import check_positive
+from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
 if TYPE_CHECKING:
     from tokenmill.build import PrepareReport
@@ -206,13 +207,13 @@ class RecordDataset(BaseDataset):
 class DPODataset(RecordDataset):
     """Pairs: `chosen` and `rejected`, int64 (C,) and (R,), with masks of the same shapes, bool."""
 
-    required_keys = ("chosen", "rejected", "chosen_mask", "rejected_mask")
+    required_keys = tuple(TRAINING_TYPES["dpo"])
 
 
 class GRPODataset(RecordDataset):
     """Groups: `prompts`, int64 (P,); `responses` and `masks`, G of int64 and bool; `rewards`, float32 (G,)."""
 
-    required_keys = ("prompts", "responses", "masks", "rewards")
+    required_keys = tuple(TRAINING_TYPES["grpo"])
 
 
 def _longest(store: Store, key: str) -> int:
@@ -225,14 +226,14 @@ def _longest(store: Store, key: str) -> int:
 
 # Records of unequal length made one batch: padded with 0, and with masks that are false there.
 
-_DTYPES = {"chosen_mask": torch.bool, "rejected_mask": torch.bool, "masks": torch.bool, "rewards": torch.float32}
-"""Others are int64."""
+_DTYPES = {"ids": torch.int64, "mask": torch.bool, "positions": torch.int64, "rewards": torch.float32}
+"""By what an array holds."""
 
 
 def dpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
     """Return pairs as tensors (B, T), where T is the longest of all, chosen or rejected."""
     length = max(len(item[key]) for item in batch for key in ("chosen", "rejected"))
-    return _collate(batch, dict.fromkeys(("chosen", "rejected", "chosen_mask", "rejected_mask"), (length,)))
+    return _collate(batch, dict.fromkeys(TRAINING_TYPES["dpo"], (length,)))
 
 
 def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
@@ -256,7 +257,7 @@ def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
 def _collate(batch: Sequence[Item], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     whole = {}
     for key, shape in shapes.items():
-        whole[key] = torch.zeros((len(batch), *shape), dtype=_DTYPES.get(key, torch.int64))
+        whole[key] = torch.zeros((len(batch), *shape), dtype=_DTYPES[STORED_ARRAYS[key].holds])
         for row, item in zip(whole[key], batch, strict=True):
             _fill(row, item[key])
     return whole

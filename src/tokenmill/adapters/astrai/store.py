@@ -20,7 +20,7 @@ from tokenmill.store.foreign.files import Flat, files_of, find, flat_of, is_ours
 from tokenmill.store.layout import key_file
 from tokenmill.store.locate import locate
 from tokenmill.store.maps import FileRequest, MemoryRequest
-from tokenmill.types import AnyArray, Int64Array
+from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.store.maps import Request
@@ -173,7 +173,6 @@ def _endings(files: Iterable[Path]) -> str:
 
 Value: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 """One array of a record; of a group of responses, a list of tensors."""
-_MASKS = ("loss_mask", "chosen_mask", "rejected_mask", "masks")
 
 
 class Store:
@@ -356,7 +355,7 @@ class StoreFactory:
 
 def dtype_of(key: str) -> type[np.generic]:
     """Return the dtype in which the values of a key are delivered."""
-    return np.bool_ if key in _MASKS else np.float32 if key == "rewards" else np.int64
+    return np.bool_ if key in MASK_KEYS else np.float32 if key == "rewards" else np.int64
 
 
 def to_tensor(key: str, values: AnyArray) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tokenmill.encode.recipe.ragged import Ragged, ends_of, merged, same_as_firs
 from tokenmill.encode.recipe.recipe import DTYPES, MASK_KEYS, Recipe, recipe_arrays
 from tokenmill.encode.recipe.texts import Texts, open_texts
 from tokenmill.errors import ConfigError
-from tokenmill.types import TOKEN_KEYS, Records, Refused
+from tokenmill.types import STORED_ARRAYS, Records, Refused
 
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
@@ -62,7 +62,8 @@ def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
     least = token_dtype(vocab_size)
     keys: dict[str, str] = {}
     for key in recipe_arrays(recipe):
-        if key in TOKEN_KEYS:
+        stored = STORED_ARRAYS[key].dtype
+        if stored is None:
             said = recipe.output.dtypes.get(key)
             dtype = least if said is None else np.dtype(DTYPES[said])
             if dtype.itemsize < least.itemsize:
@@ -72,7 +73,7 @@ def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
                 )
             keys[key] = dtype.str
         else:
-            keys[key] = {"rewards": "<f4", "position_ids": "<u4"}.get(key, "|u1")
+            keys[key] = stored
     return keys
 
 

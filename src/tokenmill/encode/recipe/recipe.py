@@ -13,11 +13,11 @@ import orjson
 from tokenmill.encode.recipe.presets import PRESETS
 from tokenmill.encode.tokenizer import POLICIES
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.types import AXES, TOKEN_KEYS
+from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
 ACTIONS = ("train", "mask", "$role", "value")
 """What a section does: its tokens are trained or masked, its role decides, or it is a number."""
-KINDS = ("seq", "sft", "dpo", "grpo")
+KINDS = tuple(TRAINING_TYPES)
 """The training types."""
 TRAIN_TURNS = ("all", "last")
 POSITION_IDS_MODES = ("none", "doc_reset", "continuous")
@@ -241,14 +241,9 @@ class Recipe:
 # Whether the parts of a recipe go together, and give every record something to train on.
 
 MASK_KEYS: Mapping[str, str | None] = {
-    "sequence": "loss_mask",
-    "chosen": "chosen_mask",
-    "rejected": "rejected_mask",
-    "prompts": None,
-    "responses": "masks",
-    "rewards": None,
+    name: array.mask for name, array in STORED_ARRAYS.items() if array.holds in ("ids", "rewards")
 }
-"""Array -> the array of its mask, in the order of the training types."""
+"""Array that a source can become -> the array of its mask, in the order of the training types."""
 ROLES = (
     *("system", "developer", "user", "assistant", "tool", "function"),
     *("ipython", "observation", "model", "chatbot"),
@@ -407,14 +402,15 @@ def _check_output(recipe: Recipe, where: str) -> None:
 def recipe_arrays(recipe: Recipe) -> tuple[str, ...]:
     """Return the arrays that records become, in the order of the training type."""
     return tuple(
-        key for key in AXES[recipe.kind] if key != "position_ids" or recipe.output.position_ids_mode != "none"
+        key
+        for key in TRAINING_TYPES[recipe.kind]
+        if key != "position_ids" or recipe.output.position_ids_mode != "none"
     )
 
 
 def _dtype_names(key: str) -> tuple[str, ...]:
-    if key in TOKEN_KEYS:
-        return tuple(name for name, dtype in DTYPES.items() if "u" in dtype)
-    return {"rewards": ("float32",), "position_ids": ("uint32",)}.get(key, ("uint8",))
+    stored = STORED_ARRAYS[key].dtype
+    return tuple(name for name, dtype in DTYPES.items() if (dtype == stored if stored else "u" in dtype))
 
 
 # A table of a recipe, read key by key: names, presence and types are checked, and errors say where.

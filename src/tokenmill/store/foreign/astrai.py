@@ -14,8 +14,8 @@ import orjson
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store.foreign.files import Flat, ForeignOptions, Part, Parts, flat_of, names_of, real_file
-from tokenmill.store.layout import axis_of
-from tokenmill.types import AXES, AnyArray, Int64Array
+from tokenmill.store.layout import axes_of, axis_of
+from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 
 MAX_META = 1 << 28
 """Bytes that a meta.json may have."""
@@ -42,7 +42,7 @@ def read_astrai_bin(files: Sequence[Path], options: ForeignOptions) -> Parts:
                         f"{meta}: offsets of {key!r} must be those of all arrays of {axis}, got others; {_WAY_OUT}"
                     )
                 ends[axis] = partial(_behind_first, offsets)
-        if kind == "dpo" and set(ends) != set(AXES["dpo"].values()):
+        if kind == "dpo" and set(ends) != set(axes_of("dpo", TRAINING_TYPES["dpo"])):
             raise StoreError(
                 f"{meta}: records of DPO must have offsets for chosen and rejected, got {sorted(ends)}; "
                 "write the store again with record_keys, or as .h5"
@@ -217,7 +217,7 @@ def _kind_of(where: Path, keys: Mapping[str, object]) -> str:
             f"{where}: must have the key sequence, or chosen and rejected, got {sorted(keys)[:8]}; "
             "say another format if AstrAI did not write it"
         )
-    needed = {"seq": ["sequence"], "sft": ["sequence", "loss_mask"]}.get(kind, list(AXES["dpo"]))
+    needed = {"seq": ["sequence"], "sft": ["sequence", "loss_mask"]}.get(kind, list(TRAINING_TYPES["dpo"]))
     missing = [key for key in needed if key not in keys]
     if missing:
         raise StoreError(f"{where}: {kind} must have keys {needed}, got none of {missing}; write it again")
@@ -226,11 +226,11 @@ def _kind_of(where: Path, keys: Mapping[str, object]) -> str:
 
 def _read_keys(kind: str, keys: Mapping[str, object]) -> list[str]:
     """Return the keys that are read: positions are counted from the documents, so theirs are not."""
-    return [key for key in AXES[kind] if key in keys and key != "position_ids"]
+    return [key for key in TRAINING_TYPES[kind] if key in keys and key != "position_ids"]
 
 
 def _first(kind: str) -> str:
-    return next(iter(AXES[kind]))
+    return next(iter(TRAINING_TYPES[kind]))
 
 
 def _one_kind(files: Sequence[Path], kinds: Sequence[str]) -> str:

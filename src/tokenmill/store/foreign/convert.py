@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
-from tokenmill.store.foreign.files import MASKS, ForeignOptions, Part, Parts, is_ours
+from tokenmill.store.foreign.files import ForeignOptions, Part, Parts, is_ours
 from tokenmill.store.foreign.index import Documents, Facts, find_documents, index_bytes, mask_bytes
 from tokenmill.store.layout import MANIFEST, axis_of, index_file, key_file
 from tokenmill.store.manifest import Manifest, read_manifest
@@ -19,7 +19,7 @@ from tokenmill.store.open import check_vocabulary, open_foreign, read_parts, tok
 from tokenmill.store.reader import Store, store_of
 from tokenmill.store.verify import VerifyReport
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
-from tokenmill.types import AnyArray, Int64Array, Uint8Array
+from tokenmill.types import MASK_KEYS, AnyArray, Int64Array, Uint8Array
 
 BATCH_TOKENS = 1 << 22
 """Tokens that are copied together; a longer document is copied in one piece."""
@@ -135,7 +135,7 @@ def _keys(parts: Parts, facts: list[Facts], options: ForeignOptions) -> dict[str
     if bound > 1 << 32:
         raise StoreError(f"{parts.parts[0].name}: ids must be below 2**32, got {bound - 1}; these are no token ids")
     ids = "|u1" if bound <= 1 << 8 else "<u2" if bound <= 1 << 16 else "<u4"
-    return {key: "|u1" if key in MASKS else ids for key in parts.parts[0].arrays}
+    return {key: "|u1" if key in MASK_KEYS else ids for key in parts.parts[0].arrays}
 
 
 def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
@@ -192,10 +192,10 @@ def _batches(documents: Documents) -> Iterator[tuple[int, int]]:
 def _cast(part: Part, key: str, starts: Int64Array, dtype: str) -> AnyArray:
     numbers = part.arrays[key].numbers(int(starts[0]), int(starts[-1]))
     cast = numbers.astype(dtype)
-    if not (cast == numbers).all() or (key in MASKS and int(cast.max(initial=0)) > 1):
+    if not (cast == numbers).all() or (key in MASK_KEYS and int(cast.max(initial=0)) > 1):
+        rule = "0 or 1" if key in MASK_KEYS else "ids below the vocabulary"
         raise StoreError(
-            f"{part.arrays[key].path}: {key} must be {'0 or 1' if key in MASKS else 'ids below the vocabulary'}, "
-            f"got others from {int(starts[0])} on; repair the file"
+            f"{part.arrays[key].path}: {key} must be {rule}, got others from {int(starts[0])} on; repair the file"
         )
     return cast
 
@@ -248,7 +248,7 @@ def verify_foreign(
         check_vocabulary(part, found.facts, options)
         for axis, offsets in found.offsets.items():
             _compare_index(store, number, part, index_file(axis), [index_bytes(offsets)])
-        for key in [key for key in MASKS if key in part.arrays]:
+        for key in [key for key in MASK_KEYS if key in part.arrays]:
             _compare_index(store, number, part, key_file(key), mask_bytes(part.arrays[key], key))
         progress(sum(flat.bytes for flat in part.arrays.values()))
     vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"

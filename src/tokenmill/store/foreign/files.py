@@ -19,7 +19,7 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMi
 from tokenmill.fingerprint import first_difference
 from tokenmill.store.layout import MANIFEST, is_shard_name
 from tokenmill.store.maps import FileRequest, map_file
-from tokenmill.types import AXES, TOKEN_KEYS, AnyArray, Int64Array, natural_key
+from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
 
 if TYPE_CHECKING:
     from tokenmill.store.manifest import Manifest
@@ -215,7 +215,6 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 NPY_MAGIC = b"\x93NUMPY"
 H5_MAGIC = b"\x89HDF\r\n\x1a\n"
 META = "meta.json"
-_ASTRAI_KEYS = {key for keys in AXES.values() for key in keys}
 _SUFFIXES = {
     "npy": (".npy",),
     "olmo": (".npy",),
@@ -306,7 +305,7 @@ def _format_of_bin(file: Path) -> str:
     start = head(file, 8)
     if (int.from_bytes(start[:4], "little"), int.from_bytes(start[4:], "little")) in LLMC_MAGICS:
         return "llmc"
-    if file.stem in _ASTRAI_KEYS and file.with_name(META).is_file():
+    if file.stem in STORED_ARRAYS and file.with_name(META).is_file():
         return "astrai-bin"
     # What nanoGPT keeps in meta.pkl could run code when opened; that it is there is all we need.
     if file.with_name("meta.pkl").is_file() or file.name in ("train.bin", "val.bin"):
@@ -334,8 +333,6 @@ BLOCK = 1 << 22
 SAMPLE_BLOCKS = 64
 SAMPLE_BYTES = 4096
 IMPORT = "convert it with `tokenmill import`"
-MASKS = ("loss_mask", "chosen_mask", "rejected_mask")
-"""Arrays of 0 and 1, one number a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,7 +457,7 @@ def stored_dtype(key: str, flat: Flat) -> tuple[str, str]:
     A signed array is mapped as unsigned; that none of its numbers is negative is proven elsewhere.
     """
     kind, size = flat.dtype.kind, flat.dtype.itemsize
-    if key in MASKS:
+    if key in MASK_KEYS:
         return "|u1", flat.obstacle or ("" if size == 1 else "its mask has more than a byte a token")
     if kind not in "iu":
         return "", f"its ids are {flat.dtype.name}"

@@ -18,7 +18,6 @@ from tokenmill.fingerprint import digest
 from tokenmill.store.durable import private_folder, private_path, sync_folder, writable
 from tokenmill.store.foreign.files import (
     BLOCK,
-    MASKS,
     Flat,
     ForeignOptions,
     Part,
@@ -29,7 +28,7 @@ from tokenmill.store.foreign.files import (
 )
 from tokenmill.store.layout import ANCHOR_DTYPE, ANCHOR_TOKENS, OFFSET_DTYPE, axis_of, token_keys
 from tokenmill.store.maps import FileRequest, MemoryRequest, Request, map_file
-from tokenmill.types import AnyArray, Int64Array, Uint8Array
+from tokenmill.types import MASK_KEYS, AnyArray, Int64Array, Uint8Array
 
 VERSION = 1
 """Of what is found and how it is kept; another one makes caches be built again."""
@@ -168,7 +167,7 @@ def index_bytes(offsets: Int64Array) -> Uint8Array:
 
 def converted_masks(part: Part) -> list[str]:
     """Return the masks that have to be copied with a byte a token before they can be mapped."""
-    return [key for key, flat in part.arrays.items() if key in MASKS and stored_dtype(key, flat)[1]]
+    return [key for key, flat in part.arrays.items() if key in MASK_KEYS and stored_dtype(key, flat)[1]]
 
 
 def mask_bytes(flat: Flat, key: str) -> Iterator[Uint8Array]:
