@@ -40,6 +40,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/prepare.py
+	$(BIN)/python benchmarks/start.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -30,9 +30,18 @@ def test_a_benchmark_runs(name, tmp_path):
     assert json.loads(done.stdout)
 
 
+def test_a_second_start_compiles_nothing():
+    command = [sys.executable, str(FOLDER / "start.py"), "--tiny", "--json"]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert result["compiled_when_warm"] == 0
+    assert result["compiled"]
+    assert 0 < result["warm_cpu_s"] < result["cold_cpu_s"]
+
+
 def test_every_benchmark_is_run():
     scripts = {path.name for path in FOLDER.glob("*.py")}
     assert scripts - {command[0] for command in COMMANDS.values()} == {
         "peers.py",  # has an environment of its own
         "prepare.py",
+        "start.py",  # has a test of its own
     }
