@@ -79,8 +79,8 @@ def test_records_within_records_are_read_and_written_back():
         ({"first": {}}, "store.first: name must be given, got nothing; add name = ..."),
         ({"first": 3}, "store.first: must be a table, got 3; write [store.first]"),
         ({"shards": {}}, "store.shards: must be a list of tables, got {}; change its type"),
-        ({"shards": [3]}, "store.shards[0]: must be a table, got 3; write [store.shards[0]]"),
-        ({"shards": [None]}, "store.shards[0]: must be a table, got None; write [store.shards[0]]"),
+        ({"shards": [3]}, "store.shards[0]: must be a table, got 3; write [[store.shards]]"),
+        ({"shards": [None]}, "store.shards[0]: must be a table, got None; write [[store.shards]]"),
         (
             {"shards": [{"name": "a"}, {"name": "b", "documents": "2"}]},
             "store.shards[1].documents: must be a whole number, got '2'; change its type",

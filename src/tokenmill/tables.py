@@ -1,9 +1,9 @@
 """The one reader of tables: what TOML and JSON give becomes typed records, or an error that names the place.
 
 A record is a frozen dataclass. Its hints say what a table may hold: `int`, `Number`, `str`, `bool`, `X | None`,
-`tuple[X, ...]`, `Mapping[str, X]`, `Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits, and records
-within records. A key that is not known is refused, with the nearest that is. Rules that go beyond that stand in
-the `__post_init__` of the record, whose errors keep their own text.
+`Sequence[X]`, `tuple[X, ...]`, `Mapping[str, X]`, `Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits,
+and records within records. An unknown key is refused, with the nearest that is known. Rules that go beyond that
+stand in the `__post_init__` of the record, whose errors keep their own text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from typing import (
 import msgspec
 
 from tokenmill.errors import ConfigError, TokenmillError, nearest
-from tokenmill.types import CROPS, PACKINGS, SPLITS, WEIGHINGS
 
 T = TypeVar("T")
 MAX_NUMBER = 1 << 40
 """Steps and rows of a batch, so that positions of a run fit 64 bits many times over."""
 Number: TypeAlias = int | float
 """A number as it was written: 1 stays 1, where `float` would make it 1.0."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER, description="a whole number from 0 to 2^40")]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER, description="a whole number from 1 to 2^40")]
+Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1, description="a whole number from 0 to 2^63")]
+"""Whole numbers with limits, which are checked where a table is read, and only there."""
 _WORDS = {int: "whole numbers", float: "numbers", Number: "numbers", str: "strings", bool: "flags"}
 
 
@@ -89,8 +92,9 @@ def _check_keys(hint: Any, value: object, where: str, error: type[TokenmillError
     kind = _bare(hint)
     if _is_record(kind) and (value is not None or kind is hint):
         if not isinstance(value, Mapping):
-            way_out = "write {...}" if where.endswith(":") else f"write [{where.rpartition(': ')[2]}]"
-            raise error(f"{_shown(where)}: must be a table, got {value!r}; {way_out}")
+            name, listed, _ = where.rpartition(": ")[2].partition("[")
+            header = "{...}" if where.endswith(":") else f"[[{name}]]" if listed else f"[{name}]"
+            raise error(f"{_shown(where)}: must be a table, got {value!r}; write {header}")
         check_keys(where, value, list(_hints(kind)), error)
     for inner, item, place in _parts(kind, value, where):
         _check_keys(inner, item, place, error)
@@ -109,7 +113,7 @@ def _parts(kind: Any, value: object, where: str) -> Iterator[tuple[Any, Any, str
             yield from ((hints[name], item, f"{join}{name}") for name, item in value.items() if name in hints)
         elif isinstance(origin, type) and issubclass(origin, Mapping):
             yield from ((inner[1], item, f"{join}{name}") for name, item in value.items())
-    elif origin is tuple and isinstance(value, list | tuple):
+    elif origin in (tuple, Sequence) and isinstance(value, list | tuple):
         yield from ((inner[0], item, f"{where}[{number}]") for number, item in enumerate(value))
 
 
@@ -183,7 +187,7 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
         return meta.description or ", ".join([_wanted(base), *words])
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return f"a list of {_WORDS.get(inner[0], 'tables')}"
     if origin in (Union, types.UnionType) and hint != Number:
         return " or ".join(dict.fromkeys(_wanted(part) for part in inner if part is not type(None)))
@@ -207,27 +211,6 @@ def check_seed(where: str, seed: int) -> None:
     """Refuse a seed that is no unsigned 63-bit number."""
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"{where}: seed must lie within 0 and 2^63, got {seed}; choose a smaller one")
-
-
-def check_packing(where: str, packing: str, split: str, crop: str) -> None:
-    """Refuse choices of packing that do not go together."""
-    check_choice(where, "packing", packing, PACKINGS)
-    check_choice(where, "split", split, SPLITS)
-    check_choice(where, "crop", crop, CROPS)
-    if split != "allow" and packing not in ("best_fit", "padded"):
-        raise ConfigError(
-            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
-        )
-    if crop != "return" and packing != "bos_best_fit":
-        raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
-
-
-def check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
-    """Refuse a temperature or measure of weights that means nothing."""
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise ConfigError(f"{where}: temperature must be positive, got {temperature}; leave it out for 1")
-    if weigh_by is not None:
-        check_choice(where, "weigh_by", weigh_by, WEIGHINGS)
 
 
 def check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ def test_the_example_of_the_design_is_read(tmp_path):
     read = read_config(file)
     assert read.source_names == ("web", "books")
     assert read.sources[1].max_epochs == 2
-    base, late = read.resolved_stages()
+    base, late = read.resolved_stages
     assert (base.seed, base.global_batch_size, base.shuffle, base.weights) == (
         1234,
         32,
@@ -60,7 +60,7 @@ def test_the_example_of_the_design_is_read(tmp_path):
 
 
 def test_no_stages_is_one_stage_from_run():
-    (stage,) = config().resolved_stages()
+    (stage,) = config().resolved_stages
     assert (stage.name, stage.start_step, stage.weights) == ("main", 0, {"web": 1.0})
 
 
@@ -70,7 +70,7 @@ def test_weights_of_run_serve_stages_that_say_none():
         sources=[WEB, BOOKS],
         stages=[{"name": "a", "start_step": 0}, {"name": "b", "start_step": 5, "weights": {"books": 1}}],
     )
-    assert [stage.weights for stage in read.resolved_stages()] == [{"web": 3, "books": 1}, {"books": 1}]
+    assert [stage.weights for stage in read.resolved_stages] == [{"web": 3, "books": 1}, {"books": 1}]
 
 
 STAGE = {"name": "a", "start_step": 0, "weights": {"web": 1}}
@@ -135,7 +135,7 @@ def test_a_config_that_cannot_be_right_says_where_and_what(changes, message):
 def test_a_stage_that_cannot_be_right_says_where_and_what(changes, message):
     """[A1.a]"""
     with pytest.raises(ConfigError, match=message):
-        config(**changes).resolved_stages()
+        _ = config(**changes).resolved_stages
 
 
 def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path):
@@ -184,4 +184,4 @@ def test_run_options_are_checked_without_a_loader(changes, message):
 
 def test_labels_cross_documents_with_concat_only():
     with pytest.raises(ConfigError, match="cross_document_labels is for packing concat, got it with 'best_fit'"):
-        config(run=RUN | {"cross_document_labels": True}).resolved_stages()
+        _ = config(run=RUN | {"cross_document_labels": True}).resolved_stages

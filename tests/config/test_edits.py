@@ -231,7 +231,7 @@ def test_documents_may_be_named_in_a_file(run_of, tmp_path):
         (
             {"quarantine": [{"source": "web", "from_step": 1, "documents": []}]},
             "quarantine of 'web': documents must name some, got an empty list; leave the quarantine out, "
-            "or documents to put the whole source aside",
+            "or documents to quarantine the whole source",
         ),
         (
             {"quarantine": [{"source": "books", "from_step": 9, "documents": list(range(17))}]},

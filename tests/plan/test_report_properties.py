@@ -280,7 +280,7 @@ def check_source(source, counted, run, caps):
     assert source.skipped == sum(rows for (_, owner), rows in counted.skipped.items() if owner == name)
     trained = sum(rows for (_, owner), rows in counted.rows.items() if owner == name)
     assert source.drawn == trained + source.skipped
-    stages = run.config.resolved_stages()
+    stages = run.config.resolved_stages
     restarted = any(stage.on_change == "restart" for stage in stages)
     changes = sum(owner == name for _, owner in counted.indexes.values()) > 1
     if not restarted:

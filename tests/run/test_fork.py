@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.config.dialects import to_toml
+from tokenmill.config.run import to_toml
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import row_digests
 from tokenmill.run.fork import fork

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tokenmill.config.dialects import to_toml
+from tokenmill.config.run import to_toml
 from tokenmill.errors import ResumeError
 from tokenmill.run.history import Edit, lines, read_history
 from tokenmill.run.run import Run

@@ -128,7 +128,7 @@ def _whole_slice(run: Run, world_size: int) -> int:
     """Return the largest micro-batch that fits every stage: the whole slice, where all batches are alike."""
     from math import gcd
 
-    sizes = [stage.global_batch_size or 0 for stage in run.config.resolved_stages()]
+    sizes = [stage.global_batch_size for stage in run.config.resolved_stages]
     return max(1, gcd(*sizes) // world_size)
 
 

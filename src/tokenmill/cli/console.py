@@ -137,6 +137,6 @@ def tell(translation: Translation) -> None:
 
 def print_native(translation: Translation) -> None:
     """Write a config as native TOML and nothing else, so that it can go to a file."""
-    from tokenmill.config.dialects import to_toml
+    from tokenmill.config.run import to_toml
 
     sys.stdout.write(to_toml(translation.tables))

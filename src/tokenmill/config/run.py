@@ -1,16 +1,22 @@
-"""What a run is: frozen dataclasses, and the TOML reader that fills them."""
+"""What a run is: one record for each table of its config, and the stages with everything filled in.
+
+`parse_config` reads the tables into records as they are written; `Config.resolved_stages` are the stages with what
+they leave out taken from [run]. A rule that a single record can know stands in its `__post_init__`.
+"""
 
 from __future__ import annotations
 
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import gcd
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
@@ -18,308 +24,30 @@ from tokenmill.tables import (
     Number,
     check_choice,
     check_keys,
-    check_packing,
     check_positive,
     check_seed,
-    check_weighing,
     read_list,
     read_table,
 )
-from tokenmill.types import ARRAYS, ON_CHANGE, ON_ERROR, ON_EXHAUSTED, POSITIONS, RAMPS, Int64Array
-
-# What is changed in a run under way: steps that are skipped, documents and sources that are put aside.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkipConfig:
-    """Steps that are not trained on; those after them keep their numbers and batches."""
-
-    steps: str
-    """`a:b`, b exclusive."""
-    reason: str = ""
-
-    def range(self) -> tuple[int, int]:
-        """Return the first step and the one after the last."""
-        first, _, last = self.steps.partition(":")
-        numbers = [part.strip() for part in (first, last)]
-        if not all(part.isascii() and part.isdecimal() for part in numbers) or int(first) >= int(last):
-            raise ConfigError(
-                f"skip: steps must be a:b with a below b, got {self.steps!r}; for example steps = '1200:1240'"
-            )
-        return int(first), int(last)
-
-    def __post_init__(self) -> None:
-        self.range()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantineConfig:
-    """Documents of a source, or the whole of it, that are not trained on from a step on."""
-
-    source: str
-    from_step: int
-    documents: tuple[int, ...] | None = None
-    """Their numbers in the store; the whole source, where neither these nor a file are given."""
-    file: str | None = None
-    """File with such numbers, one a line; a relative path counts from the folder of the config."""
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        where = f"quarantine of {self.source!r}"
-        if self.from_step < 0:
-            raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")
-        if self.documents is not None and self.file is not None:
-            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
-        if self.documents is not None and not self.documents:
-            raise ConfigError(
-                f"{where}: documents must name some, got an empty list; leave the quarantine out, "
-                "or documents to put the whole source aside"
-            )
-        bad = [number for number in self.documents or () if not 0 <= number < MAX_NUMBER]
-        if bad:
-            raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of the source is meant."""
-        return self.documents is None and self.file is None
-
-    def numbers(self, folder: Path) -> Int64Array:
-        """Return the documents, sorted, each once; reads the file, if there is one."""
-        if self.file is None:
-            return np.unique(np.array(self.documents or (), np.int64))
-        file = folder / self.file
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"quarantine of {self.source!r}: file must be a text with numbers of documents, got {error}; fix it"
-            ) from None
-        found = []
-        for number, line in enumerate(lines, 1):
-            text = line.partition("#")[0].strip()
-            if text and not (text.isascii() and text.isdecimal() and int(text) < MAX_NUMBER):
-                raise ConfigError(
-                    f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
-                    "write one a line, what follows # is not read"
-                )
-            found += [int(text)] if text else []
-        return np.unique(np.array(found, np.int64))
-
-
-def check_edits(
-    skips: Sequence[SkipConfig], quarantines: Sequence[QuarantineConfig], sources: Sequence[str], steps: int
-) -> None:
-    """Refuse edits that do not fit the run."""
-    end = 0
-    for first, last in sorted(skip.range() for skip in skips):
-        if last > steps:
-            raise ConfigError(f"skip {first}:{last}: steps must lie within 0:{steps}, got {last}; shorten it")
-        if first < end:
-            raise ConfigError(
-                f"skip {first}:{last}: steps must be skipped once, got those before {end} twice; join the two"
-            )
-        end = last
-    if sum(last - first for first, last in (skip.range() for skip in skips)) >= steps:
-        raise ConfigError(f"skip: a run must train on some step, got all {steps} skipped; shorten it")
-    for edit in quarantines:
-        if edit.source not in sources:
-            raise ConfigError(
-                f"quarantine: source must be one of the run's, got {edit.source!r}; {nearest(edit.source, sources)}"
-            )
-        if edit.from_step >= steps:
-            raise ConfigError(
-                f"quarantine of {edit.source!r}: from_step must be below run.steps {steps}, "
-                f"got {edit.from_step}; leave it out"
-            )
-
-
-# Rules for sources of live text in a config, and how many lanes they have.
-
-_LIVE_KEYS = ("lanes", "window_bytes", "on_error")
-_COUNTED_KEYS = ("max_epochs", "on_exhausted")
-
-
-def check_live_source(source: SourceConfig) -> None:
-    """Refuse keys of a source that do not go with live text, or only with it."""
-    where = f"source {source.name!r}"
-    if not source.live:
-        for key in _LIVE_KEYS:
-            if getattr(source, key) is not None:
-                raise ConfigError(f"{where}: {key} is for live text, got no live; add live = true, or leave it out")
-        return
-    if not source.documents:
-        raise ConfigError(f"{where}: live text must have documents and a tokenizer, got a store; leave out live")
-    for key in _COUNTED_KEYS:
-        if getattr(source, key) is not None:
-            raise ConfigError(
-                f"{where}: {key} needs the rows of an epoch counted, got it with live = true; leave out live, and "
-                "the documents are prepared once"
-            )
-    for key in ("lanes", "window_bytes"):
-        if getattr(source, key) is not None:
-            check_positive(where, key, getattr(source, key))
-    if source.on_error is not None:
-        check_choice(where, "on_error", source.on_error, ON_ERROR)
-
-
-def check_live(config: Config, stages: tuple[StageConfig, ...]) -> None:
-    """Refuse what needs the rows of a source to be known beforehand, where it draws from live text."""
-    live = [source.name for source in config.sources if source.live]
-    for edit in config.quarantine:
-        if edit.source in live and not edit.whole:
-            raise ConfigError(
-                f"quarantine of {edit.source!r}: documents must have numbers, got some of live text, which has "
-                "none; put the whole source aside, or leave out live = true"
-            )
-    for stage in stages:
-        where = f"stage {stage.name!r}"
-        drawn = [name for name in live if name in _drawn(stage)]
-        if not drawn:
-            continue
-        if stage.weigh_by == "tokens":
-            raise ConfigError(
-                f'{where}: weigh_by = "tokens" needs the tokens of a row counted, got live text in {drawn[0]!r}; '
-                "weigh by rows, or leave out live = true"
-            )
-        for key in ("seed", "shuffle"):
-            if getattr(stage, key) != getattr(config.run, key):
-                raise ConfigError(
-                    f"{where}: {key} must be that of [run] where live text is drawn, as its lanes go through an "
-                    f"epoch at their own pace, got {getattr(stage, key)!r}; leave it out"
-                )
-
-
-def num_lanes(config: Config, source: SourceConfig) -> int:
-    """Return how many streams a source of live text has: as it says, or as many as divide every batch."""
-    batches = [stage.global_batch_size or 1 for stage in config.resolved_stages() if source.name in _drawn(stage)]
-    if source.lanes is None:
-        return gcd(*batches) if batches else 1
-    for batch in batches:
-        if batch % source.lanes:
-            raise ConfigError(
-                f"source {source.name!r}: lanes must divide the global_batch_size of every stage that draws from "
-                f"it, got {source.lanes} and {batch}; use {gcd(*batches)}, or leave it out"
-            )
-    return source.lanes
-
-
-def _drawn(stage: StageConfig) -> set[str]:
-    return {*(stage.weights or ()), *(stage.ramp_from or ())}
-
+from tokenmill.types import (
+    ARRAYS,
+    CROPS,
+    ON_CHANGE,
+    ON_ERROR,
+    ON_EXHAUSTED,
+    PACKINGS,
+    POSITIONS,
+    RAMPS,
+    SPLITS,
+    WEIGHINGS,
+    Int64Array,
+)
 
 MAX_SEQ_LEN = 1 << 24
 MAX_RAMP_BATCH = 1 << 22
 MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceConfig:
-    """A named set of rows."""
-
-    name: str
-    store: str | None = None
-    """Folder of the store, or files of another project; a relative path counts from the folder of the config."""
-    documents: tuple[str, ...] = ()
-    """In place of a store: files, folders, globs or `hf:` names of text, prepared into a store when first used."""
-    tokenizer: str | None = None
-    """Of `documents`, as `prepare` takes it."""
-    text_field: str = "text"
-    live: bool = False
-    """Whether `documents` are tokenized while the model trains, and never prepared."""
-    lanes: int | None = None
-    """How many streams live text is read in; None: the largest number that divides the batch of every stage."""
-    window_bytes: int | None = None
-    """How much of a file is shuffled and packed together where text is live."""
-    on_error: str | None = None
-    """What a record of live text that cannot be read does: `stop` the run (the default), or be `skip`ped."""
-    max_epochs: Number | None = None
-    """How often the source may be read in the whole run; checked before the first step."""
-    on_exhausted: str | None = None
-    """What happens when it has been read so often (once, where max_epochs does not say): an `error` before step 0
-    (the default with max_epochs), `stop` drawing from it, or `repeat` for ever (the default without)."""
-    dtype: str | None = None
-    """What files of another project do not say of themselves, as all below; must not contradict what they say."""
-    vocab_size: int | None = None
-    eos_id: int | None = None
-    bos_id: int | None = None
-    format: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise ConfigError(f"sources.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
-        if self.max_epochs is not None and not 0 < self.max_epochs < float("inf"):
-            raise ConfigError(
-                f"source {self.name!r}: max_epochs must be positive, got {self.max_epochs}; omit it for no limit"
-            )
-        if self.on_exhausted is not None:
-            check_choice(f"source {self.name!r}", "on_exhausted", self.on_exhausted, ON_EXHAUSTED)
-        if self.on_exhausted == "repeat" and self.max_epochs is not None:
-            raise ConfigError(
-                f"source {self.name!r}: on_exhausted = repeat is for sources without a limit, got max_epochs "
-                f"{self.max_epochs:g}; leave one of the two out"
-            )
-        if (self.store is None) == (not self.documents):
-            got = "both" if self.documents else "neither"
-            raise ConfigError(
-                f"source {self.name!r}: must have a store, or documents and a tokenizer, got {got}; "
-                'for example store = "stores/web"'
-            )
-        check_live_source(self)
-        if self.documents and self.tokenizer is None:
-            raise ConfigError(
-                f"source {self.name!r}: documents must have a tokenizer, got none; "
-                'for example tokenizer = "path/to/tokenizer.json", or "bytes"'
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageConfig:
-    """A run of steps; what it does not say (None), it takes from [run]."""
-
-    name: str
-    start_step: int
-    weights: Mapping[str, Number] | None = None
-    seed: int | None = None
-    global_batch_size: int | None = None
-    seq_len: int | None = None
-    packing: str | None = None
-    split: str | None = None
-    crop: str | None = None
-    shuffle: str | None = None
-    on_change: str = "unseen"
-    """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
-    `restart` the sources."""
-    lr_scale: Number = 1.0
-    """What the learning rate is to be multiplied by: handed on to the trainer, batches do not depend on it."""
-    ramp: str | None = None
-    """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
-    `cosine`."""
-    ramp_steps: int | None = None
-    ramp_from: Mapping[str, Number] | None = None
-    """Weights that the ramp starts from, if not those of the stage before."""
-    temperature: Number | None = None
-    weigh_by: str | None = None
-
-    def __post_init__(self) -> None:
-        where = f"stage {self.name!r}"
-        if not self.name.isprintable() or not self.name.strip():
-            raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
-        if self.start_step < 0:
-            raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
-        if not 0 < self.lr_scale < float("inf"):
-            raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
-        if self.ramp is not None:
-            check_choice(where, "ramp", self.ramp, RAMPS)
-            if self.ramp_steps is None or self.ramp_steps < 1:
-                got = "none" if self.ramp_steps is None else self.ramp_steps
-                raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
-        elif self.ramp_steps is not None or self.ramp_from is not None:
-            key = "ramp_steps" if self.ramp_steps is not None else "ramp_from"
-            raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
-        check_weighing(where, self.temperature, self.weigh_by)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,27 +85,288 @@ class RunConfig:
     """Where position_ids start from 0: at every `document`, or only at the start of the `row`."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "seq_len"):
-            check_positive("run", name, getattr(self, name))
-        if self.seq_len > MAX_SEQ_LEN:
-            raise ConfigError(f"run: seq_len must be at most {MAX_SEQ_LEN}, got {self.seq_len}; shorten it")
+        check_positive("run", "steps", self.steps)
+        _check_sizes("run", self.global_batch_size, self.seq_len)
         check_seed("run", self.seed)
-        check_packing("run", self.packing, self.split, self.crop)
+        _check_packing("run", self.packing, self.split, self.crop)
+        _check_weighing("run", self.temperature, self.weigh_by)
         check_choice("run", "positions", self.positions, POSITIONS)
-        check_weighing("run", self.temperature, self.weigh_by)
         for name in self.arrays:
             check_choice("run", "arrays", name, ARRAYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """A named set of rows."""
+
+    name: str
+    store: str | None = None
+    """Folder of the store, or files of another project; a relative path counts from the folder of the config."""
+    documents: tuple[str, ...] = ()
+    """In place of a store: files, folders, globs or `hf:` names of text, prepared into a store when first used."""
+    tokenizer: str | None = None
+    """Of `documents`, as `prepare` takes it."""
+    text_field: str = "text"
+    live: bool = False
+    """Whether `documents` are tokenized while the model trains, and never prepared."""
+    lanes: int | None = None
+    """How many streams live text is read in; None: the largest number that divides the batch of every stage."""
+    window_bytes: int | None = None
+    """How much of a file is shuffled and packed together where text is live."""
+    on_error: str | None = None
+    """What a record of live text that cannot be read does: `stop` the run (the default), or be `skip`ped."""
+    max_epochs: Number | None = None
+    """How often the source may be read in the whole run; checked before the first step."""
+    on_exhausted: str | None = None
+    """What happens when it has been read so often (once, where max_epochs does not say): an `error` before step 0
+    (the default with max_epochs), `stop` drawing from it, or `repeat` for ever (the default without)."""
+    dtype: str | None = None
+    """What files of another project do not say of themselves, as all below; must not contradict what they say."""
+    vocab_size: int | None = None
+    eos_id: int | None = None
+    bos_id: int | None = None
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            raise ConfigError(f"sources.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
+        where = f"source {self.name!r}"
+        if self.max_epochs is not None and not 0 < self.max_epochs < inf:
+            raise ConfigError(f"{where}: max_epochs must be positive, got {self.max_epochs}; omit it for no limit")
+        if self.on_exhausted is not None:
+            check_choice(where, "on_exhausted", self.on_exhausted, ON_EXHAUSTED)
+        if self.on_exhausted == "repeat" and self.max_epochs is not None:
+            raise ConfigError(
+                f"{where}: on_exhausted = repeat is for sources without a limit, got max_epochs "
+                f"{self.max_epochs:g}; leave one of the two out"
+            )
+        if (self.store is None) == (not self.documents):
+            got = "both" if self.documents else "neither"
+            raise ConfigError(
+                f"{where}: must have a store, or documents and a tokenizer, got {got}; "
+                'for example store = "stores/web"'
+            )
+        if self.live:
+            self._check_live(where)
+        for key in () if self.live else ("lanes", "window_bytes", "on_error"):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"{where}: {key} is for live text, got no live; add live = true, or leave it out")
+        if self.documents and self.tokenizer is None:
+            raise ConfigError(
+                f"{where}: documents must have a tokenizer, got none; "
+                'for example tokenizer = "path/to/tokenizer.json", or "bytes"'
+            )
+
+    def _check_live(self, where: str) -> None:
+        """Refuse what does not go with live text."""
+        if not self.documents:
+            raise ConfigError(
+                f"{where}: live text must have documents and a tokenizer, got a store; leave out live"
+            )
+        for key in ("max_epochs", "on_exhausted"):
+            if getattr(self, key) is not None:
+                raise ConfigError(
+                    f"{where}: {key} needs the rows of an epoch counted, got it with live = true; leave out live, "
+                    "and the documents are prepared once"
+                )
+        for key in ("lanes", "window_bytes"):
+            if getattr(self, key) is not None:
+                check_positive(where, key, getattr(self, key))
+        if self.on_error is not None:
+            check_choice(where, "on_error", self.on_error, ON_ERROR)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """A run of steps as it is written; what it does not say (None), it takes from [run]."""
+
+    name: str
+    start_step: int
+    weights: Mapping[str, Number] | None = None
+    seed: int | None = None
+    global_batch_size: int | None = None
+    seq_len: int | None = None
+    packing: str | None = None
+    split: str | None = None
+    crop: str | None = None
+    shuffle: str | None = None
+    on_change: str = "unseen"
+    """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
+    `restart` the sources."""
+    lr_scale: Number = 1.0
+    """What the learning rate is to be multiplied by: handed on to the trainer, batches do not depend on it."""
+    ramp: str | None = None
+    """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
+    `cosine`."""
+    ramp_steps: int | None = None
+    ramp_from: Mapping[str, Number] | None = None
+    """Weights that the ramp starts from, if not those of the stage before."""
+    temperature: Number | None = None
+    weigh_by: str | None = None
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}"
+        if not self.name.isprintable() or not self.name.strip():
+            raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
+        if self.start_step < 0:
+            raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
+        if not 0 < self.lr_scale < inf:
+            raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
+        if self.ramp is not None:
+            check_choice(where, "ramp", self.ramp, RAMPS)
+            if self.ramp_steps is None or self.ramp_steps < 1:
+                got = "none" if self.ramp_steps is None else self.ramp_steps
+                raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
+        elif self.ramp_steps is not None or self.ramp_from is not None:
+            key = "ramp_steps" if self.ramp_steps is not None else "ramp_from"
+            raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
+        _check_weighing(where, self.temperature, self.weigh_by)
+        _check_sizes(where, self.global_batch_size, self.seq_len)
+        if self.seed is not None:
+            check_seed(where, self.seed)
+        check_choice(where, "on_change", self.on_change, ON_CHANGE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipConfig:
+    """Steps that are not trained on; those after them keep their numbers and batches."""
+
+    steps: str
+    """`a:b`, b exclusive."""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self.range()
+
+    def range(self) -> tuple[int, int]:
+        """Return the first step and the one after the last."""
+        first, _, last = (part.strip() for part in self.steps.partition(":"))
+        if not all(part.isascii() and part.isdecimal() for part in (first, last)) or int(first) >= int(last):
+            raise ConfigError(
+                f"skip: steps must be a:b with a below b, got {self.steps!r}; for example steps = '1200:1240'"
+            )
+        return int(first), int(last)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantineConfig:
+    """Documents of a source, or the whole of it, that are not trained on from a step on."""
+
+    source: str
+    from_step: int
+    documents: tuple[int, ...] | None = None
+    """Their numbers in the store; the whole source, where neither these nor a file are given."""
+    file: str | None = None
+    """File with such numbers, one a line; a relative path counts from the folder of the config."""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"quarantine of {self.source!r}"
+        if self.from_step < 0:
+            raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")
+        if self.documents is not None and self.file is not None:
+            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
+        if self.documents is not None and not self.documents:
+            raise ConfigError(
+                f"{where}: documents must name some, got an empty list; leave the quarantine out, "
+                "or documents to quarantine the whole source"
+            )
+        bad = [number for number in self.documents or () if not 0 <= number < MAX_NUMBER]
+        if bad:
+            raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the source is meant."""
+        return self.documents is None and self.file is None
+
+    def numbers(self, folder: Path) -> Int64Array:
+        """Return the documents, sorted, each once; reads the file, if there is one."""
+        if self.file is None:
+            return np.unique(np.array(self.documents or (), np.int64))
+        file = folder / self.file
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"quarantine of {self.source!r}: file must be a text with numbers of documents, got {error}; fix it"
+            ) from None
+        documents = []
+        for number, line in enumerate(lines, 1):
+            text = line.partition("#")[0].strip()
+            if text and not (text.isascii() and text.isdecimal() and int(text) < MAX_NUMBER):
+                raise ConfigError(
+                    f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
+                    "write one a line, what follows # is not read"
+                )
+            documents += [int(text)] if text else []
+        return np.unique(np.array(documents, np.int64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedStage:
+    """A run of steps with everything filled in: what the stage says itself, else what [run] says."""
+
+    name: str
+    start_step: int
+    end_step: int
+    """First step that is no longer of the stage."""
+    weights: Mapping[str, Number]
+    seed: int
+    global_batch_size: int
+    seq_len: int
+    packing: str
+    split: str
+    crop: str
+    shuffle: str
+    temperature: Number
+    weigh_by: str
+    on_change: str
+    lr_scale: Number
+    ramp: str | None
+    ramp_steps: int
+    """0 without a ramp."""
+    ramp_from: Mapping[str, Number] | None
+    """None: the weights of the stage before."""
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}"
+        _check_packing(where, self.packing, self.split, self.crop)
+        if self.ramp_steps > MAX_RAMP_STEPS:
+            raise ConfigError(
+                f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {self.ramp_steps}; "
+                "shorten it, or put several stages after each other"
+            )
+        if self.ramp_steps > self.end_step - self.start_step:
+            raise ConfigError(
+                f"{where}: ramp_steps must be at most the {self.end_step - self.start_step} steps of the stage, "
+                f"got {self.ramp_steps}; shorten it"
+            )
+        if self.ramp and self.start_step == 0 and self.ramp_from is None:
+            raise ConfigError(
+                f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
+            )
+        if self.ramp and self.global_batch_size > MAX_RAMP_BATCH:
+            raise ConfigError(
+                f"{where}: global_batch_size must be at most {MAX_RAMP_BATCH} in a ramp, "
+                f"got {self.global_batch_size}; lower it"
+            )
+
+    @property
+    def sources(self) -> set[str]:
+        """Names of the sources that some step of it draws from."""
+        return {*self.weights, *(self.ramp_from or ())}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole config file."""
 
     run: RunConfig
     sources: tuple[SourceConfig, ...]
-    stages: tuple[StageConfig, ...] = field(default=())
-    skip: tuple[SkipConfig, ...] = field(default=())
-    quarantine: tuple[QuarantineConfig, ...] = field(default=())
+    stages: tuple[StageConfig, ...] = ()
+    skip: tuple[SkipConfig, ...] = ()
+    quarantine: tuple[QuarantineConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -385,62 +374,31 @@ class Config:
                 "sources: a run must have at least one, got none; add [[sources]] with name and store"
             )
         for kind, names in (("sources", self.source_names), ("stages", [stage.name for stage in self.stages])):
-            twice = sorted({name for name in names if list(names).count(name) > 1})
+            twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ConfigError(f"{kind}: names must differ, got {twice[0]!r} twice; rename one")
-        check_edits(self.skip, self.quarantine, self.source_names, self.run.steps)
+        _check_edits(self)
 
     @property
     def source_names(self) -> tuple[str, ...]:
         """Names of all sources, in the order of the file."""
         return tuple(source.name for source in self.sources)
 
-    def resolved_stages(self) -> tuple[StageConfig, ...]:
-        """Return the stages with everything said: own values, else those of [run]."""
+    @cached_property
+    def resolved_stages(self) -> tuple[ResolvedStage, ...]:
+        """The stages with everything filled in; where none is written, one over the whole run."""
+        from tokenmill.plan.plan import check_order
+
         stages = self.stages or (StageConfig(name="main", start_step=0),)
+        check_order([(stage.name, stage.start_step) for stage in stages], self.run.steps)
         ends = [*(stage.start_step for stage in stages[1:]), self.run.steps]
-        for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
-            self._check_ramp(stage, end, first=not number)
-        resolved = tuple(self._resolve(stage) for stage in stages)
-        check_live(self, resolved)
+        resolved = tuple(self._resolve(stage, end) for stage, end in zip(stages, ends, strict=True))
+        _check_live(self, resolved)
         return resolved
 
-    def _check_ramp(self, stage: StageConfig, end: int, *, first: bool) -> None:
-        if stage.ramp is None or stage.ramp_steps is None:
-            return
-        where = f"stage {stage.name!r}"
-        if first and stage.ramp_from is None:
-            raise ConfigError(
-                f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
-            )
-        if stage.ramp_steps > MAX_RAMP_STEPS:
-            raise ConfigError(
-                f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {stage.ramp_steps}; "
-                "shorten it, or put several stages after each other"
-            )
-        if stage.ramp_steps > max(end - stage.start_step, 0):
-            raise ConfigError(
-                f"{where}: ramp_steps must be at most the {max(end - stage.start_step, 0)} steps of the stage, "
-                f"got {stage.ramp_steps}; shorten it"
-            )
-        batch = stage.global_batch_size or self.run.global_batch_size
-        if batch > MAX_RAMP_BATCH:
-            raise ConfigError(
-                f"{where}: global_batch_size must be at most {MAX_RAMP_BATCH} in a ramp, got {batch}; lower it"
-            )
-        if stage.ramp_from is not None:
-            self._check_weights(f"{where}, ramp_from", stage.ramp_from)
-
-    def _resolve(self, stage: StageConfig) -> StageConfig:
-        where = f"stage {stage.name!r}"
-        for name in ("global_batch_size", "seq_len"):
-            if getattr(stage, name) is not None:
-                check_positive(where, name, getattr(stage, name))
-        if stage.seq_len is not None and stage.seq_len > MAX_SEQ_LEN:
-            raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {stage.seq_len}; shorten it")
-        if stage.seed is not None:
-            check_seed(where, stage.seed)
-        weights = stage.weights if stage.weights is not None else self.run.weights
+    def _resolve(self, stage: StageConfig, end_step: int) -> ResolvedStage:
+        run, where = self.run, f"stage {stage.name!r}"
+        weights = stage.weights if stage.weights is not None else run.weights
         if weights is None:
             if len(self.sources) > 1:
                 raise ConfigError(
@@ -448,47 +406,79 @@ class Config:
                     f"add weights = {{ {', '.join(f'{name} = 1' for name in self.source_names)} }}"
                 )
             weights = {self.sources[0].name: 1.0}
-        self._check_weights(where, weights)
-        packing = stage.packing or self.run.packing
-        split = stage.split or (self.run.split if packing in ("best_fit", "padded") else "allow")
-        crop = stage.crop or (self.run.crop if packing == "bos_best_fit" else "return")
-        check_packing(where, packing, split, crop)
-        if self.run.cross_document_labels and packing != "concat":
+        _check_weights(where, weights, self.source_names)
+        if stage.ramp_from is not None:
+            _check_weights(f"{where}, ramp_from", stage.ramp_from, self.source_names)
+        packing = stage.packing or run.packing
+        resolved = ResolvedStage(
+            name=stage.name,
+            start_step=stage.start_step,
+            end_step=end_step,
+            weights=weights,
+            seed=run.seed if stage.seed is None else stage.seed,
+            global_batch_size=stage.global_batch_size or run.global_batch_size,
+            seq_len=stage.seq_len or run.seq_len,
+            packing=packing,
+            split=stage.split or (run.split if packing in ("best_fit", "padded") else "allow"),
+            crop=stage.crop or (run.crop if packing == "bos_best_fit" else "return"),
+            shuffle=stage.shuffle or run.shuffle,
+            temperature=run.temperature if stage.temperature is None else stage.temperature,
+            weigh_by=stage.weigh_by or run.weigh_by,
+            on_change=stage.on_change,
+            lr_scale=stage.lr_scale,
+            ramp=stage.ramp,
+            ramp_steps=stage.ramp_steps or 0,
+            ramp_from=stage.ramp_from,
+        )
+        if run.cross_document_labels and packing != "concat":
             raise ConfigError(
                 f"{where}: cross_document_labels is for packing concat, got it with {packing!r}; "
                 "leave it out, or use packing = concat"
             )
-        check_choice(where, "on_change", stage.on_change, ON_CHANGE)
-        return replace(
-            stage,
-            weights=weights,
-            seed=self.run.seed if stage.seed is None else stage.seed,
-            global_batch_size=stage.global_batch_size or self.run.global_batch_size,
-            seq_len=stage.seq_len or self.run.seq_len,
-            packing=packing,
-            split=split,
-            crop=crop,
-            shuffle=stage.shuffle or self.run.shuffle,
-            temperature=self.run.temperature if stage.temperature is None else stage.temperature,
-            weigh_by=stage.weigh_by or self.run.weigh_by,
-        )
+        return resolved
 
-    def _check_weights(self, where: str, weights: Mapping[str, float]) -> None:
-        for name in weights:
-            if name not in self.source_names:
+    def num_lanes(self, source: SourceConfig) -> int:
+        """Return how many streams a source of live text has: as it says, or as many as divide every batch."""
+        batches = [stage.global_batch_size for stage in self.resolved_stages if source.name in stage.sources]
+        if source.lanes is None:
+            return gcd(*batches) if batches else 1
+        for batch in batches:
+            if batch % source.lanes:
                 raise ConfigError(
-                    f"{where}: weights must name sources, got {name!r}; {nearest(name, self.source_names)}"
+                    f"source {source.name!r}: lanes must divide the global_batch_size of every stage that draws "
+                    f"from it, got {source.lanes} and {batch}; use {gcd(*batches)}, or leave it out"
                 )
-        bad = {name: weight for name, weight in weights.items() if not 0 < weight < float("inf")}
-        if bad or not weights:
-            raise ConfigError(
-                f"{where}: weights must be positive, got {bad or dict(weights)}; "
-                "leave a source out to give it no share"
-            )
+        return source.lanes
+
+
+# Reading and writing
+
+_TABLES = ("run", "sources", "stages", "skip", "quarantine")
+
+
+def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
+    """Make a config of nested tables, as a TOML reader gives them; every key must be known."""
+    check_keys(where, tables, _TABLES)
+    if "run" not in tables:
+        raise ConfigError(
+            f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
+        )
+    return Config(
+        run=read_table(RunConfig, tables["run"], "run"),
+        sources=read_list(SourceConfig, tables, "sources"),
+        stages=read_list(StageConfig, tables, "stages"),
+        skip=read_list(SkipConfig, tables, "skip"),
+        quarantine=read_list(QuarantineConfig, tables, "quarantine"),
+    )
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """Read a config file of our own."""
+    return parse_config(read_tables(path), where=str(path))
 
 
 def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a config file in TOML."""
+    """Read a TOML file."""
     file = Path(path)
     if file.is_dir():
         raise ConfigError(
@@ -504,22 +494,113 @@ def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{file}: must be TOML, got {error}; fix that line") from None
 
 
-def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read a config file of our own in TOML; every key must be known and every value of its type."""
-    return parse_config(read_tables(path), where=str(path))
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """Write the tables of a config as TOML; a list of tables as [[name]], to which a user can add one."""
+    parts = []
+    # An empty list has no header of its own, and must stand before the first.
+    for name in sorted(tables, key=lambda name: (tables[name] != [], _TABLES.index(name))):
+        if not isinstance(tables[name], list) or not tables[name]:
+            parts.append(tomli_w.dumps({name: tables[name]}))
+            continue
+        for item in tables[name]:
+            plain = {key: inner for key, inner in item.items() if not isinstance(inner, Mapping)}
+            nested = {key: inner for key, inner in item.items() if isinstance(inner, Mapping)}
+            parts.append(f"[[{name}]]\n{tomli_w.dumps(plain)}")
+            parts += [tomli_w.dumps({name: {key: inner}}) for key, inner in nested.items()]
+    return "\n".join(parts)
 
 
-def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
-    """Make a config of nested tables, as a TOML reader gives them."""
-    check_keys(where, tables, ("run", "sources", "stages", "skip", "quarantine"))
-    if "run" not in tables:
+# Rules that several records have, or that need more than one
+
+
+def _check_sizes(where: str, global_batch_size: int | None, seq_len: int | None) -> None:
+    for name, size in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
+        if size is not None:
+            check_positive(where, name, size)
+    if seq_len is not None and seq_len > MAX_SEQ_LEN:
+        raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {seq_len}; shorten it")
+
+
+def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
+    """Refuse choices of packing that do not go together."""
+    check_choice(where, "packing", packing, PACKINGS)
+    check_choice(where, "split", split, SPLITS)
+    check_choice(where, "crop", crop, CROPS)
+    if split != "allow" and packing not in ("best_fit", "padded"):
         raise ConfigError(
-            f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
+            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
         )
-    return Config(
-        run=read_table(RunConfig, tables["run"], "run"),
-        sources=read_list(SourceConfig, tables, "sources"),
-        stages=read_list(StageConfig, tables, "stages"),
-        skip=read_list(SkipConfig, tables, "skip"),
-        quarantine=read_list(QuarantineConfig, tables, "quarantine"),
-    )
+    if crop != "return" and packing != "bos_best_fit":
+        raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
+
+
+def _check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
+    if temperature is not None and not 0 < temperature < inf:
+        raise ConfigError(f"{where}: temperature must be positive, got {temperature}; leave it out for 1")
+    if weigh_by is not None:
+        check_choice(where, "weigh_by", weigh_by, WEIGHINGS)
+
+
+def _check_weights(where: str, weights: Mapping[str, Number], sources: Sequence[str]) -> None:
+    for name in weights:
+        if name not in sources:
+            raise ConfigError(f"{where}: weights must name sources, got {name!r}; {nearest(name, sources)}")
+    bad = {name: weight for name, weight in weights.items() if not 0 < weight < inf}
+    if bad or not weights:
+        raise ConfigError(
+            f"{where}: weights must be positive, got {bad or dict(weights)}; leave a source out to give it no share"
+        )
+
+
+def _check_edits(config: Config) -> None:
+    """Refuse skips and quarantines that do not fit the run."""
+    steps, end = config.run.steps, 0
+    ranges = sorted(skip.range() for skip in config.skip)
+    for first, last in ranges:
+        if last > steps:
+            raise ConfigError(f"skip {first}:{last}: steps must lie within 0:{steps}, got {last}; shorten it")
+        if first < end:
+            raise ConfigError(
+                f"skip {first}:{last}: steps must be skipped once, got those before {end} twice; join the two"
+            )
+        end = last
+    if sum(last - first for first, last in ranges) >= steps:
+        raise ConfigError(f"skip: a run must train on some step, got all {steps} skipped; shorten it")
+    for edit in config.quarantine:
+        if edit.source not in config.source_names:
+            raise ConfigError(
+                f"quarantine: source must be one of the run's, got {edit.source!r}; "
+                f"{nearest(edit.source, config.source_names)}"
+            )
+        if edit.from_step >= steps:
+            raise ConfigError(
+                f"quarantine of {edit.source!r}: from_step must be below run.steps {steps}, "
+                f"got {edit.from_step}; leave it out"
+            )
+
+
+def _check_live(config: Config, stages: Sequence[ResolvedStage]) -> None:
+    """Refuse what needs the rows of a source to be known beforehand, where a stage draws from live text."""
+    live = [source.name for source in config.sources if source.live]
+    for edit in config.quarantine:
+        if edit.source in live and not edit.whole:
+            raise ConfigError(
+                f"quarantine of {edit.source!r}: documents must have numbers, got some of live text, which has "
+                "none; quarantine the whole source, or leave out live = true"
+            )
+    for stage in stages:
+        where = f"stage {stage.name!r}"
+        drawn = [name for name in live if name in stage.sources]
+        if not drawn:
+            continue
+        if stage.weigh_by == "tokens":
+            raise ConfigError(
+                f'{where}: weigh_by = "tokens" needs the tokens of a row counted, got live text in {drawn[0]!r}; '
+                "weigh by rows, or leave out live = true"
+            )
+        for key in ("seed", "shuffle"):
+            if getattr(stage, key) != getattr(config.run, key):
+                raise ConfigError(
+                    f"{where}: {key} must be that of [run] where live text is drawn, as its lanes go through an "
+                    f"epoch at their own pace, got {getattr(stage, key)!r}; leave it out"
+                )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from tokenmill.config.run import num_lanes
 from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError, TokenizerError, met_in
 from tokenmill.fingerprint import digest, key64
 from tokenmill.live.source import Format, LiveOptions, open_live
@@ -819,7 +818,7 @@ class LiveRows:
 def open_rows(config: Config, source: SourceConfig, texts: list[str], tokenizer: str) -> LiveRows:
     """List the files of a source and open its tokenizer; rows are made as [run] says, unless a stage says more."""
     run = config.run
-    lanes = num_lanes(config, source)
+    lanes = config.num_lanes(source)
     options = LiveOptions(
         seq_len=run.seq_len,
         packing=run.packing,

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from tokenmill.config.dialects import Translation, to_toml
-from tokenmill.config.run import StageConfig, parse_config
+from tokenmill.config.dialects import Translation
+from tokenmill.config.run import ResolvedStage, parse_config, to_toml
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.run.history import PLAN_DIGITS, Origin, Side, begins, record, tables_of
 from tokenmill.run.run import Run
@@ -137,7 +137,7 @@ def _cut(tables: dict[str, Any], run: Run, step: int, name: str | None, *, keep_
             _check_name(name, taken)
             running["name"] = name
         return str(running["name"])
-    _check_ramp(run.config.resolved_stages()[number], step)
+    _check_ramp(run.config.resolved_stages[number], step)
     if name is None:
         name = next(name for name in _names() if name not in taken)
     _check_name(name, taken)
@@ -162,9 +162,9 @@ def _check_name(name: str, taken: Sequence[str]) -> None:
         )
 
 
-def _check_ramp(stage: StageConfig, step: int) -> None:
+def _check_ramp(stage: ResolvedStage, step: int) -> None:
     """Refuse a step in the midst of a ramp, which is counted from the start of its stage and cannot be cut."""
-    end = stage.start_step + (stage.ramp_steps or 0)
+    end = stage.start_step + stage.ramp_steps
     if step < end:
         raise ConfigError(
             f"fork: step must not lie within the ramp of stage {stage.name!r} (steps {stage.start_step}:{end}), "

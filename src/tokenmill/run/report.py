@@ -15,7 +15,7 @@ from tokenmill.store.layout import token_keys
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, BoolArray, Int64Array
 
 if TYPE_CHECKING:
-    from tokenmill.config.run import QuarantineConfig, StageConfig
+    from tokenmill.config.run import QuarantineConfig, ResolvedStage
     from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.loader.buffers import Layout
     from tokenmill.plan import Plan, RowIndex, Stage
@@ -141,7 +141,7 @@ def all_warnings(run: Run, facts: PlanReport) -> list[str]:
     """Return everything that is odd in a run; an empty list if nothing is."""
     from tokenmill.plan.report import warnings
 
-    weigh_by = {stage.name: stage.weigh_by or "rows" for stage in run.config.resolved_stages()}
+    weigh_by = {stage.name: stage.weigh_by for stage in run.config.resolved_stages}
     return [*warnings(run.plan(), facts, weigh_by), *_vain_quarantines(run), *cut_records(run)]
 
 
@@ -150,17 +150,16 @@ def cut_records(run: Run) -> Iterator[str]:
 
     Reads document offsets, a part at a time. A text is used to being cut; an answer without its question is not.
     """
-    for stage in run.config.resolved_stages():
-        for name in stage.weights or ():
+    for stage in run.config.resolved_stages:
+        for name in stage.weights:
             store = run.stores.get(name)  # live text has no mask, and none here
             told = _cuts(stage, store, name) if store is not None and "loss_mask" in store.keys else None
             if told:
                 yield f"stage {stage.name!r}: {told}"
 
 
-def _cuts(stage: StageConfig, store: Store, name: str) -> str | None:
+def _cuts(stage: ResolvedStage, store: Store, name: str) -> str | None:
     """Say which records a stage cuts so that something is trained behind the cut; None if it cuts none so."""
-    assert stage.seq_len is not None  # resolved_stages() has filled it in
     longer, crossing = _count_cut(store, stage.seq_len)
     total = f"{store.num_documents:,} records of {name!r}"
     if stage.packing == "best_fit" and stage.split == "allow" and longer:

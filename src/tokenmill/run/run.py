@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.dialects import Translation, translate
-from tokenmill.config.run import DEFAULT_ARRAYS, Config, SourceConfig, StageConfig, parse_config, read_tables
+from tokenmill.config.run import DEFAULT_ARRAYS, Config, ResolvedStage, SourceConfig, parse_config, read_tables
 from tokenmill.errors import ConfigError
 from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
 
@@ -141,11 +141,9 @@ class Run:
     @cached_property
     def _plan(self) -> Plan:
         from tokenmill.config.schedule import limits, schedule
-        from tokenmill.plan.plan import check_order, compile_plan
+        from tokenmill.plan.plan import compile_plan
 
         steps = self.config.run.steps
-        stages = self.config.stages or self.config.resolved_stages()
-        check_order([(stage.name, stage.start_step) for stage in stages], steps)  # before any row is packed
         errors, stops = limits(self.config)
         return compile_plan(
             schedule(self.config, self.folder, self._stage_rows),
@@ -195,23 +193,18 @@ class Run:
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )
 
-    def _stage_rows(self, name: str, stage: StageConfig, excluded: Int64Array) -> RowIndex:
+    def _stage_rows(self, name: str, stage: ResolvedStage, excluded: Int64Array) -> RowIndex:
         """Return the rows of a source in a stage."""
         from tokenmill.packing import Policy
 
-        # resolved_stages() has filled everything in.
-        assert stage.seq_len is not None
-        assert stage.split is not None
-        assert stage.crop is not None
         _ = self.stores  # checks that all sources go together
         policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
         if name in self.live:
             return self.live[name].made(stage.seq_len, policy)
         return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
 
-    def _packing(self, stage: StageConfig) -> str:
+    def _packing(self, stage: ResolvedStage) -> str:
         """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""
-        assert stage.packing is not None
         kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
         if not kinds:
             return stage.packing

@@ -14,8 +14,7 @@ FIRST = {
     "seq_len": 64,
 }
 SECOND = FIRST | {"name": "b", "start_step": 50}
-PLACE = "tt.toml: training.data_stages[0]: "
-TOP = "tt.toml: training: "
+PLACE = "training.data_stages[0]"
 
 
 def tables_of(*stages):
@@ -30,88 +29,106 @@ def without(name):
     ("stage", "message"),
     [
         *(
-            (without(name), f"{name} must be given, got nothing; add {name} = ...")
+            (without(name), f"{PLACE}: {name} must be given, got nothing; add {name} = ...")
             for name in ("name", "start_step", "dataset_type", "seq_len")
         ),
-        (FIRST | {"name": " "}, "name must not be empty, got ' '; name the stage"),
+        (FIRST | {"name": " "}, "training.data_stages: name must not be empty, got ' '; name the stage"),
         (
             FIRST | {"dataset_type": "nanosets"},
-            "dataset_type must be one of huggingface, nanoset, preprocessed, packed_memmap, got 'nanosets'; "
+            "stage 'a': dataset_type must be one of huggingface, nanoset, preprocessed, packed_memmap, got "
+            "'nanosets'; "
             "did you mean 'nanoset'?",
         ),
         (
             FIRST | {"dataset_type": "huggingface"},
-            "dataset must be given for dataset_type huggingface, got nothing; add dataset = ...",
+            "stage 'a': dataset must be given for dataset_type huggingface, got nothing; add dataset = ...",
         ),
         (
             without("dataset_folders"),
-            "dataset_folders must be given for dataset_type nanoset, got nothing; add dataset_folders = ...",
+            "stage 'a': dataset_folders must be given for dataset_type nanoset, got nothing; "
+            "add dataset_folders = ...",
         ),
         (
             FIRST | {"dataset_type": "preprocessed"},
-            "dataset_path must be given for dataset_type preprocessed, got nothing; add dataset_path = ...",
+            "stage 'a': dataset_path must be given for dataset_type preprocessed, got nothing; "
+            "add dataset_path = ...",
         ),
         (
             FIRST | {"dataset_type": "packed_memmap"},
-            "dataset_path must be given for dataset_type packed_memmap, got nothing; add dataset_path = ...",
+            "stage 'a': dataset_path must be given for dataset_type packed_memmap, got nothing; "
+            "add dataset_path = ...",
         ),
         (
             FIRST | {"dataset_folders": ["/web", " "]},
-            "dataset_folders must be a list of strings that are not empty, got ['/web', ' ']; change its type",
+            "stage 'a': dataset_folders must not be empty strings, got ['/web', ' ']; leave them out",
         ),
         (
             FIRST | {"dataset_weights": [1.5, -0.5]},
-            "dataset_weights must not be negative, got [1.5, -0.5]; 0 leaves a folder out",
+            "stage 'a': dataset_weights must lie within 0 and 1, got [1.5, -0.5]; "
+            "divide by their sum, 0 leaves a folder out",
         ),
         (
             FIRST | {"dataset_weights": [2, 1]},
-            "dataset_weights must be at most 1.0, got [2, 1]; divide by their sum",
+            "stage 'a': dataset_weights must lie within 0 and 1, got [2, 1]; "
+            "divide by their sum, 0 leaves a folder out",
         ),
         (
             FIRST | {"dataset_weights": [0.5, 0.4]},
-            "dataset_weights must sum to 1.0, got [0.5, 0.4] with 0.9; divide by their sum",
+            "stage 'a': dataset_weights must sum to 1.0, got [0.5, 0.4] with 0.9; divide by their sum",
         ),
         (
             FIRST | {"dataset_weights": [0.5, 0.50001]},
-            "dataset_weights must sum to 1.0, got [0.5, 0.50001] with 1.00001; divide by their sum",
+            "stage 'a': dataset_weights must sum to 1.0, got [0.5, 0.50001] with 1.00001; divide by their sum",
         ),
         (
             FIRST | {"dataset_weights": [0.5, float("nan")]},
-            "dataset_weights must be finite numbers, got nan; change it",
+            "stage 'a': dataset_weights must lie within 0 and 1, got [0.5, nan]; "
+            "divide by their sum, 0 leaves a folder out",
         ),
         (
             FIRST | {"dataset_weights": [0.5, 0.25, 0.25]},
-            "dataset_weights must be as many as the 2 dataset_folders, got 3; give one to each",
+            "stage 'a': dataset_weights must be as many as the 2 dataset_folders, got 3; give one to each",
         ),
         (
             without("dataset_weights"),
-            "dataset_weights must be given for 2 dataset_folders, got none; "
+            "stage 'a': dataset_weights must be given for 2 dataset_folders, got none; "
             "add the share of each, such as its share of all tokens",
         ),
-        (FIRST | {"seq_len": 0}, "seq_len must be at least 1, got 0; raise it"),
-        (FIRST | {"seq_len": 64.0}, "seq_len must be a whole number, got 64.0; change its type"),
-        (FIRST | {"dataset_random_seed": -1}, "dataset_random_seed must be at least 0, got -1; raise it"),
-        (FIRST | {"start_step": -1}, "start_step must be at least 0, got -1; raise it"),
+        (FIRST | {"seq_len": 0}, f"{PLACE}.seq_len: must be a whole number from 1 to 2^40, got 0; change it"),
+        (
+            FIRST | {"seq_len": 64.0},
+            f"{PLACE}.seq_len: must be a whole number from 1 to 2^40, got 64.0; change its type",
+        ),
+        (
+            FIRST | {"dataset_random_seed": -1},
+            f"{PLACE}.dataset_random_seed: must be a whole number from 0 to 2^63, got -1; change it",
+        ),
+        (
+            FIRST | {"start_step": -1},
+            f"{PLACE}.start_step: must be a whole number from 0 to 2^40, got -1; change it",
+        ),
         (
             FIRST | {"start_step": 100},
-            "start_step must be below the 100 steps of training, got 100; lower it, or leave the stage out",
+            "stage 'a': start_step must be below 100, where training ends, got 100; "
+            "order the stages, or leave it out",
         ),
         (
             FIRST | {"start_step": 20, "end_step": 20},
-            "end_step must be above start_step 20, got 20; raise it",
+            "stage 'a': end_step must be above start_step 20, got 20; raise it",
         ),
         (
             FIRST | {"end_step": 101},
-            "end_step must be at most the 100 steps of training, got 101; lower it, or leave it out",
+            "stage 'a': end_step must be 100, where training ends, as stages leave no gap and do not overlap, got "
+            "101; leave it out",
         ),
-        (FIRST | {"seqlen": 64}, "keys must be known, got 'seqlen'; did you mean 'seq_len'?"),
+        (FIRST | {"seqlen": 64}, f"{PLACE}: keys must be known, got 'seqlen'; did you mean 'seq_len'?"),
     ],
 )
 def test_a_stage_is_checked(stage, message):
     """[A1.a]"""
     with pytest.raises(ConfigError) as caught:
         translate(tables_of(stage), where="tt.toml")
-    assert str(caught.value) == PLACE + message
+    assert str(caught.value) == f"tt.toml: {message}"
 
 
 @pytest.mark.parametrize(
@@ -119,29 +136,36 @@ def test_a_stage_is_checked(stage, message):
     [
         (
             [FIRST | {"end_step": 40}, SECOND],
-            "data_stages must leave no gap, got none for steps 40 to 49 between 'a' and 'b'; "
-            "leave out the end_step of 'a'",
+            "stage 'a': end_step must be 50, where stage 'b' starts, as stages leave no gap and do not overlap, "
+            "got 40; leave it out",
         ),
         (
             [FIRST, SECOND | {"end_step": 90}],
-            "data_stages must leave no gap, got none for steps 90 to 99 after 'b'; leave out the end_step of 'b'",
+            "stage 'b': end_step must be 100, where training ends, as stages leave no gap and do not overlap, "
+            "got 90; leave it out",
         ),
         (
             [FIRST | {"end_step": 60}, SECOND],
-            "data_stages must not overlap, got steps 50 to 59 in 'a' and 'b'; leave out the end_step of 'a'",
+            "stage 'a': end_step must be 50, where stage 'b' starts, as stages leave no gap and do not overlap, "
+            "got 60; leave it out",
         ),
         (
             [FIRST, SECOND, SECOND | {"name": "c", "start_step": 20}],
-            "data_stages must be in the order of start_step, got 'c' at 20 after 'b' at 50; order them",
+            "stage 'b': start_step must be below 20, where stage 'c' starts, got 50; "
+            "order the stages, or leave it out",
         ),
         (
             [FIRST, FIRST | {"name": "b"}],
-            "data_stages must be in the order of start_step, got 'b' at 0 after 'a' at 0; order them",
+            "stage 'a': start_step must be below 0, where stage 'b' starts, got 0; "
+            "order the stages, or leave it out",
         ),
-        ([FIRST, SECOND | {"name": "a"}], "names of data_stages must differ, got 'a' twice; rename one"),
         (
-            [SECOND | {"name": "default"}],
-            "dataset must be given for dataset_type huggingface, got nothing; add dataset = ...",
+            [FIRST, SECOND | {"name": "a"}],
+            "stage 'a': names of data_stages must differ, got it twice; rename one",
+        ),
+        (
+            [SECOND],
+            "training: dataset must be given for dataset_type huggingface, got nothing; add dataset = ...",
         ),
     ],
 )
@@ -149,7 +173,7 @@ def test_stages_are_checked_together(stages, message):
     """[A1.a]"""
     with pytest.raises(ConfigError) as caught:
         translate(tables_of(*stages), where="tt.toml")
-    assert str(caught.value) == TOP + message
+    assert str(caught.value) == f"tt.toml: {message}"
 
 
 def test_a_stage_must_not_have_the_name_of_the_one_that_is_made():
@@ -157,7 +181,9 @@ def test_a_stage_must_not_have_the_name_of_the_one_that_is_made():
     tables["training"] |= {"dataset_type": "preprocessed", "dataset_path": "/web"}
     with pytest.raises(ConfigError) as caught:
         translate(tables, where="tt.toml")
-    assert str(caught.value) == TOP + "names of data_stages must differ, got 'default' twice; rename one"
+    assert (
+        str(caught.value) == "tt.toml: stage 'default': names of data_stages must differ, got it twice; rename one"
+    )
 
 
 @pytest.mark.parametrize("end", [None, 50])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tokenmill.build.build import prepare
-from tokenmill.config.dialects import to_toml, translate
-from tokenmill.config.run import RunConfig, SourceConfig, StageConfig, parse_config
+from tokenmill.config.dialects import translate
+from tokenmill.config.run import RunConfig, SourceConfig, StageConfig, parse_config, to_toml
 from tokenmill.errors import ConfigError
 from tokenmill.run.run import Run
 
@@ -150,7 +150,7 @@ def test_raw_files_of_kempnerforge_are_proven_and_not_guessed(tmp_path):
 @pytest.mark.usefixtures("npy")
 def test_the_scale_of_a_phase_is_that_of_its_stage(tmp_path):
     text = KEMPNERFORGE + "lr_scale = 0.5\n"
-    assert [stage.lr_scale for stage in run_of(text, tmp_path).config.resolved_stages()] == [1.0, 0.5]
+    assert [stage.lr_scale for stage in run_of(text, tmp_path).config.resolved_stages] == [1.0, 0.5]
 
 
 @needs_heat

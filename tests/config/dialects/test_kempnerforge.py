@@ -301,122 +301,139 @@ def test_a_tokenizer_by_name_is_noted_as_none_is_downloaded():
     [
         (
             {},
-            "dataset_path, hf_dataset_name or datasets must be given, got none; "
+            "data: dataset_path, hf_dataset_name or datasets must be given, got none; "
             "add the one that says where the data is",
         ),
         (
             {"dataset_path": "", "hf_dataset_name": "", "datasets": []},
-            "dataset_path, hf_dataset_name or datasets must be given, got none; "
+            "data: dataset_path, hf_dataset_name or datasets must be given, got none; "
             "add the one that says where the data is",
         ),
         (
             {"hf_dataset_name": "x"},
-            "data.tokenizer_path must be given to read text of Hugging Face, got nothing; "
+            "data.tokenizer_path: must be given to read the text of 'x', got nothing; "
             "add the folder of a tokenizer",
         ),
-        ({"data_path": "/web"}, "keys must be known, got 'data_path'; did you mean 'dataset_path'?"),
-        ({"num_workers": -1}, "num_workers must be at least 0, got -1; raise it"),
-        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1, got 0; raise it"),
-        ({"mix_temperature": 0}, "mix_temperature must be above 0, got 0; raise it"),
-        ({"mix_temperature": "1"}, "mix_temperature must be a finite number, got '1'; change it"),
-        ({"pack_sequences": 1}, "pack_sequences must be true or false, got 1; change its type"),
-        ({"dataset_path": ["/web"]}, "dataset_path must be a string, got ['/web']; change its type"),
-        ({"datasets": ["/web"]}, "datasets must be a list of tables, got ['/web']; change its type"),
+        ({"data_path": "/web"}, "data: keys must be known, got 'data_path'; did you mean 'dataset_path'?"),
+        (
+            {"num_workers": -1},
+            "data: num_workers must be at least 0 and prefetch_factor at least 1, got -1 and 2; raise them",
+        ),
+        (
+            {"prefetch_factor": 0},
+            "data: num_workers must be at least 0 and prefetch_factor at least 1, got 4 and 0; raise them",
+        ),
+        ({"mix_temperature": 0}, "data: mix_temperature must be positive, got 0; use 1"),
+        ({"mix_temperature": "1"}, "data.mix_temperature: must be a number, got '1'; change its type"),
+        ({"pack_sequences": 1}, "data.pack_sequences: must be true or false, got 1; change its type"),
+        ({"dataset_path": ["/web"]}, "data.dataset_path: must be a string, got ['/web']; change its type"),
+        ({"datasets": ["/web"]}, "data.datasets[0]: must be a table, got '/web'; write [[data.datasets]]"),
         *(
             (
                 {"hf_dataset_name": "x", name: 1},
-                f"must be a config of text, got {name}, which is for images; leave it out if the run has none",
+                f"data: must be a config of text, got {name}, which is for images; "
+                "leave it out if the run has none",
             )
             for name in ("hf_dataset_image_field", "hf_dataset_prompt_field", "hf_image_size")
         ),
         (
             {"dataset_path": "/web", "anneal_start_step": -1},
-            "anneal_start_step must be at least 0, got -1; raise it",
+            "data: anneal_start_step must be at least 0, got -1; raise it",
         ),
         (
             {"dataset_path": "/web", "anneal_start_step": 5},
-            "anneal_weights must be given with anneal_start_step, got none; add the weights",
+            "data: anneal_weights must be given with anneal_start_step, got none; add the weights",
         ),
         (
             {"dataset_path": "/web", "anneal_start_step": 5, "phases": [{"start_step": 3}]},
-            "phases and anneal_start_step must not be given both, got 1 phases and step 5; "
+            "data: phases and anneal_start_step must not be given both, got 1 phases and step 5; "
             "make the annealing one of the phases",
         ),
         (
             {"datasets": [WEB], "anneal_start_step": 100, "anneal_weights": {"web": 1}},
-            "anneal_start_step must be below the 100 steps of train.max_steps, got 100; lower it, or leave it out",
+            "data: anneal_start_step must be below the 100 steps of train.max_steps, got 100; "
+            "lower it, or leave it out",
         ),
         (
             {"datasets": [WEB], "anneal_start_step": 5, "anneal_weights": {"wbe": 1}},
-            "anneal_weights must name datasets, got 'wbe'; did you mean 'web'?",
+            "data: anneal_weights must name datasets, got 'wbe'; did you mean 'web'?",
         ),
     ],
 )
 def test_the_table_of_data_is_checked(data, message):
     """[A1.a]"""
-    assert refused(data) == f"kf.toml: data: {message}"
+    assert refused(data) == f"kf.toml: {message}"
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"name": "x"}, "must have either path or hf_name, got none; keep one"),
-        ({"path": "/x", "hf_name": "x"}, "must have either path or hf_name, got both; keep one"),
-        ({"path": "/x", "weight": 0}, "weight must be above 0, got 0; raise it"),
-        ({"path": "/x", "weight": float("inf")}, "weight must be a finite number, got inf; change it"),
-        ({"path": "/x", "name": "web"}, "names must differ, got 'web' twice; rename one"),
-        ({"path": "/x", "wieght": 1}, "keys must be known, got 'wieght'; did you mean 'weight'?"),
+        ({"name": "x"}, "dataset 'x': must have either path or hf_name, got none; keep one"),
+        ({"path": "/x", "hf_name": "x"}, "dataset '/x': must have either path or hf_name, got both; keep one"),
+        ({"path": "/x", "weight": 0}, "dataset '/x': weight must be positive, got 0; leave it out of the list"),
+        (
+            {"path": "/x", "weight": float("inf")},
+            "dataset '/x': weight must be positive, got inf; leave it out of the list",
+        ),
+        ({"path": "/x", "name": "web"}, "data.datasets[1]: names must differ, got 'web' twice; rename one"),
+        ({"path": "/x", "wieght": 1}, "data.datasets[1]: keys must be known, got 'wieght'; did you mean 'weight'?"),
         (
             {"hf_name": "x"},
-            "data.tokenizer_path must be given to read text of Hugging Face, got nothing; "
+            "data.tokenizer_path: must be given to read the text of 'x', got nothing; "
             "add the folder of a tokenizer",
         ),
     ],
 )
 def test_each_dataset_is_checked(dataset, message):
     """[A1.a]"""
-    assert refused({"datasets": [WEB, dataset]}) == f"kf.toml: data.datasets[1]: {message}"
+    assert refused({"datasets": [WEB, dataset]}) == f"kf.toml: {message}"
 
 
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
-        ({"start_step": -1}, "start_step must be at least 0, got -1; raise it"),
-        ({"start_step": 5}, "start_step must rise from phase to phase, got 5 after 5; put them in order"),
+        ({"start_step": -1}, "phase: start_step must be at least 0, got -1; raise it"),
+        ({"start_step": 5}, "data: phases must rise, got start_step 5 after 5; sort them"),
         (
             {"start_step": 100},
-            "start_step must be below the 100 steps of train.max_steps, got 100; lower it, or leave it out",
+            "data.phases[1]: start_step must be below the 100 steps of train.max_steps, got 100; "
+            "lower it, or leave it out",
         ),
-        ({"start_step": 9, "lr_scale": 0}, "lr_scale must be above 0, got 0; raise it"),
+        ({"start_step": 9, "lr_scale": 0}, "phase at step 9: lr_scale must be positive, got 0; leave it out for 1"),
         (
             {"start_step": 9, "dataset_weights": {"web": -1}},
-            "dataset_weights must not be negative, got {'web': -1}; 0 leaves a source out",
+            "phase at step 9: dataset_weights must be at least 0 and finite, got {'web': -1}; "
+            "0 leaves a source out",
         ),
         (
             {"start_step": 9, "dataset_weights": {"wbe": 1}},
-            "dataset_weights must name datasets, got 'wbe'; did you mean 'web'?",
+            "data.phases[1]: dataset_weights must name datasets, got 'wbe'; did you mean 'web'?",
         ),
         (
             {"start_step": 9, "dataset_weights": {"web": 0, "code": 0}},
-            "dataset_weights must leave a source with a weight above 0, got {'web': 0, 'code': 0}; raise one",
+            "data.phases[1]: dataset_weights must leave a source with a weight above 0, got {'web': 0, 'code': "
+            "0}; raise one",
         ),
         (
             {"start_step": 9, "dataset_weights": [1]},
-            "dataset_weights must be a table of numbers, got [1]; change its type",
+            "data.phases[1].dataset_weights: must be a table of numbers, got [1]; change its type",
         ),
-        ({"start_step": 9, "weights": {}}, "keys must be known, got 'weights'; did you mean 'dataset_weights'?"),
+        (
+            {"start_step": 9, "weights": {}},
+            "data.phases[1]: keys must be known, got 'weights'; did you mean 'dataset_weights'?",
+        ),
     ],
 )
 def test_each_phase_is_checked(phase, message):
     """[A1.a]"""
     data = {"datasets": [WEB, CODE], "phases": [{"start_step": 5}, phase]}
-    assert refused(data) == f"kf.toml: data.phases[1]: {message}"
+    assert refused(data) == f"kf.toml: {message}"
 
 
 @pytest.mark.parametrize("name", ["batch_size", "seq_len", "max_steps", "grad_accum_steps"])
 def test_numbers_of_training_are_positive(name):
     message = refused({"dataset_path": "/web"}, train=TRAIN | {name: 0})
-    assert message == f"kf.toml: train: {name} must be at least 1, got 0; raise it"
+    assert message == f"kf.toml: train.{name}: must be a whole number from 1 to 2^40, got 0; change it"
 
 
 def test_what_two_datasets_are_called_alike_names_neither():

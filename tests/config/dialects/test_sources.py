@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.config.dialects.table import add_facts, free_name, plain_name, text_source
+from tokenmill.config.dialects.sources import add_facts, free_name, plain_name, text_source
 from tokenmill.config.run import SourceConfig
 from tokenmill.errors import ConfigError
 
@@ -79,20 +79,20 @@ MODEL = {"model": {"vocab_size": 50}}
 )
 def test_what_is_known_of_tokens_goes_to_sources_of_token_files(sources, tables, added):
     made = [dict(source) for source in sources]
-    add_facts(made, tables, "x.toml")
+    add_facts(made, tables)
     assert made == [source | more for source, more in zip(sources, added, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"vocabsize": 3}, "x.toml: tokenmill: keys must be known, got 'vocabsize'; did you mean 'vocab_size'?"),
-        ({"eos_id": -1}, "x.toml: tokenmill: eos_id must be at least 0, got -1; raise it"),
-        ({"eos_id": True}, "x.toml: tokenmill: eos_id must be a whole number, got True; change its type"),
-        ({"dtype": 16}, "x.toml: tokenmill: dtype must be a string, got 16; change its type"),
+        ({"vocabsize": 3}, "tokenmill: keys must be known, got 'vocabsize'; did you mean 'vocab_size'?"),
+        ({"eos_id": -1}, "tokenmill.eos_id: must be a whole number from 0 to 2^40, got -1; change it"),
+        ({"eos_id": True}, "tokenmill.eos_id: must be a whole number from 0 to 2^40, got True; change its type"),
+        ({"dtype": 16}, "tokenmill.dtype: must be a string, got 16; change its type"),
     ],
 )
 def test_our_own_table_is_checked(table, message):
     with pytest.raises(ConfigError) as caught:
-        add_facts([dict(FILES)], {"tokenmill": table}, "x.toml")
+        add_facts([dict(FILES)], {"tokenmill": table})
     assert str(caught.value) == message

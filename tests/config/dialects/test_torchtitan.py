@@ -237,10 +237,21 @@ def test_relative_paths_are_noted():
     ("training", "message"),
     [
         ({"steps": None}, "tt.toml: training: steps must be given, got nothing; add steps = ..."),
-        ({"steps": 0}, "tt.toml: training: steps must be at least 1, got 0; raise it"),
-        ({"local_batch_size": 0}, "tt.toml: training: local_batch_size must be at least 1, got 0; raise it"),
-        ({"global_batch_size": 0}, "tt.toml: training: global_batch_size must be at least 1, got 0; raise it"),
-        ({"global_batch_size": -2}, "tt.toml: training: global_batch_size must be at least -1, got -2; raise it"),
+        ({"steps": 0}, "tt.toml: training.steps: must be a whole number from 1 to 2^40, got 0; change it"),
+        (
+            {"local_batch_size": 0},
+            "tt.toml: training.local_batch_size: must be a whole number from 1 to 2^40, got 0; change it",
+        ),
+        (
+            {"global_batch_size": 0},
+            "tt.toml: training: global_batch_size must be at least 1, or -1 for local_batch_size by rank, got 0; "
+            "raise it",
+        ),
+        (
+            {"global_batch_size": -2},
+            "tt.toml: training: global_batch_size must be at least 1, or -1 for local_batch_size by rank, got -2; "
+            "raise it",
+        ),
         (
             {},
             "tt.toml: training: dataset must be given for dataset_type huggingface, got nothing; add dataset = ...",
@@ -260,7 +271,7 @@ def test_relative_paths_are_noted():
         ),
         (
             {"data_stages": {"name": "a"}},
-            "tt.toml: training: data_stages must be a list of tables, got {'name': 'a'}; change its type",
+            "tt.toml: training.data_stages: must be a list of tables, got {'name': 'a'}; change its type",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from tokenmill.adapters.kempnerforge.config import check_mapping, read_count
 from tokenmill.build.cached import cached_store
-from tokenmill.config.dialects.table import text_source
+from tokenmill.config.dialects.sources import text_source
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError
 from tokenmill.fingerprint import digest
 from tokenmill.loader import IGNORE

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from tokenmill.adapters.kempnerforge.config import (
     STATE_VERSION,
     DataConfig,
-    DatasetSource,
     StepShape,
     batches_of,
     check_place,
@@ -22,6 +21,7 @@ from tokenmill.adapters.kempnerforge.config import (
 from tokenmill.adapters.kempnerforge.datasets import HuggingFaceDataset, MemoryMappedDataset, MixtureDataset
 from tokenmill.adapters.kempnerforge.sampler import AskedBatches, DistributedSampler, MixtureSampler
 from tokenmill.adapters.kempnerforge.streaming import StreamingDataLoader, StreamingHuggingFaceDataset
+from tokenmill.config.dialects.kempnerforge import DatasetSource
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 

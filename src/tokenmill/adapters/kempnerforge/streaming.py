@@ -21,7 +21,7 @@ from tokenmill.adapters.kempnerforge.config import (
 )
 from tokenmill.adapters.kempnerforge.datasets import Sample
 from tokenmill.adapters.torch import to_torch
-from tokenmill.config.dialects.table import text_source
+from tokenmill.config.dialects.sources import text_source
 from tokenmill.errors import ConfigError, ResumeError, nearest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live

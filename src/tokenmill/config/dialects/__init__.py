@@ -3,7 +3,7 @@
 1. In: the tables of a TOML file: ours, KempnerForge's, or those of the torchtitan fork with data stages.
 2. Does: tells which of them it is, checks what it says of data by the rules of its own project, and says the same
    in native tables.
-3. Out: native tables for `config.parse_config`, notes on what was taken how; native tables as the text of a file.
+3. Out: native tables for `config.parse_config`, and notes on what was taken how.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config.dialects.kempnerforge import from_kempnerforge
-from tokenmill.config.dialects.table import to_toml
 from tokenmill.config.dialects.torchtitan import from_torchtitan
-from tokenmill.errors import ConfigError, nearest
-
-# Which project a config file is written for, and the same in native tables.
+from tokenmill.errors import ConfigError, met_in, nearest
 
 NATIVE, KEMPNERFORGE, TORCHTITAN = "native", "KempnerForge", "torchtitan"
 _MARKS = {
@@ -52,27 +49,27 @@ def translate(tables: Mapping[str, Any], *, where: str, world_size: int | None =
     dialect = _dialect(tables, where)
     if dialect == NATIVE:
         return Translation(dialect=dialect, tables=dict(tables), notes=())
-    native, notes = _READERS[dialect](tables, where=where, world_size=world_size)
+    try:
+        native, notes = _READERS[dialect](tables, world_size)
+    except ConfigError as error:
+        raise met_in(where, error) from None
     return Translation(dialect=dialect, tables=native, notes=tuple(notes))
 
 
 def _dialect(tables: Mapping[str, Any], where: str) -> str:
-    found = {kind: [name for name in names if name in tables] for kind, names in _MARKS.items()}
-    kinds = [kind for kind, names in found.items() if names]
+    marks = {kind: [name for name in names if name in tables] for kind, names in _MARKS.items()}
+    kinds = [kind for kind, names in marks.items() if names]
     if len(kinds) == 1:
         return kinds[0]
-    known = "[run] and [[sources]] (native), [data] (KempnerForge), or [training] (torchtitan)"
     if kinds:
-        told = " and ".join(f"[{found[kind][0]}] ({kind})" for kind in kinds)
-        edits = [name for name in ("skip", "quarantine") if name in tables]
-        way_out = "print it as our own with `tokenmill plan --to-native` and edit that" if edits else ""
+        got = " and ".join(f"[{marks[kind][0]}] ({kind})" for kind in kinds)
+        edited = "skip" in tables or "quarantine" in tables
+        way_out = "print it as our own with `tokenmill plan --to-native` and edit that"
         raise ConfigError(
-            f"{where}: must be a config of one kind, got {told}; {way_out or 'keep the tables of one'}"
+            f"{where}: must be a config of one kind, got {got}; {way_out if edited else 'keep the tables of one'}"
         )
+    known = "[run] and [[sources]] (native), [data] (KempnerForge), or [training] (torchtitan)"
     # A single table under a misspelt name is told the nearest; a file of many is of another kind altogether.
     hint = nearest(next(iter(tables)), ["run", "data", "training"]) if len(tables) == 1 else "add one of them"
     got = ", ".join(f"[{name}]" for name in tables) or "no table"
     raise ConfigError(f"{where}: must have {known}, got {got}; {hint}")
-
-
-__all__ = ["Translation", "to_toml", "translate"]

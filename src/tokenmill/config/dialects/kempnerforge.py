@@ -1,307 +1,314 @@
-"""What a config of KempnerForge says of data, in native tables."""
+"""KempnerForge's [data] with its names, defaults and rules, and what a config of it says in native tables."""
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import Any
 
-from tokenmill.config.dialects.table import (
+from tokenmill.config.dialects.sources import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     OURS,
-    Table,
     add_facts,
     free_name,
     path_notes,
     plain_name,
+    read_known,
     table_of,
     text_source,
 )
 from tokenmill.errors import ConfigError, nearest
+from tokenmill.tables import Number, Positive, Seed, read_table
 
-_FILES = ("dataset_path", "file_pattern")
-_TEXTS = ("hf_dataset_name", "hf_dataset_config", "hf_dataset_split", "hf_dataset_text_field", "hf_streaming")
-_MIXING = ("datasets", "mix_temperature", "phases", "anneal_start_step", "anneal_weights", "pack_sequences")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetSource:
+    """One of several sources that are mixed: a folder of token files, or a dataset of Hugging Face."""
+
+    path: str = ""
+    weight: Number = 1.0
+    """Share of the samples, relative to the other sources."""
+    name: str = ""
+    """What phases and metrics call it; empty: its path, or its name at Hugging Face."""
+    hf_name: str = ""
+    hf_config: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < inf:
+            raise ConfigError(
+                f"dataset {self.called!r}: weight must be positive, got {self.weight}; leave it out of the list"
+            )
+        if bool(self.path) == bool(self.hf_name):
+            got = "both" if self.path else "none"
+            raise ConfigError(f"dataset {self.called!r}: must have either path or hf_name, got {got}; keep one")
+
+    @property
+    def called(self) -> str:
+        """What phases and metrics call it."""
+        return self.name or self.path or self.hf_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPhase:
+    """Other weights, and another scale of the learning rate, from a step on."""
+
+    start_step: int = 0
+    """First step of the phase, inclusive."""
+    dataset_weights: Mapping[str, Number] = field(default_factory=dict)
+    """By the name of a source; one that is not named keeps the weight of its own, and 0 leaves it out."""
+    lr_scale: Number = 1.0
+
+    def __post_init__(self) -> None:
+        where = f"phase at step {self.start_step}"
+        if self.start_step < 0:
+            raise ConfigError(f"phase: start_step must be at least 0, got {self.start_step}; raise it")
+        if not 0 < self.lr_scale < inf:
+            raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
+        bad = {name: weight for name, weight in self.dataset_weights.items() if not 0 <= weight < inf}
+        if bad:
+            raise ConfigError(
+                f"{where}: dataset_weights must be at least 0 and finite, got {bad}; 0 leaves a source out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataTable:
+    """Where data comes from and how it is loaded. What is not said is as there."""
+
+    dataset_path: str = ""
+    """Folder of token files."""
+    file_pattern: str = "*.npy"
+    tokenizer_path: str = ""
+    """A tokenizer.json or a folder that holds one; nothing is downloaded."""
+    num_workers: int = 4
+    """Processes that read samples. It changes no batch; text that is streamed is read by threads instead."""
+    pin_memory: bool = True
+    """Has no effect where there is no accelerator."""
+    prefetch_factor: int = 2
+    pack_sequences: bool = False
+    """Whether documents are told apart: -100 at labels that cross them, and `doc_ids`."""
+    hf_dataset_name: str | None = None
+    hf_dataset_config: str | None = None
+    hf_dataset_split: str = DEFAULT_SPLIT
+    hf_dataset_text_field: str = DEFAULT_FIELD
+    hf_streaming: bool = False
+    datasets: Sequence[DatasetSource] = ()
+    """Sources that are mixed; they go before `dataset_path` and `hf_dataset_name`."""
+    mix_temperature: Number = 1.0
+    """Weights are raised to 1 / temperature: above 1 they are more alike."""
+    phases: Sequence[TrainingPhase] = ()
+    anneal_start_step: int = 0
+    """First step of the annealing, which is a single phase; 0: there is none."""
+    anneal_weights: Mapping[str, Number] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0 or self.prefetch_factor < 1:
+            raise ConfigError(
+                "data: num_workers must be at least 0 and prefetch_factor at least 1, got "
+                f"{self.num_workers} and {self.prefetch_factor}; raise them"
+            )
+        if not 0 < self.mix_temperature < inf:
+            raise ConfigError(f"data: mix_temperature must be positive, got {self.mix_temperature}; use 1")
+        if self.anneal_start_step < 0:
+            raise ConfigError(f"data: anneal_start_step must be at least 0, got {self.anneal_start_step}; raise it")
+        if self.phases and self.anneal_start_step:
+            raise ConfigError(
+                f"data: phases and anneal_start_step must not be given both, got {len(self.phases)} phases and "
+                f"step {self.anneal_start_step}; make the annealing one of the phases"
+            )
+        for before, after in pairwise(phase.start_step for phase in self.phases):
+            if after <= before:
+                raise ConfigError(f"data: phases must rise, got start_step {after} after {before}; sort them")
+
+    @property
+    def all_phases(self) -> tuple[TrainingPhase, ...]:
+        """The phases, or the annealing as one."""
+        if self.anneal_start_step:
+            return (TrainingPhase(start_step=self.anneal_start_step, dataset_weights=self.anneal_weights),)
+        return tuple(self.phases)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainTable:
+    """What [train] says of data."""
+
+    batch_size: Positive = 8
+    seq_len: Positive = 2048
+    max_steps: Positive = 100_000
+    grad_accum_steps: Positive = 1
+    seed: Seed = 42
+
+
+_IMAGES = ("hf_dataset_image_field", "hf_dataset_prompt_field", "hf_image_size")
 _LOADING = {
     "num_workers": "batches are assembled by threads",
     "pin_memory": "the loader of the adapter decides it",
     "prefetch_factor": "the loader says how many batches are made ahead",
 }
 """What is not needed, and why."""
-_DATA = (*_FILES, "tokenizer_path", *_LOADING, *_TEXTS, *_MIXING)
-_IMAGES = ("hf_dataset_image_field", "hf_dataset_prompt_field", "hf_image_size")
-_DATASET = ("path", "weight", "name", "hf_name", "hf_config")
-_PHASE = ("start_step", "dataset_weights", "lr_scale")
-_TRAIN = {"batch_size": 8, "seq_len": 2048, "max_steps": 100_000, "grad_accum_steps": 1}
-_SEED = 42
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Dataset:
-    """One of [[data.datasets]], or the only one of [data]."""
-
-    source: dict[str, Any]
-    """A native source."""
-    weight: float
-    alias: str
-    """What phases call it there: its name, or its path where it has none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Phase:
-    """One of [[data.phases]], or the annealing."""
-
-    table: Table
-    key: str
-    """Where its weights are in the table."""
-    name: str
-    start_step: int
-    lr_scale: float
-
-
-def from_kempnerforge(
-    tables: Mapping[str, Any], *, where: str, world_size: int | None
-) -> tuple[dict[str, Any], list[str]]:
+def from_kempnerforge(tables: Mapping[str, Any], world_size: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return native tables and notes for the tables of a config of KempnerForge."""
-    data, train = table_of(tables, "data", where), table_of(tables, "train", where)
-    _refuse_images(data)
-    data.only(_DATA)
+    table = table_of(tables, "data")
+    for name in _IMAGES:
+        if name in table:
+            raise ConfigError(
+                f"data: must be a config of text, got {name}, which is for images; leave it out if the run has none"
+            )
+    data = read_table(DataTable, table, "data")
     notes: list[str] = []
-    run = _run(data, train, world_size, notes)
-    _note_loading(data, notes)
+    run = _run(data, tables, world_size, notes)
+    for name, why in _LOADING.items():
+        if name in table:
+            shown = str(table[name]).lower() if name == "pin_memory" else table[name]
+            notes.append(f"data.{name} = {shown}: not needed, {why}")
     datasets = _datasets(data, notes)
+    sources = [{"name": name, **_source(data, dataset)} for name, dataset in datasets.items()]
     stages = _stages(data, datasets, run["steps"], notes)
-    drawn = {name for stage in stages for name in stage.get("weights", ())}
-    sources = [dataset.source for dataset in datasets]
-    if drawn:
-        unused = [source["name"] for source in sources if source["name"] not in drawn]
-        notes += [f"dataset {name!r}: left out, no phase draws from it" for name in unused]
-        sources = [source for source in sources if source["name"] in drawn]
-    notes += add_facts(sources, tables, where)
+    drawn = {name for stage in stages for name in stage.get("weights", datasets)}
+    notes += [f"dataset {name!r}: left out, no phase draws from it" for name in datasets if name not in drawn]
+    sources = [source for source in sources if source["name"] in drawn]
+    notes += add_facts(sources, tables)
     notes += _packing_notes(data, sources)
     notes += path_notes(sources)
     return {"run": run, "sources": sources, "stages": stages}, notes
 
 
-def _refuse_images(data: Table) -> None:
-    for name in _IMAGES:
-        if name in data:
-            raise ConfigError(
-                f"{data.where}: must be a config of text, got {name}, which is for images; "
-                "leave it out if the run has none"
-            )
-
-
-def _run(data: Table, train: Table, world_size: int | None, notes: list[str]) -> dict[str, Any]:
-    numbers = {name: train.whole(name, default, least=1) for name, default in _TRAIN.items()}
-    unsaid = [f"{name} = {numbers[name]}" for name in _TRAIN if name not in train]
-    if unsaid:
-        notes.append(f"train: taken as there by default, {', '.join(unsaid)}")
-    rows = numbers["batch_size"] * numbers["grad_accum_steps"]
+def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, notes: list[str]) -> dict[str, Any]:
+    train, said = read_known(TrainTable, tables, "train"), table_of(tables, "train")
+    names = ("batch_size", "seq_len", "max_steps", "grad_accum_steps")
+    defaults = [f"{name} = {getattr(train, name)}" for name in names if name not in said]
+    if defaults:
+        notes.append(f"train: taken as there by default, {', '.join(defaults)}")
+    rows = train.batch_size * train.grad_accum_steps
     if world_size is None:
         notes.append(
             f"global_batch_size = {rows}: batch_size * grad_accum_steps of one rank, as the config does not say "
             "how many there are; give --world-size N, or world_size=N"
         )
     run: dict[str, Any] = {
-        "steps": numbers["max_steps"],
+        "steps": train.max_steps,
         "global_batch_size": rows * (world_size or 1),
-        "seq_len": numbers["seq_len"],
-        "seed": train.whole("seed", _SEED, least=0),
+        "seq_len": train.seq_len,
+        "seed": train.seed,
         "packing": "concat",
     }
-    if not data.flag("pack_sequences", False):
+    if not data.pack_sequences:
         run |= {"cross_document_labels": True, "positions": "row"}
-    temperature = data.positive("mix_temperature", 1.0)
-    return run if temperature == 1.0 else {**run, "temperature": temperature}
+    return run if data.mix_temperature == 1 else {**run, "temperature": data.mix_temperature}
 
 
-def _note_loading(data: Table, notes: list[str]) -> None:
-    data.whole("num_workers", 4, least=0)
-    data.flag("pin_memory", True)
-    data.whole("prefetch_factor", 2, least=1)
-    notes += [
-        f"data.{name} = {_shown(data.values[name])}: not needed, {why}"
-        for name, why in _LOADING.items()
-        if name in data
-    ]
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _datasets(data: Table, notes: list[str]) -> list[_Dataset]:
-    """Return the sources: [[data.datasets]], else the files of dataset_path, else the one of Hugging Face."""
-    listed = data.tables("datasets")
-    path, hf_name = data.text("dataset_path"), data.text("hf_dataset_name")
-    single = [name for name in ("dataset_path", "hf_dataset_name") if data.text(name)]
-    if not listed and not single:
+def _datasets(data: DataTable, notes: list[str]) -> dict[str, DatasetSource]:
+    """Return the datasets by the names of their sources; the single one of [data] where none are listed."""
+    single = [name for name in ("dataset_path", "hf_dataset_name") if getattr(data, name)]
+    if data.datasets:
+        notes += [f"data.{name}: not read, datasets goes before it" for name in single]
+        return _named(data.datasets, notes)
+    if not single:
         raise ConfigError(
-            f"{data.where}: dataset_path, hf_dataset_name or datasets must be given, got none; "
+            "data: dataset_path, hf_dataset_name or datasets must be given, got none; "
             "add the one that says where the data is"
         )
-    if listed:
-        notes += [f"data.{name}: not read, datasets goes before it" for name in single]
-        found = _listed(data, listed, notes)
-    else:
-        if len(single) > 1:
-            notes.append("data.hf_dataset_name: not read, dataset_path goes before it")
-        source = _files(data, path) if path else _texts(data, hf_name, data.text("hf_dataset_config"), data.where)
-        name = plain_name(path or hf_name)
-        found = [_Dataset(source={"name": name, **source}, weight=1.0, alias=name)]
-    if data.flag("hf_streaming", False):
-        for dataset in found:
-            if "documents" in dataset.source:
-                dataset.source["live"] = True
-    return found
-
-
-def _listed(data: Table, tables: Sequence[Table], notes: list[str]) -> list[_Dataset]:
-    given: dict[str, str] = {}
-    for table in tables:
-        table.only(_DATASET)
-        name = table.text("name")
-        if name:
-            if name in given:
-                raise ConfigError(f"{table.where}: names must differ, got {name!r} twice; rename one")
-            # A name is kept as far as it can be; those that are only derived must make way for it.
-            given[name] = free_name(plain_name(name), given.values())
-    notes += [f"dataset {said!r}: called {name!r}" for said, name in given.items() if said != name]
-    taken = set(given.values())
-    found = []
-    for table in tables:
-        path, hf_name = table.text("path"), table.text("hf_name")
-        if bool(path) == bool(hf_name):
-            got = "both" if path else "none"
-            raise ConfigError(f"{table.where}: must have either path or hf_name, got {got}; keep one")
-        said = table.text("name")
-        name = given[said] if said else free_name(plain_name(path or hf_name), taken)
-        taken.add(name)
-        source = _files(data, path) if path else _texts(data, hf_name, table.text("hf_config"), table.where)
-        found.append(
-            _Dataset(
-                source={"name": name, **source},
-                weight=table.positive("weight", 1.0),
-                alias=said or path or hf_name,
-            )
-        )
-    return found
-
-
-def _files(data: Table, folder: str) -> dict[str, Any]:
-    """Return the source of a folder of token files; what is special in a glob is not, in the name of a folder."""
-    return {"store": f"{glob.escape(folder.rstrip('/'))}/{data.text('file_pattern', '*.npy')}"}
-
-
-def _texts(data: Table, name: str, config: str, where: str) -> dict[str, Any]:
-    tokenizer = data.text("tokenizer_path")
-    if not tokenizer:
-        raise ConfigError(
-            f"{where}: data.tokenizer_path must be given to read text of Hugging Face, got nothing; "
-            "add the folder of a tokenizer"
-        )
-    return text_source(
-        name,
-        config=config,
-        split=data.text("hf_dataset_split", DEFAULT_SPLIT),
-        tokenizer=tokenizer,
-        text_field=data.text("hf_dataset_text_field", DEFAULT_FIELD),
+    notes += [f"data.{name}: not read, dataset_path goes before it" for name in single[1:]]
+    if data.dataset_path:
+        return _named([DatasetSource(path=data.dataset_path)], notes)
+    return _named(
+        [DatasetSource(hf_name=data.hf_dataset_name or "", hf_config=data.hf_dataset_config or "")], notes
     )
 
 
-def _stages(data: Table, datasets: Sequence[_Dataset], steps: int, notes: list[str]) -> list[dict[str, Any]]:
-    phases = _phases(data, steps, notes)
-    mixed = bool(data.tables("datasets"))
-    original = {dataset.source["name"]: dataset.weight for dataset in datasets}
+def _named(datasets: Sequence[DatasetSource], notes: list[str]) -> dict[str, DatasetSource]:
+    given: dict[str, str] = {}
+    for number, dataset in enumerate(datasets):
+        if dataset.name in given:
+            raise ConfigError(f"data.datasets[{number}]: names must differ, got {dataset.name!r} twice; rename one")
+        if dataset.name:
+            # A name is kept as far as it can be; those that are only derived must make way for it.
+            given[dataset.name] = free_name(plain_name(dataset.name), given.values())
+    notes += [f"dataset {there!r}: called {name!r}" for there, name in given.items() if there != name]
+    named: dict[str, DatasetSource] = {}
+    for dataset in datasets:
+        derived = free_name(plain_name(dataset.path or dataset.hf_name), {*given.values(), *named})
+        named[given.get(dataset.name, derived)] = dataset
+    return named
+
+
+def _source(data: DataTable, dataset: DatasetSource) -> dict[str, Any]:
+    """Return the native source of a dataset, without a name."""
+    if dataset.path:
+        # What is special in a glob is not, in the name of a folder.
+        return {"store": f"{glob.escape(dataset.path.rstrip('/'))}/{data.file_pattern or '*.npy'}"}
+    if not data.tokenizer_path:
+        raise ConfigError(
+            f"data.tokenizer_path: must be given to read the text of {dataset.hf_name!r}, got nothing; "
+            "add the folder of a tokenizer"
+        )
+    source = text_source(
+        dataset.hf_name,
+        config=dataset.hf_config,
+        split=data.hf_dataset_split or DEFAULT_SPLIT,
+        tokenizer=data.tokenizer_path,
+        text_field=data.hf_dataset_text_field or DEFAULT_FIELD,
+    )
+    return {**source, "live": True} if data.hf_streaming else source
+
+
+def _stages(
+    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, notes: list[str]
+) -> list[dict[str, Any]]:
+    if data.anneal_start_step and not data.anneal_weights:
+        raise ConfigError("data: anneal_weights must be given with anneal_start_step, got none; add the weights")
+    if data.anneal_weights and not data.anneal_start_step:
+        notes.append("data.anneal_weights: no effect, as anneal_start_step is 0")
     stages: list[dict[str, Any]] = []
-    if not phases or phases[0].start_step > 0:
-        stages.append({"name": "base", "start_step": 0} | ({"weights": original} if mixed else {}))
-    for phase in phases:
-        stage: dict[str, Any] = {"name": phase.name, "start_step": phase.start_step}
-        weights = phase.table.weights(phase.key)
-        if mixed:
-            stage["weights"] = _phase_weights(phase, weights, datasets, original)
-        elif weights:
-            notes.append(f"stage {phase.name!r}: {phase.key} has no effect, as there is one source")
-        stages.append(stage | ({"lr_scale": phase.lr_scale} if phase.lr_scale != 1.0 else {}))
+    if not data.all_phases or data.all_phases[0].start_step > 0:
+        stages.append({"name": "base", "start_step": 0})
+        if data.datasets:
+            stages[0]["weights"] = {name: dataset.weight for name, dataset in datasets.items()}
+    for number, phase in enumerate(data.all_phases):
+        name, where, prefix = f"phase-{number + 1}", f"data.phases[{number}]", "dataset"
+        if data.anneal_start_step:
+            name, where, prefix = "anneal", "data", "anneal"
+        if phase.start_step >= steps:
+            raise ConfigError(
+                f"{where}: {'anneal_' if data.anneal_start_step else ''}start_step must be below the {steps} steps "
+                f"of train.max_steps, got {phase.start_step}; lower it, or leave it out"
+            )
+        stage: dict[str, Any] = {"name": name, "start_step": phase.start_step}
+        if data.datasets:
+            stage["weights"] = _phase_weights(f"{where}: {prefix}_weights", phase.dataset_weights, datasets)
+        elif phase.dataset_weights:
+            notes.append(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
+        stages.append(stage | ({"lr_scale": phase.lr_scale} if phase.lr_scale != 1 else {}))
     return stages
 
 
-def _phases(data: Table, steps: int, notes: list[str]) -> list[_Phase]:
-    tables = data.tables("phases")
-    anneal = data.whole("anneal_start_step", 0, least=0)
-    weights = data.weights("anneal_weights")
-    if tables and anneal:
-        raise ConfigError(
-            f"{data.where}: phases and anneal_start_step must not be given both, got {len(tables)} phases and "
-            f"step {anneal}; make the annealing one of the phases"
-        )
-    if anneal and not weights:
-        raise ConfigError(
-            f"{data.where}: anneal_weights must be given with anneal_start_step, got none; add the weights"
-        )
-    if weights and not anneal:
-        notes.append("data.anneal_weights: no effect, as anneal_start_step is 0")
-    found = [_phase(table, f"phase-{index}") for index, table in enumerate(tables, 1)]
-    for before, after in pairwise(found):
-        if after.start_step <= before.start_step:
-            raise ConfigError(
-                f"{after.table.where}: start_step must rise from phase to phase, got {after.start_step} after "
-                f"{before.start_step}; put them in order"
-            )
-    if anneal:
-        found = [_Phase(table=data, key="anneal_weights", name="anneal", start_step=anneal, lr_scale=1.0)]
-    for phase in found:
-        if phase.start_step >= steps:
-            key = "anneal_start_step" if anneal else "start_step"
-            raise ConfigError(
-                f"{phase.table.where}: {key} must be below the {steps} steps of train.max_steps, "
-                f"got {phase.start_step}; lower it, or leave it out"
-            )
-    return found
-
-
-def _phase(table: Table, name: str) -> _Phase:
-    table.only(_PHASE)
-    return _Phase(
-        table=table,
-        key="dataset_weights",
-        name=name,
-        start_step=table.whole("start_step", 0, least=0),
-        lr_scale=table.positive("lr_scale", 1.0),
-    )
-
-
 def _phase_weights(
-    phase: _Phase, said: Mapping[str, float], datasets: Sequence[_Dataset], original: Mapping[str, float]
-) -> dict[str, float]:
+    where: str, weights: Mapping[str, Number], datasets: Mapping[str, DatasetSource]
+) -> dict[str, Number]:
     """Return what a phase draws: the weights that it says, else the original ones; 0 is left out."""
-    aliases = [dataset.alias for dataset in datasets]
+    called = [dataset.called for dataset in datasets.values()]
     # What two datasets are called alike names neither of them.
-    names = {dataset.alias: dataset.source["name"] for dataset in datasets if aliases.count(dataset.alias) == 1}
-    names = {name: name for name in original} | names
-    weights = dict(original)
-    for alias, weight in said.items():
+    names = {name: name for name in datasets}
+    names |= {dataset.called: name for name, dataset in datasets.items() if called.count(dataset.called) == 1}
+    merged = {name: dataset.weight for name, dataset in datasets.items()}
+    for alias, weight in weights.items():
         if alias not in names:
-            raise ConfigError(
-                f"{phase.table.where}: {phase.key} must name datasets, got {alias!r}; {nearest(alias, names)}"
-            )
-        weights[names[alias]] = weight
-    drawn = {name: weight for name, weight in weights.items() if weight > 0}
+            raise ConfigError(f"{where} must name datasets, got {alias!r}; {nearest(alias, names)}")
+        merged[names[alias]] = weight
+    drawn = {name: weight for name, weight in merged.items() if weight > 0}
     if not drawn:
-        raise ConfigError(
-            f"{phase.table.where}: {phase.key} must leave a source with a weight above 0, got {dict(said)}; "
-            "raise one"
-        )
+        raise ConfigError(f"{where} must leave a source with a weight above 0, got {dict(weights)}; raise one")
     return drawn
 
 
-def _packing_notes(data: Table, sources: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not data.flag("pack_sequences", False):
+def _packing_notes(data: DataTable, sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not data.pack_sequences:
         return ["data.pack_sequences = false: rows are the stream of tokens cut, and labels cross documents"]
     notes = ["data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"]
     if any("store" in source and "eos_id" not in source for source in sources):
