@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import numba
 import numpy as np
 import xxhash
 
+from tokenmill.compiled import kernel
 from tokenmill.documents import RULES, read_unit
 from tokenmill.encode.frame import frame, token_dtype
 from tokenmill.errors import DocumentError
@@ -148,7 +148,7 @@ def in_order(parts: Sequence[Encoded], order: Int64Array) -> Encoded:
     return Encoded(ids=ids, offsets=offsets)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _copy_documents(ids: UnsignedArray, offsets: Int64Array, targets: Int64Array, copied: UnsignedArray) -> None:
     """Copy each document of `ids` to its place in `copied`."""
     for document in range(targets.size):

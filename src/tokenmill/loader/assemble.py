@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.loader.kernels import (
     ADDRESS,
     IGNORE,
@@ -523,7 +523,7 @@ def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
     return {name: kinds[name] for name in arrays}
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def copy_records(lines: Int64Array, pad: int, ids: Int64Array, flags: BoolArray) -> None:
     """Fill the arrays that are not empty, a line of each for a line of the table.
 
@@ -545,7 +545,7 @@ def copy_records(lines: Int64Array, pad: int, ids: Int64Array, flags: BoolArray)
         flags[i, length:] = False
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def copy_words(lines: Int64Array, out: Uint32Array) -> None:
     """Copy values of 32 bits, whatever they mean, and put 0 behind them."""
     for i in range(out.shape[0]):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import inlined, kernel
 from tokenmill.store.locate import view_uint8, view_uint16, view_uint32
 from tokenmill.types import BoolArray, Int32Array, Int64Array
 
@@ -26,7 +26,7 @@ its row, and the address of its loss mask or 0."""
 SPAN_COLUMNS = 5
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def describe_spans(out: Int64Array, joined: BoolArray, lengths: Int64Array, width: int) -> None:
     """Write what is known of spans before their shards are mapped."""
     for i in range(lengths.size):
@@ -37,7 +37,7 @@ def describe_spans(out: Int64Array, joined: BoolArray, lengths: Int64Array, widt
         out[i, MASK] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def point_spans(
     out: Int64Array,
     places: tuple[Int64Array, Int64Array],
@@ -54,7 +54,7 @@ def point_spans(
         out[i, column] = bases[local] + tokens[i] * width if here else 0
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def copy_rows(
     rows: Int64Array,
     spans: Int64Array,
@@ -87,12 +87,12 @@ def copy_rows(
             _count_documents(spans[first:last], doc_ids[i])
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _row(array: Int64Array, row: int) -> Int64Array:
     return array[row] if array.size else array[0:0].ravel()
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _copy_tokens(spans: Int64Array, ids: Int64Array, labels: Int64Array, shape: tuple[int, int]) -> None:
     crossing, pad = shape
     column = 0
@@ -118,7 +118,7 @@ def _copy_tokens(spans: Int64Array, ids: Int64Array, labels: Int64Array, shape: 
         labels[k] = IGNORE
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def copy_run(address: np.uint64, width: int, length: int, ids: Int64Array, labels: Int64Array) -> None:
     """Copy a run of tokens as inputs, and as the labels of the tokens before them."""
     if width == 2:
@@ -129,7 +129,7 @@ def copy_run(address: np.uint64, width: int, length: int, ids: Int64Array, label
         _widen(view_uint8(address, length), ids, labels)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _widen(tokens: npt.NDArray[np.unsignedinteger], ids: Int64Array, labels: Int64Array) -> None:
     for k in range(min(ids.size, tokens.size)):
         ids[k] = tokens[k]
@@ -139,7 +139,7 @@ def _widen(tokens: npt.NDArray[np.unsignedinteger], ids: Int64Array, labels: Int
         labels[k] = following[k]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _mark_labels(
     spans: Int64Array,
     run: tuple[int, int],
@@ -166,7 +166,7 @@ def _mark_labels(
         column += length
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _first_token(address: np.uint64, width: int) -> int:
     if width == 2:
         return int(np.int64(view_uint16(address, 1)[0]))
@@ -175,7 +175,7 @@ def _first_token(address: np.uint64, width: int) -> int:
     return int(np.int64(view_uint8(address, 1)[0]))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_positions(spans: Int64Array, positions: Int64Array) -> None:
     """Count from 0 in every segment."""
     column = 0
@@ -192,7 +192,7 @@ def _count_positions(spans: Int64Array, positions: Int64Array) -> None:
         positions[k] = k - column
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_documents(spans: Int64Array, documents: Int32Array) -> None:
     """Give the segments of a row their numbers; padding is -1."""
     column = 0
@@ -205,7 +205,7 @@ def _count_documents(spans: Int64Array, documents: Int32Array) -> None:
     documents[column:] = -1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def find_segments(
     rows: Int64Array, spans: Int64Array, seq_len: int, batch: int
 ) -> tuple[Int32Array, Int64Array, Int32Array]:
@@ -236,7 +236,7 @@ def find_segments(
     return bounds[:filled], first, longest
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Array:
     """Return how many labels each row has where no loss mask says otherwise."""
     counts = np.zeros(rows.shape[0], np.int64)

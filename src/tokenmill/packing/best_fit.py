@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from tokenmill.compiled import inlined, kernel
 from tokenmill.packing.window import CUT_DOCUMENTS, FORBID, SPLIT, TOO_LONG, TRUNCATE_START, TRUNCATED, emit
 from tokenmill.types import Int32Array, Int64Array, Uint64Array
 
@@ -42,7 +42,7 @@ def _leading_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG
     return types.uint64(types.uint64), generate
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def empty_set(size: int) -> Uint64Array:
     """Make an empty set for numbers below `size`."""
     words = (size + 63) >> 6
@@ -51,7 +51,7 @@ def empty_set(size: int) -> Uint64Array:
     return members
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def insert(members: Uint64Array, number: int) -> None:
     """Add a number to a set."""
     word = number >> 6
@@ -59,7 +59,7 @@ def insert(members: Uint64Array, number: int) -> None:
     members[1 + np.int64(members[0]) + (word >> 6)] |= np.uint64(1) << np.uint64(word & 63)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def remove(members: Uint64Array, number: int) -> None:
     """Take a number out of a set."""
     word = number >> 6
@@ -68,7 +68,7 @@ def remove(members: Uint64Array, number: int) -> None:
         members[1 + np.int64(members[0]) + (word >> 6)] &= ~(np.uint64(1) << np.uint64(word & 63))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def at_least(members: Uint64Array, number: int) -> int:
     """Return the smallest member that is not below `number`, or -1."""
     words = np.int64(members[0])
@@ -85,7 +85,7 @@ def at_least(members: Uint64Array, number: int) -> int:
     return (word << 6) + int(np.int64(_trailing_zeros(value)))  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _next(words: Uint64Array, number: int) -> int:
     word = number >> 6
     if word >= words.size:
@@ -100,7 +100,7 @@ def _next(words: Uint64Array, number: int) -> int:
     return (word << 6) + int(np.int64(_trailing_zeros(value)))  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def at_most(members: Uint64Array, number: int) -> int:
     """Return the largest member that is not above `number`, or -1."""
     word = number >> 6
@@ -114,7 +114,7 @@ def at_most(members: Uint64Array, number: int) -> int:
     return (word << 6) + 63 - int(np.int64(_leading_zeros(value)))  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _previous(words: Uint64Array, number: int) -> int:
     if number < 0:
         return -1
@@ -129,7 +129,7 @@ def _previous(words: Uint64Array, number: int) -> int:
     return (word << 6) + 63 - int(np.int64(_leading_zeros(value)))  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def pack_best_fit(
     fragments: Fragments,
     lengths: Int32Array,
@@ -150,7 +150,7 @@ def pack_best_fit(
     return _emit_bins(fragments[0], begins, sizes, (bins, opened), lengths, out, written)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def cut_long(
     fragments: Fragments,
     lengths: Int32Array,
@@ -191,7 +191,7 @@ def cut_long(
     return row, row, cut
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def fill_bins(sizes: Int32Array, room: int, bins: Int32Array) -> int:
     """Say for each size which bin of `room` it goes to; return the number of bins.
 
@@ -225,7 +225,7 @@ def fill_bins(sizes: Int32Array, room: int, bins: Int32Array) -> int:
     return opened
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _longest_first(sizes: Int32Array, room: int) -> Int32Array:
     """Order sizes from the longest to the shortest, equal ones as they come."""
     starts = np.zeros(room + 2, np.int32)
@@ -241,7 +241,7 @@ def _longest_first(sizes: Int32Array, room: int) -> Int32Array:
     return order
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _emit_bins(
     documents: Int32Array,
     begins: Int32Array,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.packing.best_fit import at_least, at_most, empty_set, insert, remove
 from tokenmill.packing.window import BOS, CROPPED, CUT, CUT_DOCUMENTS, ID_MASK, emit
 from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenmill.packing.window import Fragments, Output, Written
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def pack_bos_best_fit(
     fragments: Fragments,
     lengths: Int32Array,
@@ -77,7 +77,7 @@ def pack_bos_best_fit(
         row += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _put(
     i: int,
     size: int,
@@ -95,7 +95,7 @@ def _put(
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _choose(space: int, stacks: Int32Array, below: Int32Array, waiting: Uint64Array) -> int:
     """Take the longest waiting fragment that fits, else the shortest, else none (-1)."""
     size = at_most(waiting, space)
@@ -110,7 +110,7 @@ def _choose(space: int, stacks: Int32Array, below: Int32Array, waiting: Uint64Ar
     return i
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _tokens(
     lengths: Int32Array,
     pieces: Uint16Array,

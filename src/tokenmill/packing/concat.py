@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.errors import PlanError, StoreCorruptError
 from tokenmill.packing.exclude import (
     LOSS_MASK,
@@ -268,7 +268,7 @@ def _groups(first: Int64Array, last: Int64Array, limit: int) -> Iterator[tuple[I
         begin = end
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find_spans(
     runs: Runs,
     shards: tuple[Int64Array, Uint64Array, Int64Array, Int64Array],
@@ -309,7 +309,7 @@ def _find_spans(
     return filled
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _shard_spans(
     address: np.uint64,
     shard: tuple[int, int, int],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import xxhash
 
+from tokenmill.compiled import kernel
 from tokenmill.errors import ConfigError
 from tokenmill.plan.stages import Held
 from tokenmill.store.layout import key_file
@@ -155,7 +155,7 @@ def are_excluded(excluded: Int64Array | None, documents: Int64Array) -> BoolArra
 # The distinct values among many shard or source numbers.
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def distinct(values: Int64Array) -> Int64Array:
     """Return the distinct values in ascending order; as numpy.unique, but without sorting where they lie close."""
     if values.size == 0:
@@ -244,7 +244,7 @@ def count_ones(
     return found
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count(
     addresses: Uint64Array,
     group: Int64Array,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.packing.best_fit import pack_best_fit
 from tokenmill.packing.bos_best_fit import pack_bos_best_fit
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The kernel of `concat` for what remains of a window: fragments end to end, cut into rows.
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def pack_stream(fragments: Fragments, lengths: Int32Array, seq_len: int, out: Output) -> Written:
     """Cut the fragments into rows of seq_len inputs; the last row of the window is filled with padding."""
     rows, pieces, cuts = out
@@ -94,7 +94,7 @@ class Policy:
         return POLICIES[self.name], self.split_mode, int(self.crop == "discard")
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def pack_window(
     fragments: Fragments,
     lengths: Int32Array,
@@ -115,7 +115,7 @@ def pack_window(
     return written
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_tokens(fragments: Fragments, policy: int) -> int:
     """Return how many tokens fragments bring to a window."""
     _, starts, sizes = fragments

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
@@ -142,8 +142,7 @@ class PackedRows:
         if self.index.broken(np.array([window])) is not None:
             raise self._corrupt(f"other bytes than its checksum says in window {window}")
         begin, end = int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW])
-        rows = np.arange(begin, end)
-        return rows[_rows_with(self.index.table[window], end - begin, self.index.data, local)]
+        return begin + np.flatnonzero(_rows_with(self.index.table[window], end - begin, self.index.data, local))
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their loss mask, where the store has one."""
@@ -247,7 +246,7 @@ def _index(
     return WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _section(line: Int64Array, num_rows: int, data: Uint8Array) -> tuple[Uint32Array, Uint16Array, Uint32Array]:
     """Return (first piece of each row, pieces, cuts) of a window."""
     begin = line[BYTE]
@@ -258,7 +257,7 @@ def _section(line: Int64Array, num_rows: int, data: Uint8Array) -> tuple[Uint32A
     return rows, pieces, data[begin : begin + 12 * line[CUTS]].view(np.uint32)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find_pieces(
     rows: Int64Array,
     windows: Int64Array,
@@ -300,7 +299,7 @@ def _find_pieces(
     return filled
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _put(found: Int64Array, filled: int, document: int, start: int, length: int) -> int:
     if filled < found.shape[1]:
         found[0, filled] = document
@@ -309,7 +308,7 @@ def _put(found: Int64Array, filled: int, document: int, start: int, length: int)
     return filled + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _finish(
     starts: Int64Array,
     lengths: Int64Array,
@@ -326,7 +325,7 @@ def _finish(
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _first_cut(cuts: Uint32Array, piece: int) -> int:
     """Return the index of the first cut whose piece is not before `piece`."""
     low, high = 0, cuts.size // 3
@@ -339,7 +338,7 @@ def _first_cut(cuts: Uint32Array, piece: int) -> int:
     return low
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _rows_with(line: Int64Array, num_rows: int, data: Uint8Array, document: int) -> BoolArray:
     """Say for each row of a window whether it holds a piece of a document."""
     starts, pieces, _ = _section(line, num_rows, data)

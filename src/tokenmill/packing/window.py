@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
 
 Fragments: TypeAlias = tuple[Int32Array, Int32Array, Int32Array]
@@ -44,7 +44,7 @@ EXCLUDED = 10
 NUM_COUNTS = 11
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int32Array) -> int:
     """Make a fragment of every document that has tokens, and note all lengths; return the number of fragments."""
     documents, starts, sizes = fragments
@@ -61,7 +61,7 @@ def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int3
     return filled
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def needed_room(sizes: Int32Array, seq_len: int) -> int:
     """Return a number of rows, pieces and cuts that is enough for a window under any policy."""
     pieces = 1
@@ -72,7 +72,7 @@ def needed_room(sizes: Int32Array, seq_len: int) -> int:
     return pieces
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def emit(pieces: Uint16Array, cuts: Uint32Array, number: int, cut: int, piece: Piece) -> int:
     """Write a piece (document and flags, first token, number of tokens, document's tokens); return the cuts."""
     document, start, size, length = piece
@@ -86,7 +86,7 @@ def emit(pieces: Uint16Array, cuts: Uint32Array, number: int, cut: int, piece: P
     return cut + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_window(
     shape: tuple[int, int],
     lengths: Int32Array,

@@ -23,9 +23,9 @@ from fractions import Fraction
 from functools import cached_property
 from math import floor, gcd, lcm
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.errors import ConfigError
 from tokenmill.types import Int64Array
 
@@ -219,7 +219,7 @@ def build_tree(weights: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(left, right, parents.get(number, -1)) for number, (left, right) in enumerate(children)]
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def draw(position: int, nodes: Int64Array) -> tuple[int, int]:
     """Return (source, how often it was drawn before) at a position."""
     node = nodes.shape[0] - 1
@@ -251,7 +251,7 @@ def draw(position: int, nodes: Int64Array) -> tuple[int, int]:
             return ~node, int(np.int64(here))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def position_of(source: int, drawn: int, nodes: Int64Array, leaf_parent: Int64Array) -> int:
     """Return the position at which `source` is drawn after having been drawn `drawn` times."""
     child = ~source
@@ -273,7 +273,7 @@ def position_of(source: int, drawn: int, nodes: Int64Array, leaf_parent: Int64Ar
     return here
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def draw_all(positions: Int64Array, nodes: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return sources and earlier draws at many positions."""
     sources = np.empty_like(positions)
@@ -283,7 +283,7 @@ def draw_all(positions: Int64Array, nodes: Int64Array) -> tuple[Int64Array, Int6
     return sources, drawn
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def positions_of(source: int, drawn: Int64Array, nodes: Int64Array, leaf_parent: Int64Array) -> Int64Array:
     """Return the positions of many draws of one source."""
     out = np.empty_like(drawn)

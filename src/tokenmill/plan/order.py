@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.plan.mixture import draw
 from tokenmill.plan.permute import derive
 from tokenmill.plan.shuffle import shuffle_row, unshuffle_rows
@@ -52,7 +52,7 @@ def _rows_at(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool
     return sources, rows
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def _rows(
     steps: Int64Array,
     slots: Int64Array,
@@ -146,7 +146,7 @@ def _places(stage: Stage, line: int, epoch: int, rows: Int64Array, size: int) ->
     return places
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def turns(rotation_key: np.uint64, steps: Int64Array, batch: int) -> Int64Array:
     """Return by how many places the batch of each step is turned."""
     out = np.empty_like(steps)

@@ -8,9 +8,9 @@ and costs less than two passes on average. Six rounds: with four, the statistica
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import inlined, kernel
 from tokenmill.types import Int64Array
 
 ROUNDS = 6
@@ -24,7 +24,7 @@ _M2 = np.uint64(0x94D049BB133111EB)
 _ONE = np.uint64(1)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def mix(value: np.uint64) -> np.uint64:
     """Scramble 64 bits (the finalizer of SplitMix64)."""
     value = (value ^ (value >> np.uint64(30))) * _M1
@@ -32,13 +32,13 @@ def mix(value: np.uint64) -> np.uint64:
     return value ^ (value >> np.uint64(31))
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def derive(key: np.uint64, number: int) -> np.uint64:
     """Return the key of one epoch, window or step of many that share `key`."""
     return mix(key + (np.uint64(number) + _ONE) * _GOLDEN)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def num_bits(size: int) -> np.uint64:
     """Return how many bits the numbers below `size` need, at least MIN_BITS."""
     value = np.uint64(size - 1)
@@ -51,7 +51,7 @@ def num_bits(size: int) -> np.uint64:
     return max(bits, np.uint64(MIN_BITS))
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _round(half: np.uint64, key: np.uint64, number: int) -> np.uint64:
     value = half + (key ^ (_GOLDEN * np.uint64(number + 1)))
     value = (value ^ (value >> np.uint64(32))) * _M1
@@ -59,7 +59,7 @@ def _round(half: np.uint64, key: np.uint64, number: int) -> np.uint64:
     return value >> np.uint64(32)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def permute(index: int, size: int, key: np.uint64) -> int:
     """Return where `index` goes under the permutation of range(size) that `key` names."""
     bits = num_bits(size)
@@ -78,7 +78,7 @@ def permute(index: int, size: int, key: np.uint64) -> int:
             return int(np.int64(value))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def unpermute(image: int, size: int, key: np.uint64) -> int:
     """Return the index that `permute` sends to `image`."""
     bits = num_bits(size)
@@ -97,7 +97,7 @@ def unpermute(image: int, size: int, key: np.uint64) -> int:
             return int(np.int64(value))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def permute_all(indices: Int64Array, size: int, key: np.uint64) -> Int64Array:
     """Permute many indices at once."""
     out = np.empty_like(indices)
@@ -106,7 +106,7 @@ def permute_all(indices: Int64Array, size: int, key: np.uint64) -> Int64Array:
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def unpermute_all(images: Int64Array, size: int, key: np.uint64) -> Int64Array:
     """Undo `permute_all`."""
     out = np.empty_like(images)

@@ -13,9 +13,9 @@ from fractions import Fraction
 from functools import cached_property
 from math import lcm
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.plan.mixture import (
     LEFT,
     LEFT_WEIGHT,
@@ -193,7 +193,7 @@ def _rounded(weights: Sequence[int]) -> list[int]:
     return found
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _way_of(step: int, facts: tuple[int, int, int, int, int]) -> int:
     """Return how many parts of the way from one end to the other are behind, in the middle of a step."""
     _, steps, parts, cosine, first = facts
@@ -210,7 +210,7 @@ def _way_of(step: int, facts: tuple[int, int, int, int, int]) -> int:
     return way if at <= 0.5 else parts - way
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _weigh(
     step: int,
     facts: tuple[int, int, int, int, int],
@@ -233,7 +233,7 @@ def _weigh(
         nodes[number, OFFSET] = min(np.int64(left[number] * total), total - 1)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw(
     batch: int,
     nodes: Int64Array,
@@ -260,13 +260,13 @@ def _draw(
                 arriving[child] = drawn
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count(positions: int, nodes: Int64Array, counts: Int64Array) -> None:
     """Add the draws of the first positions of a step."""
     _draw(positions, nodes, np.empty(nodes.shape[0], np.float64), counts)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _walk(
     facts: tuple[int, int, int, int, int],
     tables: tuple[Int64Array, Int64Array, Int64Array],
@@ -293,7 +293,7 @@ def _walk(
     ways[-1] = way
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _steps(
     facts: tuple[int, int, int, int, int],
     tables: tuple[Int64Array, Int64Array, Int64Array],
@@ -314,7 +314,7 @@ def _steps(
         _draw(facts[0], here, left, counts)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find(
     facts: tuple[int, int, int, int, int],
     tables: tuple[Int64Array, Int64Array, Int64Array],

@@ -8,9 +8,9 @@ from fractions import Fraction
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import kernel
 from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
 from tokenmill.plan.permute import derive
@@ -101,7 +101,7 @@ def _rows(part: Stage, name: str, draws: range) -> Int64Array:
     return rows
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@kernel
 def _fill(first: int, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
     """Fill in the rows of a source from its `first`-th on, as the plan orders them."""
     for i in range(rows.size):

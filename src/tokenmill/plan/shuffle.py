@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
+from tokenmill.compiled import inlined, kernel
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.plan.permute import derive, permute, unpermute
 from tokenmill.types import Int64Array
@@ -44,7 +44,7 @@ class Shuffle:
         return {"mode": self.mode, "block_rows": self.block_rows, "window_blocks": self.window_blocks}
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def shuffle_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the row that stands at `place` of an epoch."""
     if mode == NONE or size == 1:
@@ -63,7 +63,7 @@ def shuffle_row(place: int, size: int, key: np.uint64, mode: int, block_rows: in
     return (block * block_rows + offset + _turn(key, size)) % size
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the place of an epoch at which `row` stands."""
     if mode == NONE or size == 1:
@@ -82,12 +82,12 @@ def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: in
     return base + unpermute(inner - base, min(window_rows, size - base), derive(key, window))
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def _turn(key: np.uint64, size: int) -> int:
     return int(np.int64(derive(key, -3) % np.uint64(size)))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def shuffle_rows(
     places: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
 ) -> Int64Array:
@@ -98,7 +98,7 @@ def shuffle_rows(
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def unshuffle_rows(
     rows: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
 ) -> Int64Array:

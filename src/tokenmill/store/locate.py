@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from tokenmill.compiled import inlined, kernel
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import index_file
 from tokenmill.types import Int64Array, Uint8Array, Uint16Array, Uint32Array, Uint64Array
@@ -36,25 +36,25 @@ def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ANN401, ARG001 
     return types.voidptr(types.uint64), generate
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def view_uint8(address: np.uint64, size: int) -> Uint8Array:
     """View `size` numbers of 8 bits at an address."""
     return carray(_pointer(address), size, np.uint8)  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def view_uint16(address: np.uint64, size: int) -> Uint16Array:
     """View `size` numbers of 16 bits at an address."""
     return carray(_pointer(address), size, np.uint16)  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def view_uint32(address: np.uint64, size: int) -> Uint32Array:
     """View `size` numbers of 32 bits at an address."""
     return carray(_pointer(address), size, np.uint32)  # type: ignore[call-arg]
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@inlined
 def view_uint64(address: np.uint64, size: int) -> Uint64Array:
     """View `size` numbers of 64 bits at an address."""
     return carray(_pointer(address), size, np.uint64)  # type: ignore[call-arg]
@@ -88,7 +88,7 @@ def locate(
     return shards, begins, lengths
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _gather(
     documents: Int64Array,
     shards: Int64Array,
@@ -108,7 +108,7 @@ def _gather(
             lengths[i] = np.int64(offsets[document + 1]) - begins[i]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _first_wrong(
     shards: Int64Array,
     begins: Int64Array,

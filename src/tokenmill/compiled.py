@@ -1,0 +1,249 @@
+"""Kernels: functions that numba compiles at their first call, once on a machine, and then loads from a folder.
+
+The folder is the one that NUMBA_CACHE_DIR names, else `__pycache__` in this package, else one of this user's in the
+temporary folder. Kernels are loaded from any of them, also where nothing can be written, as in an image that
+`tokenmill warm` has filled; they are kept in the first that can be written to. What is kept is named by a digest of
+the code of a kernel, of all that it calls and of the constants that they use, so that nothing stale is ever loaded.
+
+Of the processes that start together one compiles a kernel while the others wait for it. The lock goes with its
+process, so a killed one keeps nobody waiting; where locks do not work, everyone compiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import IO, Any, ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.core import caching
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_numba: Any = numba
+_caching: Any = caching
+
+PACKAGE = Path(__file__).parent
+MAX_WAIT_SECONDS = 60.0
+"""How long a process waits for others that compile the same; one kernel takes a few seconds at most."""
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+logger = logging.getLogger("tokenmill")
+
+
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that Python calls, and keep what was compiled for other processes."""
+    dispatcher = _numba.njit(**_OPTIONS)(function)
+    dispatcher._cache = _KernelCache(function)
+    return cast(Callable[P, R], dispatcher)
+
+
+def inner(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that only kernels call: it becomes a part of them, and costs no wrapper for Python."""
+    dispatcher = _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+    return cast(Callable[P, R], dispatcher)
+
+
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """Put the few lines of a function in the place of each call, before anything is compiled."""
+    return cast(Callable[P, R], _numba.njit(inline="always", **_OPTIONS)(function))
+
+
+@cache
+def kernel_folders() -> tuple[Path, ...]:
+    """Return the folders that kernels are loaded from, in the order in which they are looked at."""
+    chosen = [Path(_numba.config.CACHE_DIR) / "tokenmill"] if _numba.config.CACHE_DIR else []
+    own = Path(tempfile.gettempdir()) / f"tokenmill-kernels-{os.getuid() if hasattr(os, 'getuid') else 0}"
+    return (*chosen, PACKAGE / "__pycache__", *([own] if _is_ours(own) else []))
+
+
+@cache
+def writable_folder() -> Path | None:
+    """Return the folder in which kernels are kept, made if need be; None where there is none."""
+    for folder in kernel_folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    logger.warning("no folder for compiled kernels can be written to: every process compiles its own")
+    return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Say whether a folder, if it is there, belongs to this user: what is loaded from it is run."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return True
+    return not folder.is_symlink() and status.st_uid == (os.getuid() if hasattr(os, "getuid") else 0)
+
+
+class _KernelCache:
+    """What numba asks for a compiled kernel, and gives it to."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @property
+    def cache_path(self) -> str | None:
+        """Where the kernel is kept."""
+        folder = writable_folder()
+        return str(folder) if folder else None
+
+    def load_overload(self, signature: Any, context: Any) -> Any:  # noqa: ANN401 - numba's own types
+        """Return the kernel for a signature, or None where it must be compiled; then nobody else compiles."""
+        compiled = self._load(signature, context)
+        if compiled is None and _turn.begin():
+            compiled = self._load(signature, context)  # another process may have compiled it meanwhile
+            if compiled is not None:
+                _turn.end()
+        return compiled
+
+    def _load(self, signature: Any, context: Any) -> Any:  # noqa: ANN401
+        for folder in kernel_folders():
+            files = _files(self._function, folder)
+            try:
+                compiled = files.load_overload(signature, context)
+            except Exception as error:  # whatever a damaged file leads to
+                logger.debug("%s: a compiled kernel cannot be read: %s", folder, error)
+                with suppress(OSError):
+                    files.flush()
+                continue
+            if compiled is not None:
+                return compiled
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:  # noqa: ANN401
+        """Keep a kernel, and let others compile."""
+        folder = writable_folder()
+        try:
+            if folder:
+                _files(self._function, folder).save_overload(signature, compiled)
+        except OSError as error:
+            logger.warning("%s: a compiled kernel cannot be kept: %s", folder, error)
+        finally:
+            _turn.end()
+
+
+@cache
+def _files(function: Callable[..., Any], folder: Path) -> Any:  # noqa: ANN401
+    """Return numba's own reader and writer of compiled functions, for one function and folder."""
+    place = {"_locator_classes": [_Locator(folder, _stamp(function))]}
+    files = {"_impl_class": type("Place", (_caching.CompileResultCacheImpl,), place)}
+    return type("Files", (_caching.FunctionCache,), files)(function)
+
+
+class _Locator:
+    """Says to numba where a function is kept, and under which name."""
+
+    def __init__(self, folder: Path, stamp: str) -> None:
+        self._folder, self._stamp = folder, stamp
+        self._py_file = str(PACKAGE)
+
+    def from_function(self, function: object, file: str) -> _Locator:  # noqa: ARG002 - as numba calls it
+        return self
+
+    def ensure_cache_path(self) -> None: ...
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        return self._stamp[:16]
+
+
+@cache
+def _stamp(function: Callable[..., Any]) -> str:
+    """Return a digest of all that decides what a kernel does."""
+    state = hashlib.sha256(repr(_OPTIONS).encode())
+    for part in _parts(function, set()):
+        state.update(part.encode() + b"\0")
+    return state.hexdigest()
+
+
+def _parts(function: Callable[..., Any], seen: set[object]) -> Iterator[str]:
+    """Yield the code of a function, of those that it calls, and the values of the constants that they use."""
+    if function in seen:
+        return
+    seen.add(function)
+    codes = [function.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield code.co_code.hex()
+        yield repr([constant for constant in code.co_consts if not isinstance(constant, CodeType)])
+        yield repr((code.co_names, code.co_varnames, code.co_freevars))
+    for name in sorted({name for code in codes for name in code.co_names}):
+        value = function.__globals__.get(name)
+        called = getattr(value, "py_func", None) or getattr(value, "_defn", None)
+        if called is not None:
+            yield repr(getattr(value, "targetoptions", None))
+            yield from _parts(called, seen)
+        elif isinstance(value, np.ndarray):
+            yield f"{name} {value.dtype} {value.shape} {value.tobytes().hex()}"
+        elif callable(value):
+            yield f"{name} {value.__module__}.{value.__qualname__}"
+        elif not isinstance(value, ModuleType):
+            yield f"{name} {value!r}"
+
+
+class _Turn:
+    """The right to compile, of one process at a time; kernels that a kernel calls are compiled in the same turn."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._lock: IO[bytes] | None = None
+        self._patient = True
+
+    def begin(self) -> bool:
+        """Wait until no other process compiles; False if this one already had the right."""
+        self._depth += 1
+        folder = writable_folder()
+        if self._depth > 1 or folder is None:
+            return False
+        try:
+            self._lock = (folder / "kernels.lock").open("wb")
+            self._wait(self._lock, folder)
+        except (ImportError, OSError) as error:
+            logger.debug("%s: no lock: %s", folder, error)
+        return True
+
+    def _wait(self, lock: IO[bytes], folder: Path) -> None:
+        import fcntl
+
+        begin, said = time.monotonic(), False
+        while self._patient:
+            try:
+                # Of a process, not of a file that its children inherit: they do not compile.
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                time.sleep(0.02)
+            waited = time.monotonic() - begin
+            if waited > 0.5 and not said:
+                logger.warning("%s: waiting for another process that compiles kernels, to load them then", folder)
+                said = True
+            self._patient = waited < MAX_WAIT_SECONDS
+
+    def end(self) -> None:
+        """Give the right back."""
+        self._depth -= 1
+        if self._depth == 0 and self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+_turn = _Turn()
