@@ -34,7 +34,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -193,12 +192,12 @@ def small(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
 
 def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> dict[str, float]:
-    from tokenmill.build import build, work
-    from tokenmill.build.work import sample_texts
+    from tokenmill.build import build, worker
+    from tokenmill.build import work as unit_work
     from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit
     from tokenmill.encode.engines import trusted
 
-    work.COMPILED_BYTES = 0 if compiled else 1 << 62
+    unit_work.COMPILED_BYTES = 0 if compiled else 1 << 62
     files = find_files(corpus).files
     units = cut_files(files, chunk_bytes=chunk_size(files))
     loading, opening, alone = Stopwatch(), Stopwatch(), Stopwatch()
@@ -208,9 +207,9 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
     texts = {unit.index: [batch.texts for batch in read_unit(unit, reading)] for unit in units}
     # Opened just as prepare does it: a tokenizer that has not met a text for the reference yet opens that one when
     # it does, in the middle of the measurement.
-    second, _ = trusted(tokenizer, sample=sample_texts(files, "text"))
+    second, _ = trusted(tokenizer, sample=unit_work.sample_texts(files, "text"))
     kept = []  # closing a tokenizer takes time too, and also once a build
-    open_first, run_first = build._open_tokenizer, build.run_here
+    open_first, run_first = build._open_tokenizer, worker.WorkerPool.run
     settle_first, publish_first = build.settle_recipe, build._publish
 
     def timed_open(*arguments: Any) -> Any:
@@ -226,14 +225,14 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
         with opening:
             publish_first(*arguments)
 
-    def take_turns(*arguments: Any) -> Iterator[Any]:
-        for task, reply in run_first(*arguments):
+    def take_turns(pool: Any, tasks: Any, tick: Any) -> Iterator[Any]:
+        for task, result in zip(tasks, run_first(pool, tasks, tick), strict=True):
             with alone:
                 for batch in texts[task.unit.index]:
                     second.encode(batch)
-            yield task, reply
+            yield result
 
-    build._open_tokenizer, build.run_here = timed_open, take_turns  # type: ignore[assignment]
+    build._open_tokenizer, worker.WorkerPool.run = timed_open, take_turns  # type: ignore[method-assign]
     build.settle_recipe, build._publish = timed_settle, timed_publish
     whole = Stopwatch()
     with whole:
@@ -253,34 +252,25 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
 
 def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     """Build in worker processes; the clock runs from when all of them have opened and loaded what they need."""
-    from tokenmill.build import build, worker
+    from dataclasses import replace
+
+    from tokenmill.build import prepare
+    from tokenmill.build.worker import WorkerPool
 
     clock, peak = Stopwatch(), [0.0]
 
-    def timed(crew: Any, tasks: Any, _tick: Any) -> Iterator[Any]:
-        processes, barrier = worker._Pool(crew.bench.job, crew.lock), threading.Barrier(workers)
+    def timed(pool: WorkerPool, tasks: Any, tick: Any) -> Iterator[Any]:
         small = unit_to_load(work, Path(corpus).suffix, tasks[0].unit.bytes)
+        warm = [replace(tasks[0], unit=small, key=f"warm-{number}") for number in range(workers)]
+        for _ in pool.run_in_processes(warm, workers, tick):  # one each, as all are free
+            pass
+        with clock:
+            results = list(pool.run_in_processes(tasks, workers, tick))
+        peak[0] = max(map(peak_mb, children()))
+        yield from results
 
-        def open_one(index: int) -> None:
-            barrier.wait()  # one each: no worker takes two of these
-            try:
-                processes.run(tasks[0].__class__(unit=small, key=f"warm-{index}"))
-            except BaseException:
-                barrier.abort()
-                raise
-            barrier.wait()
-
-        with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(open_one, range(workers)))
-            with clock:
-                replies = list(threads.map(processes.run, tasks))
-            peak[0] = max(map(peak_mb, children()))
-            processes.kill()
-        processes.close()
-        yield from zip(tasks, replies, strict=True)
-
-    build._replies = timed  # type: ignore[assignment]
-    report = build.prepare(corpus, out=Path(work) / "store", tokenizer=tokenizer, workers=2, progress=False)
+    WorkerPool.run = timed  # type: ignore[method-assign]
+    report = prepare(corpus, out=Path(work) / "store", tokenizer=tokenizer, workers=2, progress=False)
     return {"wall": clock.wall, "worker_peak_mb": peak[0], "text_bytes": report.text_bytes}
 
 

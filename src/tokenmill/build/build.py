@@ -7,411 +7,50 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.job import TEXT_KEY, Job, PrepareOptions, RecipeSpec, fast_text_field, settle_recipe
+from tokenmill.build.job import TEXT_KEY, Job, PrepareOptions, RecipeSpec, settle_recipe
 from tokenmill.build.journal import (
-    Entry,
+    MAX_LISTED,
+    Bad,
+    Build,
+    FinishedBuild,
     Journal,
-    Ledger,
-    entry_digest,
-    refuse_difference,
-    refuse_left_shards,
-    refuse_strangers,
+    Publication,
+    TakenFile,
+    UnitResult,
+    UnitShards,
+    add_counts,
+    begin_build,
+    stamp_of,
     unit_key,
 )
-from tokenmill.build.publish import Tally, begin_publish, finish_publish, give_up_publish, published
-from tokenmill.build.unit import MAX_LISTED, TAKEN, UnitResult, read_progress, read_result
-from tokenmill.build.work import Bench, fates_of, open_bench, sample_texts
-from tokenmill.build.worker import Task, run_here, run_in_processes
-from tokenmill.documents import InputFile, Inputs, Unit, chunk_size, cut_files, file_digest, find_files
-from tokenmill.errors import (
-    ConfigError,
-    DocumentError,
-    StoreCorruptError,
-    StoreError,
-    StoreExistsError,
-    TokenmillError,
-)
-from tokenmill.fingerprint import digest, first_difference
-from tokenmill.store import Manifest
+from tokenmill.build.unit import LEFT_OUT, TAKEN, read_progress
+from tokenmill.build.work import Bench, Task, fates_of, open_bench, sample_texts
+from tokenmill.build.worker import WorkerPool
+from tokenmill.documents import RULES, InputFile, Unit, cut_files, find_files, place
+from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
+from tokenmill.fingerprint import digest
 from tokenmill.store.durable import locked_folder, make_folder, write_atomically
-from tokenmill.store.layout import MANIFEST
-from tokenmill.store.manifest import read_manifest, shard_to_json
-from tokenmill.store.writer import refuse_foreign_shards
+from tokenmill.store.manifest import read_manifest
 from tokenmill.types import Uint8Array
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from tokenmill.encode.recipe import Recipe
     from tokenmill.encode.tokenizer import Tokenizer
 
-
-# What a build has to do, seen from what is there already: begin, go on, add files, replace, or nothing.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """What a build has to do."""
-
-    journal: Journal
-    identity: Mapping[str, Any]
-    files: Sequence[InputFile]
-    """Those that are not in the store yet."""
-    digests: Mapping[str, str]
-    """Path -> what tells a changed file from the same one."""
-    stamps: Mapping[str, tuple[int, int] | None]
-    """Path -> size and time of change, to see at the end that nobody wrote to a file meanwhile."""
-    chunk_bytes: int
-    base: Ledger | None
-    """What the finished store has that is added to; None for a new store or one that is replaced."""
-    cleared: Sequence[str] | None
-    """Routes of the store that is replaced; None where nothing is."""
-
-
-def place_order(
-    journal: Journal,
-    identity: Mapping[str, Any],
-    files: Sequence[InputFile],
-    *,
-    chunk_bytes: int | None,
-    rebuild: bool,
-) -> Order:
-    """Find out what there is to do, and note in the journal that it has begun; refuse what does not fit."""
-    ledger, build = journal.ledger(), journal.build()
-    if ledger is None and (journal.out / MANIFEST).exists() and not rebuild and build is None:
-        raise StoreExistsError(
-            f"{journal.out}: must not hold a store that prepare cannot add to, got one without its journal; "
-            "choose another path or --rebuild it"
-        )
-    if build is not None and rebuild and not (build["rebuild"] and _same(build["identity"], identity)):
-        build = None  # begun in another way, and given up for this
-    if build is not None and not journal.has_finished_units() and not _same(build["identity"], identity):
-        build = None  # nothing is lost by beginning anew
-    if build is not None:
-        refuse_difference(journal.out, build["identity"], identity, finished=False)
-    elif ledger is not None and not rebuild:
-        refuse_difference(journal.out, ledger.identity, identity, finished=True)
-    replaces = rebuild or (build is not None and build["rebuild"])
-    routes = list(ledger.routes) if ledger is not None else []
-    if replaces:
-        for route in {"", *routes}:
-            refuse_foreign_shards(journal.out / route)
-    else:
-        refuse_left_shards(journal.out, routes)
-    base = None if replaces else ledger
-    contents = {file.path: file_digest(file) for file in files}
-    new = _new_files(journal, files, contents, base)
-    if build is not None and chunk_bytes in (None, build["chunk_bytes"]):
-        chunk = build["chunk_bytes"]
-    else:
-        chunk = chunk_bytes or chunk_size(new)
-        if new:
-            journal.begin(identity, chunk, rebuild=replaces)
-    return Order(
-        journal=journal,
-        identity=identity,
-        files=new,
-        digests={file.path: entry_digest(file.name, contents[file.path]) for file in new},
-        stamps={file.path: stamp_of(file) for file in new},
-        chunk_bytes=chunk,
-        base=base,
-        # Those below `out` first: what is left there then is no part of a store.
-        cleared=[*filter(None, routes), ""] if replaces else None,
-    )
-
-
-def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return first_difference(dict(old), dict(new)) is None
-
-
-def stamp_of(file: InputFile) -> tuple[int, int] | None:
-    """Return what changes when a file is written to: its size and time; None if it is gone."""
-    try:
-        found = os.stat(file.path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
-
-
-def _new_files(
-    journal: Journal, files: Sequence[InputFile], contents: Mapping[str, str], base: Ledger | None
-) -> list[InputFile]:
-    """Return the files that are not in the store; one that changed or was renamed since it was read is refused."""
-    if base is None:
-        return list(files)
-    there = Counter(entry.digest for entry in base.inputs)
-    unknown: list[InputFile] = []
-    for file in files:
-        digest = entry_digest(file.name, contents[file.path])
-        if there[digest] > 0:
-            there[digest] -= 1
-        else:
-            unknown.append(file)
-    names = {entry.name: entry for entry in base.inputs}
-    # Entries whose file was not given, by size: one of the new files may be it.
-    gone: dict[int, list[Entry]] = {}
-    for entry in base.inputs:
-        if there[entry.digest] > 0 and entry.taken:
-            gone.setdefault(entry.bytes, []).append(entry)
-    for file in unknown:
-        old = names.get(file.name)
-        if old is not None:
-            raise StoreExistsError(
-                f"{journal.out}: files that are in a store must stay as they were, got {file.path} with other "
-                f"content than {old.name} had ({old.bytes} -> {file.bytes} bytes); put new records into files "
-                "with new names, or --rebuild"
-            )
-        for entry in gone.get(file.bytes, ()):
-            if entry_digest(entry.name, contents[file.path]) == entry.digest:
-                raise StoreExistsError(
-                    f"{journal.out}: a file must be added once, got {file.path} with the content of {entry.name}, "
-                    "which is in the store; leave it out or give it its old name, or --rebuild"
-                )
-    return unknown
-
-
-# How far a build has come, shown on the terminal.
-
+_OF_READING = ("format", "text_unit", "max_record_bytes")
+"""Options beside the recipe and the tokenizer that decide over what is in a store."""
 _SECONDS_BETWEEN = 0.2
-
-
-class ProgressBar:
-    """A bar on stderr: documents, MB/s, tokens/s, time left by bytes of input; nothing if not `shown`."""
-
-    def __init__(
-        self,
-        total_bytes: int,
-        look: Callable[[], tuple[int, int, int]],
-        *,
-        shown: bool | None = None,
-        what: str = "prepare",
-    ) -> None:
-        self._what = what
-        self._total_bytes = total_bytes
-        self._look = look
-        self._shown = sys.stderr.isatty() if shown is None else shown
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._begin = self._last = time.monotonic()
-
-    def __enter__(self) -> ProgressBar:
-        if self._shown:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn(self._what),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TextColumn("{task.fields[documents]:,} documents"),
-                TextColumn("{task.fields[megabytes]:,.1f} MB/s"),
-                TextColumn("{task.fields[tokens]:,.0f} tokens/s"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(
-                "prepare", total=self._total_bytes, documents=0, megabytes=0.0, tokens=0.0
-            )
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            if error is None:
-                self._refresh()
-            self._bar.stop()
-
-    def tick(self) -> None:
-        """Bring the bar up to date, if it has been a while: cheap enough to call at any time."""
-        if self._bar is not None and time.monotonic() - self._last > _SECONDS_BETWEEN:
-            self._refresh()
-
-    def _refresh(self) -> None:
-        assert self._bar is not None
-        assert self._task is not None
-        self._last = time.monotonic()
-        done_bytes, documents, tokens = self._look()
-        seconds = max(self._last - self._begin, 1e-3)
-        self._bar.update(
-            self._task,
-            completed=done_bytes,
-            documents=documents,
-            megabytes=done_bytes / 1e6 / seconds,
-            tokens=tokens / seconds,
-        )
-
-
-def say_loudly(message: str) -> None:
-    """Print a warning on stderr, in bold where that is possible."""
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
-
-
-# Running the units of a build, in this process or in others, and counting what came of them.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What came of the units of a build."""
-
-    results: Sequence[UnitResult]
-    """In input order."""
-    resumed: int
-    """How many of them an earlier try had finished."""
-    tally: Tally
-    scans: Sequence[str]
-    """Hashes of the records, where duplicates were looked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Crew:
-    """Who does the work."""
-
-    bench: Bench
-    """The tools of this process, which works itself where there is one worker."""
-    workers: int
-    lock: int
-    """What keeps other builds away as long as a process has it."""
-    progress: bool | None
-
-
-def drive(order: Order, recipe: Recipe, crew: Crew) -> Outcome:
-    """Run all units that are not done yet; results are those of an uninterrupted run in one process."""
-    units = list(cut_files(order.files, chunk_bytes=order.chunk_bytes))
-    how = digest([__version__, dict(order.identity)])
-    chosen = recipe.preprocessing
-    scans: list[str] = []
-    fates: Sequence[Uint8Array | None] = [None] * len(units)
-    if chosen.deduplicate or chosen.max_items is not None:
-        scans = [unit_key(unit, order.digests, [how, "scan"]) for unit in units]
-        _scan(order, units, scans, crew)
-        fates = _fates(order, scans, recipe)
-    tasks = _tasks(order, units, fates, how)
-    _drop_others(order.journal, {task.key for task in tasks})
-    tally = Tally(stop=crew.bench.job.options.on_error == "stop")
-    done = {task.key: found for task in tasks if (found := read_result(order.journal.units, task.key)) is not None}
-    bar = ProgressBar(sum(unit.bytes for unit in units), lambda: _so_far(tally, order), shown=crew.progress)
-    results: list[UnitResult] = []
-    pending = [task for task in tasks if task.key not in done]
-    with bar, closing(_replies(crew, pending, bar.tick)) as replies:
-        for task in tasks:
-            new = task.key not in done
-            result = UnitResult.from_json(next(replies)[1] if new else done[task.key])
-            tally.add(task.unit, result, new=new)
-            results.append(result)
-            bar.tick()
-    _refuse_changed(order, tasks, scans)
-    tally.refuse_nothing(order.files[0], len(order.files), new=order.base is None)
-    return Outcome(results=results, resumed=len(done), tally=tally, scans=scans)
-
-
-def _replies(crew: Crew, tasks: Sequence[Task], tick: Callable[[], None]) -> Generator[tuple[Task, dict[str, Any]]]:
-    workers = min(crew.workers, len(tasks))
-    if workers <= 1:
-        return run_here(crew.bench, tasks, tick)
-    return run_in_processes(crew.bench.job, tasks, workers, tick, lock=crew.lock)
-
-
-def _scan(order: Order, units: Sequence[Unit], keys: Sequence[str], crew: Crew) -> None:
-    """Hash the records of all units that are not hashed yet."""
-    folder = order.journal.scans
-    missing = {key: unit for unit, key in zip(units, keys, strict=True) if not (folder / key).exists()}
-    tasks = [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
-    done = 0
-    bar = ProgressBar(
-        sum(task.unit.bytes for task in tasks),
-        lambda: (done, 0, 0),
-        shown=crew.progress,
-        what="look for duplicates",
-    )
-    with bar, closing(_replies(crew, tasks, bar.tick)) as replies:
-        for task, _ in replies:
-            done += task.unit.bytes
-            bar.tick()
-
-
-def _fates(order: Order, scans: Sequence[str], recipe: Recipe) -> list[Uint8Array]:
-    """Return what becomes of the records of each unit, as if all files of the store were read again before it."""
-    old = list(order.base.scans) if order.base is not None else []
-    paths = [order.journal.scans / key for key in (*old, *scans)]
-    if gone := [path for path in paths if not path.exists()]:
-        raise StoreCorruptError(f"{gone[0]}: must be there to add files, got nothing; start over with --rebuild")
-    chosen = recipe.preprocessing
-    return fates_of(paths, deduplicate=chosen.deduplicate, max_items=chosen.max_items)[len(old) :]
-
-
-def _tasks(order: Order, units: Sequence[Unit], fates: Sequence[Uint8Array | None], how: str) -> list[Task]:
-    """Return a task for each unit, each with a key of its own: of copies the second, third ... are numbered."""
-    copies: Counter[str] = Counter()
-    tasks: list[Task] = []
-    for unit, each in zip(units, fates, strict=True):
-        name = "" if each is None or bool((each == TAKEN).all()) else xxhash.xxh3_128_hexdigest(each.data)
-        key = unit_key(unit, order.digests, [how, name])
-        copies[key] += 1
-        if copies[key] > 1:
-            key = digest([key, copies[key]])
-        file = order.journal.folder / "fates" / name
-        if name and each is not None:
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, each.tobytes())
-        tasks.append(Task(unit=unit, key=key, fates=str(file.absolute()) if name else None))
-    return tasks
-
-
-def _refuse_changed(order: Order, tasks: Sequence[Task], scans: Sequence[str]) -> None:
-    """Raise if a file was written to while it was read, and forget what was made from it."""
-    changed = {file.path for file in order.files if stamp_of(file) != order.stamps[file.path]}
-    if not changed:
-        return
-    for number, task in enumerate(tasks):
-        if any(piece.file.path in changed for piece in task.unit.pieces):
-            shutil.rmtree(order.journal.units / task.key)
-            if scans:
-                (order.journal.scans / scans[number]).unlink(missing_ok=True)
-    raise DocumentError(
-        f"{min(changed)}: must stay as it is while a build reads it, got another size or time of change; "
-        "let nothing write to it, and run again: it goes on with the other files"
-    )
-
-
-def _drop_others(journal: Journal, keys: Iterable[str]) -> None:
-    """Remove units of inputs that are no longer asked for, finished or not."""
-    known = {name for key in keys for name in (key, f".tmp-{key}")}
-    for folder in list(journal.units.iterdir()):
-        if folder.name not in known:
-            shutil.rmtree(folder)
-
-
-def _so_far(tally: Tally, order: Order) -> tuple[int, int, int]:
-    """Return (bytes, documents, tokens) of the finished units and of those under way."""
-    ahead = [read_progress(folder) for folder in _under_way(order)]
-    return (
-        tally.done_bytes + sum(a[0] for a in ahead),
-        tally.documents + sum(a[1] for a in ahead),
-        tally.tokens + sum(a[2] for a in ahead),
-    )
-
-
-def _under_way(order: Order) -> Iterator[Any]:
-    return order.journal.units.glob(".tmp-*")
-
-
-# What a build did.
+"""Two looks at how far a build has come."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -489,31 +128,10 @@ class PrepareReport:
             **asdict(self),
             "path": str(self.path),
             "stores": [{**asdict(store), "path": str(store.path)} for store in self.stores],
-            "skipped": dict(self.skipped),
-            "notes": dict(self.notes),
             "fingerprint": self.fingerprint,
             "tokens_per_byte": self.tokens_per_byte,
             "megabytes_per_second": self.megabytes_per_second,
         }
-
-
-def store_reports(out: Path, manifests: Mapping[str, Manifest]) -> list[StoreReport]:
-    """Say what is in each store of a build."""
-    return [
-        StoreReport(
-            route=route,
-            path=out / route,
-            documents=manifest.documents,
-            tokens=manifest.tokens,
-            shards=len(manifest.shards),
-            fingerprint=manifest.fingerprint,
-        )
-        for route, manifest in sorted(manifests.items())
-    ]
-
-
-_OF_READING = ("format", "text_unit", "max_record_bytes")
-"""Options beside the recipe and the tokenizer that decide over what is in a store."""
 
 
 def prepare(
@@ -540,66 +158,123 @@ def prepare(
     """
     begin = time.monotonic()
     options = options or PrepareOptions()
-    workers = _num_workers(workers)
-    chosen = settle_recipe(recipe, options)
+    num_workers = _num_workers(workers)
+    settled = settle_recipe(recipe, options)
     journal = Journal(Path(out).expanduser())
-    found = _inputs(inputs, journal.out, options)
-    if found.passed_over:
-        say_loudly(
-            f"{len(found.passed_over)} files in the given folders are not read, as they are of no known kind: "
-            f"{', '.join(found.passed_over[:3])}{', ...' if len(found.passed_over) > 3 else ''}"
-        )
-    opened, warning = _open_tokenizer(tokenizer, chosen, options, found.files)
+    files = _input_files(inputs, journal.out, options)
+    opened, warning = _open_tokenizer(tokenizer, settled, options, files)
     if warning:
-        say_loudly(warning)
-    bench = open_bench(_job(journal, tokenizer, opened, chosen, options), opened)
-    _warn_of_spelled(bench)
-    ready = time.monotonic()
-    with _system_errors_told(journal.out), _made_and_locked(journal.out) as lock:
-        if rebuild:
-            give_up_publish(journal)
-            journal.drop_unreadable()
-        finish_publish(journal)
-        ledger = journal.ledger()
-        refuse_strangers(journal.out, ledger.routes if ledger else [])
-        identity = _identity(bench, chosen, options)
-        order = place_order(journal, identity, found.files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
-        outcome = None
-        if order.files:
-            outcome = drive(order, chosen, Crew(bench=bench, workers=workers, lock=lock, progress=progress))
-            described = {"tokenizer": tokenizer, "engine": opened.engine, "on_error": options.on_error}
-            if warning:
-                described["engine_warning"] = warning
-            _publish(order, outcome, bench.job, chosen, described)
-        return _report(order, outcome, chosen.kind, opened.engine, (begin, time.monotonic(), ready))
+        warn(warning)
+    bench = open_bench(_job(journal, tokenizer, opened, settled, options), opened, settled)
+    _warn_of_spelled_turns(bench)
+    opening_seconds = time.monotonic() - begin
+    result = None
+    with _system_errors_explained(journal.out):
+        make_folder(journal.out)
+        with locked_folder(journal.out) as lock:
+            if rebuild:
+                journal.drop_unreadable()
+            journal.finish_publishing()
+            identity = _identity(bench, settled, options)
+            build = begin_build(journal, identity, files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
+            if build.files:
+                with WorkerPool(bench, num_workers, lock) as pool:
+                    result = run_build(build, settled, pool, progress)
+                described = {"tokenizer": tokenizer, "engine": opened.engine, "on_error": options.on_error}
+                if warning:
+                    described["engine_warning"] = warning
+                _publish(build, result, bench.job, settled, described)
+            return _report(build, result, settled.kind, opened.engine, opening_seconds, begin)
 
 
-def _inputs(
+def _num_workers(workers: int | None) -> int:
+    if workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers < 1:
+        raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
+    return workers
+
+
+def _input_files(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: Path, options: PrepareOptions
-) -> Inputs:
+) -> Sequence[InputFile]:
     """List the files to read; the store itself may stand among them and is left alone."""
-    found = find_files(inputs, format=options.format)
-    for path in (str(out.absolute()), *(file.path for file in found.files)):
+    listed = find_files(inputs, format=options.format)
+    for path in (str(out.absolute()), *(file.path for file in listed.files)):
         if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):
             raise DocumentError(f"{path!r}: a path must be UTF-8, got other bytes; rename it")
     store = os.path.realpath(out)
     real_folder = cache(os.path.realpath)  # of few folders there may be millions of files
 
-    def inside(path: str) -> bool:
-        return os.path.join(real_folder(os.path.dirname(path)), "").startswith(os.path.join(store, ""))
+    def is_outside(path: str) -> bool:
+        return not os.path.join(real_folder(os.path.dirname(path)), "").startswith(os.path.join(store, ""))
 
-    outside = [file.path for file in found.files if not inside(file.path)]
-    if len(outside) == len(found.files):
-        return found
+    outside = [file.path for file in listed.files if is_outside(file.path)]
     if not outside:
         raise DocumentError(f"inputs: must not all lie in the store, got {store}; choose another path for it")
+    passed_over = list(filter(is_outside, listed.passed_over))
+    if passed_over:
+        warn(
+            f"{len(passed_over)} files in the given folders are not read, as they are of no known kind: "
+            f"{', '.join(passed_over[:3])}{', ...' if len(passed_over) > 3 else ''}"
+        )
+    if len(outside) == len(listed.files):
+        return listed.files
     # Once more without them, as names and order are relative to the folder that all files share.
-    passed_over = tuple(path for path in found.passed_over if not inside(path))
-    return replace(find_files(outside, format=options.format), passed_over=passed_over)
+    return find_files(outside, format=options.format).files
+
+
+def _open_tokenizer(
+    spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
+) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer, and what is to be told of its engine."""
+    from tokenmill.encode.engines import open_tokenizer, trusted
+
+    framing: dict[str, Any] = options.framing()
+    if options.engine != "auto":
+        return open_tokenizer(spec, engine=options.engine, **framing), None
+    return trusted(spec, sample=sample_texts(files, recipe.text_field), **framing)
+
+
+def _job(journal: Journal, spec: str, tokenizer: Tokenizer, recipe: Recipe, options: PrepareOptions) -> Job:
+    from tokenmill.encode.frame import token_dtype
+    from tokenmill.encode.recipe import record_keys
+
+    vocab_size = tokenizer.identity.vocab_size
+    text_only = recipe.text_field is not None
+    return Job(
+        folder=str(journal.units.absolute()),
+        tokenizer=spec,
+        identity=tokenizer.identity.to_json(),
+        engine=tokenizer.engine.split()[0],
+        keys={TEXT_KEY: token_dtype(vocab_size).str} if text_only else record_keys(recipe, vocab_size),
+        recipe=recipe.to_json(),
+        options=options,
+    )
+
+
+def _warn_of_spelled_turns(bench: Bench) -> None:
+    """Warn if the ends of turns are no control tokens: any message can spell them."""
+    spelled = bench.encoder.spelled() if bench.encoder is not None else ()
+    if spelled:
+        warn(
+            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
+            "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
+            "use a template that fits the tokenizer, or add the token to it"
+        )
+
+
+def _identity(bench: Bench, recipe: Recipe, options: PrepareOptions) -> dict[str, Any]:
+    """Return what two builds must have in common to be one."""
+    return {
+        "tokenizer": bench.tokenizer.identity.to_json(),
+        "recipe": bench.encoder.to_json() if bench.encoder else recipe.to_json(),
+        "options": {name: getattr(options, name) for name in _OF_READING},
+    }
 
 
 @contextmanager
-def _system_errors_told(out: Path) -> Iterator[None]:
+def _system_errors_explained(out: Path) -> Iterator[None]:
     """Say of an error of the system what it means for the build."""
     try:
         yield
@@ -612,151 +287,358 @@ def _system_errors_told(out: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _made_and_locked(out: Path) -> Iterator[int]:
-    make_folder(out)
-    with locked_folder(out) as lock:
-        yield lock
+# Running the units of a build, and counting what came of them.
 
 
-def _identity(bench: Bench, recipe: Recipe, options: PrepareOptions) -> dict[str, Any]:
-    """Return what two builds must have in common to be one."""
-    return {
-        "tokenizer": bench.tokenizer.identity.to_json(),
-        "recipe": bench.encoder.to_json() if bench.encoder else recipe.to_json(),
-        "options": {name: getattr(options, name) for name in _OF_READING},
-    }
+@dataclass(kw_only=True, slots=True)
+class BuildResult:
+    """What came of the units so far, in input order; a line's number follows from the units before."""
+
+    results: list[UnitResult] = field(default_factory=list)
+    resumed: int = 0
+    """How many of them an earlier try had finished."""
+    scans: Sequence[str] = ()
+    """Names of the hashes of the records, where duplicates were looked for."""
+    done_bytes: int = 0
+    text_bytes: int = 0
+    new_text_bytes: int = 0
+    """Of units that were done now, not in an earlier try."""
+    truncated: int = 0
+    lines: Counter[str] = field(default_factory=Counter)
+    """By path."""
+    documents: int = 0
+    tokens: int = 0
+    taken: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """Path -> route -> documents and tokens."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    listed: list[dict[str, Any]] = field(default_factory=list)
+    """The first bad records."""
+
+    def add(self, unit: Unit, result: UnitResult, *, resumed: bool, stop: bool) -> None:
+        """Count a unit; where bad records `stop` a build, raise the first."""
+        counts = result.counts
+        # Where a piece begins in its file, in lines: those of the earlier pieces of the same file.
+        begins = []
+        for piece, lines in zip(unit.pieces, counts.lines, strict=True):
+            begins.append(self.lines[piece.file.path])
+            self.lines[piece.file.path] += lines
+        for route, pieces in sorted(counts.taken.items()):
+            for index, documents, tokens in pieces:
+                routes = self.taken.setdefault(unit.pieces[index].file.path, {})
+                before = routes.get(route, (0, 0))
+                routes[route] = (before[0] + documents, before[1] + tokens)
+        for bad in counts.bad:
+            line = begins[bad.piece] + bad.line
+            if stop:
+                raise _bad_record(unit, line, bad)
+            if len(self.listed) < MAX_LISTED:
+                name = unit.pieces[bad.piece].file.name
+                self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
+        self.results.append(result)
+        self.resumed += resumed
+        self.documents += counts.documents
+        self.tokens += counts.tokens
+        self.done_bytes += unit.bytes
+        self.text_bytes += counts.text_bytes
+        self.new_text_bytes += 0 if resumed else counts.text_bytes
+        self.truncated += counts.truncated
+        add_counts(self.skipped, counts.skipped)
+        add_counts(self.notes, counts.notes)
 
 
-def _warn_of_spelled(bench: Bench) -> None:
-    """Tell that the ends of turns are no control tokens: any message can spell them."""
-    spelled = bench.encoder.spelled() if bench.encoder is not None else ()
-    if spelled:
-        say_loudly(
-            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
-            "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
-            "use a template that fits the tokenizer, or add the token to it"
-        )
+def _bad_record(unit: Unit, line: int, bad: Bad) -> DocumentError:
+    from tokenmill.encode.recipe import RULES as RECIPE_RULES
 
-
-def _num_workers(workers: int | None) -> int:
-    if workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if workers < 1:
-        raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
-    return workers
-
-
-def _open_tokenizer(
-    spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
-) -> tuple[Tokenizer, str | None]:
-    from tokenmill.encode.engines import open_tokenizer, trusted
-
-    framing: dict[str, Any] = options.framing()
-    if options.engine != "auto":
-        return open_tokenizer(spec, engine=options.engine, **framing), None
-    return trusted(spec, sample=sample_texts(files, fast_text_field(recipe)), **framing)
-
-
-def _job(journal: Journal, spec: str, opened: Tokenizer, recipe: Recipe, options: PrepareOptions) -> Job:
-    from tokenmill.encode.frame import token_dtype
-    from tokenmill.encode.recipe import record_keys
-
-    vocab_size = opened.identity.vocab_size
-    fast = fast_text_field(recipe) is not None
-    return Job(
-        folder=str(journal.units.absolute()),
-        tokenizer=spec,
-        identity=opened.identity.to_json(),
-        engine=opened.engine.split()[0],
-        keys={TEXT_KEY: token_dtype(vocab_size).str} if fast else record_keys(recipe, vocab_size),
-        recipe=recipe.to_json(),
-        options=options,
+    # A chat without messages lacks no text field: the recipe knows better which fields it wants.
+    missing = {"missing_field": RECIPE_RULES["missing_field"]}
+    rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES, **missing}
+    rule = rules.get(bad.reason, f"a record must fit the recipe ({bad.reason})")
+    ways = "mend the record"
+    if bad.reason in ("missing_field", "not_text"):
+        ways = "name the field with --text-field, or what the records are with --recipe (chat, dpo, ...)"
+    elif bad.reason == "too_long":
+        ways = "cut the record, allow it with --max-record-bytes"
+    return DocumentError(
+        f"{place(unit.pieces[bad.piece], line)}: {rule}, got {bad.detail}; "
+        f"{ways}, or skip bad ones with --on-error skip"
     )
 
 
-def _publish(order: Order, outcome: Outcome, job: Job, recipe: Recipe, described: Mapping[str, str]) -> None:
+def run_build(build: Build, recipe: Recipe, pool: WorkerPool, progress: bool | None) -> BuildResult:
+    """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
+    journal, stop = build.journal, pool.bench.job.options.on_error == "stop"
+    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes))
+    how = digest([__version__, dict(build.identity)])
+    result = BuildResult()
+    fates: Sequence[Uint8Array | None] = [None] * len(units)
+    if recipe.preprocessing.deduplicate or recipe.preprocessing.max_items is not None:
+        result.scans = [unit_key(unit, build.digests, [how, "scan"]) for unit in units]
+        _scan(build, units, result.scans, pool, progress)
+        fates = _fates(build, result.scans, recipe)
+    tasks = _tasks(build, units, fates, how)
+    _drop_others(journal, tasks)
+    done = {task.key: known for task in tasks if (known := journal.result(task.key)) is not None}
+
+    def look() -> tuple[int, int, int]:
+        """Count what is in finished units and in those under way."""
+        ahead = [read_progress(folder) for folder in journal.units.glob(".tmp-*")]
+        now = (result.done_bytes, result.documents, result.tokens)
+        position, documents, tokens = map(sum, zip(now, *ahead, strict=True))
+        return position, documents, tokens
+
+    with _progress_bar("prepare", sum(unit.bytes for unit in units), look, shown=progress) as tick:
+        answers = pool.run([task for task in tasks if task.key not in done], tick)
+        for task in tasks:
+            unit_result = done.get(task.key) or next(answers)
+            assert unit_result is not None
+            result.add(task.unit, unit_result, resumed=task.key in done, stop=stop)
+            tick()
+    _refuse_changed(build, tasks, result.scans)
+    _refuse_nothing(build, result)
+    return result
+
+
+def _scan(
+    build: Build, units: Sequence[Unit], keys: Sequence[str], pool: WorkerPool, progress: bool | None
+) -> None:
+    """Hash the records of all units that are not hashed yet."""
+    folder = build.journal.scans
+    missing = {key: unit for unit, key in zip(units, keys, strict=True) if not (folder / key).exists()}
+    tasks = [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
+    total = sum(unit.bytes for unit in missing.values())
+    done = 0
+    with _progress_bar("look for duplicates", total, lambda: (done, 0, 0), shown=progress) as tick:
+        for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
+            done += task.unit.bytes
+            tick()
+
+
+def _fates(build: Build, scans: Sequence[str], recipe: Recipe) -> list[Uint8Array]:
+    """Return what becomes of the records of each unit, as if all files of the store were read again before it."""
+    old = build.base.scans if build.base is not None else ()
+    paths = [build.journal.scans / key for key in (*old, *scans)]
+    if gone := [path for path in paths if not path.exists()]:
+        raise StoreCorruptError(f"{gone[0]}: must be there to add files, got nothing; start over with --rebuild")
+    chosen = recipe.preprocessing
+    return fates_of(paths, deduplicate=chosen.deduplicate, max_items=chosen.max_items)[len(old) :]
+
+
+def _tasks(build: Build, units: Sequence[Unit], fates: Sequence[Uint8Array | None], how: str) -> list[Task]:
+    """Return a task for each unit, each with a key of its own: of copies the second, third ... are numbered."""
+    copies: Counter[str] = Counter()
+    tasks: list[Task] = []
+    for unit, each in zip(units, fates, strict=True):
+        name = "" if each is None or bool((each == TAKEN).all()) else xxhash.xxh3_128_hexdigest(each.data)
+        key = unit_key(unit, build.digests, [how, name])
+        copies[key] += 1
+        if copies[key] > 1:
+            key = digest([key, copies[key]])
+        file = build.journal.fates / name
+        if name and each is not None:
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, each.tobytes())
+        tasks.append(Task(unit=unit, key=key, fates=str(file.absolute()) if name else None))
+    return tasks
+
+
+def _drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
+    """Remove units of inputs that are no longer asked for, finished or not."""
+    known = {name for task in tasks for name in (task.key, f".tmp-{task.key}")}
+    for folder in list(journal.units.iterdir()):
+        if folder.name not in known:
+            shutil.rmtree(folder)
+
+
+def _refuse_changed(build: Build, tasks: Sequence[Task], scans: Sequence[str]) -> None:
+    """Raise if a file was written to while it was read, and forget what was made from it."""
+    changed = {file.path for file in build.files if stamp_of(file) != build.stamps[file.path]}
+    if not changed:
+        return
+    for number, task in enumerate(tasks):
+        if any(piece.file.path in changed for piece in task.unit.pieces):
+            shutil.rmtree(build.journal.units / task.key)
+            if scans:
+                (build.journal.scans / scans[number]).unlink(missing_ok=True)
+    raise DocumentError(
+        f"{min(changed)}: must stay as it is while a build reads it, got another size or time of change; "
+        "let nothing write to it, and run again: it goes on with the other files"
+    )
+
+
+def _refuse_nothing(build: Build, result: BuildResult) -> None:
+    """Raise if there is not one document: an empty store is a mistake that would show much later.
+
+    To a store that is there files may add nothing, unless all their records are bad.
+    """
+    all_bad = result.skipped and not result.skipped.keys() & LEFT_OUT
+    if not result.documents and (build.base is None or all_bad):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(result.skipped.items()))
+        more = f" and {len(build.files) - 1} more" if len(build.files) > 1 else ""
+        raise DocumentError(
+            f"{build.files[0].path}{more}: must hold at least one document, got none, "
+            f"{sum(result.skipped.values())} skipped ({reasons or 'the files are empty'}); "
+            "check the files and the fields"
+        )
+
+
+# What is published and reported of a build.
+
+
+def _publish(build: Build, result: BuildResult, job: Job, recipe: Recipe, described: Mapping[str, str]) -> None:
     """Make the finished units stores."""
-    base = order.base
-    begin_publish(
-        order.journal,
-        units=[result.to_json() for result in outcome.results],
-        base={
-            route: [shard_to_json(shard) for shard in read_manifest(order.journal.out / route).shards]
-            for route in (base.routes if base else ())
-        },
-        cleared=order.cleared,
+    routes = build.base.routes if build.base else ()
+    publication = Publication(
+        phase="move" if build.cleared is None else "clear",
+        cleared=tuple(build.cleared or ()),
+        units=tuple(UnitShards(key=unit.key, shards=unit.shards) for unit in result.results),
+        base={route: read_manifest(build.journal.out / route).shards for route in routes},
         manifest={
             "kind": recipe.kind,
-            "keys": dict(job.keys),
-            "tokenizer": dict(job.identity),
+            "keys": job.keys,
+            "tokenizer": job.identity,
             "recipe": {
                 "name": recipe.name,
                 **described,
-                **order.identity["options"],
-                "recipe": order.identity["recipe"],
+                **build.identity["options"],
+                "recipe": build.identity["recipe"],
             },
         },
-        ledger=asdict(_ledger(order, outcome)),
+        ledger=_finished(build, result),
     )
-    finish_publish(order.journal)
+    build.journal.publish(publication)
 
 
-def _ledger(order: Order, outcome: Outcome) -> Ledger:
+def _finished(build: Build, result: BuildResult) -> FinishedBuild:
     """Return what is in the store once the units are."""
-    tally, base = outcome.tally, order.base
-    counts = dict(base.counts) if base else {}
-    for reason, count in sorted(tally.reasons.items()):
-        counts[reason] = counts.get(reason, 0) + count
-    entries = [
-        Entry(
-            name=file.name,
-            bytes=file.bytes,
-            digest=order.digests[file.path],
-            taken=tally.taken.get(file.path, {}),
-        )
-        for file in order.files
-    ]
-    return Ledger(
-        identity=order.identity,
+    new = FinishedBuild(
+        identity=build.identity,
         routes=(),
-        inputs=[*(base.inputs if base else ()), *entries],
+        inputs=tuple(
+            TakenFile(
+                name=file.name,
+                bytes=file.bytes,
+                digest=build.digests[file.path],
+                taken=result.taken.get(file.path, {}),
+            )
+            for file in build.files
+        ),
+        counts=dict(sorted(result.skipped.items())),
+        listed=tuple(result.listed),
+        truncated=result.truncated,
+        notes=dict(sorted(result.notes.items())),
+        text_bytes=result.text_bytes,
+        scans=tuple(result.scans),
+    )
+    old = build.base
+    if old is None:
+        return new
+    counts, notes = dict(old.counts), dict(old.notes)
+    add_counts(counts, new.counts)
+    add_counts(notes, new.notes)
+    return replace(
+        new,
+        inputs=old.inputs + new.inputs,
         counts=counts,
-        listed=[*(base.listed if base else ()), *tally.listed][:MAX_LISTED],
-        truncated=tally.truncated + (base.truncated if base else 0),
-        notes=dict(sorted((tally.notes + Counter(base.notes if base else {})).items())),
-        text_bytes=tally.text_bytes + (base.text_bytes if base else 0),
-        scans=[*(base.scans if base else ()), *outcome.scans],
+        listed=(old.listed + new.listed)[:MAX_LISTED],
+        truncated=old.truncated + new.truncated,
+        notes=dict(sorted(notes.items())),
+        text_bytes=old.text_bytes + new.text_bytes,
+        scans=old.scans + new.scans,
     )
 
 
 def _report(
-    order: Order, outcome: Outcome | None, kind: str, engine: str, times: tuple[float, float, float]
+    build: Build, result: BuildResult | None, kind: str, engine: str, opening_seconds: float, begin: float
 ) -> PrepareReport:
-    ledger = order.journal.ledger()
-    assert ledger is not None
-    stores = store_reports(order.journal.out, published(order.journal, ledger.routes))
-    tally = outcome.tally if outcome else None
+    out, finished = build.journal.out, build.journal.finished()
+    assert finished is not None
+    manifests = {route: read_manifest(out / route) for route in sorted(finished.routes)}
+    result = result or BuildResult()
     return PrepareReport(
-        path=order.journal.out,
+        path=out,
         kind=kind,
-        stores=stores,
-        documents=sum(store.documents for store in stores),
-        tokens=sum(store.tokens for store in stores),
-        shards=sum(store.shards for store in stores),
-        files=len(ledger.inputs),
-        new_files=len(order.files),
-        new_documents=tally.documents if tally else 0,
-        new_tokens=tally.tokens if tally else 0,
-        units=len(outcome.results) if outcome else 0,
-        resumed_units=outcome.resumed if outcome else 0,
-        input_bytes=sum(file.bytes for file in order.files),
-        text_bytes=tally.text_bytes if tally else 0,
-        worked_bytes=tally.new_text_bytes if tally else 0,
-        skipped=dict(sorted(tally.reasons.items())) if tally else {},
-        truncated=tally.truncated if tally else 0,
-        notes=dict(sorted(tally.notes.items())) if tally else {},
+        stores=[
+            StoreReport(
+                route=route,
+                path=out / route,
+                documents=manifest.documents,
+                tokens=manifest.tokens,
+                shards=len(manifest.shards),
+                fingerprint=manifest.fingerprint,
+            )
+            for route, manifest in manifests.items()
+        ],
+        documents=sum(manifest.documents for manifest in manifests.values()),
+        tokens=sum(manifest.tokens for manifest in manifests.values()),
+        shards=sum(len(manifest.shards) for manifest in manifests.values()),
+        files=len(finished.inputs),
+        new_files=len(build.files),
+        new_documents=result.documents,
+        new_tokens=result.tokens,
+        units=len(result.results),
+        resumed_units=result.resumed,
+        input_bytes=sum(file.bytes for file in build.files),
+        text_bytes=result.text_bytes,
+        worked_bytes=result.new_text_bytes,
+        skipped=dict(sorted(result.skipped.items())),
+        truncated=result.truncated,
+        notes=dict(sorted(result.notes.items())),
         engine=engine,
-        seconds=times[1] - times[0],
-        opening_seconds=times[2] - times[0],
+        seconds=time.monotonic() - begin,
+        opening_seconds=opening_seconds,
     )
+
+
+# What is shown on the terminal.
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr, in bold where that is possible."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
+
+
+@contextmanager
+def _progress_bar(
+    what: str, total_bytes: int, look: Callable[[], tuple[int, int, int]], *, shown: bool | None
+) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr: documents, MB/s, tokens/s, time left by bytes of input; None: on a terminal.
+
+    Gives a function that brings it up to date, if it has been a while: cheap enough to call at any time. `look`
+    returns the bytes, documents and tokens that are done.
+    """
+    if not (sys.stderr.isatty() if shown is None else shown):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[documents]:,} documents"),
+        TextColumn("{task.fields[megabytes]:,.1f} MB/s"),
+        TextColumn("{task.fields[tokens]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    task = bar.add_task(what, total=total_bytes, documents=0, megabytes=0.0, tokens=0.0)
+    begin = last = time.monotonic()
+
+    def tick(seconds_between: float = _SECONDS_BETWEEN) -> None:
+        nonlocal last
+        if time.monotonic() - last < seconds_between:
+            return
+        last = time.monotonic()
+        done_bytes, documents, tokens = look()
+        seconds = max(last - begin, 1e-3)
+        megabytes, token_rate = done_bytes / 1e6 / seconds, tokens / seconds
+        bar.update(task, completed=done_bytes, documents=documents, megabytes=megabytes, tokens=token_rate)
+
+    with bar:
+        yield tick
+        tick(0)

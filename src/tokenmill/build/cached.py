@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenmill.build.build import prepare
 from tokenmill.build.job import PrepareOptions
-from tokenmill.build.journal import Journal, Ledger, entry_digest
+from tokenmill.build.journal import Journal, entry_digest
 from tokenmill.documents import file_digest, find_files
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.fingerprint import digest
@@ -79,11 +79,7 @@ def cached_store(
 
 
 def _is_finished(store: Path) -> bool:
-    return (store / MANIFEST).is_file() and _ledger(store) is not None
-
-
-def _ledger(store: Path) -> Ledger | None:
-    return Journal(store).ledger()
+    return (store / MANIFEST).is_file() and Journal(store).finished() is not None
 
 
 def _is_locked(store: Path) -> bool:
@@ -118,17 +114,17 @@ def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
 
 def _change(documents: Sequence[str], store: Path) -> str | None:
     """Say what is not as it was, None if nothing; names of the hub are not looked up again."""
-    ledger = _ledger(store)
-    assert ledger is not None
+    finished = Journal(store).finished()
+    assert finished is not None
     here = [item for item in documents if not _is_on_hub(item)]
     try:
         files = find_files(here).files if here else ()
         now = {file.path: entry_digest(file.name, file_digest(file)) for file in files}
     except DocumentError as error:
         return f"none ({error})"
-    seen, made = Counter(now.values()), Counter(entry.digest for entry in ledger.inputs)
+    seen, made = Counter(now.values()), Counter(entry.digest for entry in finished.inputs)
     new = [path for path, content in now.items() if content in seen - made]
-    gone = [entry.name for entry in ledger.inputs if entry.digest in made - seen]
+    gone = [entry.name for entry in finished.inputs if entry.digest in made - seen]
     if new:
         return f"{new[0]}, which is new or has changed"
     if gone and len(here) == len(documents):  # else what is not here may be of the hub

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokenmill.documents import ReadOptions
@@ -155,26 +155,6 @@ class Job:
     recipe: Mapping[str, Any]
     options: PrepareOptions
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {
-            **asdict(self),
-            "identity": dict(self.identity),
-            "keys": dict(self.keys),
-            "recipe": dict(self.recipe),
-        }
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Job:
-        """Read what `to_json` wrote."""
-        return cls(**{**value, "options": PrepareOptions(**value["options"])})
-
-    def load_recipe(self) -> Recipe:
-        """Return the recipe."""
-        from tokenmill.encode.recipe import load_recipe
-
-        return load_recipe(self.recipe)
-
     def spec(self, recipe: Recipe) -> StoreSpec:
         """Return what the stores of the build hold."""
         output = recipe.output
@@ -189,7 +169,7 @@ class Job:
 
     def reading(self, recipe: Recipe) -> ReadOptions:
         """Return how records are read: their text alone where nothing else is needed."""
-        text_field = fast_text_field(recipe)
+        text_field = recipe.text_field
         return ReadOptions(
             text_field=text_field,
             fields=None if text_field is not None else recipe.fields,
@@ -216,8 +196,3 @@ class Job:
         from tokenmill.encode.recipe import open_encoder
 
         return open_encoder(recipe, tokenizer, tokenizer_spec=self.tokenizer)
-
-
-def fast_text_field(recipe: Recipe) -> str | None:
-    """Return the field to read, where a record is nothing but the text of one field; None: whole records."""
-    return recipe.text_field if recipe.preprocessing.domain_key is None else None

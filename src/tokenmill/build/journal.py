@@ -14,58 +14,182 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import orjson
 import xxhash
 
-from tokenmill.documents import Unit
+from tokenmill.documents import InputFile, Unit, chunk_size, file_digest
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.store.durable import make_folder, write_atomically
+from tokenmill.store.durable import make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, is_shard_name
-from tokenmill.store.manifest import read_manifest
-from tokenmill.store.writer import JOURNAL_FOLDER, ROWS_FOLDER, TEMPORARY
+from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest
+from tokenmill.store.writer import (
+    JOURNAL_FOLDER,
+    ROWS_FOLDER,
+    TEMPORARY,
+    check_sizes,
+    clear,
+    publish_shard,
+    refuse_foreign_shards,
+)
+from tokenmill.tables import as_json, read_table
 
+MAX_LISTED = 1000
+"""How many bad records are listed; all are counted."""
+MAX_INPUTS = 1000
+"""How many input files a manifest lists; `.prepare/inputs.json` has them all."""
 BUILD = "build.json"
 PUBLISH = "publish.json"
-LEDGER = "inputs.json"
+FINISHED = "inputs.json"
 RESULT = "result.json"
-CHECKPOINT = "checkpoint.json"
+ROUTES = "routes"
+_UNNAMED_ROUTE = "store"
+"""Folder of the route without a name."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class Bad:
+    """A record that could not be read or encoded."""
+
+    piece: int
+    """Of the unit."""
+    line: int
+    """Counted from 0 at the first line of the piece."""
+    reason: str
+    detail: str
+
+
+@dataclass(kw_only=True, slots=True)
+class UnitCounts:
+    """What became of the records of a unit so far."""
+
+    batches: int = 0
+    """Batches that were done; a unit is read in the same batches every time, so it is where to go on from."""
+    place: int = 0
+    """Records that passed the filters by length."""
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    truncated: int = 0
+    lines: list[int]
+    """Lines of each piece."""
+    taken: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Route -> a piece, and the documents and tokens that it gave, for each piece that gave some, in order."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    """What was done to records that were taken, such as tools that the chat template does not write."""
+    bad: list[Bad] = field(default_factory=list)
+    """The first bad records, at most `MAX_LISTED`."""
+
+    def note_bad(self, bad: Sequence[Bad]) -> None:
+        """Count the bad records of a batch, and list the first."""
+        for record in bad:
+            add_counts(self.skipped, {record.reason: 1})
+        in_order = sorted(bad, key=lambda record: (record.piece, record.line))
+        self.bad.extend(in_order[: MAX_LISTED - len(self.bad)])
+
+    def note_taken(self, route: str, piece: int, documents: int, tokens: int) -> None:
+        """Count documents that a piece gave to a route; pieces come in order."""
+        rows = self.taken.setdefault(route, [])
+        if not rows or rows[-1][0] != piece:
+            rows.append([piece, 0, 0])
+        rows[-1][1] += documents
+        rows[-1][2] += tokens
+        self.documents += documents
+        self.tokens += tokens
+
+
+def add_counts(total: dict[str, int], counts: Mapping[str, int]) -> None:
+    """Add counts by name to a total; names that are new to it come last, in the order of `counts`."""
+    for name, count in counts.items():
+        total[name] = total.get(name, 0) + count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitResult:
+    """What became of a unit."""
+
+    key: str
+    counts: UnitCounts
+    shards: Mapping[str, tuple[ShardInfo, ...]]
+    """Route -> its shards, named after their files in the unit's folder."""
+    finished: bool = True
+    """False where a bad record stopped the unit: nothing of it may be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnfinishedBuild:
+    """What the build under way was asked for."""
+
+    identity: Mapping[str, Any]
+    """What two builds must have in common to be one: tokenizer, recipe, options."""
+    chunk_bytes: int
+    rebuild: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenFile:
     """A file that is in a store."""
 
     name: str
     bytes: int
     digest: str
     """Of its name without folders, its size and a sample of its content."""
-    taken: Mapping[str, Sequence[int]]
+    taken: Mapping[str, tuple[int, int]]
     """Route -> documents and tokens that it gave; routes to which it gave none are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
-    """What a finished build was asked for, and what it took."""
+class FinishedBuild:
+    """What the builds of a finished store were asked for, and what they took."""
 
     identity: Mapping[str, Any]
-    routes: Sequence[str]
+    routes: tuple[str, ...]
     """Stores below `out`; the empty name is `out` itself."""
-    inputs: Sequence[Entry]
+    inputs: tuple[TakenFile, ...]
     counts: Mapping[str, int]
     """Records that were left out, by reason."""
-    listed: Sequence[Mapping[str, Any]]
+    listed: tuple[Mapping[str, Any], ...]
     """The first bad ones of them."""
     truncated: int
     notes: Mapping[str, int]
     text_bytes: int
-    scans: Sequence[str]
+    scans: tuple[str, ...]
     """Names of the hashes of its records, in order, where duplicates are looked for or only so many are taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitShards:
+    """The shards of a finished unit by route, to be moved into stores."""
+
+    key: str
+    shards: Mapping[str, tuple[ShardInfo, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publication:
+    """All that it takes to make finished units stores, for whoever has to finish it."""
+
+    phase: Literal["clear", "move"]
+    """Whether the store that is replaced is still to be cleared."""
+    cleared: tuple[str, ...]
+    """Routes of that store."""
+    units: tuple[UnitShards, ...]
+    """In order."""
+    base: Mapping[str, tuple[ShardInfo, ...]]
+    """Route -> shards that are there already, before those of the units."""
+    manifest: Mapping[str, Any]
+    """Fields of `Manifest` that all stores have in common."""
+    ledger: FinishedBuild
+    """What is in the stores then, but for their routes."""
 
 
 class Journal:
@@ -76,17 +200,21 @@ class Journal:
         self.folder = out / JOURNAL_FOLDER
         self.units = self.folder / "units"
         self.scans = self.folder / "scans"
+        self.fates = self.folder / "fates"
 
-    def build(self) -> dict[str, Any] | None:
+    def unfinished(self) -> UnfinishedBuild | None:
         """Return what the build under way was asked for, None if there is none."""
-        return read_signed(self.folder / BUILD)
+        return read_record(UnfinishedBuild, self.folder / BUILD)
 
-    def begin(self, identity: Mapping[str, Any], chunk_bytes: int, *, rebuild: bool) -> None:
+    def finished(self) -> FinishedBuild | None:
+        """Return what is in the finished store, None if there is none that prepare made."""
+        return read_record(FinishedBuild, self.folder / FINISHED)
+
+    def begin(self, build: UnfinishedBuild) -> None:
         """Note a new build; what another left is removed."""
         self.drop()
         make_folder(self.units)
-        value = {"identity": dict(identity), "chunk_bytes": chunk_bytes, "rebuild": rebuild}
-        write_signed(self.folder / BUILD, value)
+        write_signed(self.folder / BUILD, as_json(build))
 
     def drop(self) -> None:
         """Forget the build under way and its units, not the finished store."""
@@ -97,26 +225,113 @@ class Journal:
         """Whether the build under way has come so far that there is something to lose."""
         return self.units.is_dir() and any(not name.startswith(".") for name in os.listdir(self.units))
 
-    def ledger(self) -> Ledger | None:
-        """Return what is in the finished store, None if there is none that prepare made."""
-        value = read_signed(self.folder / LEDGER)
-        if value is None:
-            return None
+    def result(self, key: str) -> UnitResult | None:
+        """Return the result of a finished unit; None if it is not finished, or its files are not as it says."""
         try:
-            return Ledger(**{**value, "inputs": [Entry(**entry) for entry in value["inputs"]]})
-        except (TypeError, KeyError) as error:
-            raise StoreCorruptError(
-                f"{self.folder / LEDGER}: must be of this version of tokenmill, got other fields ({error}); "
-                "start over with --rebuild"
-            ) from None
+            result = read_record(UnitResult, self.units / key / RESULT)
+            for route, shards in result.shards.items() if result is not None else ():
+                for shard in shards:
+                    check_sizes(route_folder(self.units / key, route) / shard.name, shard)
+        except StoreCorruptError:
+            return None  # it is done again
+        return result
+
+    def publish(self, publication: Publication) -> None:
+        """Make finished units stores: from here on whoever comes next finishes it."""
+        write_signed(self.folder / PUBLISH, as_json(publication))
+        self._finish(publication)
+
+    def finish_publishing(self) -> None:
+        """Do what an earlier `publish` did not come to the end of, if there is one."""
+        publication = read_record(Publication, self.folder / PUBLISH)
+        if publication is not None:
+            self._finish(publication)
 
     def drop_unreadable(self) -> None:
         """Remove those of its files that are not as they were written, for a store that is built anew."""
-        for name in (PUBLISH, BUILD, LEDGER):
+        try:
+            self.finish_publishing()
+        except StoreCorruptError:
+            (self.folder / PUBLISH).unlink(missing_ok=True)
+        for name, kind in ((BUILD, UnfinishedBuild), (FINISHED, FinishedBuild)):
             try:
-                self.ledger() if name == LEDGER else read_signed(self.folder / name)
+                read_record(kind, self.folder / name)
             except StoreCorruptError:
                 (self.folder / name).unlink()
+
+    def _finish(self, publication: Publication) -> None:
+        """Publish, from wherever an earlier try stopped.
+
+        Every step may be done twice. A reader sees the old store, none, or the new one; never a mixture.
+        """
+        if publication.phase == "clear":
+            for route in publication.cleared:
+                _clear_store(self.out, route)
+            write_signed(self.folder / PUBLISH, as_json(replace(publication, phase="move")))
+        shards = {route: list(listed) for route, listed in publication.base.items()}
+        for unit in publication.units:
+            for route, listed in unit.shards.items():
+                folder, store = route_folder(self.units / unit.key, route), self.out / route
+                make_folder(store)
+                there = shards.setdefault(route, [])
+                for shard in listed:
+                    there.append(publish_shard(shard, folder, store, len(there)))
+        for route, there in shards.items():
+            _write_manifest(self.out / route, route, publication, there)
+        finished = replace(publication.ledger, routes=tuple(sorted(shards)))
+        write_signed(self.folder / FINISHED, as_json(finished))
+        self.drop()
+        self._drop_scans(finished.scans)
+        # The rest must be gone for good before the word that it is to go.
+        sync_folder(self.folder)
+        (self.folder / PUBLISH).unlink()
+        sync_folder(self.folder)
+
+    def _drop_scans(self, kept: Sequence[str]) -> None:
+        """Remove what was found out of records for this build alone."""
+        shutil.rmtree(self.fates, ignore_errors=True)
+        for file in list(self.scans.iterdir()) if self.scans.is_dir() else []:
+            if file.name not in kept:
+                file.unlink()
+        if self.scans.is_dir() and not kept:
+            self.scans.rmdir()
+
+
+def _write_manifest(store: Path, route: str, publication: Publication, shards: Sequence[ShardInfo]) -> None:
+    """Write the manifest of one store; its inputs say what each file gave to this store, not to the others."""
+    sync_folder(store)
+    finished = publication.ledger
+    inputs = []
+    for file in finished.inputs[:MAX_INPUTS]:
+        documents, tokens = file.taken.get(route, (0, 0))
+        inputs.append({"name": file.name, "bytes": file.bytes, "documents": documents, "tokens": tokens})
+    skipped: dict[str, Any] = {}
+    if finished.counts:
+        skipped |= {"counts": finished.counts, "first": finished.listed}
+    if finished.truncated:
+        skipped["truncated"] = finished.truncated
+    if finished.notes:
+        skipped["notes"] = finished.notes
+    manifest = Manifest(**publication.manifest, shards=tuple(shards), inputs=tuple(inputs), skipped=skipped)
+    write_atomically(store / MANIFEST, manifest_bytes(manifest))
+
+
+def _clear_store(out: Path, route: str) -> None:
+    """Take the old store of a route away; in `out` itself the journal stays."""
+    store = out / route
+    if store.is_dir():
+        clear(store, keep=(JOURNAL_FOLDER,))
+    if route:
+        # Folders of routes that the new store may not have.
+        for folder in (store, *store.parents):
+            if folder == out or not folder.is_dir() or any(folder.iterdir()):
+                break
+            folder.rmdir()
+
+
+def route_folder(unit: Path, route: str) -> Path:
+    """Return where a unit keeps the shards of a route."""
+    return unit / ROUTES / (route or _UNNAMED_ROUTE)
 
 
 def write_signed(path: Path, value: Mapping[str, Any]) -> None:
@@ -141,6 +356,17 @@ def read_signed(path: Path) -> dict[str, Any] | None:
     return dict(value)
 
 
+def read_record(kind: type[T], path: Path) -> T | None:
+    """Read a record that was written as a signed file, None if it is not there."""
+    value = read_signed(path)
+    try:
+        return None if value is None else read_table(kind, value, f"{path}:", error=StoreCorruptError)
+    except StoreCorruptError as error:
+        raise StoreCorruptError(
+            f"{path}: must be of this version of tokenmill, got other fields ({error}); start over with --rebuild"
+        ) from None
+
+
 def unit_key(unit: Unit, digests: Mapping[str, str], how: Sequence[str]) -> str:
     """Return the name that stands for what a unit is made from, and `how`; units with the same content have one."""
     pieces = [[digests[piece.file.path], piece.file.suffix, piece.begin, piece.end] for piece in unit.pieces]
@@ -152,12 +378,134 @@ def entry_digest(name: str, content: str) -> str:
     return digest([name.rsplit("/", 1)[-1], content])
 
 
+# What a build has to do, seen from what is there already: begin, go on, add files, replace, or nothing.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Build:
+    """What a build has to do."""
+
+    journal: Journal
+    identity: Mapping[str, Any]
+    files: Sequence[InputFile]
+    """Those that are not in the store yet."""
+    digests: Mapping[str, str]
+    """Path -> what tells a changed file from the same one."""
+    stamps: Mapping[str, tuple[int, int] | None]
+    """Path -> size and time of change, to see at the end that nobody wrote to a file meanwhile."""
+    chunk_bytes: int
+    base: FinishedBuild | None
+    """What the finished store has that is added to; None for a new store or one that is replaced."""
+    cleared: Sequence[str] | None
+    """Routes of the store that is replaced; None where nothing is."""
+
+
+def begin_build(
+    journal: Journal,
+    identity: Mapping[str, Any],
+    files: Sequence[InputFile],
+    *,
+    chunk_bytes: int | None,
+    rebuild: bool,
+) -> Build:
+    """Find out what there is to do, and note in the journal that it has begun; refuse what does not fit."""
+    finished, unfinished = journal.finished(), journal.unfinished()
+    refuse_strangers(journal.out, finished.routes if finished else ())
+    if finished is None and (journal.out / MANIFEST).exists() and not rebuild and unfinished is None:
+        raise StoreExistsError(
+            f"{journal.out}: must not hold a store that prepare cannot add to, got one without its journal; "
+            "choose another path or --rebuild it"
+        )
+    if unfinished is not None:
+        same = first_difference(dict(unfinished.identity), dict(identity)) is None
+        # One that was begun in another way is given up for a rebuild, and where nothing is lost by beginning anew.
+        if not (unfinished.rebuild and same if rebuild else same or journal.has_finished_units()):
+            unfinished = None
+    if unfinished is not None:
+        refuse_difference(journal.out, unfinished.identity, identity, finished=False)
+    elif finished is not None and not rebuild:
+        refuse_difference(journal.out, finished.identity, identity, finished=True)
+    replaces = rebuild or (unfinished is not None and unfinished.rebuild)
+    routes = finished.routes if finished is not None else ()
+    if replaces:
+        for route in {"", *routes}:
+            refuse_foreign_shards(journal.out / route)
+    else:
+        refuse_left_shards(journal.out, routes)
+    base = None if replaces else finished
+    digests = {file.path: file_digest(file) for file in files}
+    new_files = _new_files(journal, files, digests, base)
+    if unfinished is not None and chunk_bytes in (None, unfinished.chunk_bytes):
+        chunk_bytes = unfinished.chunk_bytes
+    else:
+        chunk_bytes = chunk_bytes or chunk_size(new_files)
+        if new_files:
+            journal.begin(UnfinishedBuild(identity=identity, chunk_bytes=chunk_bytes, rebuild=replaces))
+    return Build(
+        journal=journal,
+        identity=identity,
+        files=new_files,
+        digests={file.path: entry_digest(file.name, digests[file.path]) for file in new_files},
+        stamps={file.path: stamp_of(file) for file in new_files},
+        chunk_bytes=chunk_bytes,
+        base=base,
+        # Those below `out` first: what is left there then is no part of a store.
+        cleared=[*filter(None, routes), ""] if replaces else None,
+    )
+
+
+def stamp_of(file: InputFile) -> tuple[int, int] | None:
+    """Return what changes when a file is written to: its size and time; None if it is gone."""
+    try:
+        status = os.stat(file.path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _new_files(
+    journal: Journal, files: Sequence[InputFile], digests: Mapping[str, str], base: FinishedBuild | None
+) -> list[InputFile]:
+    """Return the files that are not in the store; one that changed or was renamed since it was read is refused."""
+    if base is None:
+        return list(files)
+    not_given = Counter(entry.digest for entry in base.inputs)
+    new_files: list[InputFile] = []
+    for file in files:
+        content = entry_digest(file.name, digests[file.path])
+        if not_given[content] > 0:
+            not_given[content] -= 1
+        else:
+            new_files.append(file)
+    names = {entry.name: entry for entry in base.inputs}
+    # Entries whose file was not given, by size: one of the new files may be it.
+    gone: dict[int, list[TakenFile]] = {}
+    for entry in base.inputs:
+        if not_given[entry.digest] > 0 and entry.taken:
+            gone.setdefault(entry.bytes, []).append(entry)
+    for file in new_files:
+        old = names.get(file.name)
+        if old is not None:
+            raise StoreExistsError(
+                f"{journal.out}: files that are in a store must stay as they were, got {file.path} with other "
+                f"content than {old.name} had ({old.bytes} -> {file.bytes} bytes); put new records into files "
+                "with new names, or --rebuild"
+            )
+        for entry in gone.get(file.bytes, ()):
+            if entry_digest(entry.name, digests[file.path]) == entry.digest:
+                raise StoreExistsError(
+                    f"{journal.out}: a file must be added once, got {file.path} with the content of {entry.name}, "
+                    "which is in the store; leave it out or give it its old name, or --rebuild"
+                )
+    return new_files
+
+
 def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, finished: bool) -> None:
     """Raise if a build was asked for otherwise than the one that is there; say where they differ first."""
-    found = first_difference(dict(old), dict(new))
-    if found is None:
+    difference = first_difference(dict(old), dict(new))
+    if difference is None:
         return
-    path, before, after = found
+    path, before, after = difference
     what = "a store must be added to as it was made" if finished else "an unfinished build must go on as it began"
     raise StoreExistsError(
         f"{out}: {what}, got {path} {before!r} -> {after!r}; "

@@ -10,130 +10,27 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from tokenmill.build.journal import CHECKPOINT, RESULT, read_signed, write_signed
+from tokenmill.build.journal import RESULT, ROUTES, UnitCounts, UnitResult, read_signed, route_folder, write_signed
 from tokenmill.documents import Unit
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import sync_folder
-from tokenmill.store.manifest import shard_from_json, shard_to_json
-from tokenmill.store.writer import ShardSeries, check_sizes
+from tokenmill.store.writer import ShardSeries
+from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.encode.recipe import Recipe
 
-MAX_LISTED = 1000
-"""How many bad records are listed; all are counted."""
 _PROGRESS = struct.Struct("<3q")
-_ROUTES = "routes"
-_HERE = "store"
-"""Folder of the route without a name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bad:
-    """A record that could not be read or encoded."""
-
-    piece: int
-    """Of the unit."""
-    line: int
-    """Counted from 0 at the first line of the piece."""
-    reason: str
-    detail: str
-
-
-@dataclass(kw_only=True, slots=True)
-class Counts:
-    """What became of the records of a unit so far."""
-
-    batches: int = 0
-    """Batches that were done; a unit is read in the same batches every time, so it is where to go on from."""
-    place: int = 0
-    """Records that passed the filters by length."""
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    truncated: int = 0
-    lines: list[int]
-    """Lines of each piece."""
-    taken: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-    """Route -> piece -> documents and tokens that it gave."""
-    skipped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    """What was done to records that were taken, such as tools that the chat template does not write."""
-    bad: list[Bad] = field(default_factory=list)
-    """The first bad records, at most `MAX_LISTED`."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them as a JSON object, in which numbers cannot be keys."""
-        taken = {
-            route: [[piece, *numbers] for piece, numbers in pieces.items()] for route, pieces in self.taken.items()
-        }
-        return {
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            "taken": taken,
-            "skipped": dict(self.skipped),
-            "notes": dict(self.notes),
-            "bad": [asdict(one) for one in self.bad],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Counts:
-        """Read what `to_json` wrote."""
-        taken = {
-            route: {piece: [documents, tokens] for piece, documents, tokens in pieces}
-            for route, pieces in value["taken"].items()
-        }
-        bad = [Bad(**one) for one in value["bad"]]
-        counted = {name: Counter(value[name]) for name in ("skipped", "notes")}
-        return cls(**{**value, "taken": taken, **counted, "bad": bad})
-
-    def note_bad(self, bad: Sequence[Bad]) -> None:
-        """Count the bad records of a batch, and list the first."""
-        self.skipped.update(one.reason for one in bad)
-        in_order = sorted(bad, key=lambda one: (one.piece, one.line))
-        self.bad.extend(in_order[: MAX_LISTED - len(self.bad)])
-
-    def note_taken(self, route: str, piece: int, documents: int, tokens: int) -> None:
-        """Count documents that a piece gave to a route."""
-        numbers = self.taken.setdefault(route, {}).setdefault(piece, [0, 0])
-        numbers[0] += documents
-        numbers[1] += tokens
-        self.documents += documents
-        self.tokens += tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitResult:
-    """What became of a unit."""
-
-    key: str
-    counts: Counts
-    shards: Mapping[str, Sequence[Mapping[str, Any]]]
-    """Route -> its shards, as a manifest has them; named after their files in the unit's folder."""
-    finished: bool = True
-    """False where a bad record stopped the unit: nothing of it may be used."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return {
-            "key": self.key,
-            "counts": self.counts.to_json(),
-            "shards": {route: list(shards) for route, shards in self.shards.items()},
-            "finished": self.finished,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> UnitResult:
-        """Read what `to_json` wrote."""
-        return cls(**{**value, "counts": Counts.from_json(value["counts"])})
+_CHECKPOINT = "checkpoint.json"
 
 
 class UnitWriter:
@@ -147,7 +44,7 @@ class UnitWriter:
         self._series: dict[str, ShardSeries] = {}
         self._latest: ShardSeries | None = None
         """The one whose files may be open."""
-        self.counts = Counts(lines=[0] * num_pieces)
+        self.counts = UnitCounts(lines=[0] * num_pieces)
         self._resume()
         self._progress = open(self._folder / "progress", "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._saved = time.monotonic()
@@ -169,10 +66,10 @@ class UnitWriter:
         if time.monotonic() - self._saved < every_seconds:
             return
         state = {
-            "counts": self.counts.to_json(),
+            "counts": as_json(self.counts),
             "routes": {route: series.checkpoint() for route, series in self._series.items()},
         }
-        write_signed(self._folder / CHECKPOINT, state)
+        write_signed(self._folder / _CHECKPOINT, state)
         self._saved = time.monotonic()
 
     def tell_progress(self, position: int) -> None:
@@ -182,18 +79,15 @@ class UnitWriter:
 
     def commit(self) -> UnitResult:
         """Finish all shards and give the unit its name: from here on it is done."""
-        shards = {
-            route: [shard_to_json(shard) for shard in series.finish()]
-            for route, series in sorted(self._series.items())
-        }
+        shards = {route: tuple(series.finish()) for route, series in sorted(self._series.items())}
         result = UnitResult(key=self.key, counts=self.counts, shards=shards)
         self.close()
-        for name in ("progress", CHECKPOINT):
+        for name in ("progress", _CHECKPOINT):
             (self._folder / name).unlink(missing_ok=True)
         # Every folder on the way to a shard, as the name of each is kept in the one above.
-        for folder, _, _ in os.walk(self._folder / _ROUTES):
+        for folder, _, _ in os.walk(self._folder / ROUTES):
             sync_folder(Path(folder))
-        write_signed(self._folder / RESULT, result.to_json())
+        write_signed(self._folder / RESULT, as_json(result))
         shutil.rmtree(self._final, ignore_errors=True)
         os.rename(self._folder, self._final)
         sync_folder(self._final.parent)
@@ -208,13 +102,13 @@ class UnitWriter:
     def _resume(self) -> None:
         """Go on from the last checkpoint, where it and the files are whole; else begin anew."""
         with suppress(StoreCorruptError, KeyError, TypeError, ValueError, OSError):
-            state = read_signed(self._folder / CHECKPOINT)
+            state = read_signed(self._folder / _CHECKPOINT)
             if state is not None:
                 self._series = {
                     route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
                     for route, saved in state["routes"].items()
                 }
-                self.counts = Counts.from_json(state["counts"])
+                self.counts = read_table(UnitCounts, state["counts"], "counts", error=StoreCorruptError)
                 return
         self._series = {}
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -231,23 +125,6 @@ def disk_errors_told(unit: Unit, folder: Path) -> Iterator[None]:
             f"{unit.pieces[0].file.path} to {folder}: reading and writing must work, got {error}; "
             "make room or mend the disk, and run again: it goes on from there"
         ) from error
-
-
-def route_folder(unit: Path, route: str) -> Path:
-    """Return where a unit keeps the shards of a route."""
-    return unit / _ROUTES / (route or _HERE)
-
-
-def read_result(units: Path, key: str) -> dict[str, Any] | None:
-    """Return the result of a finished unit; None if it is not finished, or its files are not as it says."""
-    try:
-        value = read_signed(units / key / RESULT)
-        for route, shards in value["shards"].items() if value is not None else ():
-            for shard in map(shard_from_json, shards):
-                check_sizes(route_folder(units / key, route) / shard.name, shard)
-    except StoreCorruptError:
-        return None  # it is done again
-    return value
 
 
 def read_progress(folder: Path) -> tuple[int, int, int]:

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import filterfalse, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import orjson
 import xxhash
 
 from tokenmill.build.job import TEXT_KEY, Job
+from tokenmill.build.journal import Bad, UnitResult, add_counts
 from tokenmill.build.unit import (
     DUPLICATE,
     ROUTE,
     SURPLUS,
     TAKEN,
-    Bad,
     Rules,
-    UnitResult,
     UnitWriter,
     disk_errors_told,
     select,
 )
-from tokenmill.documents import DocumentBatch, InputFile, Piece, ReadOptions, Unit, cut_files, read_unit
+from tokenmill.documents import DocumentBatch, InputFile, ReadOptions, Unit, cut_files, read_unit
 from tokenmill.errors import DocumentError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, write_parts_atomically
 from tokenmill.store.layout import axis_of, token_keys
+from tokenmill.tables import read_json
 from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
 if TYPE_CHECKING:
-    from tokenmill.encode.recipe import RecordEncoder
+    from tokenmill.encode.recipe import Recipe, RecordEncoder
     from tokenmill.encode.tokenizer import Tokenizer
 
 
@@ -97,11 +101,12 @@ class Bench:
         return [_canonical({name: r[name] for name in self.key_fields if name in r}) for r in batch.records]
 
 
-def open_bench(job: Job, tokenizer: Tokenizer | None = None) -> Bench:
-    """Open the tools of a worker; the parent hands in its own tokenizer where it works itself."""
+def open_bench(job: Job, tokenizer: Tokenizer | None = None, recipe: Recipe | None = None) -> Bench:
+    """Open the tools of a worker; the process that made the job hands in what it has opened already."""
+    from tokenmill.encode.recipe import load_recipe
     from tokenmill.encode.tokenizer import with_policy
 
-    recipe = job.load_recipe()
+    recipe = recipe or load_recipe(job.recipe)
     reading = job.reading(recipe)
     opened = with_policy(tokenizer or job.open_tokenizer(), recipe.control_strings)
     # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
@@ -189,7 +194,7 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
         yield held
 
 
-def run_unit(
+def write_unit(
     bench: Bench,
     unit: Unit,
     key: str,
@@ -220,7 +225,7 @@ def _run(
             continue  # before the checkpoint that this unit goes on from
         if fates is not None and wanted < fates.size and counts.place >= wanted:
             # All that is left is beyond max_items: counted, and good or bad not looked at.
-            counts.skipped["max_items"] += batch.num_records + len(batch.bad)
+            add_counts(counts.skipped, {"max_items": batch.num_records + len(batch.bad)})
             continue
         counts.note_bad(_take(bench, batch, fates, writer))
         if counts.bad and options.on_error == "stop":
@@ -262,7 +267,7 @@ def _take(bench: Bench, batch: Joined, fates: Uint8Array | None, writer: UnitWri
         left = None if fates is None else fates[counts.place :]
         keys = bench.keys(batch) if bench.rules.val_fraction else None
         chosen = select(contents, batch.records, bench.rules, left, keys)
-        counts.skipped.update(chosen.left_out)
+        add_counts(counts.skipped, chosen.left_out)
         counts.place += chosen.num_eligible
         bad += [_bad(batch, index, "domain", f"{value}") for index, value in chosen.lost]
         for route, indices in chosen.routes.items():
@@ -275,7 +280,7 @@ def _take(bench: Bench, batch: Joined, fates: Uint8Array | None, writer: UnitWri
         if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
             # What is wrong with records that are not wanted is nobody's trouble.
             before = [one for one in bad if (one.piece, one.line) < batch.place(last)]
-            counts.skipped["max_items"] += len(bad) - len(before)
+            add_counts(counts.skipped, {"max_items": len(bad) - len(before)})
             bad = before
     return bad
 
@@ -300,7 +305,7 @@ def _append(
             texts = [text for text in texts if text is not None]
         writer.counts.text_bytes += _num_bytes(cast("Sequence[str]", texts))
     writer.counts.truncated += records.truncated
-    writer.counts.notes.update(records.notes)
+    add_counts(writer.counts.notes, records.notes)
     return _refused(batch, chosen, records)
 
 
@@ -349,31 +354,6 @@ def _bad(batch: Joined, index: int, reason: str, detail: str) -> Bad:
     return Bad(piece=piece, line=line, reason=reason, detail=detail)
 
 
-def unit_from_json(value: Mapping[str, Any]) -> Unit:
-    """Read a unit that was sent as JSON: files once, pieces by the number of their file."""
-    files = [InputFile(**file) for file in value["files"]]
-    return Unit(
-        index=value["index"],
-        pieces=tuple(
-            Piece(file=files[file], begin=begin, end=end, bytes=size) for file, begin, end, size in value["pieces"]
-        ),
-    )
-
-
-def unit_to_json(unit: Unit) -> dict[str, Any]:
-    """Return what `unit_from_json` reads."""
-    files = {piece.file.path: piece.file for piece in unit.pieces}
-    numbers = {path: number for number, path in enumerate(files)}
-    return {
-        "index": unit.index,
-        "files": [
-            {"path": file.path, "name": file.name, "bytes": file.bytes, "suffix": file.suffix}
-            for file in files.values()
-        ],
-        "pieces": [[numbers[p.file.path], p.begin, p.end, p.bytes] for p in unit.pieces],
-    }
-
-
 # Which records have the same content as an earlier one, and which are beyond the number that is wanted.
 #
 # Records are hashed in the workers first; the hashes of all are compared here, part by part, so that memory stays
@@ -384,13 +364,12 @@ _HASHES_AT_ONCE = 1 << 22
 """How many hashes are compared at a time: 100 MB with what sorting them takes."""
 
 
-def scan_unit(bench: Bench, unit: Unit, key: str, tick: Callable[[], None]) -> dict[str, Any]:
+def scan_unit(bench: Bench, unit: Unit, key: str, tick: Callable[[], None]) -> None:
     """Write the hashes of the records of a unit that are eligible, in order (see `select`)."""
     scans = Path(bench.job.folder).parent / "scans"
     with disk_errors_told(unit, scans):
         make_folder(scans)
         write_parts_atomically(scans / key, _hashes(bench, unit, tick))
-    return {"key": key}
 
 
 def _hashes(bench: Bench, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
@@ -451,6 +430,59 @@ def _mark_duplicates(
     order = np.lexsort((where, values["low"], values["high"]))
     ordered = values[order]
     fates[where[order[1:][ordered[1:] == ordered[:-1]]]] = DUPLICATE
+
+
+# What a worker is asked to do with a unit: write its shards, or hash its records to find duplicates.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One unit and what is to be done with it."""
+
+    unit: Unit
+    key: str
+    """Name of what comes out; no other task of a build has it."""
+    scan: bool = False
+    """Whether its records are hashed only."""
+    fates: str | None = None
+    """File that says what becomes of each record; None: all are taken."""
+
+
+def run_unit(job: bytes, task: bytes) -> bytes:
+    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
+
+    What it writes is a function of the input and the options alone. A process opens a job once.
+    """
+    return msgspec.json.encode(run_task(_opened(job), read_json(Task, task, "task")))
+
+
+@lru_cache(maxsize=1)
+def _opened(job: bytes) -> Bench:
+    return open_bench(read_json(Job, job, "job"))
+
+
+def run_task(bench: Bench, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
+    """Do a task, and return what came of its unit; None where it was hashed only."""
+    with seldom_collecting():
+        if task.scan:
+            scan_unit(bench, task.unit, task.key, tick)
+            return None
+        fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
+        return write_unit(bench, task.unit, task.key, fates, tick)
+
+
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Let Python look for cycles seldom: records come and go by the thousand, and none is part of one.
+
+    It takes a tenth of the time of a build else, much of it amid the tokenizer (benchmarks/prepare.py).
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 # A little of a corpus, from all over it.
