@@ -62,6 +62,7 @@ def test_records_within_records_are_read_and_written_back():
     assert (store.share, str(store.share), store.options) == (0.0, "0.0", {"a": [1, None, {"b": True}]})
     assert read_table(Store, as_json(store), "store") == store
     assert list(as_json(Shard(name="a"))) == ["name", "documents"]
+    assert as_json(store)["shards"] == [{"name": "a", "documents": 3}, {"name": "b", "documents": 0}]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_records_within_records_are_read_and_written_back():
             {"by_domain": {"web": {"name": "b"}, "code": {"name": 2}}},
             "store.by_domain.code.name: must be a string, got 2; change its type",
         ),
-        ({"by_domain": []}, "store.by_domain: must be a table of values, got []; change its type"),
+        ({"by_domain": []}, "store.by_domain: must be a table, got []; change its type"),
         ({"kind": "stf"}, "store.kind: must be one of seq, sft, got 'stf'; did you mean 'sft'?"),
         ({"kind": 3}, "store.kind: must be one of seq, sft, got 3; change its type"),
         (
@@ -98,13 +99,16 @@ def test_records_within_records_are_read_and_written_back():
         ),
         ({"weights": {"web": "1"}}, "store.weights: must be a table of numbers, got {'web': '1'}; change its type"),
         ({"sizes": [1, 2.5]}, "store.sizes: must be a list of whole numbers, got [1, 2.5]; change its type"),
-        ({"size": 0}, "store.size: must be a whole number, at least 1, at most 9, got 0; change it"),
-        ({"size": True}, "store.size: must be a whole number, at least 1, at most 9, got True; change its type"),
-        ({"share": 1}, "store.share: must be a number, at least 0, below 1, got 1; change it"),
+        ({"size": 0}, "store.size: must be a whole number that is at least 1 and at most 9, got 0; change it"),
+        (
+            {"size": True},
+            "store.size: must be a whole number that is at least 1 and at most 9, got True; change its type",
+        ),
+        ({"share": 1}, "store.share: must be a number that is at least 0 and below 1, got 1; change it"),
         ({"column": "a.b"}, "store.column: must be the name of a field, got 'a.b'; change it"),
-        ({"names": []}, "store.names: must be a list of strings, at least 1, got []; change it"),
+        ({"names": []}, "store.names: must be a list of strings, 1 or more, got []; change it"),
         ({"seed": 1.5}, "store.seed: must be a whole number or a string, got 1.5; change its type"),
-        ({"options": {1: 2}}, "store.options: must be a table of values, got {1: 2}; change its type"),
+        ({"options": {1: 2}}, "store.options: must be a table, got {1: 2}; change its type"),
         ({"flag": 1}, "store.flag: must be true or false, got 1; change its type"),
         ({"shards": [{"name": ""}]}, "shard: name must be given, got ''; write one"),
         ({"by_domain": {"a": {"name": ""}}}, "shard: name must be given, got ''; write one"),

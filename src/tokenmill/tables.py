@@ -75,7 +75,7 @@ def read_json(kind: type[T], text: bytes | str, where: str, *, error: type[Token
 
 def as_json(record: object) -> Any:  # noqa: ANN401 - a JSON value
     """Return a record as JSON values, every field of it; `read_table` reads them back."""
-    return msgspec.to_builtins(record)
+    return msgspec.json.decode(msgspec.json.encode(record))  # `to_builtins` would leave tuples as they are
 
 
 def check_keys(
@@ -176,15 +176,15 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
     >>> _wanted(tuple[int, ...]), _wanted(Mapping[str, float]), _wanted(bool), _wanted(Literal["bin", "h5"])
     ('a list of whole numbers', 'a table of numbers', 'true or false', 'one of bin, h5')
     >>> _wanted(Annotated[int, msgspec.Meta(ge=1, le=9)])
-    'a whole number, at least 1, at most 9'
+    'a whole number that is at least 1 and at most 9'
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         base, meta = inner
         limits = {"at least": meta.ge, "above": meta.gt, "at most": meta.le, "below": meta.lt}
-        words = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
-        words += [f"at least {meta.min_length}"] if meta.min_length else []
-        return meta.description or ", ".join([_wanted(base), *words])
+        words = " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
+        words = f" that is {words}" if words else f", {meta.min_length} or more" if meta.min_length else ""
+        return meta.description or f"{_wanted(base)}{words}"
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (tuple, Sequence):
@@ -192,7 +192,7 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
     if origin in (Union, types.UnionType) and hint != Number:
         return " or ".join(dict.fromkeys(_wanted(part) for part in inner if part is not type(None)))
     if origin is not None and hint != Number:
-        return f"a table of {_WORDS.get(inner[-1], 'values')}"
+        return f"a table of {_WORDS[inner[-1]]}" if inner[-1] in _WORDS else "a table"
     return "true or false" if hint is bool else f"a {_WORDS.get(hint, 'tables').removesuffix('s')}"
 
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenmill.encode.chat.render import ROLES as CHAT_ROLES
 from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import load_recipe
-from tokenmill.encode.recipe.recipe import ROLES
 from tokenmill.errors import ConfigError
 
 PLAIN_CHAT = (
@@ -365,10 +363,6 @@ def test_texts_in_parts_are_what_one_text_is(write, encoder):
     assert (done.refused, done.notes) == ((), {})
     ids, offsets = done.values["sequence"], done.offsets["documents"]
     assert ids[: offsets[1]].tolist() == ids[offsets[1] :].tolist()
-
-
-def test_the_roles_of_the_mask_table_are_those_of_chat_templates():
-    assert set(ROLES) == CHAT_ROLES
 
 
 def test_no_template_is_opened_where_no_section_needs_one():

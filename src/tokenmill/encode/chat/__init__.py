@@ -11,6 +11,6 @@
    by guess.
 """
 
-from tokenmill.encode.chat.refusal import RULES
+from tokenmill.encode.chat.refusal import ROLES, RULES
 
-__all__ = ["RULES"]
+__all__ = ["ROLES", "RULES"]

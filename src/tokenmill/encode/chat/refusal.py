@@ -8,6 +8,11 @@ from contextvars import ContextVar
 
 from tokenmill.errors import DocumentError
 
+ROLES = (
+    *("system", "developer", "user", "assistant", "tool", "function"),
+    *("ipython", "observation", "model", "chatbot"),
+)
+"""What chat templates know: they write the role into their control strings, so a role is no free text."""
 RULES: Mapping[str, str] = {
     "no_messages": "a conversation must be a list of messages",
     "role": "every message must be an object with a role that chat templates know",

@@ -24,7 +24,7 @@ from tokenmill.encode.recipe.extract import (
     text_of,
 )
 from tokenmill.encode.recipe.ragged import Ragged, ends_of, merged, same_as_first, sliced, taken, trained_run
-from tokenmill.encode.recipe.recipe import DTYPES, MASK_KEYS, Recipe, recipe_arrays
+from tokenmill.encode.recipe.recipe import DTYPES, MASK_KEYS, Recipe
 from tokenmill.encode.recipe.texts import Texts, open_texts
 from tokenmill.errors import ConfigError
 from tokenmill.types import STORED_ARRAYS, Records, Refused
@@ -61,7 +61,7 @@ def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
     """Return the arrays that records become, and their dtypes; one that is too narrow raises `ConfigError`."""
     least = token_dtype(vocab_size)
     keys: dict[str, str] = {}
-    for key in recipe_arrays(recipe):
+    for key in recipe.arrays:
         stored = STORED_ARRAYS[key].dtype
         if stored is None:
             said = recipe.output.dtypes.get(key)

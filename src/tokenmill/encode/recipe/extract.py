@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from tokenmill.encode.chat import RULES as CHAT_RULES
-from tokenmill.encode.recipe.recipe import JOINED, Recipe, Section, Source, Variant
+from tokenmill.encode.recipe.recipe import Recipe, Section, Source, Variant
 from tokenmill.errors import nearest
 
 # Messages of a record in one form: role and content, whatever the record calls them.
@@ -18,6 +18,8 @@ from tokenmill.errors import nearest
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 Message: TypeAlias = "Mapping[str, JSON]"
 
+JOINED = "\n\n"
+"""What stands between fields that make one message."""
 SPEAKERS: Mapping[str, str] = {
     "human": "user",
     "user": "user",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 # Alpaca's headings, so that a prompt ends where an answer begins, in every tokenizer.
 _ASKED = "### Instruction:\n"
@@ -58,7 +59,7 @@ def _group(*, template: bool) -> dict[str, object]:
 
 _ROLES = {"system": "mask", "user": "mask", "assistant": "train"}
 
-PRESETS: Mapping[str, Mapping[str, object]] = {
+PRESETS: Mapping[str, Mapping[str, Any]] = {
     "text": {"input": {"sections": [{"field": "text", "action": "train"}]}},
     "chat": {
         "input": {

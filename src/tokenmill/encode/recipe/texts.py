@@ -11,7 +11,7 @@ import numpy as np
 from tokenmill.encode.frame import frame, with_second_bos
 from tokenmill.encode.recipe.extract import Pieces, Problem, Talks
 from tokenmill.encode.recipe.ragged import Ragged, lay_out, shortened
-from tokenmill.encode.recipe.recipe import Recipe, trained_roles
+from tokenmill.encode.recipe.recipe import Recipe
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, TokenizerError
 from tokenmill.types import Encoded
@@ -200,7 +200,7 @@ def _open_chat(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> Cha
         tokenizer=tokenizer,
         # The response of a group is what the model said last, whatever its prompt holds. Where all of a
         # conversation is trained the table of roles may be empty.
-        train_on=("assistant",) if group else trained_roles(recipe) or ("assistant",),
+        train_on=("assistant",) if group else recipe.trained_roles or ("assistant",),
         last_only=group or recipe.train_turns == "last",
         kwargs=dict(recipe.chat_template_kwargs),
     )

@@ -95,7 +95,7 @@ def test_a_misspelt_key_is_an_error_that_names_the_nearest(path, key, meant):
 
 @pytest.mark.parametrize("key", ["list_feild", "mask_keys"])
 def test_a_misspelt_key_of_a_source_is_an_error_that_says_where(key):
-    with pytest.raises(ConfigError, match=rf"recipe: input: sources: responses: .*got '{key}'; did you mean"):
+    with pytest.raises(ConfigError, match=rf"^recipe: input\.sources\.responses: .*got '{key}'; did you mean"):
         load_recipe(changed(GROUPS, ("input", "sources", "responses", key), True))
 
 
@@ -110,38 +110,78 @@ WRONG = [
     (TEXT, ("kind",), "stf", r"got 'stf'; did you mean 'sft'\?"),
     (TEXT, ("preset",), "text", "input must be left to the preset"),
     (TEXT, ("preset",), "txt", r"got 'txt'; did you mean 'text'\?"),
-    (TEXT, ("input", "sections"), [], "a list of at least one table, got"),
+    (TEXT, ("input", "sections"), [], r"input\.sections: must be a list of tables, 1 or more, got \[\];"),
     (TEXT, ("input", "sections"), None, "must have one of sections, sources, variants, got none"),
     (TEXT, ("input", "sources"), {}, "got sections and sources"),
-    (TEXT, ("input", "sections", 0), "text", r"sections\[0\] must be a table, got 'text'"),
+    (TEXT, ("input", "sections", 0), "text", r"input\.sections\[0\]: must be a table, got 'text'"),
     (TEXT, ("input", "sections", 0, "action"), "tain", r"got 'tain'; did you mean 'train'\?"),
     (TEXT, ("input", "sections", 0, "action"), None, "action must be given"),
     (TEXT, ("input", "sections", 0, "action"), "mask", "something must be trained, got mask"),
     (TEXT, ("input", "sections", 0, "action"), "value", "value is for rewards only"),
     (TEXT, ("input", "sections", 0, "action"), "$role", "must have a role to go by"),
-    (TEXT, ("input", "sections", 0, "field"), "a..b", "field must name a field, got 'a..b'"),
-    (TEXT, ("input", "sections", 0, "field"), 3, "field must be a string, got 3"),
-    (TEXT, ("input", "sections", 0, "template"), "yes", "template must be true or false, got 'yes'"),
+    (
+        TEXT,
+        ("input", "sections", 0, "field"),
+        "a..b",
+        r"\[0\]\.field: must be the name .* outer\.inner, got 'a\.\.b'",
+    ),
+    (TEXT, ("input", "sections", 0, "field"), 3, r"sections\[0\]\.field: must be the name of a field, .*got 3"),
+    (
+        TEXT,
+        ("input", "sections", 0, "template"),
+        "yes",
+        r"\[0\]\.template: must be true or false, got 'yes'",
+    ),
+    (TEXT, ("name",), 3, "recipe: name: must be a string, got 3"),
+    (TEXT, ("input",), [], "recipe: input: must be a table, got \\[\\]"),
+    (TEXT, ("mask",), {"user": None}, r"mask\.user: must be one of train, mask, got None"),
+    (TEXT, ("output", "dtypes"), {"sequence": 3}, "output.dtypes: must be a table of strings, got {'sequence': 3}"),
+    (TEXT, ("preprocessing", "val_fraction"), float("nan"), "val_fraction: must be a number that is at least 0"),
+    (TEXT, ("preprocessing", "domain_key"), "a.", r"preprocessing\.domain_key: must be the name of a field"),
+    (TEXT, ("input", "variants"), [{}], "got sections and variants"),
+    (TEXT, ("input",), {"variants": []}, r"input\.variants: must be a list of tables, 1 or more"),
+    (TEXT, ("input",), {"variants": [{}]}, r"input\.variants\[0\]: must have one of sections, sources, got none"),
+    (PAIRS, ("input", "sources", "chosen"), {}, r"input\.sources\.chosen: sections must be given, got nothing"),
     (TEXT, ("input", "tools_field"), "tools", "tools_field must be left out where no section has template"),
     (TEXT, ("chat_template",), "chatml", "chat_template must be left out where no section has template"),
     (TEXT, ("output", "position_ids_mode"), "doc_reset", "position_ids_mode must be none for 'seq'"),
     (TEXT, ("output", "position_ids_mode"), "reset", r"got 'reset'; did you mean 'doc_reset'\?"),
     (TEXT, ("output", "storage_format"), "hdf5", "one of bin, h5, got 'hdf5'"),
-    (TEXT, ("output", "max_tokens_per_shard"), 0, "must be from 1 to"),
+    (
+        TEXT,
+        ("output", "max_tokens_per_shard"),
+        0,
+        r"output\.max_.*: must be a whole number from 1 to .*got 0",
+    ),
     (TEXT, ("output", "dtypes"), {"sequenc": "uint32"}, r"got 'sequenc'; did you mean 'sequence'\?"),
     (TEXT, ("output", "dtypes"), {"loss_mask": "uint8"}, "dtypes must name arrays, got 'loss_mask'"),
     (TEXT, ("output", "dtypes"), {"sequence": "int64"}, "uint8, uint16, uint32, got 'int64'"),
-    (TEXT, ("preprocessing", "min_chars"), -1, "min_chars must be from 0 to"),
-    (TEXT, ("preprocessing", "min_chars"), 1.5, "min_chars must be a whole number, got 1.5"),
-    (TEXT, ("preprocessing", "max_items"), True, "max_items must be a whole number, got True"),
-    (TEXT, ("preprocessing", "val_fraction"), 1, "at least 0 and below 1, got 1"),
+    (
+        TEXT,
+        ("preprocessing", "min_chars"),
+        -1,
+        r"\.min_chars: must be a whole number from 0 to .*got -1",
+    ),
+    (TEXT, ("preprocessing", "min_chars"), 1.5, r"preprocessing\.min_chars: must be a whole number .*got 1\.5"),
+    (TEXT, ("preprocessing", "max_items"), True, r"preprocessing\.max_items: must be a whole number .*got True"),
+    (
+        TEXT,
+        ("preprocessing", "val_fraction"),
+        1,
+        "must be a number that is at least 0 and below 1, got 1;",
+    ),
     (TEXT, ("preprocessing", "packing_strategy"), "bfd", "got 'bfd'; rows are packed when a run is planned"),
     (TEXT, ("preprocessing", "max_packed_len"), 8192, "max_packed_len must be left out, got 8192"),
     (TEXT, ("preprocessing", "truncation_mode"), "keep", r"got 'keep'; did you mean 'keep_end'|'keep_start'"),
     (CHAT, ("mask",), {}, "something must be trained, got \\$role with mask {}"),
-    (CHAT, ("mask", "assistant"), "tarin", r"mask: assistant must be one of train, mask, got 'tarin'"),
-    (CHAT, ("mask_default",), "no", "mask_default must be one of mask, train, got 'no'"),
-    (CHAT, ("train_turns",), "first", "train_turns must be one of all, last, got 'first'"),
+    (
+        CHAT,
+        ("mask", "assistant"),
+        "tarin",
+        r"mask\.assistant: must be one of train, mask, got 'tarin'; did",
+    ),
+    (CHAT, ("mask_default",), "no", "mask_default: must be one of mask, train, got 'no'"),
+    (CHAT, ("train_turns",), "first", "train_turns: must be one of all, last, got 'first'"),
     (CHAT, ("input", "sections", 0, "prefix"), "x", "prefix must be left out with template = true"),
     (CHAT, ("input", "sections", 0, "add_special_tokens"), True, "the chat template writes what stands around"),
     (PLAIN, ("input", "sections", 1, "template"), True, "go through the chat template or none, got both"),
@@ -183,7 +223,7 @@ def test_what_is_no_recipe_is_said(tmp_path):
     for name, text in (("a.json", "{"), ("a.toml", "x ="), ("b.toml", "\udcff"), ("b.json", "[1]")):
         path = tmp_path / name
         path.write_bytes(text.encode(errors="surrogateescape"))
-        with pytest.raises(ConfigError, match=rf"{name}: (must be (JSON|TOML)|a recipe must be a table), got"):
+        with pytest.raises(ConfigError, match=rf"{name}: must be (JSON|TOML|a table), got"):
             load_recipe(str(path))
 
 
