@@ -113,3 +113,8 @@ def test_the_text_of_none_is_null():
 def test_a_number_that_json_cannot_say_is_refused(value):
     with pytest.raises(AssertionError):
         canonical(value)
+
+
+def test_a_key_that_is_no_string_has_no_canonical_text():
+    with pytest.raises(AssertionError, match="1"):
+        canonical([{1: "looks like the key '1'"}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-import orjson
+import msgspec
 import xxhash
 
 
@@ -15,20 +15,21 @@ def canonical(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     >>> canonical({"b": 1, "a": [True, None]})
     b'{"a":[true,null],"b":1}'
     """
-    _check_finite(value)
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    _check(value)
+    return msgspec.json.encode(value, order="sorted")
 
 
-def _check_finite(value: Any) -> None:  # noqa: ANN401 - any JSON value
-    """Refuse NaN and infinities: JSON would write them as null, and different values would look the same."""
+def _check(value: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Refuse what would look like another value: NaN and infinities are written as null, other keys as strings."""
     if isinstance(value, float):
         assert isfinite(value), value
     elif isinstance(value, dict):
-        for item in value.values():
-            _check_finite(item)
+        for key, item in value.items():
+            assert isinstance(key, str), key
+            _check(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            _check_finite(item)
+            _check(item)
 
 
 def digest(value: Any) -> str:  # noqa: ANN401 - any JSON value

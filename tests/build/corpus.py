@@ -4,7 +4,7 @@ import gzip
 import random
 from pathlib import Path
 
-import orjson
+import msgspec
 import zstandard
 
 COMPRESS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}
@@ -19,7 +19,7 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def lines_of(texts) -> bytes:
-    return b"".join(orjson.dumps({"id": index, "text": text}) + b"\n" for index, text in enumerate(texts))
+    return b"".join(msgspec.json.encode({"id": index, "text": text}) + b"\n" for index, text in enumerate(texts))
 
 
 def write_file(path: Path, texts) -> Path:

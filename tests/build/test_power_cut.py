@@ -5,7 +5,7 @@ import shutil
 import stat
 from pathlib import Path
 
-import orjson
+import msgspec
 import pytest
 from tests.build.corpus import files_of, some_texts
 
@@ -82,7 +82,7 @@ def put(folder: Path, cut: dict[str, bytes | None]) -> None:
 def write_records(path: Path, texts, first: int) -> None:
     path.parent.mkdir(exist_ok=True)
     records = [{"text": text or "empty", "site": "ab"[i % 2]} for i, text in enumerate(texts, first)]
-    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
 def contents(out: Path) -> dict[str, bytes]:

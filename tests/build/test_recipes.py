@@ -1,6 +1,6 @@
 """Every recipe through a whole build: what goes in as records comes out as the arrays of its training type."""
 
-import orjson
+import msgspec
 import pytest
 
 from tokenmill.build import PrepareOptions, prepare
@@ -17,7 +17,7 @@ CHATS = [
 
 def build(records, tmp_path, *, workers=1, recipe="text", **options):
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     prepare(
         path,
         out=tmp_path / "out",

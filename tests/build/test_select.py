@@ -4,8 +4,8 @@ import random
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import numpy as np
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ def build(inputs, out, *, workers=1, rebuild=False, **options):
 
 def write_records(path, records):
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     return path
 
 
@@ -265,7 +265,7 @@ def test_there_may_be_more_domains_than_files_that_can_be_open(tmp_path):
 def test_bad_records_are_listed_and_stop_a_build_in_the_order_of_their_lines(tmp_path):
     """Whether a line could not be read or its record cannot be taken."""
     path = write_records(tmp_path / "in.jsonl", [{"text": "a", "source": "web"}, {"text": "b"}])
-    path.write_bytes(path.read_bytes() + b"broken\n" + orjson.dumps({"text": "c", "source": None}) + b"\n")
+    path.write_bytes(path.read_bytes() + b"broken\n" + msgspec.json.encode({"text": "c", "source": None}) + b"\n")
     with pytest.raises(DocumentError, match=r"in\.jsonl:2: the domain must be a name"):
         build(path, tmp_path / "out", domain_key="source")
     report = build(path, tmp_path / "skip", domain_key="source", on_error="skip")

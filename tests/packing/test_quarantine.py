@@ -5,8 +5,8 @@ from __future__ import annotations
 import tracemalloc
 from itertools import pairwise
 
+import msgspec
 import numpy as np
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,7 +211,7 @@ def cached_files(path):
 
 def footer(file):
     data = file.read_bytes()
-    return orjson.loads(data[-16 - int.from_bytes(data[-16:-8], "little") : -16])
+    return msgspec.json.decode(data[-16 - int.from_bytes(data[-16:-8], "little") : -16])
 
 
 def test_indexes_of_other_quarantines_are_other_files(make_store, monkeypatch):
@@ -227,7 +227,9 @@ def test_indexes_of_other_quarantines_are_other_files(make_store, monkeypatch):
         assert len(cached_files(path)) == number
         assert spans_of(built) == spans_of(read) == in_memory[number - 1]
         assert built.fates() == read.fates()
-    described = {orjson.dumps(footer(file)["description"].get("quarantined")): file for file in cached_files(path)}
+    described = {
+        msgspec.json.encode(footer(file)["description"].get("quarantined")): file for file in cached_files(path)
+    }
     assert len(described) == 4
     assert sorted(len(footer(file)["counts"]) for file in described.values()) == [10, 10, 11, 11]
     assert len(footer(described[b"null"])["counts"]) == 10
@@ -485,7 +487,7 @@ def test_descriptions_tell_apart_after_what_the_rest_is_left(make_store, policy,
             seen = Seen(rest=False, size=before.num_rows, drawn=drawn, key=1, shuffle=Shuffle())
             fewer = (rows_of_store(store, policy, 8, out) for out in ([1, 40], [1, 41]))
             followings += [rows.following(before, seen) for rows in fewer]
-    described = [orjson.dumps(dict(rows.description), option=orjson.OPT_SORT_KEYS) for rows in followings]
+    described = [msgspec.json.encode(dict(rows.description), order="sorted") for rows in followings]
     assert len(set(described)) == 8
     assert [rows.epoch_description["quarantined"][:2] for rows in followings] == ["2:"] * 8
     rests = {file.name for file in cached_files(path) if "after" in footer(file)["description"]}

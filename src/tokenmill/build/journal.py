@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import orjson
+import msgspec
 import xxhash
 
 from tokenmill.documents import InputFile, Unit, chunk_size, file_digest
@@ -337,17 +337,17 @@ def route_folder(unit: Path, route: str) -> Path:
 def write_signed(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with a checksum, whole or not at all."""
     checksum = xxhash.xxh3_128_hexdigest(canonical(dict(value)))
-    write_atomically(path, orjson.dumps({**value, "checksum": checksum}))
+    write_atomically(path, msgspec.json.encode({**value, "checksum": checksum}))
 
 
 def read_signed(path: Path) -> dict[str, Any] | None:
     """Read what `write_signed` wrote, None if it is not there."""
     try:
-        value = orjson.loads(path.read_bytes())
+        value = msgspec.json.decode(path.read_bytes())
         checksum = value.pop("checksum")
     except FileNotFoundError:
         return None
-    except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError):
+    except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
         value, checksum = {}, ""
     if checksum != xxhash.xxh3_128_hexdigest(canonical(value)):
         raise StoreCorruptError(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
-import orjson
 import xxhash
 
 from tokenmill.build.job import TEXT_KEY, Job
@@ -126,8 +125,8 @@ def open_bench(job: Job, tokenizer: Tokenizer | None = None, recipe: Recipe | No
 def _canonical(record: Mapping[str, Any]) -> bytes:
     """Return one text for equal records; what JSON does not know, such as a date of a Parquet file, by its name."""
     try:
-        return orjson.dumps(record, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # a whole number beyond 64 bits, or half of a surrogate pair
+        return msgspec.json.encode(record, enc_hook=repr, order="sorted")
+    except (TypeError, UnicodeEncodeError):  # a key that is no name, or half of a surrogate pair
         return json.dumps(record, sort_keys=True, default=repr).encode()
 
 

@@ -21,7 +21,6 @@ from threading import Thread
 from types import TracebackType
 
 import msgspec
-import orjson
 
 from tokenmill import errors
 from tokenmill.build.journal import UnitResult
@@ -140,7 +139,7 @@ class _Worker:
         line = self.answers.readline()
         if not line.endswith(b"\n"):
             return self._death()
-        answer = orjson.loads(line)
+        answer = msgspec.json.decode(line)
         if answer is None:
             return None
         if "error" in answer:
@@ -179,9 +178,9 @@ def main() -> None:
             try:
                 answer = run_unit(job, task)
             except TokenmillError as error:
-                answer = orjson.dumps({"error": type(error).__name__, "message": str(error)})
+                answer = msgspec.json.encode({"error": type(error).__name__, "message": str(error)})
             except Exception:  # a bug: the parent shows where
-                answer = orjson.dumps({"error": "TokenmillError", "message": traceback.format_exc()})
+                answer = msgspec.json.encode({"error": "TokenmillError", "message": traceback.format_exc()})
             channel.write(answer + b"\n")
 
 

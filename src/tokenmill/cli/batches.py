@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
+import msgspec
 import typer
 
 from tokenmill.cli.console import errors, tell
@@ -93,7 +93,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
         sys.stdout.write(line + "\n")
         if state:
             sys.stdout.flush()
-            write_atomically(state.absolute(), orjson.dumps(_state(loaders)))
+            write_atomically(state.absolute(), msgspec.json.encode(_state(loaders)))
     _tell_skipped(loaders)
     if not digest:
         errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
@@ -153,8 +153,8 @@ def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
             f"--steps: must be :b where {file} says where to start, got {steps}; leave out the first step"
         )
     try:
-        saved: dict[str, Any] = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
+        saved: dict[str, Any] = msgspec.json.decode(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
     if isinstance(saved, dict) and saved.get("batches"):
         raise ResumeError(

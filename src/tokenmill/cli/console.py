@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
+import msgspec
 import typer
 from rich import box
 from rich.console import Console
@@ -26,7 +26,8 @@ errors = Console(stderr=True)
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
     """Write a value as indented JSON and nothing else."""
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)
+    sys.stdout.write(text.decode() + "\n")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

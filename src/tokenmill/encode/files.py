@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, well_known
 from tokenmill.errors import TokenizerError, nearest
@@ -86,8 +86,8 @@ def refuse_other_ids(path: str, engine: str, file_ids: Mapping[str, int], engine
 
 def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        value = msgspec.json.decode(data)
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: must be JSON, got {error}; is the download whole?") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: must be a JSON object, got {type(value).__name__}; is it the right file?")

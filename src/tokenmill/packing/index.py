@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
 import numpy as np
-import orjson
 import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
@@ -241,7 +241,7 @@ def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iter
 
 def _write_footer(out: BinaryIO, description: Mapping[str, Any], table: Int64Array, counts: Int64Array) -> None:
     out.write(table.tobytes())
-    footer = orjson.dumps(
+    footer = msgspec.json.encode(
         {
             "format": FORMAT,
             "description": dict(description),
@@ -265,7 +265,7 @@ def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
     text = data[max(0, data.size - _END - size) : -_END].tobytes()
     if data.size < _END or len(text) != size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
         return None
-    footer = orjson.loads(text)
+    footer = msgspec.json.decode(text)
     if footer["format"] != FORMAT or footer["description"] != dict(description):
         return None
     begin = data.size - _END - size - 40 * (footer["windows"] + 1)

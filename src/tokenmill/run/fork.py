@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import orjson
+import msgspec
 
 from tokenmill.config.dialects import Translation
 from tokenmill.config.run import ResolvedStage, parse_config, to_toml
@@ -62,7 +62,7 @@ def fork(
     _check_live(run, step)
     new, stage = _forked(run, file, step, name, weights)
     made = new.plan()
-    _write_new(state, orjson.dumps(_state(new, step)))
+    _write_new(state, msgspec.json.encode(_state(new, step)))
     try:
         _write_new(file, to_toml(_tables(new)).encode())
     except BaseException:

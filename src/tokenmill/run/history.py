@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import orjson
+import msgspec
 
 from tokenmill.fingerprint import first_difference
 
@@ -431,7 +431,7 @@ def _last_plan(folder: Path, name: str) -> str | None:
 
 def _parse(line: bytes) -> Edit | None:
     try:
-        fields = orjson.loads(line)
+        fields = msgspec.json.decode(line)
         origin, first_step = fields.get("forked_from"), fields["first_step"]
         return Edit(
             time=str(fields["time"]),
@@ -442,7 +442,7 @@ def _parse(line: bytes) -> Edit | None:
             reasons=tuple(fields["reasons"]),
             forked_from=Origin(**origin) if origin else None,
         )
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
 
 
@@ -513,8 +513,8 @@ def record(
 def read_plan(folder: Path, number: str) -> Side | None:
     """Return what is on record of a plan; None if there is nothing."""
     try:
-        found = orjson.loads(_plan_file(folder, number).read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        found = msgspec.json.decode(_plan_file(folder, number).read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
     stages = found.get("stages") if isinstance(found, dict) else None
     known = {"start_step", "sources"}
@@ -594,7 +594,7 @@ def _keep(folder: Path, number: str, side: Side) -> None:
     file = _plan_file(folder, number)
     file.parent.mkdir(parents=True, exist_ok=True)
     described: Mapping[str, Any] = {**side.description, "config": side.tables}
-    write_atomically(file, orjson.dumps(described, option=orjson.OPT_INDENT_2))
+    write_atomically(file, msgspec.json.format(msgspec.json.encode(described), indent=2))
 
 
 def _append(file: Path, edit: Edit) -> None:
@@ -602,7 +602,7 @@ def _append(file: Path, edit: Edit) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        line = orjson.dumps(edit.to_json()) + b"\n"
+        line = msgspec.json.encode(edit.to_json()) + b"\n"
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a line that a full disk cut short stays alone

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
@@ -137,7 +137,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         "shards": [shard_to_json(shard) for shard in manifest.shards],
     }
     body["checksum"] = xxhash.xxh3_128_hexdigest(canonical(body))
-    return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
 
 
 def _version(manifest: Manifest) -> int:
@@ -187,10 +187,10 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     except IsADirectoryError:
         raise StoreCorruptError(f"{file}: must be a file, got a folder; {_WAY_OUT}") from None
     try:
-        body = orjson.loads(text)
+        body = msgspec.json.decode(text)
         checksum = body.pop("checksum")
         intact = checksum == xxhash.xxh3_128_hexdigest(canonical(body))
-    except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise StoreCorruptError(f"{file}: must be a JSON object with a checksum, got {error}; {_WAY_OUT}") from None
     if body.get("format") != FORMAT or body.get("version") not in range(1, VERSION + 1):
         found = f"{body.get('format')!r} version {body.get('version')!r}"

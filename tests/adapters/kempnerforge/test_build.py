@@ -7,8 +7,8 @@ import subprocess
 import sys
 from itertools import islice
 
+import msgspec
 import numpy as np
-import orjson
 import pytest
 
 from tokenmill.adapters.kempnerforge import (
@@ -38,7 +38,7 @@ def places(tmp_path, monkeypatch, hub):  # noqa: ARG001 - it keeps the library o
     ids[::50] = 0
     np.save("web/a.npy", ids)
     ids.tofile("raw/a.bin")
-    lines = (orjson.dumps({"text": f"document {number} of the mill"}) + b"\n" for number in range(80))
+    lines = (msgspec.json.encode({"text": f"document {number} of the mill"}) + b"\n" for number in range(80))
     (tmp_path / "tales" / "a.jsonl").write_bytes(b"".join(lines))
     return ids
 

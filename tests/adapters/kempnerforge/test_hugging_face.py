@@ -1,7 +1,7 @@
 """Text of Hugging Face becomes samples: prepared once, documents end to end, EOS behind each."""
 
+import msgspec
 import numpy as np
-import orjson
 import pytest
 
 from tokenmill.adapters.kempnerforge import DataConfig, DistributedSampler, HuggingFaceDataset, StatefulDataLoader
@@ -15,7 +15,7 @@ TEXTS = [f"document {number} of the mill, with {'grain ' * (number % 7)}" for nu
 def folder(tmp_path, hub):  # noqa: ARG001 - it keeps the library off the network
     place = tmp_path / "text"
     place.mkdir()
-    (place / "train.jsonl").write_bytes(b"".join(orjson.dumps({"words": text}) + b"\n" for text in TEXTS))
+    (place / "train.jsonl").write_bytes(b"".join(msgspec.json.encode({"words": text}) + b"\n" for text in TEXTS))
     return place
 
 
@@ -107,7 +107,7 @@ def test_a_tokenizer_is_not_downloaded_and_must_have_an_eos(folder, tmp_path):
     with pytest.raises(TokenizerError, match="nothing is downloaded"):
         HuggingFaceDataset(str(folder), "train", "words", 16, "gpt2", cache_dir=str(tmp_path / "stores"))
     plain = tmp_path / "tokenizer.json"
-    plain.write_bytes(orjson.dumps(_without_eos()))
+    plain.write_bytes(msgspec.json.encode(_without_eos()))
     with pytest.raises(ConfigError, match="the tokenizer must have an EOS"):
         HuggingFaceDataset(str(folder), "train", "words", 16, str(plain), cache_dir=str(tmp_path / "stores"))
 
@@ -121,4 +121,4 @@ def _without_eos():
     native.train_from_iterator(
         TEXTS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     )
-    return orjson.loads(native.to_str())
+    return msgspec.json.decode(native.to_str())

@@ -3,7 +3,7 @@
 import json
 from itertools import islice
 
-import orjson
+import msgspec
 import pytest
 from torch.utils.data import DataLoader
 
@@ -19,7 +19,7 @@ def folder(tmp_path, hub):  # noqa: ARG001 - it keeps the library off the networ
     place = tmp_path / "text"
     place.mkdir()
     for part in range(4):
-        lines = (orjson.dumps({"text": text}) + b"\n" for text in TEXTS[part::4])
+        lines = (msgspec.json.encode({"text": text}) + b"\n" for text in TEXTS[part::4])
         (place / f"{part}.jsonl").write_bytes(b"".join(lines))
     return place
 

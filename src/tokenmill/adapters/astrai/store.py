@@ -10,8 +10,8 @@ from operator import index as whole
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
+import msgspec
 import numpy as np
-import orjson
 import torch
 
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
@@ -78,7 +78,7 @@ def _requests(store: TokenStore, flats: Sequence[Flat], path: Path) -> list[File
 
 def _bin_positions(meta: Path) -> list[Flat]:
     # The engine has read this meta.json before: it is an object of objects, of a bounded size.
-    info = orjson.loads(meta.read_bytes()).get(KEY)
+    info = msgspec.json.decode(meta.read_bytes()).get(KEY)
     if info is None:
         return []
     shape, dtype = info.get("shape"), info.get("dtype")

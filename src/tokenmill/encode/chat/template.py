@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
-import orjson
 
 from tokenmill.encode.engines import kind_of
 from tokenmill.encode.files import SIBLINGS, read_json_file, read_rank_file
@@ -297,8 +297,8 @@ def _folder(tokenizer: str | None) -> Path | None:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        value = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
+        value = msgspec.json.decode(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: must be JSON, got {error}; is the download whole?") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must be a JSON object, got {type(value).__name__}; is it the right file?")
@@ -332,5 +332,5 @@ def _vocabulary(tokenizer: str) -> tuple[Vocabulary, dict[str, Habit]]:
     path = path / "tokenizer.json" if path.is_dir() else path
     file = read_json_file(path, tokenizer)
     config = path.parent / "tokenizer_config.json"
-    habits = read_habits(orjson.loads(file.text), _parsed(config) if config.is_file() else {})
+    habits = read_habits(msgspec.json.decode(file.text), _parsed(config) if config.is_file() else {})
     return file.vocabulary, habits

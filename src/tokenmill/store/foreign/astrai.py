@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store.foreign.files import Flat, ForeignOptions, Part, Parts, flat_of, names_of, real_file
@@ -65,11 +65,11 @@ def _meta(meta: Path) -> dict[str, dict[str, Any]]:
     try:
         if size > MAX_META:
             raise ValueError(f"{size} bytes")
-        table: dict[str, dict[str, Any]] = orjson.loads(meta.read_bytes())
+        table: dict[str, dict[str, Any]] = msgspec.json.decode(meta.read_bytes())
         ok = isinstance(table, dict) and all(isinstance(value, dict) for value in table.values())
         if not ok:
             raise ValueError("something else")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreCorruptError(f"{meta}: must be a JSON object of objects, got {error}; {_WAY_OUT}") from None
     return table
 

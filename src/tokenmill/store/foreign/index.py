@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
-import orjson
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
@@ -242,7 +242,7 @@ def keep(
         os.fchmod(descriptor, 0o644)  # others may read the data, so they may read its index
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
             places = {name: _write(out, blocks) for name, blocks in sections.items()}
-            footer = orjson.dumps(
+            footer = msgspec.json.encode(
                 {"format": FORMAT, "description": dict(description), "facts": dict(facts), "sections": places}
             )
             out.write(footer)
@@ -281,7 +281,7 @@ def _read(file: Path, description: Mapping[str, Any]) -> Kept | None:
     text = data[max(0, size - _END - length) : -_END].tobytes()
     if len(text) != length or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
         return None
-    footer = orjson.loads(text)
+    footer = msgspec.json.decode(text)
     if footer["format"] != FORMAT or footer["description"] != dict(description):
         return None
     for begin, wanted, checksum in footer["sections"].values():
