@@ -16,6 +16,11 @@ class NumberedRows:
     name: str = "rows"
     seq_len: int = 8
     num_rest: int = 0
+    cross_document_labels: bool = False
+
+    @property
+    def counted(self):
+        return self
 
     @property
     def row_slots(self):

@@ -38,7 +38,7 @@ def test_any_prefix_of_a_ramp_is_within_two_rows_of_every_share(ends, leads, ste
     ramp, ahead = ramp_of(ends, leads, steps=range(steps), batch=batch, cosine=cosine)
     sources, _ = drawn_by(ramp, steps)
     counts = np.cumsum(np.eye(len(ends[0]))[sources], axis=0)
-    shares = np.repeat(np.array([ramp.shares(step) for step in range(steps)]), batch, axis=0)
+    shares = np.repeat(np.array([ramp.asked(step, step + 1) for step in range(steps)], np.float64), batch, axis=0)
     errors = np.array([float(lead) for lead in ahead]) + counts - np.cumsum(shares, axis=0)
     assert np.abs(errors).max() < 2
     exact = [float(lead) for lead in ramp.ahead(steps * batch, ahead)]
@@ -75,7 +75,7 @@ def test_a_linear_ramp_asks_for_the_middle_of_every_step():
         cosine=False,
         ahead=[Fraction(0)] * 2,
     )
-    assert [ramp.shares(step)[1] for step in range(4)] == [1 / 8, 3 / 8, 5 / 8, 7 / 8]
+    assert [ramp.asked(step, step + 1)[1] for step in range(4)] == [1 / 8, 3 / 8, 5 / 8, 7 / 8]
     assert ramp.asked(0, 4) == [Fraction(1, 2), Fraction(1, 2)]
     assert ramp.counts(32) == [16, 16]
 
@@ -83,7 +83,7 @@ def test_a_linear_ramp_asks_for_the_middle_of_every_step():
 def test_a_cosine_ramp_follows_the_cosine():
     ends = [Fraction(1), Fraction(0)], [Fraction(0), Fraction(1)]
     ramp = build_ramp(*ends, steps=range(1000), batch=1, cosine=True, ahead=[Fraction(0)] * 2)
-    found = np.array([ramp.shares(step)[1] for step in range(1000)])
+    found = np.array([ramp.asked(step, step + 1)[1] for step in range(1000)], np.float64)
     wanted = (1 - np.cos(np.pi * (np.arange(1000) + 0.5) / 1000)) / 2
     assert np.abs(found - wanted).max() < 2 / PARTS
     assert (np.diff(found) >= 0).all()

@@ -17,7 +17,6 @@ import numpy as np
 
 from tokenmill.cli.console import cell
 from tokenmill.errors import ConfigError
-from tokenmill.plan.mixture import Mixture
 
 if TYPE_CHECKING:
     from tokenmill.plan.plan import Plan
@@ -130,11 +129,10 @@ def _pieces(part: Stage, plan: Plan) -> Iterator[Piece]:
         found = part.shares(step)
         return tuple(found.get(name, 0.0) for name in plan.sources)
 
-    if isinstance(part.mixture, Mixture):
+    ramp = part.spec.ramp
+    if ramp is None:
         yield Piece(begin=begin, end=end, first=shares(begin), last=shares(begin))
         return
-    ramp = part.spec.ramp
-    assert ramp is not None
     length = ramp.end - ramp.begin
     # A ramp that is cut into parts has the points of one that is not.
     points = max(2, min(RAMP_POINTS, max(8, _RUN_POINTS * length // plan.steps)) * (end - begin) // length - 2)

@@ -15,10 +15,10 @@ from tokenmill.config.run import Config, ResolvedStage
 from tokenmill.errors import ConfigError
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.shuffle import Shuffle
-from tokenmill.plan.stages import Ramp, RowIndex, StageSpec, Weights
+from tokenmill.plan.stages import Ramp, Rows, StageSpec, Weights
 from tokenmill.types import Int64Array
 
-RowsOf = Callable[[str, ResolvedStage, Int64Array], RowIndex]
+RowsOf = Callable[[str, ResolvedStage, Int64Array], Rows]
 """(source, stage, documents that are left out) -> the rows of the source in that stage."""
 
 _DIGITS = 12
@@ -148,10 +148,11 @@ def _weights(
     return shares
 
 
-def tokens_of_a_row(index: RowIndex) -> Fraction:
+def tokens_of_a_row(rows: Rows) -> Fraction:
     """Return how many tokens the rows of an epoch hold in the mean; padding is none."""
-    fates = index.fates()
-    return Fraction(max(fates.rows * index.row_slots - fates.padding, 1), max(fates.rows, 1))
+    assert rows.counted is not None, "the config refuses such weights for live text"
+    fates = rows.counted.fates()
+    return Fraction(max(fates.rows * rows.row_slots - fates.padding, 1), max(fates.rows, 1))
 
 
 def limits(config: Config) -> tuple[dict[str, float], dict[str, float]]:

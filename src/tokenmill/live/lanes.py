@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError, TokenizerError, met_in
+from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError, met_in
 from tokenmill.fingerprint import digest, key64
 from tokenmill.live.source import Format, LiveOptions, open_live
 from tokenmill.live.tokens import Beat, Skipped, Tokenized, in_order, no_documents, tokenize_window
@@ -27,7 +27,7 @@ from tokenmill.packing.rows import PackedRows, pack_rest, rest_lengths
 from tokenmill.packing.window import FORBID
 from tokenmill.plan.permute import permute_all
 from tokenmill.plan.shuffle import Shuffle
-from tokenmill.plan.stages import Held, Seen
+from tokenmill.plan.stages import Seen
 from tokenmill.store.layout import DOCUMENTS, OFFSET_DTYPE, key_file
 from tokenmill.store.manifest import Manifest, ShardInfo
 from tokenmill.store.maps import MemoryRequest
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from tokenmill.live.source import LiveSource
     from tokenmill.live.windows import Windows
     from tokenmill.packing.policy import Policy
-    from tokenmill.plan.stages import RowIndex
     from tokenmill.store.reader import Store
-    from tokenmill.types import Spans
 
 
 # Threads that make windows before they are needed.
@@ -731,9 +729,6 @@ def _before(drawn: tuple[Drawn, ...], format: Format) -> tuple[Drawn, ...]:
 
 # Live text as a source of a plan: rows that are told apart only when they are drawn.
 
-NUM_ROWS = 1 << 40
-"""More than a run draws: a plan never comes to a second epoch of live text, the lanes do that on their own."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRows:
@@ -743,8 +738,8 @@ class LiveRows:
     lanes: int
     format: Format
     cross_document_labels: bool
-    num_rows: int = NUM_ROWS
-    num_rest: int = 0
+    counted: None = None
+    """Nobody knows the rows of an epoch before they are read."""
 
     @property
     def seq_len(self) -> int:
@@ -773,31 +768,6 @@ class LiveRows:
         """What decides the rows."""
         return self.description
 
-    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:  # noqa: ARG002 - the lanes know what is left
-        """Return these rows: each lane packs what it has left of its window in the new way."""
-        if self.cross_document_labels:
-            raise ConfigError(
-                f"{self.source.files[0].path}: labels that cross documents know no rest of a window, got "
-                "cross_document_labels with a change of rows; use on_change = restart, or leave it out"
-            )
-        return self
-
-    def fates(self) -> Fates:
-        """Return the fates of a full row, as no other is known beforehand."""
-        return Fates(rows=1, tokens=self.seq_len, trained=self.seq_len, masked=0, dropped={}, padding=0, added=0)
-
-    def held(self, rows: Int64Array) -> Held:
-        """Return what so many full rows would hold."""
-        return Held(tokens=rows.size * self.seq_len, trained=rows.size * self.seq_len)
-
-    def spans(self, rows: Int64Array) -> Spans:  # noqa: ARG002
-        """Refuse to tell."""
-        self._refuse()
-
-    def rows_of(self, document: int) -> Int64Array:  # noqa: ARG002
-        """Refuse to tell."""
-        self._refuse()
-
     def made(self, seq_len: int, policy: Policy) -> LiveRows:
         """Return the same text with rows made in another way."""
         if policy.name == "bos_best_fit" and not self.source.tokenizer.identity.add_bos:
@@ -807,12 +777,6 @@ class LiveRows:
             )
         format = Format(seq_len, policy.name, policy.split, policy.crop)
         return self if format == self.format else replace(self, format=format)
-
-    def _refuse(self) -> NoReturn:
-        raise PlanError(
-            f"{self.source.files[0].path}: which documents a row holds must be known from a store, got live text, "
-            "which is packed as it is read; leave out live = true, and it is prepared once"
-        )
 
 
 def open_rows(config: Config, source: SourceConfig, texts: list[str], tokenizer: str) -> LiveRows:

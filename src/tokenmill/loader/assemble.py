@@ -23,7 +23,7 @@ from tokenmill.loader.kernels import (
 from tokenmill.packing.exclude import LOSS_MASK, distinct
 from tokenmill.packing.records import RecordRows, Runs
 from tokenmill.plan.order import rows_at
-from tokenmill.plan.stages import RowIndex
+from tokenmill.plan.stages import CountedRows
 from tokenmill.store.layout import key_file
 from tokenmill.store.locate import locate, view_uint8, view_uint32
 from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array, token_arrays
@@ -36,17 +36,12 @@ if TYPE_CHECKING:
     from tokenmill.types import Batch, Spans
 
 
-class StoredRows(RowIndex, Protocol):
-    """A row index whose tokens stand in a store."""
+class StoredRows(CountedRows, Protocol):
+    """Rows whose tokens stand in a store."""
 
     @property
     def store(self) -> Store:
         """Where the tokens are."""
-        ...
-
-    @property
-    def cross_document_labels(self) -> bool:
-        """Whether the first token of a document is the label of the last token of the one before it."""
         ...
 
 

@@ -37,7 +37,7 @@ from tokenmill.store.locate import view_uint32, view_uint64
 from tokenmill.types import Fates, Int64Array, Spans, Uint64Array
 
 if TYPE_CHECKING:
-    from tokenmill.plan.stages import Held, RowIndex, Seen
+    from tokenmill.plan.stages import CountedRows, Held, Seen
     from tokenmill.store.reader import Store
 
     Runs: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
@@ -82,6 +82,11 @@ class ConcatRows:
     def dropped_tokens(self) -> int:
         """Tokens of the last partial row, which no row holds."""
         return self.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
+
+    @property
+    def counted(self) -> ConcatRows:
+        """Themselves: every row of an epoch is known."""
+        return self
 
     @property
     def row_slots(self) -> int:
@@ -143,7 +148,11 @@ class ConcatRows:
             **describe_excluded(self.excluded),
         }
 
-    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+    def part(self, *, rest: bool) -> ConcatRows:  # noqa: ARG002 - `FollowingRows` has two
+        """Return the rows of an epoch, or of the rest before the first one."""
+        return self
+
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
         from tokenmill.packing.rows import follow
 
@@ -155,6 +164,10 @@ class ConcatRows:
         if begin == end or are_excluded(self.excluded, np.array([document]))[0]:
             return np.empty(0, np.int64)
         return self.rows_within(begin, end)
+
+    def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - as `PackedRows` has it
+        """Return the rows that hold documents with these offsets; they may hold others beside them."""
+        return self.rows_within(int(offsets[0]), int(offsets[-1]))
 
     def rows_within(self, begin: int, end: int) -> Int64Array:
         """Return the rows that hold tokens `begin` to `end` (exclusive) of the store, in ascending order."""

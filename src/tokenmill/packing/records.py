@@ -27,7 +27,7 @@ from tokenmill.types import Fates, Int64Array, Spans, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
-    from tokenmill.plan.stages import RowIndex, Seen
+    from tokenmill.plan.stages import CountedRows, Seen
     from tokenmill.store.reader import Store
 
 _BLOCK = 1 << 18
@@ -95,6 +95,11 @@ class RecordRows:
     def num_rest(self) -> int:
         """How many records the rest has."""
         return int(self.rest.size)
+
+    @property
+    def counted(self) -> RecordRows:
+        """Themselves: every row of an epoch is known."""
+        return self
 
     @property
     def cross_document_labels(self) -> bool:
@@ -185,7 +190,7 @@ class RecordRows:
             return int(length.sum())
         return count_ones(self.store, mask, runs.shard, runs.first + skip, length)
 
-    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by the records that a stage before has not drawn of an epoch."""
         before = cast(RecordRows, previous)
         if before.store.fingerprint != self.store.fingerprint:

@@ -69,7 +69,7 @@ from tokenmill.types import (
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
     from tokenmill.packing.window import Fragments
-    from tokenmill.plan.stages import Held, RowIndex, Seen
+    from tokenmill.plan.stages import CountedRows, Held, Seen
     from tokenmill.store.reader import Store
 
 IN_MEMORY_DOCUMENTS = 1 << 21
@@ -94,6 +94,11 @@ class PackedRows:
     def num_rows(self) -> int:
         """How many rows there are."""
         return self.index.num_rows
+
+    @property
+    def counted(self) -> PackedRows:
+        """Themselves: every row of an epoch is known."""
+        return self
 
     @property
     def row_slots(self) -> int:
@@ -127,9 +132,17 @@ class PackedRows:
             added=counts[BOS_ADDED],
         )
 
-    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+    def part(self, *, rest: bool) -> PackedRows:  # noqa: ARG002 - `FollowingRows` has two
+        """Return the rows of an epoch, or of the rest before the first one."""
+        return self
+
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
         return follow(self, previous, seen, self.policy)
+
+    def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - as `ConcatRows` has it
+        """Return the rows that hold the documents of a window."""
+        return np.arange(int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW]))
 
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, in ascending order."""
@@ -395,6 +408,11 @@ class FollowingRows:
         """How many rows the rest has."""
         return self.rest.num_rows
 
+    @property
+    def counted(self) -> FollowingRows:
+        """Themselves: every row of an epoch is known."""
+        return self
+
     @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows."""
@@ -409,7 +427,11 @@ class FollowingRows:
         """Return what becomes of every token of the source in a whole epoch."""
         return self.full.fates()
 
-    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+    def part(self, *, rest: bool) -> ConcatRows | PackedRows:
+        """Return the rows of an epoch, or of the rest before the first one."""
+        return self.rest if rest else self.full
+
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return the rows of an epoch, preceded by what is left of another."""
         return self.full.following(previous, seen)
 
@@ -448,7 +470,7 @@ def _join(number: int, parts: list[tuple[Int64Array, Spans]]) -> Spans:
     return Spans(first=first, count=count, **columns)
 
 
-def follow(full: ConcatRows | PackedRows, previous: RowIndex, seen: Seen, policy: Policy) -> RowIndex:
+def follow(full: ConcatRows | PackedRows, previous: CountedRows, seen: Seen, policy: Policy) -> CountedRows:
     """Return `full`, preceded by what is left of the epoch of `previous` that was under way."""
     before = cast("ConcatRows | PackedRows | FollowingRows", previous)
     if before.store.fingerprint != full.store.fingerprint:
@@ -456,13 +478,7 @@ def follow(full: ConcatRows | PackedRows, previous: RowIndex, seen: Seen, policy
             f"{full.store.path}: a source must keep its store from stage to stage, got another than "
             f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
         )
-    if full.cross_document_labels:
-        raise ConfigError(
-            f"{full.store.path}: labels that cross documents know no rest of an epoch, got cross_document_labels "
-            "with a change of rows; use on_change = restart, or leave cross_document_labels out"
-        )
-    part = (before.rest if seen.rest else before.full) if isinstance(before, FollowingRows) else before
-    rest = pack_rest(part, seen, seq_len=full.seq_len, policy=policy, excluded=full.excluded)
+    rest = pack_rest(before.part(rest=seen.rest), seen, seq_len=full.seq_len, policy=policy, excluded=full.excluded)
     return FollowingRows(full=full, rest=rest) if rest.num_rows else full
 
 
@@ -505,7 +521,8 @@ def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> Wind
         end = min(begin + MAX_DOCUMENTS, store.num_documents)
         offsets = store.document_offsets(begin, end)
         lengths = np.diff(offsets)
-        rows = _rows_of_window(part, window, offsets)
+        # A row of `concat` may reach into the windows beside this one; each takes its own documents from it.
+        rows = part.rows_of_window(window, offsets)
         left = seen.unseen(rows)
         # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
         touched = np.full(lengths.size, seen.rest)
@@ -518,14 +535,6 @@ def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> Wind
         return fragments, lengths.astype(np.int32)
 
     return of
-
-
-def _rows_of_window(part: ConcatRows | PackedRows, window: int, offsets: Int64Array) -> Int64Array:
-    if isinstance(part, PackedRows):
-        table = part.index.table
-        return np.arange(int(table[window, 0]), int(table[window + 1, 0]))
-    # A row of `concat` may reach into the windows beside this one; each takes its own documents from it.
-    return part.rows_within(int(offsets[0]), int(offsets[-1]))
 
 
 def _owed(spans: Spans, begin: int, end: int, lengths: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:

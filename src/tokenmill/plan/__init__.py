@@ -8,6 +8,7 @@
 
 from tokenmill.plan.plan import Moment, Plan, RowUse, compile_plan
 from tokenmill.plan.shuffle import Shuffle
-from tokenmill.plan.stages import Ramp, RowIndex, Stage, StageSpec
+from tokenmill.plan.stages import CountedRows, Ramp, Rows, Stage, StageSpec
 
-__all__ = ["Moment", "Plan", "Ramp", "RowIndex", "RowUse", "Shuffle", "Stage", "StageSpec", "compile_plan"]
+__all__ = ["CountedRows", "Moment", "Plan", "Ramp", "RowUse", "Rows"]
+__all__ += ["Shuffle", "Stage", "StageSpec", "compile_plan"]

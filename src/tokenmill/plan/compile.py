@@ -17,11 +17,10 @@ from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, exact_weig
 from tokenmill.plan.permute import derive
 from tokenmill.plan.ramp import build_ramp
 from tokenmill.plan.shuffle import MODES, Shuffle
-from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Seen, Stage, StageSpec
+from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Rows, Seen, Stage, StageSpec
 
 if TYPE_CHECKING:
     from tokenmill.plan.ramp import RampMixture
-    from tokenmill.plan.stages import RowIndex
 
 
 # Sources that may not be read any further: at which step they run out, and what that step draws instead.
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 def room(stage: Stage, name: str, limit: Fraction) -> int:
     """Return how many rows of a source a stage may draw until it has been read `limit` times."""
-    before, index = stage.epochs_before[name], stage.rows[name]
+    before, index = stage.epochs_before[name], stage.counted(name)
     left = stage.rest_epochs[name]
     if not index.num_rest:
         rows = floor((limit - before - left) * index.num_rows)
@@ -95,8 +94,8 @@ def _apportion(wanted: Mapping[str, Fraction], free: int) -> dict[str, int]:
 class Progress:
     """How far a source has been read, and the order of the epoch that is under way."""
 
-    index: RowIndex
-    repeats_from: int
+    index: Rows
+    repeats_from: int = 0
     era: int = 0
     """How often the rows have changed; every epoch of every era has an order of its own."""
     epochs_before: Fraction = Fraction(0)
@@ -108,17 +107,27 @@ class Progress:
     shuffle: Shuffle | None = None
 
     def epoch(self) -> tuple[int, int, int]:
-        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1."""
-        if self.consumed < self.index.num_rest:
-            return -1, self.index.num_rest, self.consumed
-        epoch, drawn = divmod(self.consumed - self.index.num_rest, self.index.num_rows)
-        return epoch, self.index.num_rows, drawn
+        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1.
 
-    def seen(self) -> Seen | None:
-        """Return how far the epoch under way was read; None between two epochs."""
+        Rows that are not counted are one epoch without an end, which counts as having none.
+        """
+        rows = self.index.counted
+        if rows is None:
+            return 0, 0, self.consumed
+        if self.consumed < rows.num_rest:
+            return -1, rows.num_rest, self.consumed
+        epoch, drawn = divmod(self.consumed - rows.num_rest, rows.num_rows)
+        return epoch, rows.num_rows, drawn
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the source stands within an epoch, not between two."""
+        return self.epoch()[2] > 0
+
+    def seen(self) -> Seen:
+        """Return how far the epoch under way was read."""
         epoch, size, drawn = self.epoch()
-        if not drawn or self.shuffle is None:
-            return None
+        assert self.shuffle is not None
         key = int(derive(np.uint64(self.key), epoch))
         return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
 
@@ -264,9 +273,7 @@ def _drain(
     spec = stage.spec
     mixing.settle()
     first = stage.origin // spec.global_batch_size
-    shares = stage.asked()
-    if not isinstance(stage.mixture, Mixture):
-        shares = dict(zip(stage.names, stage.mixture.asked(first, first + 1), strict=True))
+    shares = dict(zip(stage.names, stage.mixture.asked(first, first + 1), strict=True))
     where = f"stage {spec.name!r}, step {spec.start_step}"
     quotas = drained(spec.global_batch_size, shares, rooms, mixing.ahead, where)
     ended = tuple(sorted(name for name in quotas if quotas[name] == rooms.get(name)))
@@ -292,7 +299,7 @@ def _drain(
 
 def _restarts(before: Progress | None, spec: StageSpec, name: str) -> bool:
     """Say whether a stage starts a source again in the midst of an epoch, as its rows are others than before."""
-    if before is None or spec.on_change != "restart" or not before.consumed or before.seen() is None:
+    if before is None or spec.on_change != "restart" or not before.under_way:
         return False
     return dict(before.index.epoch_description) != dict(spec.rows[name].description)
 
@@ -300,26 +307,36 @@ def _restarts(before: Progress | None, spec: StageSpec, name: str) -> bool:
 def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool) -> Progress:
     """Return where a source stands at the start of a stage."""
     index = spec.rows[name]
-    if index.num_rows < 1 and "quarantined" in index.description:
-        raise ConfigError(
-            f"stage {spec.name!r}: a source must have documents left at step {spec.start_step}, got all of "
-            f"{name!r} in quarantine; put the whole source aside: leave out documents and file"
-        )
-    if index.num_rows < 1:
+    rows = index.counted
+    if rows is not None and rows.num_rows < 1:
+        if "quarantined" in index.description:
+            raise ConfigError(
+                f"stage {spec.name!r}: a source must have documents left at step {spec.start_step}, got all of "
+                f"{name!r} in quarantine; quarantine the whole source: leave out documents and file"
+            )
         raise ConfigError(
             f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
             f"got none from {name!r}; shorten seq_len or add documents"
         )
+    size = 0 if rows is None else rows.num_rows
     if before is None:
-        return Progress(index=index, repeats_from=index.num_rows)
+        return Progress(index=index, repeats_from=size)
     if dict(before.index.epoch_description) == dict(index.description):
         return before
     if not before.consumed:
-        return Progress(index=index, repeats_from=index.num_rows, era=before.era)
+        return Progress(index=index, repeats_from=size, era=before.era)
+    if restarts or not before.under_way:
+        return Progress(index=index, era=before.era + 1, epochs_before=before.epochs_read)
+    if index.cross_document_labels:
+        raise ConfigError(
+            f"stage {spec.name!r}: labels of {name!r} that cross documents know no rest of an epoch, got "
+            "cross_document_labels with a change of rows; use on_change = restart, or leave it out"
+        )
+    earlier = before.index.counted
+    if rows is None or earlier is None:
+        return Progress(index=index, era=before.era + 1)  # what makes the rows knows what is left of its text
     seen = before.seen()
-    if restarts or seen is None:
-        return Progress(index=index, repeats_from=0, era=before.era + 1, epochs_before=before.epochs_read)
-    following = index.following(before.index, seen)
+    following = rows.following(earlier, seen)
     left = (1 - Fraction(seen.drawn, seen.size)) * (before.left if seen.rest else 1)
     return Progress(
         index=following,
@@ -342,22 +359,19 @@ def _compile(
     table = np.zeros((len(names), 11), np.int64)
     keys = np.zeros((len(names), 2), np.uint64)
     for line, name in enumerate(names):
-        here = progress[name]
-        index = here.index
-        table[line, :OLD_EPOCH] = [
-            place.sources.index(name),
-            here.consumed,
-            index.num_rest,
-            index.num_rows,
-            *_shuffle_numbers(spec.shuffle),
-        ]
+        source = progress[name]
+        rows = source.index.counted
+        rest, size = (0, 0) if rows is None else (rows.num_rest, rows.num_rows)
+        numbers = _shuffle_numbers(spec.shuffle)
+        table[line, :OLD_EPOCH] = [place.sources.index(name), source.consumed, rest, size, *numbers]
         table[line, CARRY] -= bases[line]
         table[line, OLD_EPOCH] = NO_EPOCH
-        keys[line] = key64(spec.seed, "rows", name, *([here.era] if here.era else []))
-        epoch, _, drawn = here.epoch()
-        if drawn and here.shuffle is not None:
-            table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(here.shuffle)]
-            keys[line, 1] = here.key
+        keys[line] = key64(spec.seed, "rows", name, *([source.era] if source.era else []))
+        epoch, _, drawn = source.epoch()
+        if drawn and source.shuffle is not None:
+            table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(source.shuffle)]
+            keys[line, 1] = source.key
+    counted = {name: progress[name] for name in names if progress[name].index.counted is not None}
     return Stage(
         spec=spec,
         index=place.index,
@@ -368,9 +382,9 @@ def _compile(
         bases=bases,
         names=names,
         rows={name: progress[name].index for name in names},
-        repeats_from={name: progress[name].repeats_from for name in names},
-        epochs_before={name: progress[name].epochs_before for name in names},
-        rest_epochs={name: progress[name].left for name in names},
+        repeats_from={name: source.repeats_from for name, source in counted.items()},
+        epochs_before={name: source.epochs_before for name, source in counted.items()},
+        rest_epochs={name: source.left for name, source in counted.items()},
         table=table,
         keys=keys,
         rotation_key=np.uint64(key64(spec.seed, "rotation")),
@@ -389,7 +403,8 @@ def _advance(progress: Progress, stage: Stage, line: int, drawn: int) -> None:
     progress.consumed += drawn - 1
     epoch, _, _ = progress.epoch()
     progress.consumed += 1
-    progress.epochs_read = stage.epochs(stage.names[line])
+    if progress.index.counted is not None:
+        progress.epochs_read = stage.epochs(stage.names[line])
     if epoch != int(stage.table[line, OLD_EPOCH]):
         progress.key = int(stage.keys[line, 0])
         progress.shuffle = stage.spec.shuffle

@@ -105,6 +105,10 @@ class Mixture:
         """Number of positions after which every source has exactly its share."""
         return sum(self.weights)
 
+    def asked(self, first: int, last: int) -> list[Fraction]:  # noqa: ARG002 - in a ramp they differ from step to step
+        """Return the mean share of each source over some steps."""
+        return [Fraction(weight, self.period) for weight in self.weights]
+
     @cached_property
     def _order(self) -> list[list[int]]:
         return [[int(x) for x in node] for node in self.nodes]

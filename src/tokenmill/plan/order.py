@@ -90,7 +90,11 @@ def _rows(
         line, drawn = draw(position - starts[segment], nodes)
         drawn += bases[segment, line]
         ordinal = table[line, CARRY] + drawn
+        sources[i] = table[line, SOURCE]
         size = table[line, SIZE]
+        if size == 0:
+            rows[i] = ordinal
+            continue
         first = np.int64(0)
         epoch = (ordinal - table[line, REST]) // size
         place = ordinal - table[line, REST] - epoch * size
@@ -105,7 +109,6 @@ def _rows(
         else:
             key = derive(keys[line, 0], epoch)
             mode, block, window = table[line, MODE], table[line, BLOCK_ROWS], table[line, WINDOW_BLOCKS]
-        sources[i] = table[line, SOURCE]
         rows[i] = first + shuffle_row(place, size, key, mode, block, window)
 
 

@@ -43,7 +43,7 @@ def what(stage: Stage, step: int, sources: tuple[str, ...]) -> tuple[RowUse, ...
     spans: dict[int, tuple[Span, ...]] = {}
     for source in np.unique(source_ids):
         chosen = np.flatnonzero(source_ids == source)
-        found = stage.rows[sources[source]].spans(rows[chosen])
+        found = stage.counted(sources[source]).spans(rows[chosen])
         spans |= {int(slot): found.row(i) for i, slot in enumerate(chosen)}
     return tuple(
         RowUse(
@@ -58,7 +58,7 @@ def when(stages: tuple[Stage, ...], source: str, document: int) -> Iterator[RowU
     for stage in stages:
         if source not in stage.names or stage.spec.skipped is not None:
             continue
-        index = stage.rows[source]
+        index = stage.counted(source)
         rows = index.rows_of(document)
         if not rows.size:
             continue
@@ -279,7 +279,7 @@ def _check_epochs(plan: Plan) -> None:
         for name in stage.names:
             allowed = plan.max_epochs.get(name)
             if allowed is not None and stage.epochs(name) > exact_weight(allowed):
-                index = stage.rows[name]
+                index = stage.counted(name)
                 over = ceil((stage.epochs(name) - exact_weight(allowed)) * index.num_rows)
                 raise ConfigError(
                     f"source {name!r}: max_epochs must not be passed, got {float(stage.epochs(name)):.3f} epochs "

@@ -82,12 +82,8 @@ class RampMixture:
         _walk(self._facts, self._tables, left, counts, ways)
         return left, counts, ways
 
-    def shares(self, step: int) -> list[float]:
-        """Return the share of each source in a step, counted from the first of the ramp."""
-        return [float(share) for share in self.asked(step, step + 1)]
-
     def asked(self, first: int, last: int) -> list[Fraction]:
-        """Return the mean share of each source over some steps."""
+        """Return the mean share of each source over some steps, counted from the first of the ramp."""
         way = Fraction(self._way(last) - self._way(first), (last - first) * self.parts)
         ends = zip(self.begin.tolist(), self.end.tolist(), strict=True)
         total = int(self.begin.sum())

@@ -32,7 +32,7 @@ from tokenmill.types import Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.plan.plan import Plan
-    from tokenmill.plan.stages import RowIndex, Stage
+    from tokenmill.plan.stages import CountedRows, Stage
     from tokenmill.types import Fates
 
 
@@ -55,12 +55,13 @@ def held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
     """Return what the rows that a part draws from a source hold, and whether all of it was counted.
 
     If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch; those
-    of live text to be full.
+    that are made as they are drawn to be full.
     """
-    index = part.rows[name]
-    if "live" in index.description:
-        return _mean(index, part.draws[name]), False
-    epochs, pieces = _epochs(part, name)
+    index = part.rows[name].counted
+    if index is None:
+        slots = part.draws[name] * part.rows[name].row_slots
+        return Held(tokens=slots, trained=slots), False
+    epochs, pieces = _epochs(part, index, name)
     rows = sum(len(piece) for piece in pieces)
     if rows > most:
         return _mean(index, epochs * index.num_rows + rows), False
@@ -72,9 +73,9 @@ def held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
     return held, True
 
 
-def _epochs(part: Stage, name: str) -> tuple[int, tuple[range, range]]:
+def _epochs(part: Stage, index: CountedRows, name: str) -> tuple[int, tuple[range, range]]:
     """Return how many whole epochs of a source a part draws, and its draws before and after them."""
-    carry, drawn, index = part.carry(name), part.draws[name], part.rows[name]
+    carry, drawn = part.carry(name), part.draws[name]
     # Draws are counted from the first of the part, epochs from the end of the rest before them.
     first = index.num_rest - carry
     first += -(min(0, first) // index.num_rows) * index.num_rows
@@ -83,7 +84,7 @@ def _epochs(part: Stage, name: str) -> tuple[int, tuple[range, range]]:
     return epochs, (range(begin), range(begin + epochs * index.num_rows, drawn))
 
 
-def _mean(index: RowIndex, rows: int) -> Held:
+def _mean(index: CountedRows, rows: int) -> Held:
     """Return what so many rows hold if they are like those of an epoch: exact for whole epochs."""
     fates = index.fates()
     tokens = fates.rows * index.row_slots - fates.padding
@@ -332,10 +333,10 @@ def _drawn(parts: Sequence[Stage], name: str, most: int) -> _Drawn:
     for part in parts:
         more, exact = held_rows(part, name, most)
         held, counted = held + more, counted and exact
-    asked = [(part.num_positions * part.asked()[name], part.rows[name]) for part in parts]
+    asked = [(part.num_positions * part.asked()[name], part) for part in parts]
     return _Drawn(
         asked=sum((rows for rows, _ in asked), Fraction(0)),
-        asked_tokens=sum((rows * _tokens_of_a_row(index) for rows, index in asked), Fraction(0)),
+        asked_tokens=sum((rows * _tokens_of_a_row(part, name) for rows, part in asked), Fraction(0)),
         rows=sum(part.draws[name] for part in parts),
         slots=sum(part.draws[name] * _row_slots(part) for part in parts),
         held=held,
@@ -343,9 +344,13 @@ def _drawn(parts: Sequence[Stage], name: str, most: int) -> _Drawn:
     )
 
 
-def _tokens_of_a_row(index: RowIndex) -> Fraction:
-    fates = index.fates()
-    return Fraction(fates.rows * index.row_slots - fates.padding, fates.rows)
+def _tokens_of_a_row(part: Stage, name: str) -> Fraction:
+    """Return how many tokens a row of a source holds in the mean of an epoch; one that is not counted is full."""
+    rows = part.rows[name]
+    if rows.counted is None:
+        return Fraction(rows.row_slots)
+    fates = rows.counted.fates()
+    return Fraction(fates.rows * rows.row_slots - fates.padding, fates.rows)
 
 
 def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
@@ -368,12 +373,12 @@ def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
             realised_tokens=one.held.tokens / held if held else 0.0,
             rows=one.rows,
             tokens=one.slots,
-            epochs=None if _is_live(using[name][-1], name) else float(using[name][-1].epochs(name)),
+            epochs=_epochs_read(using[name][-1], name),
             trained=one.held.trained,
             unlabelled=one.held.tokens - one.held.trained,
             padding=one.slots - one.held.tokens,
             counted=one.counted,
-            dropped=dict(using[name][-1].rows[name].fates().dropped),
+            dropped=_dropped(using[name][-1], name),
             skipped_rows=sum(part.draws[name] for part in skipped if name in part.names),
             skipped_tokens=sum(part.draws[name] * _row_slots(part) for part in skipped if name in part.names),
         )
@@ -383,28 +388,34 @@ def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
 
 def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFacts:
     using = [part for part in plan.stages if name in part.names]
-    live = bool(using) and _is_live(using[-1], name)
+    rows = using[-1].rows[name] if using else None
+    counted = None if rows is None else rows.counted
     return SourceFacts(
         name=name,
-        rows=None if live else using[-1].rows[name].num_rows if using else 0,
-        lanes=int(using[-1].rows[name].description["lanes"]) if live else None,
+        rows=0 if rows is None else None if counted is None else counted.num_rows,
+        lanes=int(rows.description["lanes"]) if rows is not None and counted is None else None,
         drawn=sum(part.draws[name] for part in using),
         skipped=sum(part.draws[name] for part in _split(using)[1]),
-        epochs=None if live else float(using[-1].epochs(name)) if using else 0.0,
-        first_repeat=None if live else _first_repeat(using, name),
+        epochs=_epochs_read(using[-1], name) if using else 0.0,
+        first_repeat=None if counted is None else _first_repeat(using, name),
         gone_from=_gone_from(plan, using, name, exact_weight(stops[name])) if name in stops else None,
-        fates=_fates(using[-1], name) if using and not live else None,
+        fates=None if counted is None else _fates(using[-1], counted),
     )
 
 
-def _is_live(part: Stage, name: str) -> bool:
-    """Say whether a source is live text, of which nothing is counted before it is read."""
-    return "live" in part.rows[name].description
+def _epochs_read(part: Stage, name: str) -> float | None:
+    """Return how often a source has been read by the end of a part; None where its rows are not counted."""
+    return None if part.rows[name].counted is None else float(part.epochs(name))
 
 
-def _fates(part: Stage, name: str) -> Fates:
+def _dropped(part: Stage, name: str) -> dict[str, int]:
+    """Return what an epoch of a source drops, by reason."""
+    rows = part.rows[name].counted
+    return {} if rows is None else dict(rows.fates().dropped)
+
+
+def _fates(part: Stage, index: CountedRows) -> Fates:
     """Return the fates of a source, padded to the shape that the sources of a stage share."""
-    index = part.rows[name]
     fates = index.fates()
     return replace(fates, padding=fates.padding + fates.rows * (_row_slots(part) - index.row_slots))
 

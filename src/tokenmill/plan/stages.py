@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, nearest
-from tokenmill.plan.mixture import Mixture
 from tokenmill.plan.shuffle import MODES, Shuffle, unshuffle_rows
 from tokenmill.types import ON_CHANGE, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
+    from tokenmill.plan.mixture import Mixture
     from tokenmill.plan.ramp import RampMixture
     from tokenmill.types import Fates, Spans
 
@@ -58,7 +58,7 @@ class StageSpec:
     shuffle: Shuffle
     weights: Weights
     """Share of rows drawn from each source; need not sum to 1."""
-    rows: Mapping[str, RowIndex]
+    rows: Mapping[str, Rows]
     """The rows of each source that has a weight, here or where a ramp comes from."""
     on_change: str = "unseen"
     """Where the rows of a source are not those of the stage before (another sequence length or packing): go on with
@@ -114,10 +114,10 @@ def _plain(weights: Weights) -> dict[str, float | str]:
 
 SOURCE, CARRY, REST, SIZE, MODE, BLOCK_ROWS, WINDOW_BLOCKS = range(7)
 OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(7, 11)
-"""Columns of a stage's table: one line a source. CARRY plus a draw of the mixture is the how-manieth row it is.
+"""Columns of a stage's table: one line a source. CARRY plus a draw of the mixture is the ordinal of a row, from 0.
 The rows are the REST of an earlier epoch, which counts as epoch -1, then epochs of SIZE rows. An epoch under way
 when the stage began ends in the order in which it began (OLD_...), so that a change of seed or shuffle loses and
-repeats no row."""
+repeats no row. SIZE is 0 where rows are not counted: such a row is known by its ordinal alone."""
 NO_EPOCH = -2
 
 
@@ -137,10 +137,11 @@ class Stage:
     """Draws of each source at these positions."""
     names: tuple[str, ...]
     """Sources of the mixture, in the order of `table`."""
-    rows: Mapping[str, RowIndex]
+    rows: Mapping[str, Rows]
     """The rows of each source, after what earlier stages used."""
     repeats_from: Mapping[str, int]
-    """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts."""
+    """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts; of
+    sources that are counted, as the two below."""
     epochs_before: Mapping[str, Fraction]
     """How often each source had been read when its rows last changed."""
     rest_epochs: Mapping[str, Fraction]
@@ -192,30 +193,35 @@ class Stage:
     def asked(self) -> dict[str, Fraction]:
         """Return the share of rows that the weights ask for, over all steps of the stage."""
         first = self.origin // self.spec.global_batch_size
-        if isinstance(self.mixture, Mixture):
-            shares = [Fraction(weight, self.mixture.period) for weight in self.mixture.weights]
-        else:
-            shares = self.mixture.asked(first, first + self.num_steps)
-        return dict(zip(self.names, shares, strict=True))
+        return dict(zip(self.names, self.mixture.asked(first, first + self.num_steps), strict=True))
 
     def shares(self, step: int) -> dict[str, float]:
         """Return the share of rows that the weights ask for at a step."""
-        if isinstance(self.mixture, Mixture):
-            return {name: float(share) for name, share in self.asked().items()}
         first = self.origin // self.spec.global_batch_size + step - self.spec.start_step
-        return dict(zip(self.names, self.mixture.shares(first), strict=True))
+        shares = self.mixture.asked(first, first + 1)
+        return {name: float(share) for name, share in zip(self.names, shares, strict=True)}
 
     def positions_of(self, name: str, drawn: Int64Array) -> Int64Array:
         """Return the positions within the stage of draws of a source, counted from the first of the stage."""
         line = self.names.index(name)
         return self.mixture.positions_of(line, drawn + self.bases[line]) - self.origin
 
+    def counted(self, name: str) -> CountedRows:
+        """Return the rows of a source; refuse those that are not known before they are drawn."""
+        rows = self.rows[name].counted
+        if rows is None:
+            raise PlanError(
+                f"source {name!r}: which documents a row holds must be known before it is read, got rows that are "
+                "made as they are read; leave out live = true, and the text is prepared once"
+            )
+        return rows
+
     def epochs(self, name: str, drawn: int | None = None) -> Fraction:
         """Return how often a source has been read by the end of the stage, or after some draws of it.
 
         The rest of an epoch completes it.
         """
-        before, index = self.epochs_before[name], self.rows[name]
+        before, index = self.epochs_before[name], self.counted(name)
         total = self.carry(name) + (self.draws[name] if drawn is None else drawn)
         left = self.rest_epochs[name]
         if not index.num_rest:
@@ -289,21 +295,8 @@ class Held:
 NOTHING = Held(tokens=0, trained=0)
 
 
-class RowIndex(Protocol):
-    """The rows of one source at one sequence length."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows an epoch has."""
-        ...
-
-    @property
-    def num_rest(self) -> int:
-        """How many rows come before the first epoch: what a stage before left of the source, packed anew.
-
-        They are numbered from `num_rows` on.
-        """
-        ...
+class Rows(Protocol):
+    """The rows of one source at one sequence length, as far as every source knows them."""
 
     @property
     def seq_len(self) -> int:
@@ -325,7 +318,34 @@ class RowIndex(Protocol):
         """What decides the rows of a whole epoch: the description, less the rest before the first one."""
         ...
 
-    def following(self, previous: RowIndex, seen: Seen) -> RowIndex:
+    @property
+    def cross_document_labels(self) -> bool:
+        """Whether the first token of a document is the label of the last token of the one before it."""
+        ...
+
+    @property
+    def counted(self) -> CountedRows | None:
+        """These rows, where all rows of an epoch are known; None where rows are made as they are drawn."""
+        ...
+
+
+class CountedRows(Rows, Protocol):
+    """Rows of which an epoch is known before the first is read: how many there are, and what each is made of."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows an epoch has."""
+        ...
+
+    @property
+    def num_rest(self) -> int:
+        """How many rows come before the first epoch: what a stage before left of the source, packed anew.
+
+        They are numbered from `num_rows` on.
+        """
+        ...
+
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
         ...
 

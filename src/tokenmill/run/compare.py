@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,9 +24,8 @@ from tokenmill.types import BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.config.run import Config
-    from tokenmill.loader.assemble import StoredRows
     from tokenmill.plan.plan import Plan
-    from tokenmill.plan.stages import RowIndex, Stage
+    from tokenmill.plan.stages import CountedRows, Stage
     from tokenmill.types import Spans
 
 LIMIT_ROWS = 1 << 22
@@ -224,14 +223,10 @@ def _alike(old: Stage, new: Stage) -> bool:
         and (old.names, old.rotate, old.rotation_key) == (new.names, new.rotate, new.rotation_key)
         and all(np.array_equal(left, right) for left, right in zip(_order(old), _order(new), strict=True))
         and all(dict(old.rows[name].description) == dict(new.rows[name].description) for name in old.names)
-        and not any(_is_live(index) for index in old.rows.values())
+        # What a row that is not counted holds depends on all that were drawn before it.
+        and all(index.counted is not None for index in old.rows.values())
         and _same_mixture(old.mixture, new.mixture)
     )
-
-
-def _is_live(index: RowIndex) -> bool:
-    """Say whether rows are of live text: what each holds depends on all that were drawn before it."""
-    return "live" in index.description
 
 
 def _order(stage: Stage) -> tuple[Int64Array, Uint64Array]:
@@ -278,7 +273,7 @@ class _Rows:
                 chosen = np.flatnonzero((old_sources == old_source) & (new_sources == new_source))
                 if chosen.size:
                     old, new = (
-                        stage.rows[names[source]]
+                        stage.rows[names[source]].counted
                         for stage, names, source in zip(
                             self._stages, self._names, (old_source, new_source), strict=True
                         )
@@ -287,9 +282,11 @@ class _Rows:
         found: Int64Array = self._rows - same.reshape(end - first, shared).sum(axis=1)
         return found
 
-    def _same(self, old: RowIndex, old_rows: Int64Array, new: RowIndex, new_rows: Int64Array) -> BoolArray:
-        """Say which rows deliver the same; of live text none is known to, behind the first difference."""
-        if _is_live(old) or _is_live(new):
+    def _same(
+        self, old: CountedRows | None, old_rows: Int64Array, new: CountedRows | None, new_rows: Int64Array
+    ) -> BoolArray:
+        """Say which rows deliver the same; of those that are not counted none is known to, behind a difference."""
+        if old is None or new is None:
             return np.zeros(old_rows.size, np.bool_)
         if self._same_contract and dict(old.description) == dict(new.description):
             same: BoolArray = old_rows == new_rows
@@ -298,7 +295,7 @@ class _Rows:
             return np.zeros(old_rows.size, np.bool_)
         if isinstance(old, RecordRows) and isinstance(new, RecordRows):
             return _same_records(old, old.records(old_rows), new, new.records(new_rows))
-        crossing = [cast("StoredRows", index).cross_document_labels for index in (old, new)]
+        crossing = [index.cross_document_labels for index in (old, new)]
         left = _delivered(old.spans(old_rows), old.seq_len, crossing=crossing[0])
         right = _delivered(new.spans(new_rows), new.seq_len, crossing=crossing[1])
         same = _same_spans(left, right)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenmill.config.run import QuarantineConfig, ResolvedStage
     from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.loader.buffers import Layout
-    from tokenmill.plan import Plan, RowIndex, Stage
+    from tokenmill.plan import Plan, Rows, Stage
     from tokenmill.plan.report import PlanReport, Quarantined, SourceShare
     from tokenmill.run.run import Run
     from tokenmill.store import Store
@@ -86,13 +86,13 @@ def _read_tokens(plan: Plan, share: SourceShare) -> int:
     return share.held + (0 if records else share.rows)
 
 
-def _is_stream(rows: RowIndex) -> bool:
+def _is_stream(rows: Rows) -> bool:
     from tokenmill.packing import ConcatRows
 
     return isinstance(rows, ConcatRows)
 
 
-def _indexes(part: Stage) -> Iterator[tuple[RowIndex, tuple[int, bool]]]:
+def _indexes(part: Stage) -> Iterator[tuple[Rows, tuple[int, bool]]]:
     """Yield what a part has of row indexes, each with its bytes and whether they are mapped."""
     from tokenmill.packing import PackedRows, RecordRows
     from tokenmill.packing.rows import FollowingRows

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenmill.live.lanes import LiveRows
     from tokenmill.loader import Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
-    from tokenmill.plan import Plan, RowIndex
+    from tokenmill.plan import Plan, Rows
     from tokenmill.store import Store
 
 
@@ -193,7 +193,7 @@ class Run:
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )
 
-    def _stage_rows(self, name: str, stage: ResolvedStage, excluded: Int64Array) -> RowIndex:
+    def _stage_rows(self, name: str, stage: ResolvedStage, excluded: Int64Array) -> Rows:
         """Return the rows of a source in a stage."""
         from tokenmill.packing import Policy
 
