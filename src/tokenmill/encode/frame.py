@@ -33,10 +33,15 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     some 50 tokens: a kernel would take half of that, and 0.4 s to load in every worker of a build.
     """
     _refuse_overflow(encoded, identity.vocab_size)
-    dtype = token_dtype(identity.vocab_size)
     starts, ends = encoded.offsets[:-1], encoded.offsets[1:]
     needs_bos = _lacks(encoded.ids, starts, starts < ends, identity.bos_id if identity.add_bos else None)
     needs_eos = _lacks(encoded.ids, ends - 1, starts < ends, identity.eos_id if identity.add_eos else None)
+    return place(encoded, needs_bos, needs_eos, identity)
+
+
+def place(encoded: Encoded, needs_bos: BoolArray, needs_eos: BoolArray, identity: TokenizerIdentity) -> Encoded:
+    """Put BOS before some documents and EOS behind some, and cast the ids to `token_dtype`."""
+    dtype = token_dtype(identity.vocab_size)
     offsets = encoded.offsets.astype(np.int64)
     offsets[1:] += np.cumsum(needs_bos.astype(np.int64) + needs_eos)
     if int(offsets[-1]) == encoded.ids.size:

@@ -9,11 +9,11 @@ import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_template, swept
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import ChatTemplate, load_template
 from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
 from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 from tokenmill.types import Refused
 
@@ -255,7 +255,7 @@ def test_a_template_must_be_loaded_for_the_tokenizer_that_encodes(small, small_f
 
 
 def test_an_error_of_one_record_says_why_as_a_document_error():
-    with pytest.raises(Refusal, match=r"^conversation: refused as role: message 1 of 1 with the unknown role 'x'$"):
+    with pytest.raises(Refusal, match=r"^record: refused as role: message 1 of 1 with the unknown role 'x'$"):
         render(load_template("chatml", tokenizer=None), [{"role": "x", "content": ""}])
 
 

@@ -7,10 +7,10 @@ import pytest
 from tests.encode.chat.shapes import SHAPES, TOOLS, tools_of
 from tests.encode.chat.stock import stock_template
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Rendered, flattened, render
 from tokenmill.encode.chat.template import CHATML, ChatTemplate, load_template
 from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.refusal import Refusal
 
 USER = {"role": "user", "content": "USER"}
 

@@ -8,9 +8,9 @@ from tests.encode.chat.shapes import FEW, SHAPES, TURNS, reference, searched, sh
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.refusal import Refusal
 
 MARKED = [name for name in STOCK if "endgeneration" in stock_source(name)]
 UNMARKED = [name for name in STOCK if name not in MARKED]

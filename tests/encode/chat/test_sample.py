@@ -7,11 +7,11 @@ from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode.chat import spans
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Scene, render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.turns import _look
+from tokenmill.encode.refusal import Refusal
 
 UNMARKED = [name for name in STOCK if "endgeneration" not in stock_source(name)]
 OPTIONS = {"now": "2025-01-31"}

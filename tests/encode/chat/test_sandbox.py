@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 
 import tokenmill.encode.chat.render as render_module
-from tokenmill.encode.chat.refusal import Refusal, budget
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.tracked import budget
+from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

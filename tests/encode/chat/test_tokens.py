@@ -5,11 +5,11 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Rendered
 from tokenmill.encode.chat.template import Controls
 from tokenmill.encode.chat.tokens import encode_all, pieces_of
 from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.refusal import Refusal
 
 SPECIAL = {"<s>": 1, "<s>x": 2, "[A]": 3}
 

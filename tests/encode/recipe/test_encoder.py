@@ -201,6 +201,23 @@ def test_a_batch_is_one_call_of_the_tokenizer(source):
     assert tokenizer.calls == 1
 
 
+def test_a_batch_of_conversations_is_one_call_of_the_tokenizer():
+    tokenizer = Counted(open_tokenizer("bytes"))
+    recipe = load_recipe({"preset": "chat", "chat_template": "chatml"})
+    encoder = open_encoder(recipe, tokenizer, tokenizer_spec="bytes")
+    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes"}]
+    assert encoder.encode([{"messages": messages}] * 7).kept.size == 7
+    assert tokenizer.calls == 1
+
+
+def test_what_was_read_is_encoded_as_the_record_itself(encoder, shown):
+    opened = encoder("instruction")
+    records = [{"prompt": "q", "response": "a"}, {"text": "x"}, {"question": "q", "answer": "b"}, {"prompt": 3}]
+    read, whole = opened.encode([opened.read(record) for record in records]), opened.encode(records)
+    assert shown(read, "sequence", "loss_mask", "documents") == shown(whole, "sequence", "loss_mask", "documents")
+    assert (read.kept.tolist(), read.refused) == ([0, 2], whole.refused)
+
+
 @given(st.lists(st.integers(0, 5), max_size=12), st.data())
 @pytest.mark.parametrize("source", [PLAIN, PAIRS, GROUPS], ids=["sft", "dpo", "grpo"])
 def test_cutting_batches_elsewhere_changes_nothing(source, choices, data):
@@ -291,7 +308,7 @@ def test_a_text_section_may_have_a_role_that_decides(encoder, shown):
     record = {"q": "Is it?", "a": "Yes"}
     opened = encoder(recipe)
     assert shown(opened.encode([record]), "sequence", "loss_mask", "documents") == ["^Q: Is it? A: [Yes.$]"]
-    assert opened.content(record) == "Is it?\nYes"
+    assert opened.read(record).content == "Is it?\nYes"
     other = encoder({**recipe, "mask": {"assistant": "mask"}, "mask_default": "train"})
     assert shown(other.encode([record]), "sequence", "loss_mask", "documents") == ["^[Q: Is it? A: ]Yes.$"]
 
@@ -455,9 +472,9 @@ def test_long_responses_are_cut_and_long_prompts_refused(encoder, shown):
 
 def test_the_content_is_every_text_once(encoder):
     record = {"prompt": "p", "chosen": "c", "rejected": "r", "responses": ["a", "b"], "rewards": [0, 1]}
-    assert encoder({"input": PAIRS}).content(record) == "p\nc\nr"
-    assert encoder({"input": GROUPS}).content(record) == "p\na\nb"
-    assert encoder({"input": PAIRS}).content({"prompt": 3}) is None
+    assert encoder({"input": PAIRS}).read(record).content == "p\nc\nr"
+    assert encoder({"input": GROUPS}).read(record).content == "p\na\nb"
+    assert encoder({"input": PAIRS}).read({"prompt": 3}).content is None
 
 
 @pytest.mark.parametrize(
@@ -506,7 +523,7 @@ def test_a_record_without_content_is_refused_and_one_whose_content_is_empty_is_n
     encoder, recipe, record, content
 ):
     opened = encoder(recipe)
-    assert opened.content(record) == content
+    assert opened.read(record).content == content
     assert opened.encode([record]).kept.size == (content is not None)
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tokenmill.encode.recipe.ragged import (
     Ragged,
-    ends_of,
     merged,
+    offsets_of,
     same_as_first,
     shortened,
     sliced,
@@ -26,7 +26,7 @@ def ragged(items, owners=None):
     return Ragged(
         ids=np.array([token for token, _ in tokens], np.uint16),
         mask=np.array([trained for _, trained in tokens], np.uint8),
-        offsets=ends_of(np.array([len(item) for item in items], np.int64)),
+        offsets=offsets_of(np.array([len(item) for item in items], np.int64)),
         owners=np.array(range(len(items)) if owners is None else owners, np.int64),
     )
 

@@ -294,17 +294,18 @@ def test_the_json_of_an_encoder_holds_what_the_template_says_not_where_it_is(enc
 
 
 def test_the_content_of_messages_is_what_they_say(chatml):
-    assert chatml("chat").content({"messages": TALK}) == "S\nIs it?\nYes\nSure?\nNo"
-    assert chatml("chat").content({"conversations": [{"from": "human", "value": "h"}], "system": "s"}) == "s\nh"
-    assert chatml("dpo").content({"prompt": "p", "chosen": [YES], "rejected": [NO]}) == "p\nYes\nNo"
-    assert chatml("chat").content({"text": "x"}) is None
-    assert chatml("chat").content({"messages": "x"}) is None
+    assert chatml("chat").read({"messages": TALK}).content == "S\nIs it?\nYes\nSure?\nNo"
+    shared = {"conversations": [{"from": "human", "value": "h"}], "system": "s"}
+    assert chatml("chat").read(shared).content == "s\nh"
+    assert chatml("dpo").read({"prompt": "p", "chosen": [YES], "rejected": [NO]}).content == "p\nYes\nNo"
+    assert chatml("chat").read({"text": "x"}).content is None
+    assert chatml("chat").read({"messages": "x"}).content is None
 
 
 def test_a_conversation_without_a_word_may_be_kept_and_so_has_a_content(chatml):
     opened = chatml("chat", preprocessing={"min_chars": 0})
     record = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]}
-    assert opened.content(record) == ""
+    assert opened.read(record).content == ""
     assert opened.encode([record]).kept.tolist() == [0]
 
 

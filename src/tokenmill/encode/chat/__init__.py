@@ -11,6 +11,7 @@
    by guess.
 """
 
-from tokenmill.encode.chat.refusal import ROLES, RULES
+from tokenmill.encode.chat.render import ROLES
+from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
 
-__all__ = ["ROLES", "RULES"]
+__all__ = ["ROLES", "ChatEncoder", "Conversation"]

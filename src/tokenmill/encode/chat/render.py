@@ -9,8 +9,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from tokenmill.encode.chat.refusal import ROLES, Refusal, budget
-from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, Tracked, authored, placed, runs_of
+from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, Tracked, authored, budget, placed, runs_of
+from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 # A conversation as templates are given it: checked, and with every string marked by where it stood.
 
+ROLES = (
+    *("system", "developer", "user", "assistant", "tool", "function"),
+    *("ipython", "observation", "model", "chatbot"),
+)
+"""What chat templates know: they write the role into their control strings, so a role is no free text."""
 SETTING = -1
 """The message of a character of the tools or options."""
 REASONING = ("reasoning_content", "thinking", "reasoning")

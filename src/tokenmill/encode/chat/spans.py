@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Fragment, Range, Record, Scene, Trace
 from tokenmill.encode.chat.turns import (
     at,
@@ -17,6 +16,7 @@ from tokenmill.encode.chat.turns import (
     own_range,
     shown_by_sample,
 )
+from tokenmill.encode.refusal import Refusal
 
 
 def find_ranges(scene: Scene, trained_roles: Sequence[str], last_only: bool) -> tuple[Range, ...]:

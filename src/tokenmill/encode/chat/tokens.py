@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import NO_OPTIONS, Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, Controls, Ids
+from tokenmill.encode.refusal import Refusal
 from tokenmill.encode.tokenizer import Tokenizer, join
 from tokenmill.errors import ConfigError
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array

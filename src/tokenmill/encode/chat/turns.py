@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.encode.chat.refusal import Refusal
 from tokenmill.encode.chat.render import Range, Record, Scene, Trace, bare, read_record
+from tokenmill.encode.refusal import Refusal
 
 if TYPE_CHECKING:
     from tokenmill.encode.chat.sandbox import Compiled

@@ -7,9 +7,9 @@
    canonical JSON, which says when two stores were made alike.
 """
 
-from tokenmill.encode.recipe.encoder import RecordEncoder, open_encoder, record_keys
-from tokenmill.encode.recipe.extract import RULES
+from tokenmill.encode.recipe.encoder import Reading, RecordEncoder, open_encoder, record_keys
 from tokenmill.encode.recipe.presets import PRESETS
 from tokenmill.encode.recipe.recipe import Recipe, load_recipe
+from tokenmill.encode.refusal import RULES
 
-__all__ = ["PRESETS", "RULES", "Recipe", "RecordEncoder", "load_recipe", "open_encoder", "record_keys"]
+__all__ = ["PRESETS", "RULES", "Reading", "Recipe", "RecordEncoder", "load_recipe", "open_encoder", "record_keys"]

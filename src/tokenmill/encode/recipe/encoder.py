@@ -1,60 +1,38 @@
-"""Records to arrays: one encoder for sequences, one for pairs, one for groups."""
+"""Records to the arrays of one training type: texts through the tokenizer, conversations through the chat template.
+
+A batch is read record by record (`extract`), encoded in one call of the tokenizer, laid end to end (`ragged`),
+cut to the longest length, and rid of the records that were refused on the way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokenmill.encode.frame import token_dtype
-from tokenmill.encode.recipe.extract import (
-    Pieces,
-    Problem,
-    Talks,
-    Way,
-    add_answers,
-    add_listed_texts,
-    add_talk,
-    add_texts,
-    choose,
-    numbers_of,
-    suits,
-    text_of,
+from tokenmill.encode.chat import ChatEncoder, Conversation
+from tokenmill.encode.frame import frame, token_dtype, with_second_bos
+from tokenmill.encode.recipe.extract import PlainItems, Record, VariantReader, choose, look_up, tools_of
+from tokenmill.encode.recipe.ragged import (
+    Ragged,
+    lay_out,
+    merged,
+    offsets_of,
+    same_as_first,
+    shortened,
+    sliced,
+    taken,
+    trained_run,
 )
-from tokenmill.encode.recipe.ragged import Ragged, ends_of, merged, same_as_first, sliced, taken, trained_run
-from tokenmill.encode.recipe.recipe import DTYPES, MASK_KEYS, Recipe
-from tokenmill.encode.recipe.texts import Texts, open_texts
-from tokenmill.errors import ConfigError
-from tokenmill.types import STORED_ARRAYS, Records, Refused
+from tokenmill.encode.recipe.recipe import DTYPES, Recipe
+from tokenmill.encode.refusal import Refusal
+from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.errors import ConfigError, TokenizerError
+from tokenmill.types import STORED_ARRAYS, AnyArray, Encoded, Int64Array, Records, Refused, token_arrays
 
-if TYPE_CHECKING:
-    from tokenmill.encode.tokenizer import Tokenizer
-
-
-class RecordEncoder(Protocol):
-    """Turns records into the arrays of one training type."""
-
-    @property
-    def keys(self) -> Mapping[str, str]:
-        """Array -> dtype as numpy writes it. `position_ids` that go on through a shard are left to the caller."""
-
-    def content(self, record: Mapping[str, Any]) -> str | None:
-        """Return the text of a record that is used, fields a line each.
-
-        None for a record that will be refused, as its fields are not those of the recipe or hold no text to train
-        on. A record that has a text may be refused as well, for what `encode` alone can see.
-        """
-
-    def encode(self, records: Sequence[Mapping[str, Any]]) -> Records:
-        """Encode records; those that cannot be are refused, each with its reason."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return what the arrays depend on beside the tokenizer: the recipe, and what its chat template says."""
-
-    def spelled(self) -> tuple[str, ...]:
-        """Return what ends turns in the chat template but is ordinary text to the tokenizer: worth a warning."""
+ANSWERS = "answers"
+"""Conversations of a group, each a prompt and one of its responses; they are cut into those two."""
 
 
 def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
@@ -62,269 +40,383 @@ def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
     least = token_dtype(vocab_size)
     keys: dict[str, str] = {}
     for key in recipe.arrays:
+        wanted = recipe.output.dtypes.get(key)
+        dtype = least if wanted is None else np.dtype(DTYPES[wanted])
         stored = STORED_ARRAYS[key].dtype
-        if stored is None:
-            said = recipe.output.dtypes.get(key)
-            dtype = least if said is None else np.dtype(DTYPES[said])
-            if dtype.itemsize < least.itemsize:
-                raise ConfigError(
-                    f"recipe {recipe.name!r}: the dtype of {key} must hold {vocab_size} ids, got {said!r}; "
-                    f"write {least.name!r} or leave it out"
-                )
-            keys[key] = dtype.str
-        else:
-            keys[key] = stored
+        if stored is None and dtype.itemsize < least.itemsize:
+            raise ConfigError(
+                f"recipe {recipe.name!r}: the dtype of {key} must hold {vocab_size} ids, got {wanted!r}; "
+                f"write {least.name!r} or leave it out"
+            )
+        keys[key] = stored or dtype.str
     return keys
 
 
 def open_encoder(recipe: Recipe, tokenizer: Tokenizer, *, tokenizer_spec: str) -> RecordEncoder:
     """Return the encoder of a recipe.
 
-    `tokenizer_spec` is what names the tokenizer, whose folder may hold a chat template.
+    `tokenizer_spec` is what names the tokenizer, whose folder may hold a chat template. Where it has none, and some
+    records may do without, only those that cannot are refused, one by one.
     """
-    texts = open_texts(recipe, tokenizer, tokenizer_spec)
-    keys = record_keys(recipe, tokenizer.identity.vocab_size)
-    ways = tuple(Way.of(recipe, variant) for variant in recipe.variants)
-    kinds: Mapping[str, type[SequenceEncoder | PairEncoder | GroupEncoder]] = {
-        "seq": SequenceEncoder,
-        "sft": SequenceEncoder,
-        "dpo": PairEncoder,
-        "grpo": GroupEncoder,
-    }
-    return kinds[recipe.kind](recipe=recipe, keys=keys, ways=ways, texts=texts)
+    chat, no_template = None, None
+    if recipe.chat_template is not None:
+        try:
+            chat = _open_chat(recipe, tokenizer, tokenizer_spec)
+        except ConfigError as error:
+            if recipe.chat_template != "tokenizer" or all(variant.template for variant in recipe.variants):
+                raise
+            no_template = _no_template(tokenizer_spec, error)
+    return RecordEncoder(
+        recipe=recipe,
+        keys=record_keys(recipe, tokenizer.identity.vocab_size),
+        readers=tuple(VariantReader.of(recipe, variant) for variant in recipe.variants),
+        tokenizer=tokenizer,
+        chat=chat,
+        no_template=no_template,
+    )
+
+
+def _open_chat(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> ChatEncoder:
+    from tokenmill.encode.chat.template import load_template
+
+    assert recipe.chat_template is not None
+    group = recipe.kind == "grpo"
+    return ChatEncoder(
+        template=load_template(recipe.chat_template, tokenizer=tokenizer_spec),
+        tokenizer=tokenizer,
+        # The response of a group is what the model said last, whatever its prompt holds. Where all of a
+        # conversation is trained the table of roles may be empty.
+        train_on=("assistant",) if group else recipe.trained_roles or ("assistant",),
+        last_only=group or recipe.train_turns == "last",
+        kwargs=dict(recipe.chat_template_kwargs),
+    )
+
+
+def _no_template(tokenizer_spec: str, error: ConfigError) -> str:
+    from tokenmill.encode.chat.template import NAME_ONE, has_template
+
+    try:
+        there = has_template(tokenizer_spec)
+    except ConfigError:
+        there = True  # and cannot be read, which is what the error says
+    return str(error) if there else f"none beside the tokenizer {tokenizer_spec!r}; {NAME_ONE}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A record, and which variant of the recipe reads it."""
+
+    record: Record
+    reader: VariantReader | Refusal
+    """Or why none does."""
+
+    @property
+    def content(self) -> str | None:
+        """The text of the record that is used, fields a line each.
+
+        None for a record that will be refused, as its fields are not those of the recipe or hold no text to train
+        on. A record that has a text may be refused as well, for what `encode` alone can see.
+        """
+        return None if isinstance(self.reader, Refusal) else self.reader.content(self.record)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Batch:
-    """The records of a batch while they are read: what they gave, and what was wrong."""
+    """The records of a batch while they are read: what they gave, and why some are refused."""
 
     size: int
-    pieces: dict[str, Pieces] = field(default_factory=dict)
-    talks: dict[str, Talks] = field(default_factory=dict)
-    problems: dict[int, Problem] = field(default_factory=dict)
+    texts: dict[str, PlainItems]
+    """Source -> its plain texts."""
+    conversations: dict[str, list[tuple[int, Conversation]]]
+    """Source -> its conversations, each with the record that it belongs to."""
+    rewards: dict[int, list[float]] = field(default_factory=dict)
+    refused: dict[int, Refusal] = field(default_factory=dict)
+    cut: set[int] = field(default_factory=set)
+    """Records of which something was cut off."""
     notes: dict[str, set[int]] = field(default_factory=dict)
     """Name -> the records that it is true of."""
 
-    def kept(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the records that have no problem, in order."""
-        good = np.ones(self.size, np.bool_)
-        good[list(self.problems)] = False
-        return np.flatnonzero(good)
+    def refuse(self, owners: Iterable[int], reason: str, detail: str) -> None:
+        """Refuse records, unless they are already."""
+        for owner in owners:
+            self.refused.setdefault(owner, Refusal(reason, detail))
 
-    def refused(self) -> tuple[Refused, ...]:
-        """Return the others, in order."""
-        return tuple(
-            Refused(index=index, reason=problem.reason, detail=problem.detail)
-            for index, problem in sorted(self.problems.items())
-        )
+    def kept(self) -> Int64Array:
+        """Return the records that are not refused, in order."""
+        return np.setdiff1d(np.arange(self.size), list(self.refused))
 
-    def counted(self) -> dict[str, int]:
-        """Return of each note how many records it is true of, those that have a problem aside."""
-        counts = {name: len(owners - self.problems.keys()) for name, owners in sorted(self.notes.items())}
-        return {name: count for name, count in counts.items() if count}
+    def kept_items(self, ragged: Ragged) -> Ragged:
+        """Leave out the items of refused records."""
+        return taken(ragged, np.flatnonzero(~np.isin(ragged.owners, list(self.refused))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Encoder:
-    """What the encoders share: the recipe, opened."""
+class RecordEncoder:
+    """Turns records into the arrays of one training type."""
 
     recipe: Recipe
     keys: Mapping[str, str]
-    ways: tuple[Way, ...]
-    texts: Texts
-
-    def content(self, record: Mapping[str, Any]) -> str | None:
-        """Return the text of a record that is used, fields a line each; None if the record will be refused."""
-        way = choose(self.ways, record)
-        if isinstance(way, Problem) or not suits(way, record):
-            return None
-        text = text_of(record, way)
-        # An empty conversation is for the chat template to refuse, which may write something even so.
-        nothing = not text and self.recipe.kind != "seq" and not way.template and not way.adds_text
-        return None if nothing else text
+    """Array -> dtype as numpy writes it. `position_ids` that go on through a shard are left to the caller."""
+    readers: tuple[VariantReader, ...]
+    tokenizer: Tokenizer
+    chat: ChatEncoder | None
+    """Where the recipe has conversations."""
+    no_template: str | None
+    """Why there is no chat template although some records may need one."""
 
     def to_json(self) -> dict[str, object]:
-        """Return what the arrays depend on beside the tokenizer."""
-        return {**self.recipe.to_json(), "chat_template": self.texts.template_json()}
+        """Return what the arrays depend on beside the tokenizer: the recipe, and what its chat template says."""
+        template = None if self.chat is None else self.chat.template.to_json()
+        return {**self.recipe.to_json(), "chat_template": template}
 
     def spelled(self) -> tuple[str, ...]:
-        """Return what ends turns in the chat template but is ordinary text to the tokenizer."""
-        return self.texts.spelled()
+        """Return what ends turns in the chat template but is ordinary text to the tokenizer: worth a warning."""
+        return () if self.chat is None else self.chat.spelled
 
-    def _add_item(
-        self, batch: _Batch, name: str, index: int, record: Mapping[str, Any], way: Way
-    ) -> Problem | None:
-        """Add what a record gives for one source."""
-        if not way.template:
-            return add_texts(batch.pieces[name], index, record, way.parts[name])
-        problem = add_talk(batch.talks[name], index, record, way.parts[name], self.recipe.tools_field)
-        return problem or self.texts.chat_problem()
+    def read(self, record: Record) -> Reading:
+        """Choose the variant of the recipe that reads a record."""
+        try:
+            return Reading(record=record, reader=choose(self.readers, record))
+        except Refusal as refusal:
+            return Reading(record=record, reader=refusal)
 
-    def _good(self, batch: _Batch, ragged: Ragged) -> Ragged:
-        """Leave out the items of refused records."""
-        bad = np.zeros(batch.size, np.bool_)
-        bad[list(batch.problems)] = True
-        return taken(ragged, np.flatnonzero(~bad[ragged.owners]))
+    def content(self, record: Record) -> str | None:
+        """Return the text of a record that is used; see `Reading.content`."""
+        return self.read(record).content
 
-    def _values(self, name: str, ragged: Ragged) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the arrays of one source: its tokens, and its mask if it has one."""
-        mask_key = MASK_KEYS[name]
-        values: dict[str, np.ndarray[Any, Any]] = {name: ragged.ids.astype(self.keys[name], copy=False)}
-        if mask_key is not None and mask_key in self.keys:
-            values[mask_key] = ragged.mask
-        return values
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceEncoder(_Encoder):
-    """A record is one sequence: `seq`, and with a mask `sft`."""
-
-    def encode(self, records: Sequence[Mapping[str, Any]]) -> Records:
-        """Encode records; those that cannot be are refused, each with its reason."""
-        batch = _Batch(size=len(records), pieces={"sequence": Pieces()}, talks={"sequence": Talks()})
-        for index, record in enumerate(records):
-            way = choose(self.ways, record)
-            problem = way if isinstance(way, Problem) else self._add_item(batch, "sequence", index, record, way)
-            if problem is not None:
-                batch.problems[index] = problem
-        plain = self.texts.encode(batch.pieces, batch.problems)["sequence"]
-        chats = self.texts.encode_talks(batch.talks, batch.problems, batch.notes)["sequence"]
-        ragged, cut = self.texts.shortened(merged(plain, chats), batch.problems)
-        ragged = self._good(batch, ragged)
-        values = self._values("sequence", ragged)
-        if "position_ids" in self.keys and self.recipe.output.position_ids_mode == "doc_reset":
-            values["position_ids"] = ragged.positions
-        return Records(
-            values=values,
-            offsets={"documents": ragged.offsets},
-            kept=batch.kept(),
-            refused=batch.refused(),
-            truncated=len(cut - batch.problems.keys()),
-            notes=batch.counted(),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairEncoder(_Encoder):
-    """A record is an answer that was chosen and one that was rejected: `dpo`."""
-
-    def encode(self, records: Sequence[Mapping[str, Any]]) -> Records:
-        """Encode records; those that cannot be are refused, each with its reason."""
-        names = ("chosen", "rejected")
+    def encode(self, records: Sequence[Record | Reading]) -> Records:
+        """Encode records, or what `read` made of them; those that cannot be are refused, each with its reason."""
+        names = list(token_arrays(self.recipe.kind))
         batch = _Batch(
             size=len(records),
-            pieces={name: Pieces() for name in names},
-            talks={name: Talks() for name in names},
+            texts={name: PlainItems() for name in names},
+            conversations={name: [] for name in (*names, ANSWERS)},
         )
         for index, record in enumerate(records):
-            way = choose(self.ways, record)
-            for name in names:
-                problem = way if isinstance(way, Problem) else self._add_item(batch, name, index, record, way)
-                if problem is not None:
-                    batch.problems.setdefault(index, problem)
-        plain = self.texts.encode(batch.pieces, batch.problems)
-        chats = self.texts.encode_talks(batch.talks, batch.problems, batch.notes)
-        made: dict[str, Ragged] = {}
-        cut: set[int] = set()
+            try:
+                self._add(batch, index, record if isinstance(record, Reading) else self.read(record))
+            except Refusal as refusal:
+                batch.refused[index] = refusal
+        items = self._encoded(batch)
         for name in names:
-            made[name], more = self.texts.shortened(merged(plain[name], chats[name]), batch.problems)
-            cut |= more
-        values: dict[str, np.ndarray[Any, Any]] = {}
-        offsets = {}
-        for name in names:
-            ragged = self._good(batch, made[name])
-            values |= self._values(name, ragged)
-            offsets[name] = ragged.offsets
+            if name == "prompts":
+                self._refuse_long(batch, items[name])
+            else:
+                items[name] = self._shortened(batch, items[name])
+        return self._records(batch, items)
+
+    def _records(self, batch: _Batch, items: Mapping[str, Ragged]) -> Records:
+        """Lay out what is left as arrays."""
+        kept = batch.kept()
+        values: dict[str, AnyArray] = {}
+        offsets: dict[str, Int64Array] = {}
+        for name, mask_key in token_arrays(self.recipe.kind).items():
+            ragged = batch.kept_items(items[name])
+            offsets[STORED_ARRAYS[name].axis] = ragged.offsets
+            values[name] = ragged.ids.astype(self.keys[name], copy=False)
+            if mask_key is not None:
+                values[mask_key] = ragged.mask
+            if "position_ids" in self.keys and self.recipe.output.position_ids_mode == "doc_reset":
+                values["position_ids"] = ragged.positions
+        if self.recipe.kind == "grpo":
+            groups = [batch.rewards[index] for index in kept.tolist()]
+            values["rewards"] = np.array([reward for group in groups for reward in group], dtype="<f4")
+            offsets["groups"] = offsets_of(np.array([len(group) for group in groups], np.int64))
+            assert int(offsets["groups"][-1]) == offsets["responses"].size - 1
+        counts = {name: len(owners - batch.refused.keys()) for name, owners in sorted(batch.notes.items())}
         return Records(
             values=values,
             offsets=offsets,
-            kept=batch.kept(),
-            refused=batch.refused(),
-            truncated=len(cut - batch.problems.keys()),
-            notes=batch.counted(),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupEncoder(_Encoder):
-    """A record is a prompt, several responses to it and a reward for each: `grpo`."""
-
-    def encode(self, records: Sequence[Mapping[str, Any]]) -> Records:
-        """Encode records; those that cannot be are refused, each with its reason."""
-        batch = _Batch(
-            size=len(records),
-            pieces={"prompts": Pieces(), "responses": Pieces()},
-            talks={"answers": Talks()},
-        )
-        rewards: list[Sequence[float]] = []
-        for index, record in enumerate(records):
-            found = self._add(batch, index, record)
-            if isinstance(found, Problem):
-                batch.problems[index] = found
-            rewards.append(() if isinstance(found, Problem) else found)
-        plain = self.texts.encode(batch.pieces, batch.problems)
-        chats = self.texts.encode_talks(batch.talks, batch.problems, batch.notes)["answers"]
-        chat_prompts, chat_responses = _split(self._good(batch, chats), batch.problems)
-        prompts = merged(plain["prompts"], chat_prompts)
-        self._refuse_long(prompts, batch.problems)
-        responses, cut = self.texts.shortened(merged(plain["responses"], chat_responses), batch.problems)
-        prompts, responses = self._good(batch, prompts), self._good(batch, responses)
-        kept = batch.kept()
-        scores = [rewards[index] for index in kept.tolist()]
-        values = {
-            **self._values("prompts", prompts),
-            **self._values("responses", responses),
-            "rewards": np.array([score for group in scores for score in group], dtype="<f4"),
-        }
-        groups = ends_of(np.array([len(group) for group in scores], np.int64))
-        assert int(groups[-1]) == responses.owners.size
-        return Records(
-            values=values,
-            offsets={"prompts": prompts.offsets, "responses": responses.offsets, "groups": groups},
             kept=kept,
-            refused=batch.refused(),
-            truncated=len(cut - batch.problems.keys()),
-            notes=batch.counted(),
+            refused=tuple(
+                Refused(index=index, reason=refusal.reason, detail=refusal.detail)
+                for index, refusal in sorted(batch.refused.items())
+            ),
+            truncated=len(batch.cut - batch.refused.keys()),
+            notes={name: count for name, count in counts.items() if count},
         )
 
-    def _add(self, batch: _Batch, index: int, record: Mapping[str, Any]) -> Problem | list[float]:
-        way = choose(self.ways, record)
-        if isinstance(way, Problem):
-            return way
-        rewards = numbers_of(record, way.parts["rewards"].sections[0])
-        if isinstance(rewards, Problem):
-            return rewards
-        prompt, answers = way.parts["prompts"], way.parts["responses"]
-        if way.template:
-            added = add_answers(batch.talks["answers"], index, record, prompt, answers, self.recipe.tools_field)
-            added = added if isinstance(added, Problem) else self.texts.chat_problem() or added
-        else:
-            added = add_texts(batch.pieces["prompts"], index, record, prompt) or add_listed_texts(
-                batch.pieces["responses"], index, record, answers
-            )
-        if isinstance(added, Problem):
-            return added
-        if added != len(rewards):
-            detail = f"{added} responses and {len(rewards)} rewards"
-            return Problem(reason="lengths_differ", detail=detail)
-        return rewards
+    # One record.
 
-    def _refuse_long(self, prompts: Ragged, problems: dict[int, Problem]) -> None:
-        most = self.recipe.preprocessing.max_seq_len
-        if most is None:
+    def _add(self, batch: _Batch, index: int, reading: Reading) -> None:
+        """Add what a record gives for each source."""
+        record, reader = reading.record, reading.reader
+        if isinstance(reader, Refusal):
+            raise reader
+        if self.recipe.kind == "grpo":
+            self._add_group(batch, index, record, reader)
             return
-        for item in np.flatnonzero(prompts.lengths > most).tolist():
+        for name, source in reader.sources.items():
+            if reader.template:
+                conversation = Conversation(messages=source.messages(record), tools=self._tools(record))
+                self._refuse_without_template()
+                batch.conversations[name].append((index, conversation))
+            else:
+                source.add_texts(batch.texts[name], index, record)
+
+    def _add_group(self, batch: _Batch, index: int, record: Record, reader: VariantReader) -> None:
+        prompts, responses = reader.sources["prompts"], reader.sources["responses"]
+        rewards = reader.sources["rewards"].numbers(record)
+        if reader.template:
+            answers = responses.answers(record)
+            prompt, tools = prompts.messages(record), self._tools(record)
+            self._refuse_without_template()
+            batch.conversations[ANSWERS] += [
+                (index, Conversation(messages=[*prompt, *answer], tools=tools)) for answer in answers
+            ]
+            num_responses = len(answers)
+        else:
+            prompts.add_texts(batch.texts["prompts"], index, record)
+            num_responses = responses.add_listed_texts(batch.texts["responses"], index, record)
+        if num_responses != len(rewards):
+            raise Refusal("lengths_differ", f"{num_responses} responses and {len(rewards)} rewards")
+        batch.rewards[index] = rewards
+
+    def _tools(self, record: Record) -> Sequence[Record] | None:
+        name = self.recipe.tools_field
+        return None if name is None else tools_of(look_up(record, tuple(name.split("."))), name)
+
+    def _refuse_without_template(self) -> None:
+        if self.no_template is not None:
+            raise Refusal("no_template", self.no_template)
+
+    # All records of a batch.
+
+    def _encoded(self, batch: _Batch) -> dict[str, Ragged]:
+        """Encode the texts and the conversations of all sources, those of a group cut into prompt and response."""
+        items = self._encode_texts(batch)
+        chats = self._encode_conversations(batch)
+        answers = chats.pop(ANSWERS)
+        if answers.owners.size:
+            chats["prompts"], chats["responses"] = _split(batch, batch.kept_items(answers))
+        return {name: merged(ragged, chats[name]) for name, ragged in items.items()}
+
+    def _encode_texts(self, batch: _Batch) -> dict[str, Ragged]:
+        """Encode the plain texts of all sources in one call, and lay out their items."""
+        texts = [text for each in batch.texts.values() for text in each.texts]
+        if not texts:
+            return dict.fromkeys(batch.texts, Ragged.empty())
+        encoded = self._encode_checked(batch, texts)
+        identity = self.tokenizer.identity
+        items: dict[str, Ragged] = {}
+        first = 0
+        for name, plain in batch.texts.items():
+            offsets = encoded.offsets[first : first + len(plain.texts) + 1]
+            part = Encoded(ids=encoded.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+            first += len(plain.texts)
+            # A response goes on where its prompt ends: nothing closes the one, nothing opens the other.
+            items[name] = lay_out(part, plain, identity, close=name != "prompts")
+            if self.recipe.control_strings == "encode":
+                twice = with_second_bos(items[name].ids, items[name].offsets, identity)
+                batch.refuse((plain.owners[item] for item in twice), "second_bos", "two")
+            # Where nothing is masked an empty text is a document as any other, if a short one.
+            if name not in ("prompts", "responses") and self.recipe.kind != "seq":
+                _refuse_nothing_said(batch, part, plain)
+        return items
+
+    def _encode_checked(self, batch: _Batch, texts: list[str]) -> Encoded:
+        """Encode texts, without those that are no Unicode, whose records are refused."""
+        try:
+            return self._cast(self.tokenizer.encode(texts))
+        except TokenizerError:
+            bad = [index for index, text in enumerate(texts) if not _is_unicode(text)]
+            if not bad:
+                raise
+        owners = np.concatenate([np.repeat(each.owners, each.counts) for each in batch.texts.values()])
+        for index in bad:
+            batch.refuse([int(owners[index])], "utf8", f"a lone surrogate in {texts[index][:40]!r}")
+            texts[index] = ""
+        return self._cast(self.tokenizer.encode(texts))
+
+    def _cast(self, encoded: Encoded) -> Encoded:
+        """Check that ids are in the vocabulary, and cast them; where BOS and EOS stand is known elsewhere."""
+        return frame(encoded, replace(self.tokenizer.identity, add_bos=False, add_eos=False))
+
+    def _encode_conversations(self, batch: _Batch) -> dict[str, Ragged]:
+        """Encode the conversations of all sources in one call; each keeps those that could be.
+
+        What the template did not write of a record is noted.
+        """
+        pairs = [pair for each in batch.conversations.values() for pair in each]
+        if self.chat is None or not pairs:
+            return dict.fromkeys(batch.conversations, Ragged.empty())
+        owners = np.array([owner for owner, _ in pairs], np.int64)
+        done = self.chat.encode([conversation for _, conversation in pairs])
+        for refused in done.refused:
+            batch.refuse([int(owners[refused.index])], refused.reason, refused.detail)
+        for owner, names in zip(owners[done.kept].tolist(), done.lost, strict=True):
+            for name in names:
+                batch.notes.setdefault(name, set()).add(owner)
+        encoded = self._cast(done.encoded)
+        ragged = Ragged(ids=encoded.ids, mask=done.masks, offsets=encoded.offsets, owners=owners[done.kept])
+        ragged = self._all_trained(ragged)
+        items: dict[str, Ragged] = {}
+        begin = 0
+        for name, each in batch.conversations.items():
+            first, last = np.searchsorted(done.kept, [begin, begin + len(each)])
+            begin += len(each)
+            items[name] = taken(ragged, np.arange(first, last))
+        return items
+
+    def _all_trained(self, ragged: Ragged) -> Ragged:
+        """Train on all of a conversation but its BOS, where that is what the recipe says."""
+        sections = [section for variant in self.recipe.variants for section, _ in variant.sections()]
+        if self.recipe.kind == "grpo" or not any(each.template and each.action == "train" for each in sections):
+            return ragged
+        mask = np.ones(ragged.ids.size, np.uint8)
+        starts = ragged.offsets[:-1]
+        mask[starts[ragged.ids[starts] == self.tokenizer.identity.bos_id]] = 0
+        return replace(ragged, mask=mask)
+
+    def _shortened(self, batch: _Batch, ragged: Ragged) -> Ragged:
+        """Cut items to max_seq_len; a record that is left with nothing to train on is refused."""
+        limits = self.recipe.preprocessing
+        most = limits.max_seq_len
+        cut = ragged
+        if most is not None:
+            batch.cut |= set(ragged.owners[ragged.lengths > most].tolist())
+            keep_end = limits.truncation_mode == "keep_end"
+            cut = shortened(ragged, most, keep_end=keep_end, bos_id=self.tokenizer.identity.bos_id)
+        for item in np.flatnonzero(~cut.trained).tolist():
+            owner, length = int(ragged.owners[item]), int(ragged.lengths[item])
+            is_cut = most is not None and length > most
+            if self.recipe.kind == "seq" and not is_cut:
+                continue  # an empty text, and no EOS behind it
+            limit = f", max_seq_len is {most}" if is_cut else ""
+            batch.refuse([owner], "no_supervision", f"{length} tokens, none of them trained{limit}")
+        return cut
+
+    def _refuse_long(self, batch: _Batch, prompts: Ragged) -> None:
+        most = self.recipe.preprocessing.max_seq_len
+        for item in np.flatnonzero(prompts.lengths > most).tolist() if most is not None else ():
             detail = f"{int(prompts.lengths[item])} tokens, max_seq_len is {most}"
-            problems.setdefault(int(prompts.owners[item]), Problem(reason="prompt_too_long", detail=detail))
+            batch.refuse([int(prompts.owners[item])], "prompt_too_long", detail)
 
 
-def _split(chats: Ragged, problems: dict[int, Problem]) -> tuple[Ragged, Ragged]:
+def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
     """Cut conversations before the answer: the prompt of each record once, and all answers."""
-    first, last = trained_run(chats)
-    items = np.arange(chats.owners.size)
-    prompts = sliced(chats, items, chats.offsets[:-1], first)
-    for item in np.flatnonzero(~same_as_first(prompts)).tolist():
-        detail = "the template writes something else before the answer than before the first one"
-        problems.setdefault(int(chats.owners[item]), Problem(reason="prompts_differ", detail=detail))
+    first, last = trained_run(answers)
+    items = np.arange(answers.owners.size)
+    prompts = sliced(answers, items, answers.offsets[:-1], first)
+    detail = "the template writes something else before the answer than before the first one"
+    batch.refuse(answers.owners[~same_as_first(prompts)].tolist(), "prompts_differ", detail)
     _, once = np.unique(prompts.owners, return_index=True)
-    return taken(prompts, once), sliced(chats, items, first, last)
+    return taken(prompts, once), sliced(answers, items, first, last)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_nothing_said(batch: _Batch, encoded: Encoded, items: PlainItems) -> None:
+    """Refuse items whose trained texts are all empty: an EOS alone is no answer."""
+    if not items.counts:
+        return
+    counts = np.array(items.counts, np.int64)
+    trained = np.diff(encoded.offsets) * np.array(items.trained, np.int64)
+    silent = np.flatnonzero(np.add.reduceat(trained, np.cumsum(counts) - counts) == 0).tolist()
+    batch.refuse((items.owners[item] for item in silent), "no_supervision", "the text that is trained is empty")

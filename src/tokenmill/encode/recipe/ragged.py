@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokenmill.encode.recipe.extract import Pieces
+from tokenmill.encode.frame import place
+from tokenmill.encode.recipe.extract import PlainItems
+from tokenmill.encode.tokenizer import TokenizerIdentity
 from tokenmill.types import BoolArray, Encoded, Int64Array, Uint8Array, Uint32Array, UnsignedArray
 
 
@@ -21,6 +23,12 @@ class Ragged:
     """Where each item starts, and the end of the last."""
     owners: Int64Array
     """Which record each item belongs to; never less than the item before it."""
+
+    @classmethod
+    def empty(cls) -> Ragged:
+        """Return no items."""
+        no_ids, no_items = np.empty(0, np.uint32), np.zeros(1, np.int64)
+        return cls(ids=no_ids, mask=np.empty(0, np.uint8), offsets=no_items, owners=no_items[:0])
 
     @property
     def lengths(self) -> Int64Array:
@@ -43,45 +51,33 @@ class Ragged:
         return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], lengths)).astype("<u4")
 
 
-def ends_of(lengths: Int64Array) -> Int64Array:
+def offsets_of(lengths: Int64Array) -> Int64Array:
     """Return where items of these lengths start, and the end of the last."""
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
-def lay_out(encoded: Encoded, pieces: Pieces, *, bos_id: int | None, eos_id: int | None) -> Ragged:
-    """Lay the pieces of every item end to end, a BOS before each that begins anew and an EOS where one ends.
+def lay_out(encoded: Encoded, items: PlainItems, identity: TokenizerIdentity, *, close: bool) -> Ragged:
+    """Lay the texts of every item end to end, BOS before each that begins anew and EOS where one ends.
 
-    An EOS shares the fate of the text before it; a BOS is never trained. A token cannot straddle two pieces, as
-    each piece was encoded on its own.
+    An EOS shares the fate of the text before it; a BOS is never trained. No token straddles two texts, as each was
+    encoded on its own. What is not to `close` gets no EOS: something else goes on behind it.
     """
-    counts = np.array(pieces.counts, np.int64)
-    last = np.cumsum(counts) - 1
-    anew = np.array(pieces.anew, np.bool_)
+    last = np.cumsum(np.array(items.counts, np.int64)) - 1
+    anew = np.array(items.anew, np.bool_)
     ends = np.zeros(anew.size, np.bool_)
     ends[:-1] = anew[1:]
     ends[last] = True
-    before = anew & (bos_id is not None)
-    after = ends & (eos_id is not None)
-
-    piece_offsets = ends_of(np.diff(encoded.offsets) + before + after)
-    at_bos = piece_offsets[:-1][before]
-    at_eos = piece_offsets[1:][after] - 1
-    ids = np.empty(int(piece_offsets[-1]), encoded.ids.dtype)
-    bare = np.ones(ids.size, np.bool_)
-    bare[at_bos] = False
-    bare[at_eos] = False
-    ids[bare] = encoded.ids
-    ids[at_bos] = bos_id or 0
-    ids[at_eos] = eos_id or 0
-    mask = np.repeat(np.array(pieces.trained, np.uint8), np.diff(piece_offsets))
-    mask[at_bos] = 0
+    needs_bos = anew & identity.add_bos
+    placed = place(encoded, needs_bos, ends & (identity.add_eos and close), identity)
+    mask = np.repeat(np.array(items.trained, np.uint8), np.diff(placed.offsets))
+    mask[placed.offsets[:-1][needs_bos]] = 0
     return Ragged(
-        ids=ids,
+        ids=placed.ids,
         mask=mask,
-        offsets=np.concatenate([piece_offsets[:1], piece_offsets[last + 1]]),
-        owners=np.array(pieces.owners, np.int64),
+        offsets=np.concatenate([placed.offsets[:1], placed.offsets[last + 1]]),
+        owners=np.array(items.owners, np.int64),
     )
 
 
@@ -111,7 +107,7 @@ def taken(ragged: Ragged, items: Int64Array) -> Ragged:
 
 def sliced(ragged: Ragged, items: Int64Array, starts: Int64Array, ends: Int64Array) -> Ragged:
     """Return a run of tokens of each of these items."""
-    offsets = ends_of(ends - starts)
+    offsets = offsets_of(ends - starts)
     index = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(int(offsets[-1]))
     return Ragged(ids=ragged.ids[index], mask=ragged.mask[index], offsets=offsets, owners=ragged.owners[items])
 

@@ -330,7 +330,7 @@ def _recipe(table: object, where: str) -> Recipe:
         preprocessing=_read(Preprocessing, preprocessing, f"{where}: preprocessing"),
         output=_output(output, f"{where}: output"),
     )
-    _check_recipe(recipe, where)
+    check_recipe(recipe, where)
     return recipe
 
 
@@ -494,7 +494,7 @@ def _kind(written: Kind | None, variants: Sequence[Variant], where: str) -> Kind
 # Whether the parts of a recipe go together, and give every record something to train on.
 
 
-def _check_recipe(recipe: Recipe, where: str) -> None:
+def check_recipe(recipe: Recipe, where: str) -> None:
     """Raise `ConfigError` for what cannot be right."""
     for variant in recipe.variants:
         for name, source in variant.sources.items():

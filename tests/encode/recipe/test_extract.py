@@ -2,7 +2,8 @@
 
 import pytest
 
-from tokenmill.encode.recipe.extract import Problem, joined, messages_of, texts_of, tools_of
+from tokenmill.encode.recipe.extract import joined, messages_of, texts_of, tools_of
+from tokenmill.encode.refusal import Refusal
 
 USER = {"role": "user", "content": "Is it?"}
 ANSWER = {"role": "assistant", "content": "Yes"}
@@ -53,7 +54,9 @@ def test_a_text_is_a_message_of_the_role_that_is_given():
     ],
 )
 def test_what_is_no_message_is_said(value, role, reason, detail):
-    assert messages_of(value, role, "m") == Problem(reason=reason, detail=detail)
+    with pytest.raises(Refusal) as refused:
+        messages_of(value, role, "m")
+    assert (refused.value.reason, refused.value.detail) == (reason, detail)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_what_is_no_message_is_said(value, role, reason, detail):
     ],
 )
 def test_fields_are_joined_into_one_conversation(before, more, text, whole):
-    assert joined(before, more, text, "\n\n") == whole
+    assert joined(before, more, text) == whole
 
 
 def test_tools_are_a_list_or_its_json():
@@ -80,9 +83,8 @@ def test_tools_are_a_list_or_its_json():
     assert tools_of('[{"type": "function", "function": {"name": "grind"}}]', "tools") == tools
     assert [tools_of(value, "tools") for value in (None, [], "", " ", "[]")] == [None] * 5
     for value in ("[", 3, {"a": 1}, ["grind"], '{"a": 1}'):
-        problem = tools_of(value, "tools")
-        assert isinstance(problem, Problem)
-        assert (problem.reason, problem.detail[:13]) == ("tools", "field 'tools'")
+        with pytest.raises(Refusal, match=r"^record: refused as tools: field 'tools'"):
+            tools_of(value, "tools")
 
 
 def test_all_texts_of_a_field_are_found_in_order():
@@ -98,4 +100,5 @@ def test_a_record_nested_without_end_does_not_exhaust_the_stack():
     for _ in range(100_000):
         deep = [deep]
     assert texts_of(deep) == []
-    assert messages_of(deep, None, "m") == Problem(reason="not_messages", detail="m[0] is a list")
+    with pytest.raises(Refusal, match=r"^record: refused as not_messages: m\[0\] is a list$"):
+        messages_of(deep, None, "m")
