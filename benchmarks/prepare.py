@@ -192,12 +192,11 @@ def small(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
 
 def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> dict[str, float]:
-    from tokenmill.build import build, worker
-    from tokenmill.build import work as unit_work
+    from tokenmill.build import build, unit, worker
     from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit
     from tokenmill.encode.engines import trusted
 
-    unit_work.COMPILED_BYTES = 0 if compiled else 1 << 62
+    unit.COMPILED_BYTES = 0 if compiled else 1 << 62
     files = find_files(corpus).files
     units = cut_files(files, chunk_bytes=chunk_size(files))
     loading, opening, alone = Stopwatch(), Stopwatch(), Stopwatch()
@@ -207,7 +206,7 @@ def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> 
     texts = {unit.index: [batch.texts for batch in read_unit(unit, reading)] for unit in units}
     # Opened just as prepare does it: a tokenizer that has not met a text for the reference yet opens that one when
     # it does, in the middle of the measurement.
-    second, _ = trusted(tokenizer, sample=unit_work.sample_texts(files, "text"))
+    second, _ = trusted(tokenizer, sample=unit.sample_texts(files, "text"))
     kept = []  # closing a tokenizer takes time too, and also once a build
     open_first, run_first = build._open_tokenizer, worker.WorkerPool.run
     settle_first, publish_first = build.settle_recipe, build._publish

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.build.corpus import COMPRESS, files_of, lines_of, some_texts, texts_of, write_file
 
-from tokenmill.build import PrepareOptions, prepare, work
+from tokenmill.build import PrepareOptions, prepare, unit
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError, StoreMissingError, TokenizerError
 from tokenmill.store import open_store, read_manifest, verify
 
@@ -74,7 +74,7 @@ def test_documents_do_not_depend_on_where_files_are_cut(corpus, tmp_path, chunk_
 def test_bytes_do_not_depend_on_compiled_kernels(bad_corpus, tmp_path, monkeypatch):
     """Kernels read large units only; the store tells none of it, bad records and all [C1]."""
     for name, size in (("parser", 1 << 40), ("kernel", 1)):
-        monkeypatch.setattr(work, "COMPILED_BYTES", size)
+        monkeypatch.setattr(unit, "COMPILED_BYTES", size)
         build(bad_corpus, tmp_path / name, on_error="skip")
     assert files_of(tmp_path / "kernel") == files_of(tmp_path / "parser")
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.build.corpus import files_of, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.build import work as module
-from tokenmill.build.unit import DUPLICATE, SURPLUS, TAKEN, domain_name, is_validation
-from tokenmill.build.work import fates_of
+from tokenmill.build import select as module
+from tokenmill.build.select import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
 from tokenmill.errors import ConfigError, DocumentError
 from tokenmill.store import open_store
 

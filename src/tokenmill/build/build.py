@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.job import TEXT_KEY, Job, PrepareOptions, RecipeSpec, settle_recipe
+from tokenmill.build.job import Job, OpenJob, PrepareOptions, RecipeSpec, open_job, settle_recipe
 from tokenmill.build.journal import (
     MAX_LISTED,
     Bad,
@@ -33,19 +33,20 @@ from tokenmill.build.journal import (
     stamp_of,
     unit_key,
 )
-from tokenmill.build.unit import LEFT_OUT, TAKEN, read_progress
-from tokenmill.build.work import Bench, Task, fates_of, open_bench, sample_texts
+from tokenmill.build.select import LEFT_OUT, TAKEN, fates_of
+from tokenmill.build.unit import Task, read_progress, sample_texts
 from tokenmill.build.worker import WorkerPool
 from tokenmill.documents import RULES, InputFile, Unit, cut_files, find_files, place
+from tokenmill.encode.engines import open_tokenizer, trusted
+from tokenmill.encode.recipe import RULES as RECIPE_RULES
+from tokenmill.encode.recipe import Recipe
+from tokenmill.encode.recipe.recipe import Preprocessing
+from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import locked_folder, make_folder, write_atomically
 from tokenmill.store.manifest import read_manifest
 from tokenmill.types import Uint8Array
-
-if TYPE_CHECKING:
-    from tokenmill.encode.recipe import Recipe
-    from tokenmill.encode.tokenizer import Tokenizer
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")
 """Options beside the recipe and the tokenizer that decide over what is in a store."""
@@ -162,11 +163,19 @@ def prepare(
     settled = settle_recipe(recipe, options)
     journal = Journal(Path(out).expanduser())
     files = _input_files(inputs, journal.out, options)
-    opened, warning = _open_tokenizer(tokenizer, settled, options, files)
+    opened_tokenizer, warning = _open_tokenizer(tokenizer, settled, options, files)
     if warning:
         warn(warning)
-    bench = open_bench(_job(journal, tokenizer, opened, settled, options), opened, settled)
-    _warn_of_spelled_turns(bench)
+    job = Job(
+        folder=str(journal.units.absolute()),
+        tokenizer=tokenizer,
+        identity=opened_tokenizer.identity.to_json(),
+        engine=opened_tokenizer.engine.split()[0],
+        recipe=settled.to_json(),
+        options=options,
+    )
+    opened = open_job(job, opened_tokenizer, settled)
+    _warn_of_spelled_turns(opened)
     opening_seconds = time.monotonic() - begin
     result = None
     with _system_errors_explained(journal.out):
@@ -175,16 +184,12 @@ def prepare(
             if rebuild:
                 journal.drop_unreadable()
             journal.finish_publishing()
-            identity = _identity(bench, settled, options)
-            build = begin_build(journal, identity, files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
+            build = begin_build(journal, _identity(opened), files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
             if build.files:
-                with WorkerPool(bench, num_workers, lock) as pool:
-                    result = run_build(build, settled, pool, progress)
-                described = {"tokenizer": tokenizer, "engine": opened.engine, "on_error": options.on_error}
-                if warning:
-                    described["engine_warning"] = warning
-                _publish(build, result, bench.job, settled, described)
-            return _report(build, result, settled.kind, opened.engine, opening_seconds, begin)
+                with WorkerPool(opened, num_workers, lock) as pool:
+                    result = run_build(build, pool, progress)
+                _publish(build, result, opened, warning)
+            return _report(build, result, opened, opening_seconds, begin)
 
 
 def _num_workers(workers: int | None) -> int:
@@ -228,34 +233,14 @@ def _open_tokenizer(
     spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
 ) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer, and what is to be told of its engine."""
-    from tokenmill.encode.engines import open_tokenizer, trusted
-
-    framing: dict[str, Any] = options.framing()
     if options.engine != "auto":
-        return open_tokenizer(spec, engine=options.engine, **framing), None
-    return trusted(spec, sample=sample_texts(files, recipe.text_field), **framing)
+        return open_tokenizer(spec, engine=options.engine, **options.framing()), None
+    return trusted(spec, sample=sample_texts(files, recipe.text_field), **options.framing())
 
 
-def _job(journal: Journal, spec: str, tokenizer: Tokenizer, recipe: Recipe, options: PrepareOptions) -> Job:
-    from tokenmill.encode.frame import token_dtype
-    from tokenmill.encode.recipe import record_keys
-
-    vocab_size = tokenizer.identity.vocab_size
-    text_only = recipe.text_field is not None
-    return Job(
-        folder=str(journal.units.absolute()),
-        tokenizer=spec,
-        identity=tokenizer.identity.to_json(),
-        engine=tokenizer.engine.split()[0],
-        keys={TEXT_KEY: token_dtype(vocab_size).str} if text_only else record_keys(recipe, vocab_size),
-        recipe=recipe.to_json(),
-        options=options,
-    )
-
-
-def _warn_of_spelled_turns(bench: Bench) -> None:
+def _warn_of_spelled_turns(opened: OpenJob) -> None:
     """Warn if the ends of turns are no control tokens: any message can spell them."""
-    spelled = bench.encoder.spelled() if bench.encoder is not None else ()
+    spelled = opened.encoder.spelled() if opened.encoder is not None else ()
     if spelled:
         warn(
             f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
@@ -264,12 +249,12 @@ def _warn_of_spelled_turns(bench: Bench) -> None:
         )
 
 
-def _identity(bench: Bench, recipe: Recipe, options: PrepareOptions) -> dict[str, Any]:
+def _identity(opened: OpenJob) -> dict[str, Any]:
     """Return what two builds must have in common to be one."""
     return {
-        "tokenizer": bench.tokenizer.identity.to_json(),
-        "recipe": bench.encoder.to_json() if bench.encoder else recipe.to_json(),
-        "options": {name: getattr(options, name) for name in _OF_READING},
+        "tokenizer": opened.tokenizer.identity.to_json(),
+        "recipe": opened.encoder.to_json() if opened.encoder else opened.job.recipe,
+        "options": {name: getattr(opened.job.options, name) for name in _OF_READING},
     }
 
 
@@ -348,8 +333,6 @@ class BuildResult:
 
 
 def _bad_record(unit: Unit, line: int, bad: Bad) -> DocumentError:
-    from tokenmill.encode.recipe import RULES as RECIPE_RULES
-
     # A chat without messages lacks no text field: the recipe knows better which fields it wants.
     missing = {"missing_field": RECIPE_RULES["missing_field"]}
     rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES, **missing}
@@ -365,17 +348,18 @@ def _bad_record(unit: Unit, line: int, bad: Bad) -> DocumentError:
     )
 
 
-def run_build(build: Build, recipe: Recipe, pool: WorkerPool, progress: bool | None) -> BuildResult:
+def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
-    journal, stop = build.journal, pool.bench.job.options.on_error == "stop"
+    journal, stop = build.journal, pool.opened.job.options.on_error == "stop"
+    chosen = pool.opened.recipe.preprocessing
     units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes))
     how = digest([__version__, dict(build.identity)])
     result = BuildResult()
     fates: Sequence[Uint8Array | None] = [None] * len(units)
-    if recipe.preprocessing.deduplicate or recipe.preprocessing.max_items is not None:
+    if chosen.deduplicate or chosen.max_items is not None:
         result.scans = [unit_key(unit, build.digests, [how, "scan"]) for unit in units]
         _scan(build, units, result.scans, pool, progress)
-        fates = _fates(build, result.scans, recipe)
+        fates = _fates(build, result.scans, chosen)
     tasks = _tasks(build, units, fates, how)
     _drop_others(journal, tasks)
     done = {task.key: known for task in tasks if (known := journal.result(task.key)) is not None}
@@ -414,13 +398,12 @@ def _scan(
             tick()
 
 
-def _fates(build: Build, scans: Sequence[str], recipe: Recipe) -> list[Uint8Array]:
+def _fates(build: Build, scans: Sequence[str], chosen: Preprocessing) -> list[Uint8Array]:
     """Return what becomes of the records of each unit, as if all files of the store were read again before it."""
     old = build.base.scans if build.base is not None else ()
     paths = [build.journal.scans / key for key in (*old, *scans)]
     if gone := [path for path in paths if not path.exists()]:
         raise StoreCorruptError(f"{gone[0]}: must be there to add files, got nothing; start over with --rebuild")
-    chosen = recipe.preprocessing
     return fates_of(paths, deduplicate=chosen.deduplicate, max_items=chosen.max_items)[len(old) :]
 
 
@@ -485,8 +468,9 @@ def _refuse_nothing(build: Build, result: BuildResult) -> None:
 # What is published and reported of a build.
 
 
-def _publish(build: Build, result: BuildResult, job: Job, recipe: Recipe, described: Mapping[str, str]) -> None:
+def _publish(build: Build, result: BuildResult, opened: OpenJob, warning: str | None) -> None:
     """Make the finished units stores."""
+    recipe, job = opened.recipe, opened.job
     routes = build.base.routes if build.base else ()
     publication = Publication(
         phase="move" if build.cleared is None else "clear",
@@ -495,11 +479,14 @@ def _publish(build: Build, result: BuildResult, job: Job, recipe: Recipe, descri
         base={route: read_manifest(build.journal.out / route).shards for route in routes},
         manifest={
             "kind": recipe.kind,
-            "keys": job.keys,
+            "keys": opened.spec.keys,
             "tokenizer": job.identity,
             "recipe": {
                 "name": recipe.name,
-                **described,
+                "tokenizer": job.tokenizer,
+                "engine": opened.tokenizer.engine,
+                "on_error": job.options.on_error,
+                **({"engine_warning": warning} if warning else {}),
                 **build.identity["options"],
                 "recipe": build.identity["recipe"],
             },
@@ -549,7 +536,7 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
 
 
 def _report(
-    build: Build, result: BuildResult | None, kind: str, engine: str, opening_seconds: float, begin: float
+    build: Build, result: BuildResult | None, opened: OpenJob, opening_seconds: float, begin: float
 ) -> PrepareReport:
     out, finished = build.journal.out, build.journal.finished()
     assert finished is not None
@@ -557,7 +544,7 @@ def _report(
     result = result or BuildResult()
     return PrepareReport(
         path=out,
-        kind=kind,
+        kind=opened.recipe.kind,
         stores=[
             StoreReport(
                 route=route,
@@ -584,7 +571,7 @@ def _report(
         skipped=dict(sorted(result.skipped.items())),
         truncated=result.truncated,
         notes=dict(sorted(result.notes.items())),
-        engine=engine,
+        engine=opened.tokenizer.engine,
         seconds=time.monotonic() - begin,
         opening_seconds=opening_seconds,
     )

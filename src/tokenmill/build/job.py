@@ -1,25 +1,23 @@
-"""What a worker has to know beside its unit: plain values, the same for all units."""
+"""What a build was asked for: options, the recipe that follows from them, and the job that workers are given."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from tokenmill.build.select import Rules
 from tokenmill.documents import ReadOptions
 from tokenmill.documents.units import MAX_RECORD_BYTES
-from tokenmill.errors import ConfigError, nearest
+from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.frame import token_dtype
+from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
+from tokenmill.encode.tokenizer import Tokenizer, with_policy
+from tokenmill.errors import ConfigError, TokenizerError, nearest
 from tokenmill.store import StoreSpec
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
+from tokenmill.types import ON_ERROR
 
-if TYPE_CHECKING:
-    from tokenmill.encode.recipe import Recipe, RecordEncoder
-    from tokenmill.encode.tokenizer import Tokenizer
-
-
-# What a user may choose about a build, and the recipe that follows from it.
-
-ON_ERROR = ("stop", "skip")
 RecipeSpec: TypeAlias = "str | Mapping[str, object]"
 _OF_PREPROCESSING = (
     "min_chars",
@@ -94,7 +92,7 @@ class PrepareOptions:
             max_record_bytes=self.max_record_bytes,
         )
 
-    def framing(self) -> dict[str, bool | str | None]:
+    def framing(self) -> dict[str, Any]:
         """Return what it says of BOS and EOS, as a tokenizer is opened with."""
         return {
             "add_bos": self.add_bos,
@@ -106,8 +104,6 @@ class PrepareOptions:
 
 def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     """Return the recipe that a spec names, with what the options say on top."""
-    from tokenmill.encode.recipe import PRESETS, load_recipe
-
     if options.text_field is not None:
         if spec != "text":
             raise ConfigError(
@@ -140,7 +136,7 @@ TEXT_KEY = "sequence"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a worker has to know beside its unit."""
+    """What a worker has to know beside its unit: plain values, the same for all units."""
 
     folder: str
     """Where units are written."""
@@ -150,49 +146,67 @@ class Job:
     """Its identity, as the parent found it."""
     engine: str
     """The engine that the parent settled on, as `open_tokenizer` takes it."""
-    keys: Mapping[str, str]
-    """Arrays that a record becomes, and their dtypes."""
     recipe: Mapping[str, Any]
     options: PrepareOptions
 
-    def spec(self, recipe: Recipe) -> StoreSpec:
-        """Return what the stores of the build hold."""
-        output = recipe.output
-        return StoreSpec(
-            keys=self.keys,
-            tokenizer=self.identity,
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenJob:
+    """A job and what a process opens once to do all its units."""
+
+    job: Job
+    recipe: Recipe
+    tokenizer: Tokenizer
+    encoder: RecordEncoder | None
+    """None where records are nothing but a text."""
+    rules: Rules
+    reading: ReadOptions
+    spec: StoreSpec
+    key_fields: tuple[str, ...]
+    """Fields that tell records apart; the domain is none of them."""
+
+
+def open_job(job: Job, tokenizer: Tokenizer | None = None, recipe: Recipe | None = None) -> OpenJob:
+    """Open a job; the process that made it hands in what it has opened already."""
+    recipe = recipe or load_recipe(job.recipe)
+    tokenizer = with_policy(tokenizer or _same_tokenizer(job), recipe.control_strings)
+    identity, text_only = tokenizer.identity, recipe.text_field is not None
+    # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
+    bare = text_only and recipe.control_strings != "encode"
+    bos_is_control = identity.bos_id in tokenizer.special_ids.values()
+    vocab_size, output = identity.vocab_size, recipe.output
+    return OpenJob(
+        job=job,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        encoder=None if text_only else open_encoder(recipe, tokenizer, tokenizer_spec=job.tokenizer),
+        rules=Rules.of(recipe.preprocessing),
+        reading=ReadOptions(
+            text_field=recipe.text_field,
+            fields=None if text_only else recipe.fields,
+            text_unit=job.options.text_unit,
+            max_record_bytes=job.options.max_record_bytes,
+        ),
+        spec=StoreSpec(
+            keys={TEXT_KEY: token_dtype(vocab_size).str} if text_only else record_keys(recipe, vocab_size),
+            tokenizer=job.identity,
             recipe={},
             kind=recipe.kind,
             max_tokens_per_shard=output.max_tokens_per_shard or MAX_TOKENS_PER_SHARD,
             storage=output.storage_format,
+            ids_checked=bare and (bos_is_control or not identity.add_bos),
+        ),
+        key_fields=replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields or (),
+    )
+
+
+def _same_tokenizer(job: Job) -> Tokenizer:
+    """Open the tokenizer that the parent settled on."""
+    tokenizer = open_tokenizer(job.tokenizer, **job.options.framing(), engine=job.engine)
+    if tokenizer.identity.to_json() != job.identity:
+        raise TokenizerError(
+            f"tokenizer {job.tokenizer!r}: must stay the same during a build, "
+            f"got content {tokenizer.identity.content} after {job.identity['content']}; "
+            "let nothing write to it, run again"
         )
-
-    def reading(self, recipe: Recipe) -> ReadOptions:
-        """Return how records are read: their text alone where nothing else is needed."""
-        text_field = recipe.text_field
-        return ReadOptions(
-            text_field=text_field,
-            fields=None if text_field is not None else recipe.fields,
-            text_unit=self.options.text_unit,
-            max_record_bytes=self.options.max_record_bytes,
-        )
-
-    def open_tokenizer(self) -> Tokenizer:
-        """Open the tokenizer that the parent settled on."""
-        from tokenmill.encode.engines import open_tokenizer
-        from tokenmill.errors import TokenizerError
-
-        tokenizer = open_tokenizer(self.tokenizer, **self.options.framing(), engine=self.engine)  # type: ignore[arg-type]
-        if tokenizer.identity.to_json() != self.identity:
-            raise TokenizerError(
-                f"tokenizer {self.tokenizer!r}: must stay the same during a build, "
-                f"got content {tokenizer.identity.content} after {self.identity['content']}; "
-                "let nothing write to it, run again"
-            )
-        return tokenizer
-
-    def open_encoder(self, recipe: Recipe, tokenizer: Tokenizer) -> RecordEncoder:
-        """Open what turns whole records into arrays."""
-        from tokenmill.encode.recipe import open_encoder
-
-        return open_encoder(recipe, tokenizer, tokenizer_spec=self.tokenizer)
+    return tokenizer

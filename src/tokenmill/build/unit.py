@@ -1,36 +1,377 @@
-"""The output of one unit of work: shards by route, counts, and checkpoints to go on from after a kill."""
+"""One unit of work: read it, choose among its records, encode them, write its shards; go on from a checkpoint."""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
-import re
 import shutil
 import struct
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import filterfalse, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.build.journal import RESULT, ROUTES, UnitCounts, UnitResult, read_signed, route_folder, write_signed
-from tokenmill.documents import Unit
-from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.build.job import TEXT_KEY, Job, OpenJob, open_job
+from tokenmill.build.journal import (
+    RESULT,
+    ROUTES,
+    Bad,
+    UnitCounts,
+    UnitResult,
+    add_counts,
+    read_signed,
+    route_folder,
+    write_signed,
+)
+from tokenmill.build.select import ROUTE, SURPLUS, select
+from tokenmill.documents import DocumentBatch, InputFile, ReadOptions, Unit, cut_files, read_unit
+from tokenmill.encode.frame import frame, with_second_bos
+from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
-from tokenmill.store.durable import sync_folder
+from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
+from tokenmill.store.layout import axis_of, token_keys
 from tokenmill.store.writer import ShardSeries
-from tokenmill.tables import as_json, read_table
-from tokenmill.types import AnyArray, Int64Array, Uint8Array
-
-if TYPE_CHECKING:
-    from tokenmill.encode.recipe import Recipe
+from tokenmill.tables import as_json, read_json, read_table
+from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
 _PROGRESS = struct.Struct("<3q")
 _CHECKPOINT = "checkpoint.json"
+COMPILED_BYTES = 32 << 20
+"""Units from this size on are read and framed by compiled kernels, where there are some: the input is then 24 times
+as large, and what they save is more than the 0.4 s and 100 MB that they take to load in every worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One unit and what is to be done with it."""
+
+    unit: Unit
+    key: str
+    """Name of what comes out; no other task of a build has it."""
+    scan: bool = False
+    """Whether its records are hashed only."""
+    fates: str | None = None
+    """File that says what becomes of each record; None: all are taken."""
+
+
+def run_unit(job: bytes, task: bytes) -> bytes:
+    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
+
+    What it writes is a function of the input and the options alone. A process opens a job once.
+    """
+    return msgspec.json.encode(run_task(_opened(job), read_json(Task, task, "task")))
+
+
+@lru_cache(maxsize=1)
+def _opened(job: bytes) -> OpenJob:
+    return open_job(read_json(Job, job, "job"))
+
+
+def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
+    """Do a task, and return what came of its unit; None where it was hashed only."""
+    with seldom_collecting():
+        if task.scan:
+            scan_unit(opened, task.unit, task.key, tick)
+            return None
+        fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
+        return write_unit(opened, task.unit, task.key, fates, tick)
+
+
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Let Python look for cycles seldom: records come and go by the thousand, and none is part of one.
+
+    It takes a tenth of the time of a build else, much of it amid the tokenizer (benchmarks/prepare.py).
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def write_unit(
+    opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
+) -> UnitResult:
+    """Turn a unit into finished shards, or go on where an earlier try left off."""
+    folder, options = Path(opened.job.folder), opened.job.options
+    with (
+        disk_errors_explained(unit, folder),
+        closing(UnitWriter(folder, key, len(unit.pieces), opened.spec)) as writer,
+    ):
+        counts = writer.counts
+        done, wanted = counts.batches, _num_wanted(fates)
+        for number, batch in enumerate(joined(unit, opened.reading)):
+            if number < done:
+                continue  # before the checkpoint that this unit goes on from
+            if fates is not None and wanted < fates.size and counts.place >= wanted:
+                # All that is left is beyond max_items: counted, and good or bad not looked at.
+                add_counts(counts.skipped, {"max_items": batch.num_records + len(batch.bad)})
+                continue
+            counts.note_bad(_take(opened, batch, fates, writer))
+            if counts.bad and options.on_error == "stop":
+                return UnitResult(key=key, counts=counts, shards={}, finished=False)
+            for _, part in batch.runs:
+                counts.lines[part.piece] += part.num_lines
+            counts.batches += 1
+            writer.note_progress(min(batch.position, unit.bytes))
+            writer.checkpoint(options.checkpoint_seconds)
+            tick()
+        if fates is not None and wanted < fates.size and counts.place >= wanted:
+            counts.place = fates.size
+        if fates is not None and counts.place != fates.size:
+            raise DocumentError(
+                f"{unit.pieces[0].file.path}: must have the {fates.size} records in which duplicates were looked "
+                f"for, got {counts.place}; let nothing write to the input, and start over with --rebuild"
+            )
+        return writer.commit()
+
+
+def _num_wanted(fates: Uint8Array | None) -> int:
+    """Return how many records there are before those that are all beyond `max_items`."""
+    if fates is None:
+        return 0
+    wanted = np.flatnonzero(fates != SURPLUS)
+    return int(wanted[-1]) + 1 if wanted.size else 0
+
+
+def _take(opened: OpenJob, batch: Joined, fates: Uint8Array | None, writer: UnitWriter) -> list[Bad]:
+    """Choose among the records of a batch, encode them, add them to the shards of their routes; return bad ones."""
+    counts = writer.counts
+    bad = list(batch.bad)
+    if not batch.num_records:
+        return bad
+    contents = _contents(opened, batch)
+    if opened.rules.take_all and fates is None:
+        bad += _append(opened, batch, contents, ROUTE, None, writer)
+    else:
+        left = None if fates is None else fates[counts.place :]
+        keys = _keys(opened, batch) if opened.rules.val_fraction else None
+        chosen = select(contents, batch.records, opened.rules, left, keys)
+        add_counts(counts.skipped, chosen.left_out)
+        counts.place += chosen.num_eligible
+        bad += [_bad(batch, index, "domain", f"{value}") for index, value in chosen.without_domain]
+        for route, indices in chosen.routes.items():
+            bad += _append(opened, batch, contents, route, indices, writer)
+        if chosen.unfit.size:
+            refused = _encode(opened, batch, chosen.unfit)
+            assert not refused.kept.size, "a record without content must be refused"
+            bad += _refused(batch, chosen.unfit, refused)
+        last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
+        if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
+            # What is wrong with records that are not wanted is nobody's trouble.
+            before = [one for one in bad if (one.piece, one.line) < batch.place(last)]
+            add_counts(counts.skipped, {"max_items": len(bad) - len(before)})
+            bad = before
+    return bad
+
+
+def _append(
+    opened: OpenJob,
+    batch: Joined,
+    contents: Sequence[str | None],
+    route: str,
+    indices: Int64Array | None,
+    writer: UnitWriter,
+) -> list[Bad]:
+    """Encode some records of a batch for a route, None for all, and add them; return those that are refused."""
+    records = _encode(opened, batch, indices)
+    chosen: Int64Array = np.arange(batch.num_records) if indices is None else indices
+    if records.kept.size:
+        writer.append(route, records.values, records.offsets)
+        kept = chosen[records.kept]
+        _note_taken(opened, batch, kept, route, records, writer)
+        texts = contents if kept.size == len(contents) else [contents[index] for index in kept.tolist()]
+        if opened.encoder is not None:
+            texts = [text for text in texts if text is not None]
+        writer.counts.text_bytes += _num_bytes(cast("Sequence[str]", texts))
+    writer.counts.truncated += records.truncated
+    add_counts(writer.counts.notes, records.notes)
+    return _refused(batch, chosen, records)
+
+
+def _note_taken(
+    opened: OpenJob,
+    batch: Joined,
+    kept: Int64Array,
+    route: str,
+    records: Records,
+    writer: UnitWriter,
+) -> None:
+    """Count what each piece gave to a route; nearly always there is one."""
+    if len(batch.runs) == 1:
+        tokens = sum(records.values[name].size for name in token_keys(opened.spec.keys))
+        writer.counts.note_taken(route, batch.runs[0][1].piece, kept.size, tokens)
+        return
+    pieces, at = np.unique(batch.pieces_of(kept), return_inverse=True)
+    documents, sizes = np.bincount(at), np.bincount(at, tokens_of(records, opened))
+    for piece, number, size in zip(pieces.tolist(), documents.tolist(), sizes.tolist(), strict=True):
+        writer.counts.note_taken(route, piece, number, int(size))
+
+
+def _refused(batch: Joined, chosen: Int64Array, records: Records) -> list[Bad]:
+    return [_bad(batch, int(chosen[one.index]), one.reason, one.detail) for one in records.refused]
+
+
+def _num_bytes(texts: Sequence[str]) -> int:
+    """Return the size of texts as UTF-8, which Python has at hand once the tokenizer has asked for it."""
+    odd = filterfalse(str.isascii, texts)
+    return sum(map(len, texts)) + sum(len(text.encode(errors="surrogatepass")) - len(text) for text in odd)
+
+
+def tokens_of(records: Records, opened: OpenJob) -> Int64Array:
+    """Return how many token ids each record has, over all its arrays."""
+    total: Int64Array = np.zeros(records.kept.size, np.int64)
+    for name in token_keys(opened.spec.keys):
+        offsets = records.offsets[axis_of(opened.spec.kind, name)]
+        if "groups" in records.offsets and name == "responses":
+            offsets = offsets[records.offsets["groups"]]
+        total += np.diff(offsets)
+    return total
+
+
+def _bad(batch: Joined, index: int, reason: str, detail: str) -> Bad:
+    piece, line = batch.place(index)
+    return Bad(piece=piece, line=line, reason=reason, detail=detail)
+
+
+def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> None:
+    """Write the hashes of the records of a unit that are eligible, in order (see `select`)."""
+    scans = Path(opened.job.folder).parent / "scans"
+    with disk_errors_explained(unit, scans):
+        make_folder(scans)
+        write_parts_atomically(scans / key, _hashes(opened, unit, tick))
+
+
+def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
+    rules = opened.rules
+    for batch in joined(unit, opened.reading):
+        records = batch.records or repeat(None)
+        yield b"".join(
+            xxhash.xxh3_128_digest(name)
+            for content, name, record in zip(_contents(opened, batch), _keys(opened, batch), records, strict=False)
+            if content is not None and rules.too_short_or_long(content) is None and rules.has_domain(record)
+        )
+        tick()
+
+
+def _encode(opened: OpenJob, batch: Joined, chosen: Int64Array | None) -> Records:
+    """Turn the chosen records of a batch into arrays; None chooses all."""
+    if opened.encoder is not None:
+        records = batch.records if chosen is None else [batch.records[index] for index in chosen.tolist()]
+        return opened.encoder.encode(records)
+    texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
+    identity = opened.tokenizer.identity
+    encoded = frame(opened.tokenizer.encode(texts), identity)
+    kept = np.arange(len(texts))
+    bad = [] if opened.spec.ids_checked else with_second_bos(encoded.ids, encoded.offsets, identity)
+    if bad:
+        kept = np.delete(kept, bad)
+        encoded = frame(opened.tokenizer.encode([texts[index] for index in kept.tolist()]), identity)
+    return Records(
+        values={TEXT_KEY: encoded.ids},
+        offsets={"documents": encoded.offsets},
+        kept=kept,
+        refused=[Refused(index=index, reason="second_bos", detail="two") for index in bad],
+    )
+
+
+def _contents(opened: OpenJob, batch: Joined) -> Sequence[str | None]:
+    """Return of each record the text that filters, hashes and splits go by; None where it fits no recipe."""
+    if opened.encoder is None:
+        return batch.texts
+    return [opened.encoder.content(record) for record in batch.records]
+
+
+def _keys(opened: OpenJob, batch: Joined) -> Sequence[bytes]:
+    """Return of each record what tells it from others: its text, or all fields that the recipe may use.
+
+    The texts of a conversation alone would not do: who said what is part of it.
+    """
+    if opened.encoder is None:
+        return [text.encode(errors="surrogatepass") for text in batch.texts]
+    return [_canonical({name: r[name] for name in opened.key_fields if name in r}) for r in batch.records]
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    """Return one text for equal records; what JSON does not know, such as a date of a Parquet file, by its name."""
+    try:
+        return msgspec.json.encode(record, enc_hook=repr, order="sorted")
+    except (TypeError, UnicodeEncodeError):  # a key that is no name, or half of a surrogate pair
+        return json.dumps(record, sort_keys=True, default=repr).encode()
+
+
+@dataclass(kw_only=True, slots=True)
+class Joined:
+    """Consecutive batches as one: enough for the tokenizer, whatever the sizes of files."""
+
+    texts: list[str] = field(default_factory=list)
+    records: list[Mapping[str, Any]] = field(default_factory=list)
+    bad: list[Bad] = field(default_factory=list)
+    runs: list[tuple[int, DocumentBatch]] = field(default_factory=list)
+    """Where each batch begins among the records, and the batch."""
+    position: int = 0
+    compiled: bool = False
+    """Whether compiled kernels work on it."""
+
+    @property
+    def num_records(self) -> int:
+        """Records that could be read."""
+        return len(self.texts) + len(self.records)
+
+    def add(self, batch: DocumentBatch) -> None:
+        """Put a batch behind the others."""
+        self.runs.append((self.num_records, batch))
+        self.texts += batch.texts
+        self.records += batch.records
+        self.bad += [Bad(piece=batch.piece, line=b.line, reason=b.reason, detail=b.detail) for b in batch.bad]
+        self.position = batch.position
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the piece of a record, and its line there."""
+        begin, batch = next(run for run in reversed(self.runs) if run[0] <= index)
+        return batch.piece, batch.lines[index - begin]
+
+    def pieces_of(self, indices: Int64Array) -> Int64Array:
+        """Return the piece of each of these records."""
+        begins: Int64Array = np.array([begin for begin, _ in self.runs])
+        pieces: Int64Array = np.array([batch.piece for _, batch in self.runs])
+        return pieces[np.searchsorted(begins, indices, side="right") - 1]
+
+
+def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
+    """Read a unit in batches that are large enough, also where its files are small.
+
+    They are the same every time, so that a unit can go on after some of them.
+    """
+    compiled = unit.bytes >= COMPILED_BYTES
+    held = Joined(compiled=compiled)
+    size = 0
+    before = 0
+    for batch in read_unit(unit, replace(reading, compiled=compiled)):
+        held.add(batch)
+        # Of whole records it is not known how large they are, but how much of the input they take.
+        size += sum(map(len, batch.texts)) or batch.position - before
+        before = batch.position
+        if (
+            size >= reading.batch_bytes
+            or max(held.num_records + len(held.bad), len(held.runs)) >= reading.batch_documents
+            or (batch.records and len(unit.pieces) == 1)
+        ):
+            yield held
+            held, size = Joined(compiled=compiled), 0
+    if held.runs:
+        yield held
 
 
 class UnitWriter:
@@ -72,7 +413,7 @@ class UnitWriter:
         write_signed(self._folder / _CHECKPOINT, state)
         self._saved = time.monotonic()
 
-    def tell_progress(self, position: int) -> None:
+    def note_progress(self, position: int) -> None:
         """Leave word of how far the unit has come, for whoever shows progress."""
         self._progress.seek(0)
         self._progress.write(_PROGRESS.pack(position, self.counts.documents, self.counts.tokens))
@@ -116,7 +457,7 @@ class UnitWriter:
 
 
 @contextmanager
-def disk_errors_told(unit: Unit, folder: Path) -> Iterator[None]:
+def disk_errors_explained(unit: Unit, folder: Path) -> Iterator[None]:
     """Say of an error of the system amid a unit what it means for the build."""
     try:
         yield
@@ -139,147 +480,49 @@ def read_progress(folder: Path) -> tuple[int, int, int]:
     return position, documents, tokens
 
 
-# Which records are taken, and which store each goes to.
+# A little of a corpus, from all over it.
 
-ROUTE = ""
-"""The route of a build with one store: `out` itself."""
-SPLITS = ("train", "val")
-TAKEN, DUPLICATE, SURPLUS = range(3)
-_REASONS = (None, "duplicate", "max_items")
-LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars"})
-"""Why a record is left out that is not a bad one."""
-_SEED = 0x746F6B656E6D696C
-"""Of the hash that sets records apart for validation, so that it is no other hash of the same content."""
+PLACES = 16
+BYTES_PER_PLACE = 64 << 10
+SAMPLE_CHUNK_BYTES = 16 << 20
+MAX_RECORD_BYTES = 4 << 20
+"""Larger records are left to the build: this process should stay small."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
-    """What became of some records."""
+def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str]:
+    """Return the first documents at evenly spread places of the input, together about 1 MiB at most.
 
-    routes: Mapping[str, Int64Array]
-    """Store below `out` -> which records go there, in order."""
-    left_out: Mapping[str, int]
-    """Records that were left out on purpose, by reason."""
-    lost: Sequence[tuple[int, str]]
-    """Records that cannot be routed: index and what their domain is instead of a name."""
-    unfit: Int64Array
-    """Records that the recipe will refuse."""
-    num_eligible: int
-    """Records that are long and short enough, and have a domain where one is asked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """What decides over a record."""
-
-    min_chars: int
-    max_chars: int | None
-    val_fraction: float
-    domain: tuple[str, ...] | None
-    """Names of the fields to go down by."""
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Rules:
-        """Take them from a recipe."""
-        chosen = recipe.preprocessing
-        return cls(
-            min_chars=chosen.min_chars,
-            max_chars=chosen.max_chars,
-            val_fraction=chosen.val_fraction,
-            domain=tuple(chosen.domain_key.split(".")) if chosen.domain_key else None,
-        )
-
-    @property
-    def trivial(self) -> bool:
-        """Whether every record is taken and goes to one store."""
-        return self.min_chars <= 0 and self.max_chars is None and not self.val_fraction and self.domain is None
-
-    def too_short_or_long(self, content: str) -> str | None:
-        """Return why a record is left out, None if it is taken."""
-        if len(content) < self.min_chars:
-            return "min_chars"
-        return "max_chars" if self.max_chars is not None and len(content) > self.max_chars else None
-
-    def has_domain(self, record: Mapping[str, Any] | None) -> bool:
-        """Whether the domain of a record is a name, where one is asked for."""
-        return self.domain is None or domain_name(_at(record, self.domain)) is not None
-
-    def route(self, key: bytes, record: Mapping[str, Any] | None) -> str:
-        """Return the store of a record that has a domain; `key` tells it from others."""
-        parts = [] if self.domain is None else [str(domain_name(_at(record, self.domain)))]
-        if self.val_fraction:
-            parts.append(SPLITS[is_validation(key, self.val_fraction)])
-        return "/".join(parts)
-
-
-def select(
-    contents: Sequence[str | None],
-    records: Sequence[Mapping[str, Any]],
-    rules: Rules,
-    fates: Uint8Array | None,
-    keys: Sequence[bytes] | None = None,
-) -> Selection:
-    """Decide over records by their content, which is None for those that will be refused.
-
-    `keys` tell records apart, for the validation split.
-
-    `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each eligible record, in order; None takes them all. That there
-    are too few of them is for the caller to see, by `num_eligible`.
+    The same files give the same sample, however the build cuts them. Bad records are left for the build to find.
+    Of whole records all texts are taken, wherever they stand.
     """
-    routes: dict[str, list[int]] = {}
-    left_out: Counter[str] = Counter()
-    lost: list[tuple[int, str]] = []
-    unfit: list[int] = []
-    place = 0
-    for index, content in enumerate(contents):
-        if content is None:
-            unfit.append(index)
-            continue
-        record = records[index] if records else None
-        reason = rules.too_short_or_long(content)
-        if reason is None and not rules.has_domain(record):
-            lost.append((index, repr(_at(record, rules.domain or ()))[:80]))
-            continue
-        if reason is None:
-            reason = _REASONS[TAKEN if fates is None or place >= fates.size else fates[place]]
-            place += 1
-        if reason is not None:
-            left_out[reason] += 1
-            continue
-        routes.setdefault(rules.route(keys[index] if keys else b"", record), []).append(index)
-    return Selection(
-        routes={route: np.array(indices, np.int64) for route, indices in sorted(routes.items())},
-        left_out=left_out,
-        lost=lost,
-        unfit=np.array(unfit, np.int64),
-        num_eligible=place,
+    options = ReadOptions(
+        text_field=text_field, batch_bytes=BYTES_PER_PLACE, batch_documents=256, max_record_bytes=MAX_RECORD_BYTES
     )
+    num_units = sum(1 for _ in cut_files(files, chunk_bytes=SAMPLE_CHUNK_BYTES))
+    chosen = {place * num_units // PLACES for place in range(PLACES)}
+    texts: list[str] = []
+    for unit in cut_files(files, chunk_bytes=SAMPLE_CHUNK_BYTES):
+        if unit.index not in chosen:
+            continue
+        batch = next(read_unit(unit, options), None)
+        if batch is None:
+            continue
+        room = BYTES_PER_PLACE
+        for text in (*batch.texts, *(text for record in batch.records for text in _strings(record))):
+            if room <= 0:
+                break
+            texts.append(text[:room])
+            room -= len(texts[-1])
+    return texts
 
 
-def is_validation(key: bytes, fraction: float) -> bool:
-    """Say whether a record is set apart: by its content alone, so that it stays when files are added."""
-    return xxhash.xxh3_64_intdigest(key, _SEED) < fraction * 2**64
-
-
-def domain_name(value: object) -> str | None:
-    """Return the name of the folder for a domain, None for what is no name.
-
-    Other characters than letters, digits, `.`, `_` and `-` become `_`, and a hash tells such names apart.
-
-    >>> domain_name("web"), domain_name("a/b")[:4], domain_name("..")[:3], domain_name(3)
-    ('web', 'a_b-', '_.-', '3')
-    """
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        return None
-    name = str(value)
-    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name[:1]) + re.sub(r"[^A-Za-z0-9._-]", "_", name[1:64])
-    if plain == name and not re.fullmatch(r"shard-[0-9]{5,}(\.h5)?|manifest\.json", name):
-        return name
-    return f"{plain}-{xxhash.xxh3_64_hexdigest(name.encode(errors='surrogatepass'))[:8]}"
-
-
-def _at(record: Mapping[str, Any] | None, path: tuple[str, ...]) -> object:
-    value: object = record
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+def _strings(value: object) -> Iterator[str]:
+    """Yield all strings of a JSON value but the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -23,8 +23,9 @@ from types import TracebackType
 import msgspec
 
 from tokenmill import errors
+from tokenmill.build.job import OpenJob
 from tokenmill.build.journal import UnitResult
-from tokenmill.build.work import Bench, Task, run_task, run_unit
+from tokenmill.build.unit import Task, run_task, run_unit
 from tokenmill.errors import TokenmillError
 from tokenmill.tables import read_table
 
@@ -44,9 +45,9 @@ class WorkerPool:
     build begins while one of them still writes.
     """
 
-    def __init__(self, bench: Bench, num_workers: int, lock: int) -> None:
-        self.bench = bench
-        self._job = msgspec.json.encode(bench.job)
+    def __init__(self, opened: OpenJob, num_workers: int, lock: int) -> None:
+        self.opened = opened
+        self._job = msgspec.json.encode(opened.job)
         self._num_workers = num_workers
         self._lock = lock
         self._workers: list[_Worker] = []
@@ -70,7 +71,7 @@ class WorkerPool:
         """
         num_workers = min(self._num_workers, len(tasks))
         if num_workers <= 1:
-            return (run_task(self.bench, task, tick) for task in tasks)
+            return (run_task(self.opened, task, tick) for task in tasks)
         return self.run_in_processes(tasks, num_workers, tick)
 
     def run_in_processes(

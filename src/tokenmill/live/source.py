@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, runtime_
 
 import numpy as np
 
-from tokenmill.build.work import sample_texts
+from tokenmill.build.unit import sample_texts
 from tokenmill.documents import InputFile, ReadOptions, file_digest, find_files
 from tokenmill.encode.engines import ENGINES, kind_of, trusted
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
