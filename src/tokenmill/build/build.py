@@ -171,10 +171,10 @@ def prepare(
         tokenizer=tokenizer,
         identity=opened_tokenizer.identity.to_json(),
         engine=opened_tokenizer.engine.split()[0],
-        recipe=settled.to_json(),
+        recipe=settled,
         options=options,
     )
-    opened = open_job(job, opened_tokenizer, settled)
+    opened = open_job(job, opened_tokenizer)
     _warn_of_spelled_turns(opened)
     opening_seconds = time.monotonic() - begin
     result = None
@@ -253,7 +253,7 @@ def _identity(opened: OpenJob) -> dict[str, Any]:
     """Return what two builds must have in common to be one."""
     return {
         "tokenizer": opened.tokenizer.identity.to_json(),
-        "recipe": opened.encoder.to_json() if opened.encoder else opened.job.recipe,
+        "recipe": opened.encoder.to_json() if opened.encoder else opened.job.recipe.to_json(),
         "options": {name: getattr(opened.job.options, name) for name in _OF_READING},
     }
 
@@ -351,7 +351,7 @@ def _bad_record(unit: Unit, line: int, bad: Bad) -> DocumentError:
 def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
     journal, stop = build.journal, pool.opened.job.options.on_error == "stop"
-    chosen = pool.opened.recipe.preprocessing
+    chosen = pool.opened.job.recipe.preprocessing
     units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes))
     how = digest([__version__, dict(build.identity)])
     result = BuildResult()
@@ -470,7 +470,7 @@ def _refuse_nothing(build: Build, result: BuildResult) -> None:
 
 def _publish(build: Build, result: BuildResult, opened: OpenJob, warning: str | None) -> None:
     """Make the finished units stores."""
-    recipe, job = opened.recipe, opened.job
+    recipe, job = opened.job.recipe, opened.job
     routes = build.base.routes if build.base else ()
     publication = Publication(
         phase="move" if build.cleared is None else "clear",
@@ -544,7 +544,7 @@ def _report(
     result = result or BuildResult()
     return PrepareReport(
         path=out,
-        kind=opened.recipe.kind,
+        kind=opened.job.recipe.kind,
         stores=[
             StoreReport(
                 route=route,

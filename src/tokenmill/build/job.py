@@ -12,23 +12,17 @@ from tokenmill.documents.units import MAX_RECORD_BYTES
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.frame import token_dtype
 from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
+from tokenmill.encode.recipe.recipe import check_recipe
 from tokenmill.encode.tokenizer import Tokenizer, with_policy
 from tokenmill.errors import ConfigError, TokenizerError, nearest
 from tokenmill.store import StoreSpec
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
+from tokenmill.tables import as_json, read_table
 from tokenmill.types import ON_ERROR
 
 RecipeSpec: TypeAlias = "str | Mapping[str, object]"
-_OF_PREPROCESSING = (
-    "min_chars",
-    "max_chars",
-    "max_items",
-    "max_seq_len",
-    "domain_key",
-    "deduplicate",
-    "val_fraction",
-)
-_OF_OUTPUT = ("max_tokens_per_shard", "storage_format")
+TEXT_KEY = "sequence"
+"""The array of a build whose records are nothing but a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,27 +105,20 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
             )
         section = {"field": options.text_field, "action": "train"}
         spec = {"name": "text", "input": {"sections": [section]}}
-    said = {
-        part: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-        for part, names in (("preprocessing", _OF_PREPROCESSING), ("output", _OF_OUTPUT))
-    }
     if options.chat_template is not None and isinstance(spec, str) and spec in PRESETS:
         spec = {"preset": spec, "chat_template": options.chat_template}
     recipe = load_recipe(spec)
     if options.chat_template is not None:
         recipe = replace(recipe, chat_template=options.chat_template)
-    if not any(said.values()) and options.control_strings is None:
-        return recipe
-    # Through the reader once more, so that an option is checked like a key of a recipe.
-    whole = {**recipe.to_json()}
-    if options.control_strings is not None:
-        whole["control_strings"] = options.control_strings
-    for part, values in said.items():
-        whole[part] = {**dict(whole[part]), **values}  # type: ignore[call-overload]
-    return replace(load_recipe(whole), name=recipe.name)
-
-
-TEXT_KEY = "sequence"
+    table = as_json(recipe)
+    chosen = {name: value for name, value in as_json(options).items() if value is not None}
+    for part in (table, table["preprocessing"], table["output"]):
+        part |= {name: chosen[name] for name in part if name in chosen}
+    if table != as_json(recipe):
+        # Options that are named like keys of a recipe are checked like them.
+        recipe = read_table(Recipe, table, "recipe:")
+        check_recipe(recipe, "recipe")
+    return recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +133,7 @@ class Job:
     """Its identity, as the parent found it."""
     engine: str
     """The engine that the parent settled on, as `open_tokenizer` takes it."""
-    recipe: Mapping[str, Any]
+    recipe: Recipe
     options: PrepareOptions
 
 
@@ -155,7 +142,6 @@ class OpenJob:
     """A job and what a process opens once to do all its units."""
 
     job: Job
-    recipe: Recipe
     tokenizer: Tokenizer
     encoder: RecordEncoder | None
     """None where records are nothing but a text."""
@@ -166,9 +152,9 @@ class OpenJob:
     """Fields that tell records apart; the domain is none of them."""
 
 
-def open_job(job: Job, tokenizer: Tokenizer | None = None, recipe: Recipe | None = None) -> OpenJob:
-    """Open a job; the process that made it hands in what it has opened already."""
-    recipe = recipe or load_recipe(job.recipe)
+def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
+    """Open a job; the process that made it hands in the tokenizer that it has open already."""
+    recipe = job.recipe
     tokenizer = with_policy(tokenizer or _same_tokenizer(job), recipe.control_strings)
     identity, text_only = tokenizer.identity, recipe.text_field is not None
     # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
@@ -177,7 +163,6 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None, recipe: Recipe | None
     vocab_size, output = identity.vocab_size, recipe.output
     return OpenJob(
         job=job,
-        recipe=recipe,
         tokenizer=tokenizer,
         encoder=None if text_only else open_encoder(recipe, tokenizer, tokenizer_spec=job.tokenizer),
         rules=Rules.of(recipe.preprocessing),
@@ -196,7 +181,7 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None, recipe: Recipe | None
             storage=output.storage_format,
             ids_checked=bare and (bos_is_control or not identity.add_bos),
         ),
-        key_fields=replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields or (),
+        key_fields=replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
     )
 
 
