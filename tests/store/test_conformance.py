@@ -503,7 +503,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bytes_as_never_stopping(tmp_p
     checkpoint = json.loads(json.dumps(first.checkpoint()))
     shards_then = len(first.shards)
     first.append(*columns_of(case, records[cut:later]))
-    first.rest()
+    first.close_files()
     if storage == "h5" and len(first.shards) > shards_then and checkpoint["open"] is not None:
         # The shard that was open then is a finished file by now; its parts are gone, and the work is done again.
         with pytest.raises(StoreCorruptError, match="the unit is done again"):

@@ -398,7 +398,7 @@ class UnitWriter:
             shutil.rmtree(route_folder(self._folder, route), ignore_errors=True)
             series = self._series[route] = ShardSeries(route_folder(self._folder, route), self._spec)
         if self._latest is not None and self._latest is not series:
-            self._latest.rest()
+            self._latest.close_files()
         self._latest = series
         series.append(values, offsets)
 
@@ -438,7 +438,7 @@ class UnitWriter:
         """Keep no file open; what was written stays as it is."""
         self._progress.close()
         if self._latest is not None:
-            self._latest.rest()
+            self._latest.close_files()
 
     def _resume(self) -> None:
         """Go on from the last checkpoint, where it and the files are whole; else begin anew."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -16,25 +18,24 @@ from tokenmill.store.durable import sync_folder
 from tokenmill.store.layout import key_file
 from tokenmill.store.manifest import FileInfo, ShardInfo
 
-if TYPE_CHECKING:
-    from tokenmill.store.writer import StoreSpec
-
+H5_MAGIC = b"\x89HDF\r\n\x1a\n"
 INDEX_GROUP = "tokenmill"
 """Where a file keeps its indexes; every other group is an array, with its values in `data_0`."""
 _ALIGNMENT = 64
 _BLOCK = 1 << 24
 
 
-def to_h5(folder: Path, shard: ShardInfo, spec: StoreSpec) -> ShardInfo:
-    """Turn a finished folder into a `.h5` file beside it, and remove the folder."""
+def to_h5(folder: Path, shard: ShardInfo, keys: Mapping[str, str]) -> ShardInfo:
+    """Turn the finished folder of a shard into a `.h5` file beside it, and remove the folder."""
     target = folder.with_name(f"{folder.name}.h5")
-    dtypes = {key_file(key): (f"{key}/data_0", np.dtype(dtype)) for key, dtype in spec.keys.items()}
+    datasets = {key_file(key): (f"{key}/data_0", np.dtype(dtype)) for key, dtype in keys.items()}
     begins: dict[str, int] = {}
-    with _library().File(
+    with import_h5py("storage h5", "write").File(
         target, "w", libver="v108", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_order=False
     ) as file:
         for name, info in shard.files.items():
-            path, dtype = dtypes.get(name, (f"{INDEX_GROUP}/{name.removesuffix('.bin')}", np.dtype("|u1")))
+            index = f"{INDEX_GROUP}/{name.removesuffix('.bin')}"
+            path, dtype = datasets.get(name, (index, np.dtype("|u1")))
             count = info.bytes // dtype.itemsize
             dataset = file.create_dataset(path, (count,), dtype, track_times=False)
             if count:
@@ -42,18 +43,18 @@ def to_h5(folder: Path, shard: ShardInfo, spec: StoreSpec) -> ShardInfo:
                 for begin in range(0, count, _BLOCK):
                     dataset[begin : begin + _BLOCK] = source[begin : begin + _BLOCK]
                 begins[name] = int(dataset.id.get_offset())
-    size, xxh3 = _synced(target)
+    container = _sync(target)
     sync_folder(target.parent)
     shutil.rmtree(folder)
     return replace(
         shard,
         name=target.name,
         files={name: replace(info, begin=begins.get(name, 0)) for name, info in shard.files.items()},
-        container=FileInfo(bytes=size, xxh3=xxh3),
+        container=container,
     )
 
 
-def _synced(path: Path) -> tuple[int, str]:
+def _sync(path: Path) -> FileInfo:
     """Make a file durable; return its size and checksum."""
     state = xxhash.xxh3_128()
     size = 0
@@ -62,14 +63,23 @@ def _synced(path: Path) -> tuple[int, str]:
         while block := file.read(_BLOCK):
             state.update(block)
             size += len(block)
-    return size, state.hexdigest()
+    return FileInfo(bytes=size, xxh3=state.hexdigest())
 
 
-def _library() -> Any:  # noqa: ANN401 - h5py ships no types
+def is_container(file: Path) -> bool:
+    """Whether a file was made by `to_h5`: it has the group that only ours have."""
+    if not file.stat().st_size:
+        return False
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data[:8] == H5_MAGIC and data.find(INDEX_GROUP.encode()) >= 0
+
+
+def import_h5py(where: object, use: str) -> Any:  # noqa: ANN401 - h5py ships no types
+    """Return the library, which is needed to write HDF5 and to find the arrays in files of others."""
     try:
         import h5py
     except ImportError as error:
         raise StoreError(
-            f"storage h5: h5py must be installed to write it, got {error}; pip install 'tokenmill[h5]'"
+            f"{where}: h5py must be installed to {use} it, got {error}; pip install 'tokenmill[h5]'"
         ) from error
     return h5py

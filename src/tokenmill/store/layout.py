@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES
+from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES, IntegerArray, Uint32Array
 
 FORMAT = "tokenmill-store"
 VERSION = 2
@@ -22,6 +22,8 @@ ANCHOR_DTYPE = np.dtype("<u4")
 TOKEN_DTYPES = ("|u1", "<u2", "<u4")
 DTYPES = (*TOKEN_DTYPES, "<f4")
 """What an array may be; token ids are never floats."""
+WAY_OUT = "copy the store again from where it is intact, or prepare it again"
+"""Of a store that is damaged."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -66,6 +68,12 @@ def num_anchors(tokens: int) -> int:
 def document_file_bytes(documents: int, tokens: int) -> int:
     """Return the size of a shard's `documents.bin`."""
     return (documents + 1) * OFFSET_DTYPE.itemsize + num_anchors(tokens) * ANCHOR_DTYPE.itemsize
+
+
+def anchors_of(offsets: IntegerArray) -> Uint32Array:
+    """Return the item that holds every 1,024th value, given where items start and the end of the last."""
+    marks = np.arange(0, int(offsets[-1]), ANCHOR_TOKENS).astype(offsets.dtype)
+    return (np.searchsorted(offsets, marks, side="right") - 1).astype(ANCHOR_DTYPE)
 
 
 def axis_of(kind: str, key: str) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from tokenmill.store.layout import (
     MANIFEST,
     TOKEN_DTYPES,
     VERSION,
+    WAY_OUT,
     axes_of,
     axis_of,
     document_file_bytes,
@@ -31,21 +32,22 @@ from tokenmill.store.layout import (
     key_file,
     token_keys,
 )
+from tokenmill.tables import as_json, read_table
 from tokenmill.types import TOKEN_KEYS
 
 _MAX_COUNT = 2**53
 """No count of a manifest may be larger: up to here all readers of JSON agree on whole numbers."""
-_WAY_OUT = "copy the store again from where it is intact, or prepare it again"
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_COUNT)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileInfo:
     """Size and checksum of one file, or of one array inside a shard that is a single file."""
 
-    bytes: int
+    bytes: Count
     xxh3: str
     """XXH3-128 of all its bytes, 32 hex digits."""
-    begin: int = 0
+    begin: Count = 0
     """First byte inside the shard's file; 0 where the shard is a folder."""
 
 
@@ -54,12 +56,12 @@ class ShardInfo:
     """What a manifest says of one shard."""
 
     name: str
-    documents: int
+    documents: Count
     """Records, whatever the training type."""
-    tokens: int
+    tokens: Count
     """Token ids, over all arrays that hold some."""
     files: Mapping[str, FileInfo]
-    axes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    axes: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
     """Axis -> (items, values), where there are others than `documents`."""
     container: FileInfo | None = None
     """The one file that holds the arrays; None where the shard is a folder with a file an array."""
@@ -81,11 +83,11 @@ class Manifest:
     """Identity of the tokenizer; `vocab_size` bounds the ids."""
     recipe: Mapping[str, Any]
     """How documents became tokens."""
-    shards: tuple[ShardInfo, ...]
     inputs: tuple[Mapping[str, Any], ...] = ()
     """Where the documents came from."""
     skipped: Mapping[str, Any] = field(default_factory=dict)
     """Records that were left out: counts by reason, and the first of them by file and line."""
+    shards: tuple[ShardInfo, ...]
 
     @property
     def documents(self) -> int:
@@ -116,8 +118,8 @@ class Manifest:
         shards = [
             [s.documents, s.tokens, {name: [f.bytes, f.xxh3] for name, f in s.files.items()}] for s in self.shards
         ]
-        told = ("kind", "vocab_size") if self.tokenizer.get("kind") in ("unknown", "given") else ()
-        tokenizer = {name: value for name, value in self.tokenizer.items() if name not in told}
+        by_the_user = ("kind", "vocab_size") if self.tokenizer.get("kind") in ("unknown", "given") else ()
+        tokenizer = {name: value for name, value in self.tokenizer.items() if name not in by_the_user}
         return digest([1, self.kind, dict(self.keys), tokenizer, shards])
 
 
@@ -125,185 +127,121 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the one text of a manifest: indented JSON whose `checksum` covers all the rest."""
     body: dict[str, Any] = {
         "format": FORMAT,
-        "version": _version(manifest),
+        # The oldest version that can say this.
+        "version": 2 if any(shard.axes or shard.container for shard in manifest.shards) else 1,
         "kind": manifest.kind,
-        "keys": dict(manifest.keys),
+        "keys": manifest.keys,
         "documents": manifest.documents,
         "tokens": manifest.tokens,
-        "tokenizer": dict(manifest.tokenizer),
-        "recipe": dict(manifest.recipe),
-        "inputs": [dict(item) for item in manifest.inputs],
-        "skipped": dict(manifest.skipped),
-        "shards": [shard_to_json(shard) for shard in manifest.shards],
+        **as_json(manifest),
     }
+    for shard in body["shards"]:
+        _leave_out_defaults(shard)
     body["checksum"] = xxhash.xxh3_128_hexdigest(canonical(body))
     return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
 
 
-def _version(manifest: Manifest) -> int:
-    """Return the oldest version that can say this."""
-    return 2 if any(shard.axes or shard.container for shard in manifest.shards) else 1
-
-
-def shard_to_json(shard: ShardInfo) -> dict[str, Any]:
-    """Return a shard as a JSON object."""
-    inside = shard.container is not None
-    value: dict[str, Any] = {
-        "name": shard.name,
-        "documents": shard.documents,
-        "tokens": shard.tokens,
-        "files": {
-            name: {"bytes": f.bytes, "xxh3": f.xxh3, **({"begin": f.begin} if inside else {})}
-            for name, f in shard.files.items()
-        },
-    }
-    if shard.axes:
-        value["axes"] = {axis: list(size) for axis, size in shard.axes.items()}
-    if shard.container is not None:
-        value["container"] = {"bytes": shard.container.bytes, "xxh3": shard.container.xxh3}
-    return value
-
-
-def shard_from_json(value: Mapping[str, Any]) -> ShardInfo:
-    """Read what `shard_to_json` wrote; what is not there or of another type raises a builtin error."""
-    container = value.get("container")
-    return ShardInfo(
-        name=_text(value["name"]),
-        documents=_count(value["documents"]),
-        tokens=_count(value["tokens"]),
-        files={name: _file_info(info, inside=container is not None) for name, info in value["files"].items()},
-        axes={axis: (_count(items), _count(values)) for axis, (items, values) in value.get("axes", {}).items()},
-        container=None if container is None else _file_info(container),
-    )
+def _leave_out_defaults(shard: dict[str, Any]) -> None:
+    """Leave out what a shard of version 1 does not have, and places in files of their own."""
+    if not shard["axes"]:
+        del shard["axes"]
+    alone = shard["files"].values() if shard["container"] is None else [shard["container"]]
+    for file in alone:
+        del file["begin"]
+    if shard["container"] is None:
+        del shard["container"]
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read and check the manifest of the store at `path`; opens no other file."""
     file = Path(path) / MANIFEST
+    body = _read_body(file)
+    totals = {name: body.pop(name, None) for name in ("documents", "tokens")}
     try:
-        text = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreMissingError(_missing(Path(path))) from None
-    except IsADirectoryError:
-        raise StoreCorruptError(f"{file}: must be a file, got a folder; {_WAY_OUT}") from None
-    try:
-        body = msgspec.json.decode(text)
-        checksum = body.pop("checksum")
-        intact = checksum == xxhash.xxh3_128_hexdigest(canonical(body))
-    except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
-        raise StoreCorruptError(f"{file}: must be a JSON object with a checksum, got {error}; {_WAY_OUT}") from None
-    if body.get("format") != FORMAT or body.get("version") not in range(1, VERSION + 1):
-        found = f"{body.get('format')!r} version {body.get('version')!r}"
-        raise StoreError(
-            f"{file}: must be {FORMAT!r} version 1 to {VERSION}, got {found}; "
-            "open it with the tokenmill that wrote it, or prepare it again"
-        )
-    if not intact:
-        raise StoreCorruptError(f"{file}: checksum must match its content, got {checksum!r}; {_WAY_OUT}")
-    try:
-        manifest = _parse(body)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StoreCorruptError(
-            f"{file}: must have all fields of version {body['version']}, got {error}; {_WAY_OUT}"
-        ) from None
-    _check(manifest, body, file)
+        manifest = read_table(Manifest, body, f"{file}:", error=StoreCorruptError)
+    except StoreCorruptError as error:
+        # Nobody writes a manifest by hand: how to write it right is no way out.
+        raise StoreCorruptError(f"{str(error).rpartition('; ')[0]}; {WAY_OUT}") from None
+    broken = next(_broken_rules(manifest, totals), None)
+    if broken is not None:
+        raise StoreCorruptError(f"{file}: {broken[0]}, got {broken[1]!r}; {WAY_OUT}")
     return manifest
 
 
-def _missing(path: Path) -> str:
-    if not path.exists():
-        return (
-            f"{path}: a store must be a folder with {MANIFEST}, got nothing there; "
-            "run `tokenmill prepare` or fix the path"
+def _read_body(file: Path) -> dict[str, Any]:
+    """Read a manifest; format, version and checksum are checked and left out."""
+    try:
+        text = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        got = "nothing there; run `tokenmill prepare` or fix the path"
+        if file.parent.exists():
+            got = "none; if `tokenmill prepare` was interrupted there, run it again"
+        raise StoreMissingError(f"{file.parent}: a store must be a folder with {MANIFEST}, got {got}") from None
+    except IsADirectoryError:
+        raise StoreCorruptError(f"{file}: must be a file, got a folder; {WAY_OUT}") from None
+    try:
+        body: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        checksum = body.pop("checksum")
+        intact = checksum == xxhash.xxh3_128_hexdigest(canonical(body))
+    except (ValueError, RecursionError, KeyError) as error:
+        raise StoreCorruptError(f"{file}: must be a JSON object with a checksum, got {error}; {WAY_OUT}") from None
+    format, version = body.pop("format", None), body.pop("version", None)
+    if format != FORMAT or version not in range(1, VERSION + 1):
+        raise StoreError(
+            f"{file}: must be {FORMAT!r} version 1 to {VERSION}, got {format!r} version {version!r}; "
+            "open it with the tokenmill that wrote it, or prepare it again"
         )
-    return (
-        f"{path}: a store must be a folder with {MANIFEST}, got none; "
-        "if `tokenmill prepare` was interrupted there, run it again"
-    )
+    if not intact:
+        raise StoreCorruptError(f"{file}: checksum must match its content, got {checksum!r}; {WAY_OUT}")
+    return body
 
 
-def _parse(body: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        kind=_text(body["kind"]),
-        keys=dict(body["keys"]),
-        tokenizer=dict(body["tokenizer"]),
-        recipe=dict(body["recipe"]),
-        inputs=tuple(dict(item) for item in body["inputs"]),
-        skipped=dict(body["skipped"]),
-        shards=tuple(shard_from_json(shard) for shard in body["shards"]),
-    )
-
-
-def _file_info(value: Mapping[str, Any], *, inside: bool = False) -> FileInfo:
-    """Read size and checksum; what is `inside` a file must say where it begins."""
-    begin = value["begin"] if inside else value.get("begin", 0)
-    return FileInfo(bytes=_count(value["bytes"]), xxh3=_text(value["xxh3"]), begin=_count(begin))
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise ValueError(f"{value!r} where a count must be")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} where a text must be")
-    return value
-
-
-def _check(manifest: Manifest, body: Mapping[str, Any], file: Path) -> None:
-    """Refuse a manifest whose numbers or names cannot be right, before anything is mapped by them."""
-
-    def require(ok: bool, rule: str, got: object) -> None:
-        if not ok:
-            raise StoreCorruptError(f"{file}: {rule}, got {got!r}; {_WAY_OUT}")
-
-    require(bool(manifest.keys), "keys must not be empty", dict(manifest.keys))
+def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield rules that a manifest breaks, with what it has instead; each takes those before it as kept."""
+    if not manifest.keys:
+        yield "keys must not be empty", manifest.keys
     for key, dtype in manifest.keys.items():
-        require(is_key(key), f"a key must be a plain name and not that of {DOCUMENTS}", key)
+        if not is_key(key):
+            yield f"a key must be a plain name and not that of {DOCUMENTS}", key
         allowed = TOKEN_DTYPES if key in token_keys(manifest.keys) else DTYPES
-        require(dtype in allowed, f"a dtype must be one of {allowed}", dtype)
+        if dtype not in allowed:
+            yield f"a dtype must be one of {allowed}", dtype
     for name, total in (("documents", manifest.documents), ("tokens", manifest.tokens)):
-        require(body.get(name) == total < _MAX_COUNT, f"{name} must be the sum over shards", body.get(name))
+        if type(totals[name]) is not int or not totals[name] == total < _MAX_COUNT:
+            yield f"{name} must be the sum over shards", totals[name]
     vocab_size = manifest.tokenizer.get("vocab_size")
-    require(type(vocab_size) is int and vocab_size > 0, "vocab_size must be a positive number", vocab_size)
-    names = [shard.name for shard in manifest.shards]
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    require(twice is None, "shard names must differ", twice)
+    if type(vocab_size) is not int or vocab_size < 1:
+        yield "vocab_size must be a positive number", vocab_size
+    for name, count in Counter(shard.name for shard in manifest.shards).items():
+        if count > 1:
+            yield "shard names must differ", name
     for shard in manifest.shards:
-        require(is_plain_name(shard.name), "a shard name must be a plain name", shard.name)
-        problem = shard_problem(shard, manifest.kind, manifest.keys)
-        require(problem is None, *(problem or ("", "")))
+        if not is_plain_name(shard.name):
+            yield "a shard name must be a plain name", shard.name
+        yield from _broken_shard_rules(shard, manifest.kind, manifest.keys)
 
 
-def shard_problem(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> tuple[str, object] | None:
-    """Return the first rule that a shard breaks, and what it has instead; None if its numbers fit together."""
+def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """Yield rules that the numbers of a shard break."""
     axes = axes_of(kind, keys)
-    said = set(shard.axes or ("documents",))
-    if said != set(axes):
-        return f"{shard.name} must say the sizes of {sorted(axes)}", sorted(said)
+    given = sorted(shard.axes or ("documents",))
+    if given != sorted(axes):
+        yield f"{shard.name} must say the sizes of {sorted(axes)}", given
     if "responses" in axes and "groups" not in axes:
-        return f"keys of {shard.name} must have rewards, which cut responses into records", sorted(keys)
+        yield f"keys of {shard.name} must have rewards, which cut responses into records", sorted(keys)
     sizes = {key_file(key): shard.size_of(axis_of(kind, key))[1] * np.dtype(keys[key]).itemsize for key in keys}
     sizes |= {index_file(axis): document_file_bytes(*shard.size_of(axis)) for axis in axes}
     if set(shard.files) != set(sizes):
-        return f"shard {shard.name} must have files {sorted(sizes)}", sorted(shard.files)
-    return next(_odd_files(shard, sizes), None) or next(_odd_axes(shard, kind, keys), None)
-
-
-def _odd_files(shard: ShardInfo, sizes: Mapping[str, int]) -> Iterator[tuple[str, object]]:
-    room = shard.container.bytes if shard.container else 0
+        yield f"shard {shard.name} must have files {sorted(sizes)}", sorted(shard.files)
     for name, info in shard.files.items():
         if info.bytes != sizes[name]:
             yield f"{shard.name}/{name} must have {sizes[name]} bytes", info.bytes
-        if shard.container and info.begin + info.bytes > room:
-            yield f"{shard.name}/{name} must lie within {room} bytes", info.begin + info.bytes
-        if not shard.container and info.begin:
+        if shard.container is None and info.begin:
             yield f"{shard.name}/{name} must begin at 0 in a file of its own", info.begin
-
-
-def _odd_axes(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+        if shard.container is not None and info.bytes and not info.begin:
+            yield f"{shard.name}/{name} must begin behind the header of HDF5", info.begin
+        if shard.container is not None and info.begin + info.bytes > shard.container.bytes:
+            yield f"{shard.name}/{name} must lie within {shard.container.bytes} bytes", info.begin + info.bytes
     for axis, (items, _) in shard.axes.items():
         # Responses are cut into records by the groups, every other axis is cut into records itself.
         expected = shard.axes["groups"][1] if axis == "responses" else shard.documents

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
+from tokenmill.store.layout import WAY_OUT
 from tokenmill.types import Uint8Array
 
 MAX_MAPS = 64
@@ -25,7 +26,6 @@ LARGE_BYTES = 1 << 28
 random order, and reading ahead would read and hold many times what they need."""
 # No link is followed out of the store, and a pipe in place of a file does not make us wait for its other end.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_WAY_OUT = "copy the store again from where it is intact, or prepare it again"
 
 
 @dataclass(eq=False, slots=True)
@@ -169,7 +169,7 @@ def read_range(request: Request, begin: int, size: int) -> Uint8Array:
     with _open_checked(request) as descriptor:
         data = os.pread(descriptor, size, request.begin + begin)
     if len(data) != size:
-        raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {_WAY_OUT}")
+        raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {WAY_OUT}")
     return np.frombuffer(data, np.uint8)
 
 
@@ -179,28 +179,28 @@ def _open_checked(request: FileRequest) -> Iterator[int]:
     try:
         # A part of a file lies in the store's own folder, which may be a link; a whole file in that of its shard.
         if request.size is None and request.path.parent.is_symlink():
-            raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {_WAY_OUT}")
+            raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {WAY_OUT}")
         descriptor = os.open(request.path, _FLAGS)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMissingError(
-            f"{request.path}: must exist, as the manifest lists it, got nothing there; {_WAY_OUT}"
+            f"{request.path}: must exist, as the manifest lists it, got nothing there; {WAY_OUT}"
         ) from None
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise StoreCorruptError(f"{request.path}: must be a file of the store, got a link; {_WAY_OUT}") from None
+        raise StoreCorruptError(f"{request.path}: must be a file of the store, got a link; {WAY_OUT}") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise StoreCorruptError(f"{request.path}: must be a plain file, got another kind; {_WAY_OUT}")
+            raise StoreCorruptError(f"{request.path}: must be a plain file, got another kind; {WAY_OUT}")
         if status.st_size != request.bytes:
             raise StoreCorruptError(
-                f"{request.path}: must have {request.bytes} bytes, got {status.st_size}; {_WAY_OUT}"
+                f"{request.path}: must have {request.bytes} bytes, got {status.st_size}; {WAY_OUT}"
             )
         if request.begin + request.wanted > request.bytes:
             raise StoreCorruptError(
                 f"{request.path}: a part must lie within its {request.bytes} bytes, "
-                f"got {request.begin}:{request.begin + request.wanted}; {_WAY_OUT}"
+                f"got {request.begin}:{request.begin + request.wanted}; {WAY_OUT}"
             )
         yield descriptor
     finally:

@@ -17,6 +17,7 @@ from tokenmill.store.layout import (
     ANCHOR_TOKENS,
     MANIFEST,
     OFFSET_DTYPE,
+    WAY_OUT,
     axes_of,
     index_file,
     is_shard_name,
@@ -28,7 +29,6 @@ from tokenmill.store.maps import FileRequest, map_file
 from tokenmill.types import AnyArray, Uint32Array, Uint64Array
 
 _BLOCK = 1 << 24
-_WAY_OUT = "copy the store again from where it is intact, or prepare it again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ def verify(
     check_ours(store, manifest, options or ForeignOptions())
     if (store / MANIFEST).read_bytes() != manifest_bytes(manifest):
         raise StoreCorruptError(
-            f"{store / MANIFEST}: must be as tokenmill writes it, got other white space; {_WAY_OUT}"
+            f"{store / MANIFEST}: must be as tokenmill writes it, got other white space; {WAY_OUT}"
         )
     _check_names(store, manifest)
     total = 0
@@ -108,7 +108,7 @@ def _check_names(store: Path, manifest: Manifest) -> None:
         if child.is_symlink() or (is_shard_name(child.name) and child.name not in listed):
             raise StoreCorruptError(
                 f"{child}: must be listed in {MANIFEST}, got a stranger; "
-                f"if `tokenmill prepare` was interrupted, run it again, else remove it, or {_WAY_OUT}"
+                f"if `tokenmill prepare` was interrupted, run it again, else remove it, or {WAY_OUT}"
             )
 
 
@@ -120,7 +120,7 @@ def _check_checksum(request: FileRequest, expected: str, progress: Callable[[int
         state.update(block.data)
         progress(block.size)
     if state.hexdigest() != expected:
-        raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {_WAY_OUT}")
+        raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {WAY_OUT}")
 
 
 def _check_index(request: FileRequest, items: int, values: int) -> None:
@@ -131,7 +131,7 @@ def _check_index(request: FileRequest, items: int, values: int) -> None:
 
     def require(ok: bool, rule: str) -> None:
         if not ok:
-            raise StoreCorruptError(f"{path}: {rule}; {_WAY_OUT}")
+            raise StoreCorruptError(f"{path}: {rule}; {WAY_OUT}")
 
     require(int(offsets[0]) == 0, f"offsets must start at 0, got {int(offsets[0])}")
     require(int(offsets[-1]) == values, f"offsets must end at {values}, got {int(offsets[-1])}")

@@ -18,14 +18,13 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store.durable import OWNER, lock_folder, make_folder, sync_folder, unlock_folder, write_atomically
-from tokenmill.store.h5 import INDEX_GROUP
+from tokenmill.store.h5 import is_container, to_h5
 from tokenmill.store.layout import (
-    ANCHOR_DTYPE,
-    ANCHOR_TOKENS,
     DTYPES,
     MANIFEST,
     OFFSET_DTYPE,
     TOKEN_DTYPES,
+    anchors_of,
     axes_of,
     axis_of,
     index_file,
@@ -35,15 +34,21 @@ from tokenmill.store.layout import (
     shard_name,
     token_keys,
 )
-from tokenmill.store.manifest import FileInfo, Manifest, ShardInfo, manifest_bytes, shard_from_json, shard_to_json
-from tokenmill.types import AnyArray, Int64Array, IntegerArray, Uint32Array, Uint64Array
-
-# Writing one shard: arrays that grow, each with its checksum, and where the items of each axis start.
+from tokenmill.store.manifest import FileInfo, Manifest, ShardInfo, manifest_bytes
+from tokenmill.tables import as_json, read_table
+from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
 MAX_TOKENS_PER_SHARD = 1 << 29
 """About a GiB of 16-bit ids: large enough that a big corpus needs few maps, small enough to copy about."""
 STORAGES = ("bin", "h5")
-POSITIONS = "position_ids"
+ROWS_FOLDER = ".rows"
+"""Where row indexes of the store are kept; they can always be made again."""
+JOURNAL_FOLDER = ".prepare"
+"""Where prepare keeps what it needs to add to the store later."""
+SHARDS_FOLDER = ".tmp-shards"
+TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
+"""What a build that was killed may leave in the folder of a store beside its shards."""
+_POSITIONS = "position_ids"
 _BLOCK = 1 << 20
 
 
@@ -93,356 +98,6 @@ class StoreSpec:
         return axes_of(self.kind, self.keys)
 
 
-class ShardWriter:
-    """Appends records to the files of one shard in a folder that must not be there yet.
-
-    Nothing is durable before `checkpoint` or `commit`. An array `position_ids` that is not given is numbered
-    through the shard.
-    """
-
-    def __init__(self, folder: Path, spec: StoreSpec) -> None:
-        folder.mkdir(parents=True)
-        self._begin(folder, spec)
-        for name in self._names():
-            self._files[name] = CheckedFile(folder / name)
-
-    def _begin(self, folder: Path, spec: StoreSpec) -> None:
-        self.folder = folder
-        self.spec = spec
-        self.documents = 0
-        self._sizes = dict.fromkeys(spec.axes, (0, 0))
-        self._files: dict[str, CheckedFile] = {}
-        self._ids = token_keys(spec.keys)
-
-    def _names(self) -> list[str]:
-        return [*map(key_file, self.spec.keys), *map(index_file, self.spec.axes)]
-
-    @property
-    def tokens(self) -> int:
-        """Token ids so far, over all arrays that hold some."""
-        return sum(self._sizes[axis_of(self.spec.kind, key)][1] for key in self._ids)
-
-    def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
-        """Add records: for each array its values end to end, for each axis where its items start."""
-        if POSITIONS in self.spec.keys and POSITIONS not in values:
-            values = {**values, POSITIONS: self._positions(offsets)}
-        self._check(values, offsets)
-        for key in self.spec.keys:
-            self._files[key_file(key)].write(values[key])
-        for axis, (items, size) in self._sizes.items():
-            starts = offsets[axis]
-            self._files[index_file(axis)].write((starts[:-1] + size).astype(OFFSET_DTYPE, copy=False))
-            self._sizes[axis] = (items + starts.size - 1, size + int(starts[-1]))
-        self.documents += num_records(offsets)
-
-    def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
-        axis = axis_of(self.spec.kind, POSITIONS)
-        first = self._sizes[axis][1]
-        return np.arange(first, first + int(offsets[axis][-1])).astype(self.spec.keys[POSITIONS])
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Make all that was written durable, and return what `reopen` needs to go on from here."""
-        return {
-            "documents": self.documents,
-            "axes": {axis: list(size) for axis, size in self._sizes.items()},
-            "files": {name: file.sync() for name, file in self._files.items()},
-        }
-
-    @classmethod
-    def reopen(cls, folder: Path, spec: StoreSpec, checkpoint: Mapping[str, Any]) -> ShardWriter:
-        """Go on from a checkpoint: what was written after it is cut off, what came before is proven by checksum."""
-        writer = cls.__new__(cls)
-        writer._begin(folder, spec)
-        for name in writer._names():
-            size, xxh3 = checkpoint["files"][name]
-            writer._files[name] = CheckedFile.reopen(folder / name, size, xxh3)
-        writer.documents = checkpoint["documents"]
-        writer._sizes = {axis: (size[0], size[1]) for axis, size in checkpoint["axes"].items()}
-        return writer
-
-    def rest(self) -> None:
-        """Keep no file open until more is appended."""
-        for file in self._files.values():
-            file.rest()
-
-    def commit(self) -> ShardInfo:
-        """Finish all files and make them durable; the shard is named after its folder."""
-        for axis, (items, size) in self._sizes.items():
-            file = self._files[index_file(axis)]
-            file.write(np.array([size], OFFSET_DTYPE))
-            file.write(_anchors(file.read_back(OFFSET_DTYPE, items + 1), size))
-        files = {name: file.commit() for name, file in self._files.items()}
-        sync_folder(self.folder)
-        only_documents = tuple(self._sizes) == ("documents",)
-        shard = ShardInfo(
-            name=self.folder.name,
-            documents=self.documents,
-            tokens=self.tokens,
-            files=files,
-            axes={} if only_documents else dict(self._sizes),
-        )
-        if self.spec.storage == "h5":
-            from tokenmill.store.h5 import to_h5
-
-            return to_h5(self.folder, shard, self.spec)
-        return shard
-
-    def _check(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
-        assert set(values) == set(self.spec.keys), (set(values), set(self.spec.keys))
-        assert set(offsets) == set(self._sizes), (set(offsets), set(self._sizes))
-        for starts in offsets.values():
-            assert starts[0] == 0
-            assert (starts[1:] >= starts[:-1]).all()
-        for key, array in values.items():
-            dtype = self.spec.keys[key]
-            starts = offsets[axis_of(self.spec.kind, key)]
-            assert array.size == starts[-1], key
-            if array.dtype != np.dtype(dtype):
-                raise StoreError(f"key {key!r}: ids must be {dtype}, got {array.dtype}; cast them first")
-            if key in self._ids and not self.spec.ids_checked:
-                self._check_ids(array, starts)
-
-    def _check_ids(self, ids: AnyArray, starts: Int64Array) -> None:
-        vocab_size = int(self.spec.tokenizer["vocab_size"])
-        if ids.size and int(ids.max()) >= vocab_size:
-            raise StoreError(
-                f"{self.folder}: token ids must be below the vocabulary size {vocab_size}, got {int(ids.max())}; "
-                "use the tokenizer that made them"
-            )
-        bos = self.spec.tokenizer.get("bos_id") if self.spec.tokenizer.get("add_bos") else None
-        if bos is None or bos == self.spec.tokenizer.get("eos_id"):
-            return
-        found = ids == bos
-        begun = starts[:-1][starts[:-1] < starts[1:]]
-        if np.count_nonzero(found) == np.count_nonzero(found[begun]):
-            return  # none but where documents start, and to count them is much faster than to find them
-        at = np.flatnonzero(found)
-        twice = at[1:][at[1:] == at[:-1] + 1]
-        twice = twice[~np.isin(twice, starts)] if twice.size else twice
-        if twice.size:
-            document = int(np.searchsorted(starts, twice[0], side="right")) - 1
-            raise StoreError(
-                f"{self.folder}: a document must not hold BOS twice in a row, got that in document {document} of "
-                f"a batch at token {int(twice[0] - starts[document])}; let template or tokenizer add it"
-            )
-
-
-def num_records(offsets: Mapping[str, Int64Array]) -> int:
-    """Return how many records there are; every axis but `responses` is cut into records."""
-    axis = next(axis for axis in offsets if axis != "responses")
-    return int(offsets[axis].size) - 1
-
-
-def _anchors(offsets: Uint64Array, size: int) -> Uint32Array:
-    """Return the item that holds every 1,024th value."""
-    marks = np.arange(0, size, ANCHOR_TOKENS, dtype=np.uint64)
-    return (np.searchsorted(offsets, marks, side="right") - 1).astype(ANCHOR_DTYPE)
-
-
-class CheckedFile:
-    """A file that grows at its end and knows the checksum of all that it holds.
-
-    It can `rest`, and is then not open: a build may have thousands of domains, each with files of its own, and a
-    process may have but some hundred files open.
-    """
-
-    def __init__(self, path: Path, *, mode: str = "xb") -> None:
-        self._path = path
-        self._hash = xxhash.xxh3_128()
-        self._bytes = 0
-        self._stream: io.FileIO | None = None
-        with open(path, mode):
-            pass
-
-    @classmethod
-    def reopen(cls, path: Path, size: int, xxh3: str) -> CheckedFile:
-        """Go on behind the first `size` bytes of a file, which must have this checksum."""
-        if not path.is_file() or path.stat().st_size < size:
-            raise StoreCorruptError(f"{path}: must have {size} bytes to go on, got fewer; the unit is done again")
-        file = cls(path, mode="r+b")
-        os.truncate(path, size)
-        with open(path, "rb", buffering=0) as stream:
-            while block := stream.read(_BLOCK):
-                file._hash.update(block)
-                file._bytes += len(block)
-        if file._hash.hexdigest() != xxh3:
-            raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
-        return file
-
-    def write(self, values: AnyArray) -> None:
-        """Add an array at the end."""
-        if not values.size:
-            return
-        view = np.ascontiguousarray(values).data.cast("B")
-        self._hash.update(view)
-        self._bytes += view.nbytes
-        self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `rest`
-        while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
-            view = view[self._stream.write(view) :]
-
-    def rest(self) -> None:
-        """Close it until it is written to again."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def sync(self) -> list[Any]:
-        """Make it durable, and return its size and checksum so far."""
-        self.rest()
-        with open(self._path, "ab") as stream:
-            os.fsync(stream.fileno())
-        return [self._bytes, self._hash.hexdigest()]
-
-    def read_back(self, dtype: np.dtype[Any], count: int) -> AnyArray:
-        """Map the first `count` numbers of the file."""
-        if not count:
-            return np.empty(0, dtype)
-        with open(self._path, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), count * dtype.itemsize, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype)
-
-    def commit(self) -> FileInfo:
-        """Make it durable, and return what a manifest says of it."""
-        size, xxh3 = self.sync()
-        return FileInfo(bytes=size, xxh3=xxh3)
-
-
-# Writing shards one after another, each up to its size.
-
-
-class ShardSeries:
-    """Appends records to shards `0`, `1`, ... in a folder.
-
-    The files depend on the records and the spec alone, not on how records were grouped into `append` calls: a
-    shard ends before the record that would take it over its size.
-    """
-
-    def __init__(self, folder: Path, spec: StoreSpec) -> None:
-        self.folder = folder
-        self.spec = spec
-        self.shards: list[ShardInfo] = []
-        self._open: ShardWriter | None = None
-
-    def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
-        """Add records: for each array its values end to end, for each axis where its items start."""
-        starts = self._token_starts(offsets)
-        begin, records = 0, num_records(offsets)
-        while begin < records:
-            shard = self._open = self._open or ShardWriter(self.folder / str(len(self.shards)), self.spec)
-            room = self.spec.max_tokens_per_shard - shard.tokens
-            end = int(np.searchsorted(starts, starts[begin] + room, side="right")) - 1
-            if end <= begin and shard.documents == 0:
-                end = begin + 1  # a record larger than a shard has one to itself
-            if end > begin:
-                shard.append(*self._cut(values, offsets, begin, end))
-                begin = end
-            if begin < records:
-                self._close_shard()
-
-    def rest(self) -> None:
-        """Keep no file open until more is appended."""
-        if self._open is not None:
-            self._open.rest()
-
-    def finish(self) -> list[ShardInfo]:
-        """Close the last shard; return all, named after their files in the folder."""
-        self._close_shard()
-        return self.shards
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Make all that was written durable, and return what `reopen` needs to go on from here."""
-        return {
-            "shards": [shard_to_json(shard) for shard in self.shards],
-            "open": self._open.checkpoint() if self._open else None,
-        }
-
-    @classmethod
-    def reopen(cls, folder: Path, spec: StoreSpec, checkpoint: Mapping[str, Any]) -> ShardSeries:
-        """Go on from a checkpoint; StoreCorruptError if the files are not as it says.
-
-        Of shards that were finished before it only the sizes are looked at; `verify` reads them.
-        """
-        series = cls(folder, spec)
-        series.shards = [shard_from_json(shard) for shard in checkpoint["shards"]]
-        for shard in series.shards:
-            check_sizes(folder / shard.name, shard)
-        _drop_later(folder, len(series.shards) + (checkpoint["open"] is not None))
-        if checkpoint["open"] is not None:
-            series._open = ShardWriter.reopen(folder / str(len(series.shards)), spec, checkpoint["open"])
-        return series
-
-    def _token_starts(self, offsets: Mapping[str, Int64Array]) -> Int64Array:
-        """Return how many token ids stand before each record, over all arrays."""
-        total: Int64Array = np.zeros(num_records(offsets) + 1, np.int64)
-        for key in token_keys(self.spec.keys):
-            axis = axis_of(self.spec.kind, key)
-            total += offsets[axis][offsets["groups"]] if axis == "responses" else offsets[axis]
-        return total
-
-    def _cut(
-        self,
-        values: Mapping[str, AnyArray],
-        offsets: Mapping[str, Int64Array],
-        begin: int,
-        end: int,
-    ) -> tuple[dict[str, AnyArray], dict[str, Int64Array]]:
-        """Return records `begin` to `end` (exclusive)."""
-        items = dict.fromkeys(offsets, (begin, end))
-        if "responses" in offsets:
-            groups = offsets["groups"]
-            items["responses"] = int(groups[begin]), int(groups[end])
-        starts = {axis: offsets[axis][first : last + 1] for axis, (first, last) in items.items()}
-        kind = self.spec.kind
-        return (
-            {
-                key: array[int(starts[axis_of(kind, key)][0]) : int(starts[axis_of(kind, key)][-1])]
-                for key, array in values.items()
-            },
-            {axis: start - start[0] for axis, start in starts.items()},
-        )
-
-    def _close_shard(self) -> None:
-        if self._open is not None:
-            self.shards.append(self._open.commit())
-            self._open = None
-
-
-def check_sizes(path: Path, shard: ShardInfo) -> None:
-    """Raise StoreCorruptError if the files of a finished shard are gone or of another size."""
-    files = {path / name: info.bytes for name, info in shard.files.items()}
-    if shard.container is not None:
-        files = {path: shard.container.bytes}
-    for file, size in files.items():
-        if not file.is_file() or file.stat().st_size != size:
-            raise StoreCorruptError(f"{file}: must have {size} bytes to go on, got others; the unit is done again")
-
-
-def _drop_later(folder: Path, number: int) -> None:
-    """Remove shards that were begun after a checkpoint."""
-    for child in folder.glob("*") if folder.exists() else ():
-        name = child.name.removesuffix(".h5")
-        if name.isdigit() and int(name) >= number:
-            shutil.rmtree(child) if child.is_dir() else child.unlink()
-
-
-__all__ = [
-    "MAX_TOKENS_PER_SHARD",
-    "ROWS_FOLDER",
-    "StoreSpec",
-    "StoreWriter",
-    "publish_shard",
-    "refuse_foreign_shards",
-]
-
-ROWS_FOLDER = ".rows"
-"""Where row indexes of the store are kept; they can always be made again."""
-JOURNAL_FOLDER = ".prepare"
-"""Where prepare keeps what it needs to add to the store later."""
-SHARDS_FOLDER = ".tmp-shards"
-TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
-"""What a build that was killed may leave in the folder of a store beside its shards."""
-
-
 class StoreWriter:
     """Append documents in order; `commit` makes them a store."""
 
@@ -468,16 +123,12 @@ class StoreWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._series.rest()
+        self._series.close_files()
         if self._unlock.alive:
             shutil.rmtree(self.path / SHARDS_FOLDER, ignore_errors=True)
         self._unlock()
 
-    def append(
-        self,
-        arrays: Mapping[str, AnyArray],
-        offsets: IntegerArray | Mapping[str, IntegerArray],
-    ) -> None:
+    def append(self, arrays: Mapping[str, AnyArray], offsets: IntegerArray | Mapping[str, IntegerArray]) -> None:
         """Add documents: for each key their values end to end, and where each starts (documents + 1 numbers).
 
         Where arrays have several axes, `offsets` names them.
@@ -509,6 +160,292 @@ class StoreWriter:
         return manifest
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Checkpoint:
+    """What a series of shards needs to go on."""
+
+    shards: tuple[ShardInfo, ...]
+    """Those that are finished."""
+    open: ShardInfo | None
+    """The one that is being written, with the sizes and checksums of its files so far."""
+
+
+class ShardSeries:
+    """Appends records to shards `0`, `1`, ... in a folder.
+
+    The files depend on the records and the spec alone, not on how records were grouped into `append` calls: a
+    shard ends before the record that would take it over its size.
+    """
+
+    def __init__(self, folder: Path, spec: StoreSpec) -> None:
+        self.folder = folder
+        self.spec = spec
+        self.shards: list[ShardInfo] = []
+        self._open: _ShardWriter | None = None
+
+    def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
+        """Add records: for each array its values end to end, for each axis where its items start."""
+        starts = self._token_starts(offsets)
+        begin, records = 0, _num_records(offsets)
+        while begin < records:
+            shard = self._open = self._open or _ShardWriter(self.folder / str(len(self.shards)), self.spec)
+            room = self.spec.max_tokens_per_shard - shard.tokens
+            end = int(np.searchsorted(starts, starts[begin] + room, side="right")) - 1
+            if end <= begin and shard.documents == 0:
+                end = begin + 1  # a record larger than a shard has one to itself
+            if end > begin:
+                shard.append(*self._cut(values, offsets, begin, end))
+                begin = end
+            if begin < records:
+                self._close_shard()
+
+    def close_files(self) -> None:
+        """Keep no file open until more is appended."""
+        if self._open is not None:
+            self._open.close_files()
+
+    def finish(self) -> list[ShardInfo]:
+        """Close the last shard; return all, named after their files in the folder."""
+        self._close_shard()
+        return self.shards
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Make all that was written durable, and return, as JSON, what `reopen` needs to go on from here."""
+        opened = self._open.sync() if self._open else None
+        checkpoint: dict[str, Any] = as_json(_Checkpoint(shards=tuple(self.shards), open=opened))
+        return checkpoint
+
+    @classmethod
+    def reopen(cls, folder: Path, spec: StoreSpec, checkpoint: Mapping[str, Any]) -> ShardSeries:
+        """Go on from a checkpoint; StoreCorruptError if the files are not as it says.
+
+        Of shards that were finished before it only the sizes are looked at; `verify` reads them.
+        """
+        saved = read_table(_Checkpoint, checkpoint, "checkpoint", error=StoreCorruptError)
+        series = cls(folder, spec)
+        series.shards = list(saved.shards)
+        for shard in series.shards:
+            check_sizes(folder / shard.name, shard)
+        # Shards that were begun after the checkpoint go.
+        first_later = len(series.shards) + (saved.open is not None)
+        for child in folder.glob("*"):
+            number = child.name.removesuffix(".h5")
+            if number.isdigit() and int(number) >= first_later:
+                _remove(child)
+        if saved.open is not None:
+            series._open = _ShardWriter(folder / str(len(series.shards)), spec, saved.open)
+        return series
+
+    def _token_starts(self, offsets: Mapping[str, Int64Array]) -> Int64Array:
+        """Return how many token ids stand before each record, over all arrays."""
+        total: Int64Array = np.zeros(_num_records(offsets) + 1, np.int64)
+        for key in token_keys(self.spec.keys):
+            axis = axis_of(self.spec.kind, key)
+            total += offsets[axis][offsets["groups"]] if axis == "responses" else offsets[axis]
+        return total
+
+    def _cut(
+        self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array], begin: int, end: int
+    ) -> tuple[dict[str, AnyArray], dict[str, Int64Array]]:
+        """Return records `begin` to `end` (exclusive)."""
+        items = dict.fromkeys(offsets, (begin, end))
+        if "responses" in offsets:
+            groups = offsets["groups"]
+            items["responses"] = int(groups[begin]), int(groups[end])
+        starts = {axis: offsets[axis][first : last + 1] for axis, (first, last) in items.items()}
+        arrays = {}
+        for key, array in values.items():
+            inside = starts[axis_of(self.spec.kind, key)]
+            arrays[key] = array[int(inside[0]) : int(inside[-1])]
+        return arrays, {axis: start - start[0] for axis, start in starts.items()}
+
+    def _close_shard(self) -> None:
+        if self._open is not None:
+            self.shards.append(self._open.commit())
+            self._open = None
+
+
+class _ShardWriter:
+    """Appends records to the files of one shard, in a folder that must not be there yet, or from a checkpoint on.
+
+    What was written after the checkpoint is cut off, what came before is proven by checksum. Nothing is durable
+    before `sync` or `commit`. An array `position_ids` that is not given is numbered through the shard.
+    """
+
+    def __init__(self, folder: Path, spec: StoreSpec, saved: ShardInfo | None = None) -> None:
+        self.folder = folder
+        self.spec = spec
+        self.documents = saved.documents if saved else 0
+        self._sizes = {axis: saved.size_of(axis) if saved else (0, 0) for axis in spec.axes}
+        self._ids = token_keys(spec.keys)
+        if saved is None:
+            folder.mkdir(parents=True)
+        names = [*map(key_file, spec.keys), *map(index_file, spec.axes)]
+        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
+
+    @property
+    def tokens(self) -> int:
+        """Token ids so far, over all arrays that hold some."""
+        return sum(self._sizes[axis_of(self.spec.kind, key)][1] for key in self._ids)
+
+    def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
+        """Add records: for each array its values end to end, for each axis where its items start."""
+        if _POSITIONS in self.spec.keys and _POSITIONS not in values:
+            values = {**values, _POSITIONS: self._positions(offsets)}
+        self._check(values, offsets)
+        for key in self.spec.keys:
+            self._files[key_file(key)].write(values[key])
+        for axis, (items, size) in self._sizes.items():
+            starts = offsets[axis]
+            self._files[index_file(axis)].write((starts[:-1] + size).astype(OFFSET_DTYPE, copy=False))
+            self._sizes[axis] = (items + starts.size - 1, size + int(starts[-1]))
+        self.documents += _num_records(offsets)
+
+    def close_files(self) -> None:
+        """Keep no file open until more is appended."""
+        for file in self._files.values():
+            file.close()
+
+    def sync(self) -> ShardInfo:
+        """Make all that was written durable, and return what is known of the shard so far."""
+        only_documents = tuple(self._sizes) == ("documents",)
+        return ShardInfo(
+            name=self.folder.name,
+            documents=self.documents,
+            tokens=self.tokens,
+            files={name: file.sync() for name, file in self._files.items()},
+            axes={} if only_documents else dict(self._sizes),
+        )
+
+    def commit(self) -> ShardInfo:
+        """Finish all files and make them durable; the shard is named after its folder."""
+        for axis, (items, size) in self._sizes.items():
+            file = self._files[index_file(axis)]
+            file.write(np.array([size], OFFSET_DTYPE))
+            file.write(anchors_of(file.read_back(OFFSET_DTYPE, items + 1)))
+        shard = self.sync()
+        sync_folder(self.folder)
+        return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
+
+    def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
+        axis = axis_of(self.spec.kind, _POSITIONS)
+        first = self._sizes[axis][1]
+        return np.arange(first, first + int(offsets[axis][-1])).astype(self.spec.keys[_POSITIONS])
+
+    def _check(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
+        assert set(values) == set(self.spec.keys), (set(values), set(self.spec.keys))
+        assert set(offsets) == set(self._sizes), (set(offsets), set(self._sizes))
+        for starts in offsets.values():
+            assert starts[0] == 0
+            assert (starts[1:] >= starts[:-1]).all()
+        for key, array in values.items():
+            dtype = self.spec.keys[key]
+            starts = offsets[axis_of(self.spec.kind, key)]
+            assert array.size == starts[-1], key
+            if array.dtype != np.dtype(dtype):
+                raise StoreError(f"key {key!r}: ids must be {dtype}, got {array.dtype}; cast them first")
+            if key in self._ids and not self.spec.ids_checked:
+                self._check_ids(array, starts)
+
+    def _check_ids(self, ids: AnyArray, starts: Int64Array) -> None:
+        vocab_size = int(self.spec.tokenizer["vocab_size"])
+        if ids.size and int(ids.max()) >= vocab_size:
+            raise StoreError(
+                f"{self.folder}: token ids must be below the vocabulary size {vocab_size}, got {int(ids.max())}; "
+                "use the tokenizer that made them"
+            )
+        bos = self.spec.tokenizer.get("bos_id") if self.spec.tokenizer.get("add_bos") else None
+        if bos is None or bos == self.spec.tokenizer.get("eos_id"):
+            return
+        is_bos = ids == bos
+        begun = starts[:-1][starts[:-1] < starts[1:]]
+        if np.count_nonzero(is_bos) == np.count_nonzero(is_bos[begun]):
+            return  # none but where documents start, and to count them is much faster than to find them
+        places = np.flatnonzero(is_bos)
+        twice = places[1:][places[1:] == places[:-1] + 1]
+        twice = twice[~np.isin(twice, starts)] if twice.size else twice
+        if twice.size:
+            document = int(np.searchsorted(starts, twice[0], side="right")) - 1
+            raise StoreError(
+                f"{self.folder}: a document must not hold BOS twice in a row, got that in document {document} of "
+                f"a batch at token {int(twice[0] - starts[document])}; let template or tokenizer add it"
+            )
+
+
+class CheckedFile:
+    """A file that grows at its end and knows the checksum of all that it holds: new, or as it was at a checkpoint.
+
+    It is opened when it is written to and can be closed in between: a build may have thousands of domains, each
+    with files of its own, and a process may have but some hundred files open.
+    """
+
+    def __init__(self, path: Path, saved: FileInfo | None = None) -> None:
+        self._path = path
+        self._hash = xxhash.xxh3_128()
+        self._bytes = 0
+        self._stream: io.FileIO | None = None
+        if saved is None:
+            path.open("xb").close()
+            return
+        if not path.is_file() or path.stat().st_size < saved.bytes:
+            raise StoreCorruptError(
+                f"{path}: must have {saved.bytes} bytes to go on, got fewer; the unit is done again"
+            )
+        os.truncate(path, saved.bytes)
+        with path.open("rb", buffering=0) as stream:
+            while block := stream.read(_BLOCK):
+                self._hash.update(block)
+                self._bytes += len(block)
+        if self._hash.hexdigest() != saved.xxh3:
+            raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
+
+    def write(self, values: AnyArray) -> None:
+        """Add an array at the end."""
+        if not values.size:
+            return
+        view = np.ascontiguousarray(values).data.cast("B")
+        self._hash.update(view)
+        self._bytes += view.nbytes
+        self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+        while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
+            view = view[self._stream.write(view) :]
+
+    def close(self) -> None:
+        """Close it until it is written to again."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def sync(self) -> FileInfo:
+        """Make it durable, and return its size and checksum so far."""
+        self.close()
+        with open(self._path, "ab") as stream:
+            os.fsync(stream.fileno())
+        return FileInfo(bytes=self._bytes, xxh3=self._hash.hexdigest())
+
+    def read_back(self, dtype: np.dtype[Any], count: int) -> AnyArray:
+        """Map the first `count` numbers of the file, of which there is one at least."""
+        with open(self._path, "rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), count * dtype.itemsize, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype)
+
+
+def _num_records(offsets: Mapping[str, Int64Array]) -> int:
+    """Return how many records there are; every axis but `responses` is cut into records."""
+    axis = next(axis for axis in offsets if axis != "responses")
+    return int(offsets[axis].size) - 1
+
+
+def check_sizes(path: Path, shard: ShardInfo) -> None:
+    """Raise StoreCorruptError if the files of a finished shard are gone or of another size."""
+    files = {path / name: info.bytes for name, info in shard.files.items()}
+    if shard.container is not None:
+        files = {path: shard.container.bytes}
+    for file, size in files.items():
+        if not file.is_file() or file.stat().st_size != size:
+            raise StoreCorruptError(f"{file}: must have {size} bytes to go on, got others; the unit is done again")
+
+
 def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> ShardInfo:
     """Move a finished shard from a folder into the store under its number; done already is as good.
 
@@ -525,13 +462,12 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
 
 def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
-    left = []
+    ours = []
     for child in sorted(path.iterdir()):
         if child.name == OWNER or child.name in keep:
             continue
-        ours = child.name in (ROWS_FOLDER, JOURNAL_FOLDER) or is_shard_name(child.name)
-        if ours or child.name in TEMPORARY:
-            left.append(child)
+        if child.name in (ROWS_FOLDER, JOURNAL_FOLDER, *TEMPORARY) or is_shard_name(child.name):
+            ours.append(child)
         elif child.name != MANIFEST:
             raise StoreExistsError(
                 f"{path}: must be a folder of its own for the store, got {child.name!r} in it; choose another path"
@@ -539,9 +475,13 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     refuse_foreign_shards(path)
     (path / MANIFEST).unlink(missing_ok=True)
     sync_folder(path)
-    for child in left:
-        shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+    for child in ours:
+        _remove(child)
     sync_folder(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def refuse_foreign_shards(path: Path) -> None:
@@ -554,13 +494,5 @@ def refuse_foreign_shards(path: Path) -> None:
             raise StoreError(
                 f"{child}: a folder of this name must be a shard, got {strangers[0]}; choose another path"
             )
-        if child.is_file() and not _is_container(child):
+        if child.is_file() and not is_container(child):
             raise StoreError(f"{child}: a file of this name must be a shard, got another's; choose another path")
-
-
-def _is_container(file: Path) -> bool:
-    """Whether a file was made by `to_h5`: it has the group that only ours have."""
-    if not file.stat().st_size:
-        return False
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data[:8] == b"\x89HDF\r\n\x1a\n" and data.find(INDEX_GROUP.encode()) >= 0
