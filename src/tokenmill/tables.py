@@ -1,15 +1,16 @@
 """The one reader of tables: what TOML and JSON give becomes typed records, or an error that names the place.
 
 A record is a frozen dataclass. Its hints say what a table may hold: `int`, `Number`, `str`, `bool`, `X | None`,
-`Sequence[X]`, `tuple[X, ...]`, `Mapping[str, X]`, `Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits,
-and records within records. An unknown key is refused, with the nearest that is known. Rules that go beyond that
-stand in the `__post_init__` of the record, whose errors keep their own text.
+`X | UnsetType` (it may be left out, but not be null), `Sequence[X]`, `tuple[X, ...]`, `Mapping[str, X]`,
+`Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits, and records within records. An unknown key is
+refused, with the nearest that is known. Rules that go beyond that stand in the `__post_init__` of the record, whose
+errors keep their own text.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import (
@@ -38,22 +39,38 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER, description=
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER, description="a whole number from 1 to 2^40")]
 Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1, description="a whole number from 0 to 2^63")]
 """Whole numbers with limits, which are checked where a table is read, and only there."""
+Refuse: TypeAlias = Callable[[str], TokenmillError]
+"""Message -> error: the class of an error, or what makes one."""
+_NOTHING = (type(None), msgspec.UnsetType)
+"""What a value may be in place of something: null, or left out of the table."""
 _WORDS = {int: "whole numbers", float: "numbers", Number: "numbers", str: "strings", bool: "flags"}
 
 
-def read_table(kind: type[T], value: object, where: str, *, error: type[TokenmillError] = ConfigError) -> T:
+def read_table(
+    kind: type[T],
+    value: object,
+    where: str,
+    *,
+    error: type[TokenmillError] = ConfigError,
+    way_out: str | None = None,
+) -> T:
     """Return a table as a record of a kind; names, presence and types are checked, all the way down.
 
     `where` names the table in errors: keys stand behind it after a dot, or after a blank where it ends with a
-    colon, as for a file: `run.steps: must be ...`, `a.json: steps: must be ...`.
+    colon, as for a file: `run.steps: must be ...`, `a.json: steps: must be ...`. A `way_out` ends all of them in
+    place of what to write: nobody writes a state by hand.
     """
-    _check_keys(kind, value, where, error)
+
+    def refuse(message: str) -> TokenmillError:
+        return error(message if way_out is None else f"{message.rpartition('; ')[0]}; {way_out}")
+
+    _check_keys(kind, value, where, refuse)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as problem:
         if isinstance(problem.__cause__, TokenmillError):
             raise problem.__cause__ from None
-        raise _refusal(kind, value, where, error) from None
+        raise _refusal(kind, value, where, refuse) from None
 
 
 def read_list(kind: type[T], tables: Mapping[str, Any], key: str) -> tuple[T, ...]:
@@ -78,16 +95,14 @@ def as_json(record: object) -> Any:  # noqa: ANN401 - a JSON value
     return msgspec.json.decode(msgspec.json.encode(record))  # `to_builtins` would leave tuples as they are
 
 
-def check_keys(
-    where: str, table: Mapping[str, Any], known: Sequence[str], error: type[TokenmillError] = ConfigError
-) -> None:
+def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str], error: Refuse = ConfigError) -> None:
     """Refuse keys that are not known."""
     for key in table:
         if key not in known:
             raise error(f"{_shown(where)}: keys must be known, got {key!r}; {nearest(str(key), known)}")
 
 
-def _check_keys(hint: Any, value: object, where: str, error: type[TokenmillError]) -> None:  # noqa: ANN401
+def _check_keys(hint: Any, value: object, where: str, error: Refuse) -> None:  # noqa: ANN401
     """Refuse unknown keys of a table and of the tables in it, and tables that are none."""
     kind = _bare(hint)
     if _is_record(kind) and (value is not None or kind is hint):
@@ -123,12 +138,12 @@ def _hints(kind: type) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
-def _refusal(hint: Any, value: Any, where: str, error: type[TokenmillError]) -> TokenmillError:  # noqa: ANN401
+def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError:  # noqa: ANN401
     """Go down to what is wrong in a value and say it in our own form: where, the rule, the value, the way out."""
     kind = _bare(hint)
     for inner, item, place in _parts(kind, value, where):
         # A list or table of plain values is shown whole.
-        if (_is_record(kind) or _bare(inner) not in _WORDS) and not _fits(inner, item):
+        if (_is_record(kind) or inner not in _WORDS) and not _fits(inner, item):
             return _refusal(inner, item, place, error)
     where = _shown(where)
     if _is_record(kind) and isinstance(value, Mapping):
@@ -155,9 +170,9 @@ def _fits(hint: Any, value: object) -> bool:  # noqa: ANN401 - what a hint is
 
 
 def _bare(hint: Any) -> Any:  # noqa: ANN401 - what a hint is
-    """Return a hint without `None` and without limits."""
+    """Return a hint without what stands for nothing, and without limits."""
     if get_origin(hint) in (Union, types.UnionType):
-        inner = [part for part in get_args(hint) if part is not type(None)]
+        inner = [part for part in get_args(hint) if part not in _NOTHING]
         return _bare(inner[0]) if len(inner) == 1 else hint
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
@@ -188,9 +203,9 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (tuple, Sequence):
-        return f"a list of {_WORDS.get(inner[0], 'tables')}"
+        return f"a list of {_WORDS.get(_bare(inner[0]), 'values' if inner[0] is Any else 'tables')}"
     if origin in (Union, types.UnionType) and hint != Number:
-        return " or ".join(dict.fromkeys(_wanted(part) for part in inner if part is not type(None)))
+        return " or ".join(dict.fromkeys(_wanted(part) for part in inner if part not in _NOTHING))
     if origin is not None and hint != Number:
         return f"a table of {_WORDS[inner[-1]]}" if inner[-1] in _WORDS else "a table"
     return "true or false" if hint is bool else f"a {_WORDS.get(hint, 'tables').removesuffix('s')}"

@@ -34,7 +34,21 @@ _NESTED = ("made_of", "lanes", "skipped", "live")
 """What states of live text hold beside numbers and texts."""
 
 
-def find_rank(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+def find_rank(
+    group: dist.ProcessGroup | None = None, *, rank: int | None = None, world_size: int | None = None
+) -> tuple[int, int]:
+    """Return rank and world size: those given, else as torch.distributed or the launcher says, else (0, 1)."""
+    if rank is None or world_size is None:
+        own = _own_rank(group)
+        rank, world_size = own[0] if rank is None else rank, own[1] if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank: must lie within 0 and the {world_size} ranks, got {rank}; give both rank and number of ranks"
+        )
+    return rank, world_size
+
+
+def _own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return rank and world size: of torch.distributed if it runs, else of RANK and WORLD_SIZE, else (0, 1)."""
     if is_running():
         return dist.get_rank(group), dist.get_world_size(group)

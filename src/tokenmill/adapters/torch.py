@@ -98,11 +98,6 @@ def torch_loader(
     Rank and world size are those of torch.distributed if it runs (of `group`, the data-parallel one), else of the
     environment that torchrun sets, else one rank alone; those that are given win.
     """
-    found = (rank, world_size) if rank is not None and world_size is not None else find_rank(group)
-    loader = run.loader(
-        rank=found[0] if rank is None else rank,
-        world_size=found[1] if world_size is None else world_size,
-        micro_batch=micro_batch,
-        arrays=arrays,
-    )
+    rank, world_size = find_rank(group, rank=rank, world_size=world_size)
+    loader = run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, arrays=arrays)
     return TorchLoader(loader, device=device, check_ranks=check_ranks, group=group)

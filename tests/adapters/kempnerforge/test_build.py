@@ -111,9 +111,9 @@ def test_token_files_give_seq_len_inputs_and_all_their_samples(places):
 def test_the_eos_of_the_tokenizer_ends_documents_unless_it_is_said():
     said = build(dataset_path="web", pack_sequences=True, eos_token_id=0)
     found = build(dataset_path="web", pack_sequences=True)
-    assert said.dataset.chunks.eos_id == 0
-    assert found.dataset.chunks.eos_id == open_tokenizer("bytes").identity.eos_id
-    assert build(dataset_path="web").dataset.chunks.eos_id is None
+    assert said.dataset.eos_id == 0
+    assert found.dataset.eos_id == open_tokenizer("bytes").identity.eos_id
+    assert build(dataset_path="web").dataset.eos_id is None
 
 
 @pytest.mark.usefixtures("places")
@@ -134,7 +134,10 @@ def test_a_mixture_has_its_shares_and_phases_begin_by_themselves():
     ("options", "message"),
     [
         ({}, "dataset_path, hf_dataset_name or datasets must be given, got none"),
-        ({"hf_dataset_name": "tales", "tokenizer_path": ""}, "tokenizer_path must be given to read text"),
+        (
+            {"hf_dataset_name": "tales", "tokenizer_path": ""},
+            "tokenizer_path: must be given to read the text of 'tales'",
+        ),
     ],
 )
 def test_a_config_without_data_is_refused(options, message):

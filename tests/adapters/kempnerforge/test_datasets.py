@@ -135,11 +135,11 @@ def test_what_cannot_be_is_refused_with_the_way_out(tmp_path):
 
 def test_a_closed_dataset_holds_no_file(tmp_path):
     dataset = MemoryMappedDataset(write(tmp_path / "t", {"a": ids_of(0, 50, "uint16")}, ".npy"), 10)
-    maps = dataset.chunks.stores[0].maps
+    maps = dataset.stores[0].maps
     dataset[0]
     assert maps.num_open == 1
     dataset.close()
-    assert dataset.chunks.stores == []
+    assert dataset.stores == []
     with pytest.raises(PlanError, match="within 0:0, got 0"):
         dataset[0]
 
@@ -180,7 +180,7 @@ def test_worker_processes_that_are_not_forked_open_the_files_again(tmp_path):
     assert again.state_dict() == dataset.state_dict()
     dataset.close()
     again.__setstate__(dataset.__getstate__())
-    assert again.chunks.stores == []
+    assert again.stores == []
 
 
 class Squares(torch.utils.data.Dataset):
@@ -225,7 +225,7 @@ def test_memory_is_kept_for_few_sizes_of_batches_only(tmp_path):
     for rows in [*range(1, 101), 3, 77, 50]:
         assert got(dataset.__getitems__(range(rows))) == described([np.load(f"{folder}/a.npy")], 9)[:rows]
     assert dataset.__getitems__([]) == []
-    held = [buffer.nbytes for pool in dataset.chunks._pools.values() for buffer in pool._buffers]
+    held = [buffer.nbytes for pool in dataset._pools.values() for buffer in pool._buffers]
     assert sum(held) <= 2 * 2 * (2 * 128 * 8 * 8), "two batches of the largest, and of all smaller ones as much"
     kept = dataset.__getitems__(range(50))
     dataset.__getitems__(range(60, 100))

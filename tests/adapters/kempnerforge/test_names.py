@@ -128,8 +128,9 @@ def test_parameters_of_methods_are_the_documented_ones():
 
 
 def test_options_of_a_stream_are_the_documented_ones():
-    options = inspect.get_annotations(kempnerforge.streaming.Streaming)
-    assert list(options)[:5] == ["rank", "world_size", "seed", "shuffle_buffer_size", "pack_sequences"]
+    parameters = inspect.signature(StreamingHuggingFaceDataset).parameters.values()
+    options = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert options[:5] == ["rank", "world_size", "seed", "shuffle_buffer_size", "pack_sequences"]
     assert hasattr(StreamingHuggingFaceDataset, "__iter__")
     assert not hasattr(StreamingHuggingFaceDataset, "__len__")
 

@@ -122,13 +122,13 @@ def test_steps_of_several_batches_keep_their_number(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batches_yielded": -1}, "batches_yielded must be a whole number"),
-        ({"batches_yielded": "x"}, "batches_yielded must be a whole number .* got 'x'"),
-        ({"batch_size": None}, "batch_size must be a whole number"),
-        ({"world_size": 0}, "world_size must be a whole number"),
-        ({"grad_accum_steps": 0}, "grad_accum_steps must be a whole number"),
-        ({"epoch": "x"}, "epoch must be a whole number"),
-        ({"live": None}, "must be the dict that state_dict"),
+        ({"batches_yielded": -1}, "state.batches_yielded: must be a whole number"),
+        ({"batches_yielded": "x"}, "state.batches_yielded: must be a whole number .* got 'x'"),
+        ({"batch_size": None}, "state.batch_size: must be a whole number"),
+        ({"world_size": 0}, "state.world_size: must be a whole number"),
+        ({"grad_accum_steps": 0}, "state.grad_accum_steps: must be a whole number"),
+        ({"epoch": "x"}, "state.epoch: must be a whole number"),
+        ({"live": None}, "state.live: must be a table, got None"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(change, message, folder):
@@ -137,9 +137,9 @@ def test_a_state_that_cannot_be_is_refused(change, message, folder):
     state = saved(loader)
     with pytest.raises(ResumeError, match=message):
         loader.load_state_dict({**state, **change})
-    with pytest.raises(ResumeError, match="must be the dict that state_dict"):
+    with pytest.raises(ResumeError, match=r"use a state as state_dict\(\) gave it"):
         loader.load_state_dict(None)
-    with pytest.raises(ResumeError, match="got none of"):
+    with pytest.raises(ResumeError, match=r"must be given, got nothing"):
         loader.load_state_dict({key: value for key, value in state.items() if key not in change})
 
 
@@ -177,11 +177,6 @@ def test_worker_processes_are_refused_as_they_would_keep_the_state(folder):
         next(iter(loader))
 
 
-def test_an_unknown_option_names_the_nearest(folder):
-    with pytest.raises(ConfigError, match="got 'worldsize'; did you mean 'world_size'"):
-        StreamingHuggingFaceDataset(str(folder), "train", "text", 32, "bytes", worldsize=2)
-
-
 def test_ranks_are_those_of_the_launcher_unless_they_are_given(folder, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -190,5 +185,5 @@ def test_ranks_are_those_of_the_launcher_unless_they_are_given(folder, monkeypat
 
 
 def test_a_state_of_kempnerforge_itself_is_refused(folder):
-    with pytest.raises(ResumeError, match=r"got none of \['live'\].*order of KempnerForge's own is another"):
+    with pytest.raises(ResumeError, match=r"got 'rank_docs_consumed'; .*order of KempnerForge's own is another"):
         make(folder).load_state_dict({"epoch": 0, "rank_docs_consumed": 12})

@@ -1,15 +1,22 @@
-"""What KempnerForge's [data] says, with its names and defaults."""
+"""KempnerForge's config in Python, how batches make up steps, and how states are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from tokenmill.adapters import distributed
 from tokenmill.config.dialects.kempnerforge import DataTable, TrainingPhase
 from tokenmill.errors import ConfigError, ResumeError, nearest
-from tokenmill.tables import MAX_NUMBER
+from tokenmill.tables import read_table
+
+T = TypeVar("T")
+AS_SAVED = "use a state as state_dict() gave it: the order of KempnerForge's own is another"
+
+
+def read_state(kind: type[T], state: object, where: str = "state") -> T:
+    """Return a state as a record of a kind; what `state_dict()` cannot have given is refused."""
+    return read_table(kind, state, where, error=ResumeError, way_out=AS_SAVED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +36,12 @@ class DataConfig(DataTable):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"data: names of datasets must differ, got {twice[0]!r} twice; rename one")
-        for phase in self.all_phases:
-            _check_names(f"phase at step {phase.start_step}", phase.dataset_weights, names)
-        _check_names("anneal_weights", self.anneal_weights, names)
+        said = {f"phase at step {phase.start_step}": phase.dataset_weights for phase in self.all_phases}
+        for where, weights in (said | {"anneal_weights": self.anneal_weights}).items():
+            for name in weights:
+                if name not in names:
+                    way_out = nearest(name, names) if names else "add datasets, or leave the weights out"
+                    raise ConfigError(f"{where}: weights must name datasets, got {name!r}; {way_out}")
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
@@ -51,18 +61,8 @@ class DataConfig(DataTable):
     def weights_at(self, step: int) -> list[float]:
         """Return the weights of the sources at a step, in their order."""
         phase = self.phase_at(step)
-        said = {} if phase is None else phase.dataset_weights
+        said: Mapping[str, float] = {} if phase is None else phase.dataset_weights
         return [said.get(source.called, source.weight) for source in self.datasets]
-
-
-def _check_names(where: str, weights: Mapping[str, float], names: Sequence[str]) -> None:
-    for name in weights:
-        if name not in names:
-            way_out = nearest(name, names) if names else "add datasets, or leave the weights out"
-            raise ConfigError(f"{where}: weights must name datasets, got {name!r}; {way_out}")
-
-
-# How batches make up steps, and what phases say of a step.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,118 +106,22 @@ class StepShape:
             )
         return config.lr_scale_at(step)
 
+    def count(self, batches: int, saved: StepShape, *, inside: bool = False) -> int:
+        """Return how many batches of this shape have made up the steps that `batches` of a saved one did.
 
-# Which states a loader can go on from.
-
-STATE_VERSION = 2
-EDITED = "use a state that was not edited"
-_KEYS = (
-    *("version", "epoch", "batches_yielded", "sampler"),
-    *("position", "begin", "batches", "batch_size", "grad_accum_steps", "phases"),
-)
-
-
-def check_mapping(state: object, keys: Sequence[str] = ()) -> None:
-    """Refuse what is no dict, or has not all of some keys."""
-    if not isinstance(state, Mapping):
-        raise ResumeError(f"state: must be the dict that state_dict() gave, got {type(state).__name__}; pass that")
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise ResumeError(
-            f"state: must have {', '.join(keys)}, got none of {missing}; use a state of such a loader: the order "
-            "of KempnerForge's own is another"
-        )
-
-
-def read_count(state: Mapping[str, Any], key: str, *, least: int = 0, default: int | None = None) -> int:
-    """Return a whole number of a state, or refuse what is none or beyond all reason."""
-    value = state.get(key, default)
-    if type(value) is not int or not least <= value <= MAX_NUMBER:
-        raise ResumeError(
-            f"state: {key} must be a whole number within {least} and {MAX_NUMBER}, got {value!r}; {EDITED}"
-        )
-    return value
-
-
-def check_state(state: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Refuse what is no state of such a loader, or one of other samples."""
-    check_mapping(state)
-    if state.get("version", STATE_VERSION) != STATE_VERSION:
-        raise ResumeError(
-            f"state: version must be {STATE_VERSION}, got {state['version']!r}; resume where it was saved"
-        )
-    check_mapping(state, _KEYS)
-    for key in ("epoch", "batches_yielded", "position", "begin", "batches"):
-        read_count(state, key)
-    if not isinstance(state["sampler"], Mapping) or "num_replicas" not in state["sampler"]:
-        raise ResumeError(f"state: sampler must be the state of a sampler, got {state['sampler']!r}; {EDITED}")
-    if state.get("dataset") != fingerprint:
-        said, own = (
-            value[:12] if isinstance(value, str) else value for value in (state.get("dataset"), fingerprint)
-        )
-        raise ResumeError(
-            f"state: the samples must be those of dataset {said!r}, got {own!r}; put the files back as they were, "
-            "or start anew"
-        )
-
-
-def shape_of(state: Mapping[str, Any], ranks: Mapping[str, Any], key: str) -> StepShape:
-    """Return how batches made up steps where a state was saved; `key` of `ranks` says the number of ranks."""
-    accumulated = state["grad_accum_steps"]
-    return StepShape(
-        batch_size=read_count(state, "batch_size", least=1),
-        num_replicas=read_count(ranks, key, least=1),
-        grad_accum_steps=None if accumulated is None else read_count(state, "grad_accum_steps", least=1),
-    )
-
-
-def batches_of(batches: int, made: StepShape, here: StepShape, *, inside: bool = False) -> int:
-    """Return how many batches were handed out, by the batches that a step has here.
-
-    In the middle of a step, be it by this count or because a state is said to be `inside` of one, steps must be
-    what they were.
-    """
-    if (made.grad_accum_steps is None) != (here.grad_accum_steps is None):
-        raise ResumeError(
-            f"state: grad_accum_steps must be given or left out as when it was saved, {made.grad_accum_steps}, "
-            f"got {here.grad_accum_steps}; without it the loader does not know the step"
-        )
-    steps, begun = divmod(batches, made.batches)
-    if (begun or inside) and (made.batches, made.samples) != (here.batches, here.samples):
-        raise ResumeError(
-            f"state: was saved in the middle of step {steps}, so it must go on with {made.batches} batches a step "
-            f"of {made.samples} samples over all ranks, got {here.batches} of {here.samples}; resume with those, "
-            "or from a state saved between two steps"
-        )
-    return steps * here.batches + begun
-
-
-def check_place(state: Mapping[str, Any], made: StepShape, bounds: tuple[int, int]) -> None:
-    """Refuse a place that is outside of its epoch, or that its batches do not lead to."""
-    position, begin, yielded = state["position"], state["begin"], state["batches_yielded"]
-    if begin + yielded * made.samples != position or (state["batches"] - yielded) % made.batches:
-        raise ResumeError(
-            f"state: position must be {yielded} batches of {made.samples} samples behind {begin}, and batches as "
-            f"far in a step of {made.batches}, got {position} and {state['batches']}; {EDITED}"
-        )
-    if not bounds[0] <= begin <= position <= bounds[1]:
-        raise ResumeError(
-            f"state: position must lie within {bounds[0]} and {bounds[1]}, which epoch {state['epoch']} has, got "
-            f"{position}; {EDITED}"
-        )
-
-
-# Which of how many data-parallel ranks this process is.
-
-
-def find_rank(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Return rank and number of ranks: as given, else as torch.distributed or the launcher says, else 0 of 1."""
-    if rank is None or num_replicas is None:
-        found = distributed.find_rank()
-        rank = found[0] if rank is None else rank
-        num_replicas = found[1] if num_replicas is None else num_replicas
-    if not 0 <= rank < num_replicas:
-        raise ConfigError(
-            f"rank: must lie within 0 and the {num_replicas} ranks, got {rank}; give both rank and number of ranks"
-        )
-    return rank, num_replicas
+        In the middle of a step, be it by this count or because a state is said to be `inside` of one, steps must be
+        what they were.
+        """
+        if (saved.grad_accum_steps is None) != (self.grad_accum_steps is None):
+            raise ResumeError(
+                "state: grad_accum_steps must be given or left out as when it was saved, "
+                f"{saved.grad_accum_steps}, got {self.grad_accum_steps}; without it no step is known"
+            )
+        steps, begun = divmod(batches, saved.batches)
+        if (begun or inside) and (saved.batches, saved.samples) != (self.batches, self.samples):
+            raise ResumeError(
+                f"state: was saved in the middle of step {steps}, so it must go on with {saved.batches} batches a "
+                f"step of {saved.samples} samples over all ranks, got {self.batches} of {self.samples}; resume "
+                "with those, or from a state saved between two steps"
+            )
+        return steps * self.batches + begun

@@ -5,91 +5,96 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec import UNSET, UnsetType
 from torch.utils.data import Dataset
 
-from tokenmill.adapters.kempnerforge.config import check_mapping, read_count
+from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
 from tokenmill.build.cached import cached_store
 from tokenmill.config.dialects.sources import text_source
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError
 from tokenmill.fingerprint import digest
 from tokenmill.loader import IGNORE
 from tokenmill.loader.buffers import BufferPool
-from tokenmill.store import open_store
+from tokenmill.store import Store, open_store
 from tokenmill.store.foreign.files import is_ours
 from tokenmill.store.layout import key_file
 from tokenmill.store.maps import MapCache
+from tokenmill.tables import Count
 from tokenmill.types import Int64Array
 
-if TYPE_CHECKING:
-    from tokenmill.store import Store
-
-
-# Samples cut from token files: runs of so many tokens, one behind the other, none over the end of a file.
-
 Sample = dict[str, torch.Tensor]
+CACHE_DIR = ".tokenmill/stores"
+"""Where the tokens of text are kept, unless it is said: the place of a run whose config is in this folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunks:
-    """The samples of some stores, in order."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetState:
+    """Which samples a dataset has, and where a loader stands; what a state leaves out is not compared."""
 
-    stores: Sequence[Store]
-    length: int
-    """Tokens of a sample: one more than it has inputs."""
-    eos_id: int | None
-    """Ends documents, which are then told apart; None: they are not."""
+    epoch: Count = 0
+    sample_idx: Count = 0
+    total_samples: int | UnsetType = UNSET
+    total_sequences: int | UnsetType = UNSET
+    fingerprint: str | UnsetType = UNSET
 
-    def __post_init__(self) -> None:
-        if self.length < 2:
-            raise ConfigError(f"seq_len: a sample must have at least 2 tokens, got {self.length}; raise it")
-        for store in self.stores:
+
+class Chunked(Dataset[Sample]):
+    """Samples of `length` tokens, one behind the other in some stores, none over the end of one.
+
+    Documents are told apart where there is an `eos_id`, which ends them.
+    """
+
+    def _open(self, stores: Sequence[Store], *, length: int, eos_id: int | None) -> None:
+        """Take samples from some stores; a sample has one token more than inputs."""
+        if length < 2:
+            raise ConfigError(f"seq_len: a sample must have at least 2 tokens, got {length}; raise it")
+        for store in stores:
             bound = 1 << 8 * store.dtype(store.manifest.token_key).itemsize
-            if self.eos_id is not None and not 0 <= self.eos_id < bound:
+            if eos_id is not None and not 0 <= eos_id < bound:
                 raise ConfigError(
                     f"{store.path}: eos_token_id must be an id that its dtype can hold, below {bound}, "
-                    f"got {self.eos_id}; give that of the tokenizer"
+                    f"got {eos_id}; give that of the tokenizer"
                 )
-
-    @cached_property
-    def begins(self) -> list[int]:
+        self.stores = stores
+        self.length = length
+        self.eos_id = eos_id
+        self.epoch = 0
+        self.sample_idx = 0
+        self.begins = [0, *accumulate(store.num_tokens // length for store in stores)]
         """First sample of each store, and the end of the last."""
-        counts = [store.num_tokens // self.length for store in self.stores]
-        return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
+        self._pools: dict[int, BufferPool] = {}
 
     @property
-    def num_samples(self) -> int:
-        """How many whole samples there are."""
-        return self.begins[-1]
-
-    @property
-    def num_unused(self) -> int:
-        """Tokens behind the last whole sample of each store, which no sample holds."""
-        return sum(store.num_tokens % self.length for store in self.stores)
-
-    @cached_property
     def fingerprint(self) -> str:
         """Digest of what decides every sample."""
         return digest([[store.fingerprint for store in self.stores], self.length, self.eos_id])
 
-    def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Return some samples; their tensors are parts of one block each."""
-        places: dict[int, list[tuple[int, int]]] = {}
-        for row, index in enumerate(indices):
-            if not 0 <= index < self.num_samples:
-                raise PlanError(f"dataset: samples must lie within 0:{self.num_samples}, got {index}; count from 0")
-            number = bisect_right(self.begins, index) - 1
-            places.setdefault(number, []).append((row, (index - self.begins[number]) * self.length))
+    @property
+    def num_unused_tokens(self) -> int:
+        """Tokens behind the last whole sample of each store, which no sample holds."""
+        return sum(store.num_tokens % self.length for store in self.stores)
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return self.begins[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return one sample."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Return the samples of a batch, read together; their tensors are parts of one block each."""
         out = {name: array[: len(indices)] for name, array in self._pool(len(indices)).batch().items()}
         inputs, labels = out["input_ids"], out["labels"]
-        for number, rows in places.items():
-            self._copy(self.stores[number], rows, inputs, labels)
+        for number, rows in _by_part(indices, self.begins).items():
+            begins = [(row, (indices[row] - self.begins[number]) * self.length) for row in rows]
+            self._copy(self.stores[number], begins, inputs, labels)
         if self.eos_id is not None:
             ends = inputs == self.eos_id
             # EOS is the last token of its document: what comes after it is not its to predict.
@@ -100,22 +105,18 @@ class Chunks:
         return [dict(zip(out, line, strict=True)) for line in lines]
 
     def _copy(
-        self,
-        store: Store,
-        rows: Sequence[tuple[int, int]],
-        inputs: Int64Array,
-        labels: Int64Array,
+        self, store: Store, begins: Sequence[tuple[int, int]], inputs: Int64Array, labels: Int64Array
     ) -> None:
         """Fill rows with the samples that begin at some tokens of a store: (row, token)."""
         key = store.manifest.token_key
         if store.num_shards != 1:  # a sample may lie in several
-            for row, begin in rows:
+            for row, begin in begins:
                 tokens = store.fetch(begin, begin + self.length, key)
                 inputs[row], labels[row] = tokens[:-1], tokens[1:]
             return
         with store.maps.borrow([store.file(0, key_file(key))]) as (mapped,):
             stream = mapped.data.view(store.dtype(key))
-            for row, begin in rows:
+            for row, begin in begins:
                 tokens = stream[begin : begin + self.length]
                 inputs[row], labels[row] = tokens[:-1], tokens[1:]
 
@@ -130,61 +131,35 @@ class Chunks:
             self._pools[rows] = BufferPool(dict.fromkeys(names, ((rows, self.length - 1), np.int64)))
         return self._pools[rows]
 
-    @cached_property
-    def _pools(self) -> dict[int, BufferPool]:
-        return {}
+    def mark(self, epoch: int, sample_idx: int) -> None:
+        """Note where a loader stands, for the state."""
+        self.epoch, self.sample_idx = epoch, sample_idx
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where a loader stands, and which samples these are."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take epoch and sample of a state; one of other samples is refused."""
+        record, own = read_state(DatasetState, state), self.state_dict()
+        for key in ("total_samples", "total_sequences", "fingerprint"):
+            said = getattr(record, key)
+            if key in own and said not in (UNSET, own[key]):
+                raise ResumeError(
+                    f"state: {key} must be that of this dataset, {own[key]!r}, got {said!r}; "
+                    "put the files back as they were, or start anew"
+                )
+        self.mark(record.epoch, record.sample_idx)
 
 
-def open_files(folder: str, pattern: str, *, dtype: str | None, vocab_size: int | None) -> list[Store]:
-    """Open the token files of a folder in the order of their names, each as a store; a store of ours as it is."""
-    maps = MapCache()
-    if is_ours(Path(folder)):
-        return [open_store(folder, maps=maps, dtype=dtype, vocab_size=vocab_size)]
-    files = sorted(Path(folder).glob(pattern))
-    if not files:
-        raise StoreMissingError(
-            f"{folder}: must hold files that match {pattern!r}, got none; fix data_dir or file_pattern"
-        )
-    return [open_store(file, maps=maps, dtype=dtype, vocab_size=vocab_size) for file in files]
-
-
-def eos_of(stores: Sequence[Store]) -> int | None:
-    """Return the id that ends every document, as the stores themselves say; None where they do not."""
-    said = {store.manifest.tokenizer.get("eos_id") for store in stores if store.manifest.tokenizer.get("add_eos")}
-    return said.pop() if len(said) == 1 and stores else None
-
-
-CACHE_DIR = ".tokenmill/stores"
-"""Where the tokens of text are kept, unless it is said: the place of a run whose config is in this folder."""
-
-
-class Chunked(Dataset[Sample]):
-    """What both datasets do alike: samples of so many tokens, one behind the other."""
-
-    chunks: Chunks
-    epoch: int
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of what decides every sample."""
-        return self.chunks.fingerprint
-
-    @property
-    def num_unused_tokens(self) -> int:
-        """Tokens at the ends of files that no sample holds."""
-        return self.chunks.num_unused
-
-    def __len__(self) -> int:
-        """Return how many samples there are."""
-        return self.chunks.num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        """Return one sample."""
-        return self.chunks.samples([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Return the samples of a batch, read together."""
-        return self.chunks.samples(indices)
+def _by_part(indices: Sequence[int], begins: Sequence[int]) -> dict[int, list[int]]:
+    """Return which of some samples lie in which part: part -> their places among the indices."""
+    places: dict[int, list[int]] = {}
+    for place, index in enumerate(indices):
+        if not 0 <= index < begins[-1]:
+            raise PlanError(f"dataset: samples must lie within 0:{begins[-1]}, got {index}; count from 0")
+        places.setdefault(bisect_right(begins, index) - 1, []).append(place)
+    return places
 
 
 class MemoryMappedDataset(Chunked):
@@ -216,41 +191,31 @@ class MemoryMappedDataset(Chunked):
             "vocab_size": vocab_size,
         }
         self.seq_len = seq_len
-        stores = open_files(str(data_dir), file_pattern, dtype=dtype, vocab_size=vocab_size)
-        eos = eos_of(stores) if eos_token_id is None else eos_token_id
+        stores = _open_files(str(data_dir), file_pattern, dtype=dtype, vocab_size=vocab_size)
+        eos = _eos_of(stores) if eos_token_id is None else eos_token_id
         if pack_sequences and eos is None:
             raise ConfigError(
                 f"{data_dir}: eos_token_id must be given with pack_sequences, got none; give that of the tokenizer"
             )
-        self.chunks = Chunks(stores=stores, length=seq_len, eos_id=eos if pack_sequences else None)
-        self.epoch = 0
-
-    def mark(self, epoch: int, sample_idx: int) -> None:  # noqa: ARG002 - the samples of an epoch are not kept here
-        """Note where a loader stands, for the state."""
-        self.epoch = epoch
+        self._open(stores, length=seq_len, eos_id=eos if pack_sequences else None)
 
     def close(self) -> None:
         """Let go of all files; a dataset that is closed has no samples."""
-        self.chunks = Chunks(stores=[], length=self.seq_len, eos_id=None)
+        self._open([], length=self.seq_len, eos_id=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and which samples these are; the loader knows the place within an epoch."""
         return {"epoch": self.epoch, "total_samples": len(self), "fingerprint": self.fingerprint}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the epoch of a state; one of other samples is refused."""
-        check_samples(state, self.state_dict())
-        self.epoch = read_count(state, "epoch", default=0)
-
     def __getstate__(self) -> dict[str, Any]:
         # For worker processes that are not forked: they open the files again.
-        return {"given": self._given, "epoch": self.epoch, "open": bool(self.chunks.stores)}
+        return {"given": self._given, "epoch": self.epoch, "open": bool(self.stores)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state["given"])  # type: ignore[misc]
-        self.epoch = state["epoch"]
         if not state["open"]:
             self.close()
+        self.epoch = state["epoch"]
 
 
 class HuggingFaceDataset(Chunked):
@@ -286,24 +251,18 @@ class HuggingFaceDataset(Chunked):
             where=f"dataset {dataset_name!r}",
             progress=False,
         )
-        self._open(str(store), seq_len, pack_sequences)
+        self._open_text(str(store), seq_len, pack_sequences)
 
-    def _open(self, store: str, seq_len: int, pack_sequences: bool) -> None:
+    def _open_text(self, store: str, seq_len: int, pack_sequences: bool) -> None:
         opened = open_store(store)
-        eos = eos_of([opened])
+        eos = _eos_of([opened])
         if eos is None:
             raise ConfigError(
                 f"{store}: the tokenizer must have an EOS, which documents are told apart by, got none; name it in "
                 "the tokenizer_config.json beside it"
             )
         self._given = (store, seq_len, pack_sequences)
-        self.chunks = Chunks(stores=[opened], length=seq_len + 1, eos_id=eos if pack_sequences else None)
-        self.epoch = 0
-        self.sample_idx = 0
-
-    def mark(self, epoch: int, sample_idx: int) -> None:
-        """Note where a loader stands, for the state."""
-        self.epoch, self.sample_idx = epoch, sample_idx
+        self._open([opened], length=seq_len + 1, eos_id=eos if pack_sequences else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where a loader stands, and which samples these are."""
@@ -314,34 +273,33 @@ class HuggingFaceDataset(Chunked):
             "fingerprint": self.fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take epoch and sample of a state; one of other samples is refused."""
-        check_samples(state, self.state_dict())
-        self.epoch = read_count(state, "epoch", default=0)
-        self.sample_idx = read_count(state, "sample_idx", default=0)
-
     def __getstate__(self) -> dict[str, Any]:
         # For worker processes that are not forked: they open the store again.
         return {"given": self._given, "marked": (self.epoch, self.sample_idx), "text_field": self.text_field}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._open(*state["given"])
+        self._open_text(*state["given"])
         self.seq_len, self.text_field = state["given"][1], state["text_field"]
         self.mark(*state["marked"])
 
 
-def check_samples(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse the state of a dataset with other samples."""
-    check_mapping(state)
-    for key in ("total_samples", "total_sequences", "fingerprint"):
-        if key in state and key in own and state[key] != own[key]:
-            raise ResumeError(
-                f"state: {key} must be that of this dataset, {own[key]!r}, got {state[key]!r}; "
-                "put the files back as they were, or start anew"
-            )
+def _open_files(folder: str, pattern: str, *, dtype: str | None, vocab_size: int | None) -> list[Store]:
+    """Open the token files of a folder in the order of their names, each as a store; a store of ours as it is."""
+    maps = MapCache()
+    if is_ours(Path(folder)):
+        return [open_store(folder, maps=maps, dtype=dtype, vocab_size=vocab_size)]
+    files = sorted(Path(folder).glob(pattern))
+    if not files:
+        raise StoreMissingError(
+            f"{folder}: must hold files that match {pattern!r}, got none; fix data_dir or file_pattern"
+        )
+    return [open_store(file, maps=maps, dtype=dtype, vocab_size=vocab_size) for file in files]
 
 
-# Several datasets as one.
+def _eos_of(stores: Sequence[Store]) -> int | None:
+    """Return the id that ends every document, as the stores themselves say; None where they do not."""
+    said = {store.manifest.tokenizer.get("eos_id") for store in stores if store.manifest.tokenizer.get("add_eos")}
+    return said.pop() if len(said) == 1 and stores else None
 
 
 class MapStyle(Protocol):
@@ -394,17 +352,14 @@ class MixtureDataset(Dataset[Sample]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Return the samples of a batch; those of one dataset are read together if it can."""
-        places: dict[int, list[int]] = {}
-        for place, index in enumerate(indices):
-            if not 0 <= index < len(self):
-                raise PlanError(f"dataset: samples must lie within 0:{len(self)}, got {index}; count from 0")
-            places.setdefault(bisect_right(self.begins, index) - 1, []).append(place)
-        found: dict[int, Sample] = {}
-        for number, here in places.items():
-            wanted = [indices[place] - self.begins[number] for place in here]
-            for place, sample in zip(here, _read(self.datasets[number], wanted), strict=True):
-                found[place] = {**sample, "dataset_idx": torch.tensor(number)}
-        return [found[place] for place in range(len(indices))]
+        samples: dict[int, Sample] = {}
+        for number, places in _by_part(indices, self.begins).items():
+            dataset, own = self.datasets[number], [indices[place] - self.begins[number] for place in places]
+            together = getattr(dataset, "__getitems__", None)
+            read = together(own) if together else [dataset[index] for index in own]
+            for place, sample in zip(places, read, strict=True):
+                samples[place] = {**sample, "dataset_idx": torch.tensor(number)}
+        return [samples[place] for place in range(len(indices))]
 
     def mark(self, epoch: int, sample_idx: int) -> None:
         """Note where a loader stands, for the states of the datasets."""
@@ -422,14 +377,8 @@ class MixtureDataset(Dataset[Sample]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hand the datasets their states."""
-        check_mapping(state)
+        if not isinstance(state, Mapping):
+            raise ResumeError(f"state: must be a table, got {state!r}; {AS_SAVED}")
         for number, dataset in enumerate(self.datasets):
             if f"dataset_{number}" in state and hasattr(dataset, "load_state_dict"):
                 dataset.load_state_dict(state[f"dataset_{number}"])
-
-
-def _read(dataset: MapStyle, indices: list[int]) -> list[Sample]:
-    if hasattr(dataset, "__getitems__"):
-        samples: list[Sample] = dataset.__getitems__(indices)
-        return samples
-    return [dataset[index] for index in indices]

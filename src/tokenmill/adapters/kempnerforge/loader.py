@@ -3,29 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
+from msgspec import UnsetType
 from torch.utils.data import DataLoader
 
-from tokenmill.adapters.kempnerforge.config import (
-    STATE_VERSION,
-    DataConfig,
-    StepShape,
-    batches_of,
-    check_place,
-    check_state,
-    find_rank,
-    shape_of,
-)
+from tokenmill.adapters.distributed import find_rank
+from tokenmill.adapters.kempnerforge.config import AS_SAVED, DataConfig, StepShape, read_state
 from tokenmill.adapters.kempnerforge.datasets import HuggingFaceDataset, MemoryMappedDataset, MixtureDataset
-from tokenmill.adapters.kempnerforge.sampler import AskedBatches, DistributedSampler, MixtureSampler
+from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
 from tokenmill.adapters.kempnerforge.streaming import StreamingDataLoader, StreamingHuggingFaceDataset
 from tokenmill.config.dialects.kempnerforge import DatasetSource
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
+from tokenmill.tables import Count, Positive
 
 Tensors = dict[str, torch.Tensor]
+STATE_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderState:
+    """Where a loader stands."""
+
+    version: int
+    epoch: Count
+    batches_yielded: Count
+    """Batches of the epoch."""
+    sampler: Mapping[str, Any]
+    position: Count
+    """Samples of all ranks that were handed out: of the epoch, or of the run, as the sampler counts."""
+    begin: Count
+    """Where the epoch began."""
+    batches: Count
+    """Batches of the run."""
+    batch_size: Positive
+    grad_accum_steps: Positive | None
+    phases: tuple[Any, ...]
+    """Start and weights of those that have begun."""
+    dataset: str | None = None
+    """Fingerprint of the samples, where the dataset has one."""
+
+    def check_place(self, shape: StepShape, bounds: tuple[int, int]) -> None:
+        """Refuse a place that is outside of its epoch, or that its batches do not lead to."""
+        if (
+            self.begin + self.batches_yielded * shape.samples != self.position
+            or (self.batches - self.batches_yielded) % shape.batches
+        ):
+            raise ResumeError(
+                f"state: position must be {self.batches_yielded} batches of {shape.samples} samples behind "
+                f"{self.begin}, and batches as far in a step of {shape.batches}, got {self.position} and "
+                f"{self.batches}; {AS_SAVED}"
+            )
+        if not bounds[0] <= self.begin <= self.position <= bounds[1]:
+            raise ResumeError(
+                f"state: position must lie within {bounds[0]} and {bounds[1]}, which epoch {self.epoch} has, got "
+                f"{self.position}; {AS_SAVED}"
+            )
+
+
+class AskedBatches:
+    """The batches of indices that torch's loader asks for next.
+
+    It does not hold the loader: a cycle would be freed at any time later, and its worker processes would be waited
+    for in whatever runs then.
+    """
+
+    def __init__(self) -> None:
+        self.indices: Iterator[int] = iter(())
+        self.batch_size = 1
+        self.count = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = self.indices
+        for _ in range(self.count):
+            yield list(islice(indices, self.batch_size))
+
+    def __len__(self) -> int:
+        return self.count
 
 
 class StatefulDataLoader:
@@ -224,28 +282,47 @@ class StatefulDataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration follows. Ranks, workers and batch size may be others."""
-        check_state(state, getattr(self.dataset, "fingerprint", None))
-        made = shape_of(state, state["sampler"], "num_replicas")
-        batches = batches_of(state["batches"], made, self._shape)
-        self.sampler.check_state(state["sampler"], position=state["position"])
-        check_place(state, made, self.sampler.bounds(state["epoch"], made.round))
+        record, shape = self._read(state)
+        batches = self._shape.count(record.batches, shape)
+        record.check_place(shape, self.sampler.bounds(record.epoch, shape.round))
         steps = batches // self._shape.batches
-        if state["phases"] != self._begun(steps):
+        if list(record.phases) != self._begun(steps):
             raise ResumeError(
-                f"state: phases that began before step {steps} must be as they were, {state['phases']}, got "
+                f"state: phases that began before step {steps} must be as they were, {list(record.phases)}, got "
                 f"{self._begun(steps)}; put them back, or let a new phase begin later"
             )
-        self.sampler.load_state_dict(state["sampler"])
-        self.sampler.set_epoch(state["epoch"])
+        self.sampler.load_state_dict(record.sampler)
+        self.sampler.set_epoch(record.epoch)
         self.sampler.set_skip(0)
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._batches_yielded = state["batches_yielded"]
+        self._epoch = record.epoch
+        self._position = record.position
+        self._batches_yielded = record.batches_yielded
         self._batches = batches
         self._running = None
-        if (made.samples, made.batches) != (self._shape.samples, self._shape.batches):
-            self._count_from(state["begin"])
+        if (shape.samples, shape.batches) != (self._shape.samples, self._shape.batches):
+            self._count_from(record.begin)
         self._mark()
+
+    def _read(self, state: object) -> tuple[LoaderState, StepShape]:
+        """Return a state and how batches made up steps in it; refuse one of other samples, or of another order."""
+        version = state.get("version", STATE_VERSION) if isinstance(state, Mapping) else STATE_VERSION
+        if version != STATE_VERSION:
+            raise ResumeError(f"state: version must be {STATE_VERSION}, got {version!r}; resume where it was saved")
+        record = read_state(LoaderState, state)
+        own = getattr(self.dataset, "fingerprint", None)
+        if record.dataset != own:
+            said, own = (value and value[:12] for value in (record.dataset, own))
+            raise ResumeError(
+                f"state: the samples must be those of dataset {said!r}, got {own!r}; put the files back as they "
+                "were, or start anew"
+            )
+        ranks = self.sampler.read_state(record.sampler, position=record.position).num_replicas
+        if isinstance(ranks, UnsetType):
+            raise ResumeError(f"state: sampler must say num_replicas, got none; {AS_SAVED}")
+        shape = StepShape(
+            batch_size=record.batch_size, num_replicas=ranks, grad_accum_steps=record.grad_accum_steps
+        )
+        return record, shape
 
     def _begun(self, step: int) -> list[list[Any]]:
         """Return start and weights of the phases that this loader has begun before a step."""
@@ -253,9 +330,6 @@ class StatefulDataLoader:
             return []
         starts = [phase.start_step for phase in self.config.all_phases if phase.start_step < step]
         return [[start, self.config.weights_at(start)] for start in starts]
-
-
-# From a config to the loader of one rank: token files, text, a stream of text, or a mixture.
 
 
 def build_dataloader(
@@ -274,21 +348,30 @@ def build_dataloader(
     `batch_size` is that of a rank and a batch; a step has `grad_accum_steps` of them. Phases begin at their step by
     themselves. Batches have `seq_len` inputs and labels. Text is prepared once, below `cache_dir`.
     """
-    rank, world_size = find_rank(rank, world_size)
+    rank, world_size = find_rank(rank=rank, world_size=world_size)
     texts = [source.called for source in config.datasets if source.hf_name]
     if config.hf_streaming and texts:
         raise ConfigError(
             f"data: hf_streaming must be left out where text is mixed, as that is tokenized once, got {texts[0]!r} "
             "among datasets; set hf_streaming to false, or name it alone as hf_dataset_name"
         )
-    if config.hf_streaming and config.hf_dataset_name and not config.datasets and not config.dataset_path:
-        lanes = batch_size * world_size * grad_accum_steps
+    first = config.all_datasets[0]
+    if config.hf_streaming and first.hf_name:
+        stream = StreamingHuggingFaceDataset(
+            first.hf_name,
+            config.hf_dataset_split,
+            config.hf_dataset_text_field,
+            seq_len,
+            config.tokenizer_for(first),
+            first.hf_config or None,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            pack_sequences=config.pack_sequences,
+            lanes=batch_size * world_size * grad_accum_steps,
+        )
         return StreamingDataLoader(
-            _stream(config, seq_len, rank=rank, world_size=world_size, seed=seed, lanes=lanes),
-            batch_size,
-            config,
-            grad_accum_steps=grad_accum_steps,
-            pin_memory=config.pin_memory,
+            stream, batch_size, config, grad_accum_steps=grad_accum_steps, pin_memory=config.pin_memory
         )
     dataset: MixtureDataset | MemoryMappedDataset | HuggingFaceDataset
     sampler: MixtureSampler | DistributedSampler
@@ -304,20 +387,9 @@ def build_dataloader(
             temperature=config.mix_temperature,
         )
     else:
-        dataset = _dataset(config, _only_source(config), seq_len, cache_dir)
+        dataset = _dataset(config, first, seq_len, cache_dir)
         sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, seed=seed)
     return StatefulDataLoader(dataset, batch_size, sampler, config, grad_accum_steps=grad_accum_steps)
-
-
-def _only_source(config: DataConfig) -> DatasetSource:
-    if config.dataset_path:
-        return DatasetSource(path=config.dataset_path)
-    if config.hf_dataset_name:
-        return DatasetSource(hf_name=config.hf_dataset_name, hf_config=config.hf_dataset_config or "")
-    raise ConfigError(
-        "data: dataset_path, hf_dataset_name or datasets must be given, got none; "
-        "add the one that says where the data is"
-    )
 
 
 def _dataset(
@@ -338,39 +410,11 @@ def _dataset(
         config.hf_dataset_split,
         config.hf_dataset_text_field,
         seq_len,
-        _tokenizer(config),
+        config.tokenizer_for(source),
         source.hf_config or None,
         config.pack_sequences,
         cache_dir=cache_dir,
     )
-
-
-def _stream(
-    config: DataConfig, seq_len: int, *, rank: int, world_size: int, seed: int, lanes: int
-) -> StreamingHuggingFaceDataset:
-    assert config.hf_dataset_name
-    return StreamingHuggingFaceDataset(
-        config.hf_dataset_name,
-        config.hf_dataset_split,
-        config.hf_dataset_text_field,
-        seq_len,
-        _tokenizer(config),
-        config.hf_dataset_config,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        pack_sequences=config.pack_sequences,
-        lanes=lanes,
-    )
-
-
-def _tokenizer(config: DataConfig) -> str:
-    if not config.tokenizer_path:
-        raise ConfigError(
-            "data: tokenizer_path must be given to read text of Hugging Face, got nothing; "
-            "add the folder of a tokenizer"
-        )
-    return config.tokenizer_path
 
 
 def _eos_id(config: DataConfig) -> int | None:

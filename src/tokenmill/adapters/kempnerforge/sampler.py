@@ -6,22 +6,50 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import Any, ClassVar, TypeGuard
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from torch.utils.data import Sampler
 
-from tokenmill.adapters.kempnerforge.config import EDITED, check_mapping, find_rank, read_count
+from tokenmill.adapters.distributed import find_rank
+from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights
 from tokenmill.plan.permute import permute_all
-from tokenmill.tables import MAX_NUMBER, check_seed
+from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_seed
 from tokenmill.types import Int64Array
 
 BLOCK = 1024
 """Indices that are computed together."""
+_DIGITS = 12
+"""Of a weight raised to a power: more would depend on the machine."""
+_UNITS = 1 << 20
+"""Parts of a row in which it is kept how far a source is ahead of its share: a state must stay small."""
+_MOST_AHEAD = 2 * _UNITS
+"""How far one can be ahead or behind, for each source that there is."""
+_TURNS = 1 << 40
+"""Among so many numbers that of a round is shuffled to find who begins it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerState:
+    """Which order a sampler has; a state that no loader saved may leave out anything."""
+
+    kind: str | UnsetType = UNSET
+    epoch: Count = 0
+    seed: int | UnsetType = UNSET
+    num_replicas: Positive | UnsetType = UNSET
+    rank: Count | UnsetType = UNSET
+    shuffle: bool | UnsetType = UNSET
+    size: int | UnsetType = UNSET
+    drop_last: bool | UnsetType = UNSET
+    sizes: tuple[int, ...] | UnsetType = UNSET
+    initial_weights: tuple[int, ...] | UnsetType = UNSET
+    weighing: Weighing | UnsetType = UNSET
+    pending: tuple[Count, ...] | UnsetType = UNSET
 
 
 class RankSampler(Sampler[int]):
@@ -38,7 +66,7 @@ class RankSampler(Sampler[int]):
     def __init__(
         self, rank: int | None, num_replicas: int | None, *, shuffle: bool, seed: int, drop_last: bool
     ) -> None:
-        self.rank, self.num_replicas = find_rank(rank, num_replicas)
+        self.rank, self.num_replicas = find_rank(rank=rank, world_size=num_replicas)
         check_seed("sampler", seed)
         self.shuffle = shuffle
         self.seed = seed
@@ -74,17 +102,21 @@ class RankSampler(Sampler[int]):
             "shuffle": self.shuffle,
         }
 
-    def check_state(self, state: Mapping[str, Any], *, position: int | None = None) -> None:
-        """Refuse a state of another order; that of a loader, at a `position`, must say all that decides it."""
-        check_mapping(state)
-        own = self.state_dict()
+    def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
+        """Return a state; refuse one of another order. That of a loader, at a `position`, must say all of it."""
+        record = read_state(SamplerState, state, "state" if position is None else "state.sampler")
+        own, given = self.state_dict(), as_json(record)
         for key in ("kind", *self.order_keys):
-            if (position is not None or key in state) and state.get(key) != own[key]:
+            if (position is not None or key in given) and given.get(key) != own[key]:
                 raise ResumeError(
-                    f"state: {key} must be that of this sampler, {own[key]!r}, got {state.get(key)!r}; "
+                    f"state: {key} must be that of this sampler, {own[key]!r}, got {given.get(key)!r}; "
                     "resume with what made it, or start anew"
                 )
-        read_count(state, "epoch", default=0)
+        return record
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the epoch of a state; one of another order is refused, and its rank is of no concern."""
+        self.epoch = self.read_state(state).epoch
 
 
 class DistributedSampler(RankSampler):
@@ -155,54 +187,27 @@ class DistributedSampler(RankSampler):
         """Return which order this is; where an iteration stands is for the loader to know."""
         return {**super().state_dict(), "size": self.size, "drop_last": self.drop_last}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the epoch of a state; one of another order is refused, and its rank is of no concern."""
-        self.check_state(state)
-        self.epoch = read_count(state, "epoch", default=0)
-
-
-class AskedBatches:
-    """The batches of indices that torch's loader asks for next.
-
-    It does not hold the loader: a cycle would be freed at any time later, and its worker processes would be waited
-    for in whatever runs then.
-    """
-
-    def __init__(self) -> None:
-        self.indices: Iterator[int] = iter(())
-        self.batch_size = 1
-        self.count = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = self.indices
-        for _ in range(self.count):
-            yield list(islice(indices, self.batch_size))
-
-    def __len__(self) -> int:
-        return self.count
-
-
-# The weights of a mixture from a place on, and what was drawn before it.
-
-_DIGITS = 12
-"""Of a weight raised to a power: more would depend on the machine."""
-_UNITS = 1 << 20
-"""Parts of a row in which it is kept how far a source is ahead of its share: a state must stay small."""
-_MOST_AHEAD = 2 * _UNITS
-"""How far one can be ahead or behind, for each source that there is."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing:
     """Whole weights of the sources from a place on."""
 
-    start: int
-    weights: tuple[int, ...]
+    start: Count
+    weights: tuple[Count, ...]
     """One a source; 0 for one that is not drawn."""
-    drawn: tuple[int, ...]
+    drawn: tuple[Count, ...]
     """Samples that were drawn from each source before `start`."""
     ahead: tuple[int, ...]
     """How far each source is ahead of its share at `start`, in parts of a row."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.weights), len(self.drawn), len(self.ahead)}
+        far = max(map(abs, self.ahead), default=0) > _MOST_AHEAD * len(self.weights)
+        if len(lengths) > 1 or sum(self.drawn) != self.start or not _is_drawable(self.weights) or far:
+            raise ResumeError(
+                "state: weighing must have the weights of the sources, what was drawn of each, which is start "
+                f"together, and how far each is ahead, got {self}; {AS_SAVED}"
+            )
 
     @property
     def sources(self) -> list[int]:
@@ -232,51 +237,9 @@ class Weighing:
             ahead[source] = round(more * _UNITS)
         return Weighing(start=position, weights=tuple(weights), drawn=tuple(drawn), ahead=tuple(ahead))
 
-    def to_json(self) -> dict[str, int | list[int]]:
-        """Return it as JSON."""
-        return {
-            "start": self.start,
-            "weights": list(self.weights),
-            "drawn": list(self.drawn),
-            "ahead": list(self.ahead),
-        }
 
-
-def first_weighing(weights: Sequence[int]) -> Weighing:
-    """Return the weights of a run from its first place on."""
-    none = (0,) * len(weights)
-    return Weighing(start=0, weights=tuple(weights), drawn=none, ahead=none)
-
-
-def weighing_of(state: object, sources: int) -> Weighing:
-    """Return what `to_json` gave, or refuse what it cannot have given."""
-    said = state if isinstance(state, Mapping) else {}
-    lists = [said.get(name) for name in ("drawn", "ahead")]
-    drawn, ahead = (tuple(numbers) if _are_whole(numbers, sources) else () for numbers in lists)
-    start = said.get("start")
-    # Before its start every place has drawn one sample.
-    fine = drawn and type(start) is int and sum(drawn) == start <= MAX_NUMBER and min(drawn) >= 0
-    if not fine or not ahead or max(map(abs, ahead)) > _MOST_AHEAD * sources:
-        raise ResumeError(
-            f"state: weighing must have weights of {sources} sources, what was drawn of each, which is start "
-            f"together, and how far each is ahead, got {state!r}; use a state that was not edited"
-        )
-    return Weighing(start=sum(drawn), weights=weights_of(said.get("weights"), sources), drawn=drawn, ahead=ahead)
-
-
-def weights_of(numbers: object, sources: int) -> tuple[int, ...]:
-    """Return the whole weights of a state, or refuse what they cannot be."""
-    weights: tuple[int, ...] = tuple(numbers) if _are_whole(numbers, sources) else ()
-    if not weights or min(weights) < 0 or not 0 < sum(weights) <= MAX_TOTAL:
-        raise ResumeError(
-            f"state: weights must be those of {sources} sources, whole numbers from 0 on, got {numbers!r}; use a "
-            "state that was not edited"
-        )
-    return weights
-
-
-def _are_whole(numbers: object, count: int) -> TypeGuard[list[int]]:
-    return isinstance(numbers, list) and len(numbers) == count and all(type(number) is int for number in numbers)
+def _is_drawable(weights: Sequence[int]) -> bool:
+    return 0 < sum(weights) <= MAX_TOTAL
 
 
 def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -302,7 +265,7 @@ def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[
         raise ConfigError(f"weights: must leave a dataset to draw from, got {list(weights)}; raise one")
     tempered = weights
     if temperature != 1.0:
-        # Of the largest, so that no power is beyond all numbers.
+        # Of the largest, so that no power overflows.
         tempered = [float(f"{(weight / most) ** (1 / temperature):.{_DIGITS}g}") for weight in weights]
     for source, (weight, after) in enumerate(zip(weights, tempered, strict=True)):
         if weight and not after:
@@ -313,12 +276,6 @@ def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[
     named = {str(source): weight for source, weight in enumerate(tempered) if weight}
     whole = integer_weights(named)
     return tuple(whole.get(str(source), 0) for source in range(len(weights)))
-
-
-# The order of samples of several datasets by their weights, dealt to ranks.
-
-_TURNS = 1 << 40
-"""Among so many numbers that of a round is shuffled to find who begins it."""
 
 
 class MixtureSampler(RankSampler):
@@ -355,7 +312,8 @@ class MixtureSampler(RankSampler):
         ranks = self.num_replicas
         self.num_samples = sum(size // ranks if drop_last else -(-size // ranks) for size in self.sizes)
         self._initial = whole_weights(weights, temperature, self.sizes)
-        self._weighings = [first_weighing(self._initial)]
+        none = (0,) * len(self.sizes)
+        self._weighings = [Weighing(start=0, weights=self._initial, drawn=none, ahead=none)]
         self._pending: tuple[int, ...] | None = None
         if self.num_samples < 1:
             raise ConfigError(
@@ -440,30 +398,38 @@ class MixtureSampler(RankSampler):
             **super().state_dict(),
             "sizes": list(self.sizes),
             "initial_weights": list(self._initial),
-            "weighing": self._weighings[-1].to_json(),
+            "weighing": as_json(self._weighings[-1]),
         }
         return state if self._pending is None else {**state, "pending": list(self._pending)}
 
-    def check_state(self, state: Mapping[str, Any], *, position: int | None = None) -> None:
-        """Refuse a state of another order; that of a loader, at a `position`, must say all that decides it."""
-        super().check_state(state, position=position)
-        if position is not None or "weighing" in state:
-            start = weighing_of(state.get("weighing"), len(self.sizes)).start
-            if position is not None and start > position:
-                raise ResumeError(f"state: weights must begin by position {position}, got start {start}; {EDITED}")
-        if "pending" in state:
-            weights_of(state["pending"], len(self.sizes))
+    def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
+        """Return a state; refuse one of another order. That of a loader, at a `position`, must say all of it."""
+        record = super().read_state(state, position=position)
+        weighing, pending, sources = record.weighing, record.pending, len(self.sizes)
+        if isinstance(weighing, Weighing) and len(weighing.weights) != sources:
+            raise ResumeError(
+                f"state: weighing must have weights of {sources} sources, got {len(weighing.weights)}; {AS_SAVED}"
+            )
+        if not isinstance(pending, UnsetType) and (len(pending) != sources or not _is_drawable(pending)):
+            raise ResumeError(f"state: pending must be weights of {sources} sources, got {pending}; {AS_SAVED}")
+        if position is not None:
+            start = weighing.start if isinstance(weighing, Weighing) else None
+            if start is None or start > position:
+                raise ResumeError(
+                    f"state: weighing must begin by position {position}, got start {start}; {AS_SAVED}"
+                )
+        return record
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the epoch and the weights of a state; one of another order is refused.
 
         Who wants other weights than the run began with says so by `update_weights`, after this.
         """
-        self.check_state(state)
-        if "weighing" in state:
-            self._weighings = [weighing_of(state["weighing"], len(self.sizes))]
-            self._pending = weights_of(state["pending"], len(self.sizes)) if "pending" in state else None
-        self.epoch = read_count(state, "epoch", default=0)
+        record = self.read_state(state)
+        if isinstance(record.weighing, Weighing):
+            self._weighings = [record.weighing]
+            self._pending = None if isinstance(record.pending, UnsetType) else record.pending
+        self.epoch = record.epoch
 
     def _at(self, position: int) -> Weighing:
         """Return the weights of a place."""

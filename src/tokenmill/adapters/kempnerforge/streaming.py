@@ -5,70 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tokenmill.adapters.kempnerforge.config import (
-    DataConfig,
-    StepShape,
-    batches_of,
-    check_mapping,
-    find_rank,
-    read_count,
-    shape_of,
-)
+from tokenmill.adapters.distributed import find_rank
+from tokenmill.adapters.kempnerforge.config import DataConfig, StepShape, read_state
 from tokenmill.adapters.kempnerforge.datasets import Sample
 from tokenmill.adapters.torch import to_torch
 from tokenmill.config.dialects.sources import text_source
-from tokenmill.errors import ConfigError, ResumeError, nearest
+from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live
+from tokenmill.tables import Count, Positive, as_json
 
 _FOR_EVER = 1 << 40
 """Steps of a stream that ends when nobody draws from it any more."""
-_KEYS = ("epoch", "live")
-_LOADER_KEYS = ("batches_yielded", "batch_size", "world_size", "grad_accum_steps")
-
-
-class Streaming(TypedDict, total=False):
-    """How a stream is read; each of them may be left out."""
-
-    rank: int | None
-    world_size: int | None
-    seed: int
-    shuffle_buffer_size: int
-    pack_sequences: bool
-    lanes: int | None
-    threads: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamOptions:
-    """How a stream is read, with all that was not said."""
+class StreamState:
+    """Where a stream stands."""
 
-    rank: int | None = None
-    world_size: int | None = None
-    seed: int = 42
-    shuffle_buffer_size: int = 10_000
-    """0 reads documents in their order; any other number shuffles them in windows of files, without a buffer."""
-    pack_sequences: bool = False
-    """Whether samples have `doc_ids`. The label behind the end of a document is -100 in any case."""
-    lanes: int | None = None
-    """Independent streams, dealt to the ranks; None: one a rank. Their number stays for the whole run."""
-    threads: int = 1
-    """Threads that read and tokenize ahead."""
+    epoch: Count
+    live: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamLoaderState(StreamState):
+    """Where a loader of a stream stands."""
+
+    batches_yielded: Count
+    batch_size: Positive
+    world_size: Positive
+    grad_accum_steps: Positive | None
 
 
 class StreamingHuggingFaceDataset(IterableDataset[Sample]):
     """Samples of `seq_len` inputs and labels without end, epoch after epoch; the text is tokenized as it is read.
 
-    To be used with `num_workers=0`: threads read ahead, and the state stays in the process that saves it. A sample
-    never reaches into another window of the files; its end is padded then.
+    To be used with `num_workers=0`: `threads` read and tokenize ahead, and the state stays in the process that
+    saves it. A sample never reaches into another window of the files; its end is padded then.
+
+    `lanes` are independent streams, dealt to the ranks (one a rank, unless it is said); their number stays for the
+    whole run. A `shuffle_buffer_size` of 0 reads documents in their order, any other number shuffles them in
+    windows of files, without a buffer. With `pack_sequences` samples have `doc_ids`; the label behind the end of a
+    document is -100 in any case.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as KempnerForge has it
         self,
         dataset_name: str,
         split: str,
@@ -76,16 +62,22 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
         seq_len: int,
         tokenizer_path: str,
         dataset_config: str | None = None,
-        **streaming: Unpack[Streaming],
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int = 42,
+        shuffle_buffer_size: int = 10_000,
+        pack_sequences: bool = False,
+        lanes: int | None = None,
+        threads: int = 1,
     ) -> None:
         super().__init__()
-        for name in streaming:
-            if name not in Streaming.__annotations__:
-                raise ConfigError(
-                    f"streaming: options must be known, got {name!r}; {nearest(name, Streaming.__annotations__)}"
-                )
-        self.options = StreamOptions(**streaming)
-        self.rank, self.world_size = find_rank(self.options.rank, self.options.world_size)
+        self.rank, self.world_size = find_rank(rank=rank, world_size=world_size)
+        self.seed = seed
+        self.shuffle_buffer_size = shuffle_buffer_size
+        self.pack_sequences = pack_sequences
+        self.lanes = lanes or self.world_size
+        self.threads = threads
         self.seq_len = seq_len
         self.tokenizer_path = tokenizer_path
         self.text_field = text_field
@@ -99,18 +91,18 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
         options = LiveOptions(
             seq_len=self.seq_len,
             packing="concat",
-            seed=self.options.seed,
-            shuffle=self.options.shuffle_buffer_size > 0,
+            seed=self.seed,
+            shuffle=self.shuffle_buffer_size > 0,
             text_field=self.text_field,
         )
-        arrays = ("input_ids", "labels", "doc_ids") if self.options.pack_sequences else ("input_ids", "labels")
+        arrays = ("input_ids", "labels", "doc_ids") if self.pack_sequences else ("input_ids", "labels")
         return LiveLoader(
             open_live(self.documents, tokenizer=self.tokenizer_path, options=options),
             steps=_FOR_EVER,
-            global_batch_size=self.options.lanes or self.world_size,
+            global_batch_size=self.lanes,
             rank=self.rank,
             world_size=self.world_size,
-            threads=self.options.threads,
+            threads=self.threads,
             arrays=arrays,
         )
 
@@ -135,9 +127,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says: that of this rank, or the joined one at any number of ranks."""
-        check_mapping(state, _KEYS)
-        read_count(state, "epoch")
-        self.live.load_state_dict(state["live"])
+        self.live.load_state_dict(read_state(StreamState, state).live)
 
 
 class StreamingDataLoader:
@@ -211,26 +201,27 @@ class StreamingDataLoader:
         Between two steps batches may be of another size, and `batches_yielded` then goes on as if all had been: by
         the steps, or by the samples if nobody said what a step is.
         """
-        check_mapping(state, (*_KEYS, *_LOADER_KEYS))
-        yielded, made = read_count(state, "batches_yielded"), shape_of(state, state, "world_size")
-        inside = isinstance(state["live"], Mapping) and "batches" in state["live"]
-        batches = batches_of(yielded, made, self._shape, inside=inside)
+        record = read_state(StreamLoaderState, state)
+        shape = StepShape(
+            batch_size=record.batch_size, num_replicas=record.world_size, grad_accum_steps=record.grad_accum_steps
+        )
+        batches = self._shape.count(record.batches_yielded, shape, inside="batches" in record.live)
         if self.grad_accum_steps is None:
-            batches = yielded * made.samples // self._shape.samples
-        self.dataset.load_state_dict({key: state[key] for key in _KEYS})
+            batches = record.batches_yielded * shape.samples // self._shape.samples
+        self.dataset.live.load_state_dict(record.live)
         self._batches_yielded = batches
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of all ranks, saved after the same batch, into one that any number of ranks can load."""
-    for state in states:
-        check_mapping(state, _KEYS)
-        read_count(state, "epoch")
-        for key in _LOADER_KEYS:
-            if state.get(key) != states[0].get(key):
+    loaders = any(isinstance(state, Mapping) and "batches_yielded" in state for state in states)
+    records = [as_json(read_state(StreamLoaderState if loaders else StreamState, state)) for state in states]
+    for record in records:
+        for key in ("batches_yielded", "batch_size", "world_size", "grad_accum_steps"):
+            if record.get(key) != records[0].get(key):
                 raise ResumeError(
-                    f"states: {key} must be the same on all ranks, got {states[0].get(key)!r} and "
-                    f"{state.get(key)!r}; save them after the same batch of one run"
+                    f"states: {key} must be the same on all ranks, got {records[0].get(key)!r} and "
+                    f"{record.get(key)!r}; save them after the same batch of one run"
                 )
-    live = merge_live([state["live"] for state in states])
-    return {**states[0], "epoch": min(state["epoch"] for state in states), "live": live}
+    live = merge_live([record["live"] for record in records])
+    return {**records[0], "epoch": min(record["epoch"] for record in records), "live": live}

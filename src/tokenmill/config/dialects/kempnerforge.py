@@ -125,6 +125,29 @@ class DataTable:
                 raise ConfigError(f"data: phases must rise, got start_step {after} after {before}; sort them")
 
     @property
+    def all_datasets(self) -> tuple[DatasetSource, ...]:
+        """The datasets that are mixed, or the single one: that of a path goes before that of Hugging Face."""
+        if self.datasets:
+            return tuple(self.datasets)
+        if self.dataset_path:
+            return (DatasetSource(path=self.dataset_path),)
+        if self.hf_dataset_name:
+            return (DatasetSource(hf_name=self.hf_dataset_name, hf_config=self.hf_dataset_config or ""),)
+        raise ConfigError(
+            "data: dataset_path, hf_dataset_name or datasets must be given, got none; "
+            "add the one that says where the data is"
+        )
+
+    def tokenizer_for(self, dataset: DatasetSource) -> str:
+        """Return the tokenizer of a dataset of Hugging Face."""
+        if not self.tokenizer_path:
+            raise ConfigError(
+                f"data.tokenizer_path: must be given to read the text of {dataset.hf_name!r}, got nothing; "
+                "add the folder of a tokenizer"
+            )
+        return self.tokenizer_path
+
+    @property
     def all_phases(self) -> tuple[TrainingPhase, ...]:
         """The phases, or the annealing as one."""
         if self.anneal_start_step:
@@ -167,7 +190,12 @@ def from_kempnerforge(tables: Mapping[str, Any], world_size: int | None) -> tupl
         if name in table:
             shown = str(table[name]).lower() if name == "pin_memory" else table[name]
             notes.append(f"data.{name} = {shown}: not needed, {why}")
-    datasets = _datasets(data, notes)
+    before = "datasets" if data.datasets else "dataset_path"
+    single = [name for name in ("dataset_path", "hf_dataset_name") if getattr(data, name)]
+    notes += [
+        f"data.{name}: not read, {before} goes before it" for name in (single if data.datasets else single[1:])
+    ]
+    datasets = _named(data.all_datasets, notes)
     sources = [{"name": name, **_source(data, dataset)} for name, dataset in datasets.items()]
     stages = _stages(data, datasets, run["steps"], notes)
     drawn = {name for stage in stages for name in stage.get("weights", datasets)}
@@ -203,26 +231,8 @@ def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, not
     return run if data.mix_temperature == 1 else {**run, "temperature": data.mix_temperature}
 
 
-def _datasets(data: DataTable, notes: list[str]) -> dict[str, DatasetSource]:
-    """Return the datasets by the names of their sources; the single one of [data] where none are listed."""
-    single = [name for name in ("dataset_path", "hf_dataset_name") if getattr(data, name)]
-    if data.datasets:
-        notes += [f"data.{name}: not read, datasets goes before it" for name in single]
-        return _named(data.datasets, notes)
-    if not single:
-        raise ConfigError(
-            "data: dataset_path, hf_dataset_name or datasets must be given, got none; "
-            "add the one that says where the data is"
-        )
-    notes += [f"data.{name}: not read, dataset_path goes before it" for name in single[1:]]
-    if data.dataset_path:
-        return _named([DatasetSource(path=data.dataset_path)], notes)
-    return _named(
-        [DatasetSource(hf_name=data.hf_dataset_name or "", hf_config=data.hf_dataset_config or "")], notes
-    )
-
-
 def _named(datasets: Sequence[DatasetSource], notes: list[str]) -> dict[str, DatasetSource]:
+    """Return datasets by the names of their sources."""
     given: dict[str, str] = {}
     for number, dataset in enumerate(datasets):
         if dataset.name in given:
@@ -243,16 +253,11 @@ def _source(data: DataTable, dataset: DatasetSource) -> dict[str, Any]:
     if dataset.path:
         # What is special in a glob is not, in the name of a folder.
         return {"store": f"{glob.escape(dataset.path.rstrip('/'))}/{data.file_pattern or '*.npy'}"}
-    if not data.tokenizer_path:
-        raise ConfigError(
-            f"data.tokenizer_path: must be given to read the text of {dataset.hf_name!r}, got nothing; "
-            "add the folder of a tokenizer"
-        )
     source = text_source(
         dataset.hf_name,
         config=dataset.hf_config,
         split=data.hf_dataset_split or DEFAULT_SPLIT,
-        tokenizer=data.tokenizer_path,
+        tokenizer=data.tokenizer_for(dataset),
         text_field=data.hf_dataset_text_field or DEFAULT_FIELD,
     )
     return {**source, "live": True} if data.hf_streaming else source
