@@ -13,6 +13,9 @@ from tokenmill.build.build import prepare
 from tokenmill.build.job import PrepareOptions
 from tokenmill.build.journal import Journal, entry_digest
 from tokenmill.documents import file_digest, find_files
+from tokenmill.documents.inputs import PREFIX, parse
+from tokenmill.encode.engines import kind_of
+from tokenmill.encode.tokenizer import content_digest
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import MANIFEST
@@ -22,9 +25,8 @@ MAX_WAIT_SECONDS = 3600.0
 """How long another process is waited for."""
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 5.0
 """Between two looks at a build of another process, at first and after a while."""
-_TAKEN = "only one build may write to it at a time"
+_ONE_AT_A_TIME = "only one build may write to it at a time"
 """By which prepare refuses a store that another process builds, and nothing else."""
-_HUGGING_FACE = "hf:"
 _log = logging.getLogger("tokenmill")
 
 
@@ -46,7 +48,7 @@ def cached_store(
     named = sorted(set(documents))
     store = folder / digest([named, tokenizer, text_field])[:16]
     end = time.monotonic() + MAX_WAIT_SECONDS
-    pause, told = _FIRST_SECONDS, False
+    pause, announced = _FIRST_SECONDS, False
     while True:
         if _is_finished(store):
             _check_documents(named, store, where)
@@ -64,16 +66,16 @@ def cached_store(
                 )
                 return store
             except StoreExistsError as error:
-                if _TAKEN not in str(error):
+                if _ONE_AT_A_TIME not in str(error):
                     raise
         if time.monotonic() > end:
             raise StoreExistsError(
                 f"{where}: another process must finish {store} within {MAX_WAIT_SECONDS:g} s, got one still at "
                 "work; wait for it or stop it, and start again"
             )
-        if not told:
+        if not announced:
             _log.warning("%s: waiting for another process, which prepares %s", where, store)
-        told = True
+        announced = True
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_SECONDS)
 
@@ -116,41 +118,35 @@ def _change(documents: Sequence[str], store: Path) -> str | None:
     """Say what is not as it was, None if nothing; names of the hub are not looked up again."""
     finished = Journal(store).finished()
     assert finished is not None
-    here = [item for item in documents if not _is_on_hub(item)]
+    local = [item for item in documents if not _is_on_hub(item)]
     try:
-        files = find_files(here).files if here else ()
-        now = {file.path: entry_digest(file.name, file_digest(file)) for file in files}
+        files = find_files(local).files if local else ()
+        digests = {file.path: entry_digest(file.name, file_digest(file)) for file in files}
     except DocumentError as error:
         return f"none ({error})"
-    seen, made = Counter(now.values()), Counter(entry.digest for entry in finished.inputs)
-    new = [path for path, content in now.items() if content in seen - made]
-    gone = [entry.name for entry in finished.inputs if entry.digest in made - seen]
-    if new:
-        return f"{new[0]}, which is new or has changed"
-    if gone and len(here) == len(documents):  # else what is not here may be of the hub
-        return f"no {gone[0]}, which was among them"
+    now, then = Counter(digests.values()), Counter(file.digest for file in finished.inputs)
+    added, gone = now - then, then - now
+    for path, content in digests.items():
+        if content in added:
+            return f"{path}, which is new or has changed"
+    for file in finished.inputs if len(local) == len(documents) else ():  # else it may be a file of the hub
+        if file.digest in gone:
+            return f"no {file.name}, which was among them"
     return None
 
 
 def _is_on_hub(item: str) -> bool:
-    if not item.startswith(_HUGGING_FACE):
-        return False
-    from tokenmill.documents.inputs import parse
-
-    return not os.path.isdir(parse(item)[0])
+    return item.startswith(PREFIX) and not os.path.isdir(parse(item)[0])
 
 
 def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
     """Refuse a tokenizer.json with other bytes than the store was made with; one that is gone does no harm."""
-    from tokenmill.encode.engines import kind_of
-    from tokenmill.encode.tokenizer import content_digest
-
     if kind_of(tokenizer) != "tokenizer.json":
         return
     path = Path(tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
-    made = read_manifest(store).tokenizer["content"]
-    if file.is_file() and content_digest(file.read_bytes()) != made:
+    content = read_manifest(store).tokenizer["content"]
+    if file.is_file() and content_digest(file.read_bytes()) != content:
         raise StoreExistsError(
             f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with other "
             f"content; put it back, or delete {store} to prepare them anew"
