@@ -100,7 +100,7 @@ def test_all_stores_of_a_folder_are_shown_one_after_the_other(tokenmill, folder)
     assert [(name, facts["documents"]) for name, facts in found.items()] == [("books", 25), ("web", 60)]
     done = tokenmill("inspect", folder / "stores", "--html", folder / "all.html")
     assert re.findall(r"^Store (\w+)", done.out, re.MULTILINE) == ["books", "web"]
-    assert re.findall(r"<h2>Store (\w+)", (folder / "all.html").read_text(encoding="utf-8")) == ["books", "web"]
+    assert re.findall(r">Store (\w+) *<", (folder / "all.html").read_text(encoding="utf-8")) == ["books", "web"]
 
 
 def test_the_working_directory_has_a_name(tokenmill, folder, monkeypatch):
@@ -204,7 +204,7 @@ def test_an_answer_that_ends_a_turn_is_not_called_endless(tokenmill, tmp_path):
 def test_examples_tell_trained_from_masked(chat):
     """[T1.d]"""
     from tokenmill.encode.engines import open_tokenizer
-    from tokenmill.run.report import examples
+    from tokenmill.run.inspect import examples
 
     first, last = examples(open_store(chat), open_tokenizer("bytes"))
     assert [text for trained, text in first.runs if trained] == ["four<|im_end|>"]
@@ -216,7 +216,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tokenmill, chat, tmp_path)
     page = tmp_path / "report.html"
     assert tokenmill("inspect", chat, "--html", page).code == 0
     text = page.read_text(encoding="utf-8")
-    assert re.findall(r'<span class="trained">(.*?)</span>', text, re.S) == [
+    assert re.findall(r'<span style="color: #008000;[^"]*">(.*?)</span>', text, re.S) == [
         "four&lt;|im_end|&gt;",
         "five &amp; six&lt;|im_end|&gt;",
     ]
@@ -244,7 +244,7 @@ def test_without_colour_trained_text_stands_in_brackets(tokenmill, chat):
 )
 def test_brackets_stand_where_there_is_no_terminal_with_colour(tokenmill, chat, monkeypatch, options, marked):
     written = io.StringIO()
-    monkeypatch.setattr("tokenmill.cli.inspect.console", Console(file=written, width=200, **options))
+    monkeypatch.setattr("tokenmill.cli.console.console", Console(file=written, width=200, **options))
     assert tokenmill("inspect", chat).code == 0
     shown = written.getvalue()
     assert ("⟦four<|im_end|>⟧" in shown, "⟦" in shown) == (marked, marked)
@@ -277,15 +277,14 @@ def test_the_first_skipped_records_are_listed_by_place(tokenmill, skipping):
 def test_the_page_names_recipe_input_files_and_skipped_records(tokenmill, skipping, tmp_path):
     assert tokenmill("inspect", skipping, "--html", tmp_path / "report.html").code == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<td>recipe</td><td>text</td>" in text
-    inputs = text.split("<h2>Input files</h2>")[1].split("</table>")[0]
-    assert re.findall(r"<td[^>]*>(.*?)</td>", inputs) == ["bad.jsonl", "1", "6"]
-    skipped = text.split("<h2>The first 10 of 12 skipped records</h2>")[1].split("</table>")[0]
-    assert re.findall(r'<tr><td>bad\.jsonl</td><td class="number">(\d+)</td>', skipped) == [
-        str(line) for line in range(2, 12)
-    ]
+    assert re.search(r"^ recipe +text *$", text, re.MULTILINE)
+    skipped, inputs = text.split(">The first 10 of 12 skipped records")[1].split(">Input files")
+    assert re.search(r"^ bad\.jsonl +1 +6 *$", inputs, re.MULTILINE)
+    lines = re.findall(r"^ bad\.jsonl +(\d+) ", skipped, re.MULTILINE)
+    assert lines == [str(line) for line in range(2, 12)]
     assert "&lt;b&gt;" in skipped
     assert "<b>" not in skipped
+    assert "\x1b" not in text
 
 
 def test_a_store_without_skipped_records_lists_none(tokenmill, folder):

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-from html import escape
+from html import unescape
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from tokenmill.cli.console import console
-from tokenmill.cli.plan import fitting
+from tokenmill.cli.console import WideTable
 from tokenmill.run.run import Run
 from tokenmill.store import open_store
 
@@ -238,9 +237,9 @@ def test_no_number_or_header_is_cut_on_a_narrow_terminal(tokenmill, folder, monk
 @pytest.mark.parametrize(
     ("columns", "titles"), [(200, ["T"]), (60, ["T", "T, continued"]), (10, ["T", "T, continued"])]
 )
-def test_estimates_are_shown_whole_beside_counted_figures(monkeypatch, columns, titles):
-    monkeypatch.setattr(console, "width", columns)
-    made = fitting("T", ("name", "labels", "why"), [("a" * 40, "about 1,234,567,890", "x" * 30), ("b", 7, "–")])
+def test_estimates_are_shown_whole_beside_counted_figures(columns, titles):
+    rows = [("a" * 40, "about 1,234,567,890", "x" * 30), ("b", 7, "–")]
+    made = WideTable(title="T", columns=("name", "labels", "why"), rows=rows).tables(columns)
     assert [str(one.title) for one in made] == titles
     figures = made[0].columns[1]
     assert (figures.width, figures.justify) == (len("about 1,234,567,890"), "right")
@@ -380,7 +379,7 @@ def test_skipped_steps_and_what_is_put_aside_are_told_apart(tokenmill, edited):
     ]
     shown = tokenmill("plan", edited)
     assert (shown.code, shown.err) == (0, "")
-    assert "Put aside" in shown.out
+    assert "Quarantined" in shown.out
     assert re.search(r"10 steps, 48 rows, 7,680 tokens, 2 steps skipped, compiled in \d+\.\d\d s", shown.out)
 
 
@@ -405,7 +404,7 @@ def test_tokens_of_records_that_are_put_aside_are_those_of_all_their_arrays(toke
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        ("from_step = 9\ndocuments = [0]", ["what it puts aside"]),
+        ("from_step = 9\ndocuments = [0]", ["what it names"]),
         ("from_step = 0\ndocuments = [0]", []),
         ("from_step = 6", ["the source"]),
         ("from_step = 5", []),
@@ -470,15 +469,17 @@ def test_the_page_holds_the_picture_the_tables_and_the_warnings(tokenmill, edite
     text, svg = page.read_text(encoding="utf-8"), picture.read_text(encoding="utf-8")
     assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     assert svg in text
-    headings = re.findall("<h2>(.*?)</h2>", text)
-    assert headings == [
-        *("To look at", "Stages", "Mixture", "Sources", "Put aside", "Fate of the tokens of an epoch"),
+    bold = re.findall(r'^<span style="font-weight: bold">(.*?) *</span>$', text, re.MULTILINE)
+    assert bold == [
+        *("Stages", "Mixture", "Sources", "Quarantined", "Fate of the tokens of an epoch"),
         "Reading and memory",
     ]
     assert "&lt;leak&gt;" in text
     assert "<leak>" not in text
+    lines = unescape(re.sub("<[^>]*>", "", text)).splitlines()
     for warning in tokenmill("plan", edited, "--json").json["warnings"]:
-        assert f"<li>{escape(warning)}</li>" in text
+        assert f"warning: {warning}" in lines
+    assert not re.search(r"<script|<link|<img|https?:(?!//www.w3.org/2000/svg)|src=|onerror", text)
 
 
 @pytest.mark.parametrize("option", ["--html", "--svg"])

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tokenmill.plan import Ramp
-from tokenmill.plan.report import Quarantined, report, warnings
+from tokenmill.plan.report import report, warnings
 
 SIZES = {"web": 1000, "books": 1000}
 HALF = {"web": 1, "books": 1}
@@ -20,8 +20,8 @@ def warn(make_plan):
 
     def found(stages, *, sizes=SIZES, steps=40, weigh_by="rows", quarantined=()):
         plan = make_plan(sizes, stages, steps=steps)
-        facts = report(plan, quarantined=quarantined)
-        return warnings(plan, facts, {stage.name: weigh_by for stage in facts.stages})
+        facts = report(plan)
+        return warnings(plan, facts, {stage.name: weigh_by for stage in facts.stages}, quarantined)
 
     return found
 
@@ -85,11 +85,10 @@ def test_a_scale_of_the_first_stage_is_told(warn):
     ]
 
 
-def test_a_source_that_no_stage_uses_is_told_unless_it_is_put_aside(warn):
+def test_a_source_that_no_stage_uses_is_told_unless_it_is_quarantined(warn):
     stages = [(0, 4, {"web": 1})]
     assert warn(stages) == ["source 'books': no stage uses it; give it a weight, or remove it from the run"]
-    aside = Quarantined(source="books", from_step=0, documents=9, tokens=9, whole=True, reason="")
-    assert warn(stages, quarantined=[aside]) == []
+    assert warn(stages, quarantined=["books"]) == []
 
 
 def test_a_ramp_of_one_step_is_told(warn):

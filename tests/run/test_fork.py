@@ -88,9 +88,9 @@ def test_a_fork_without_weights_gives_the_same_batches_for_ever(write, folder, t
         old.unlink()
     if within_ramp(tables, step):
         with pytest.raises(ConfigError, match="within the ramp of stage 'late'"):
-            fork(run, step=step, to=folder / "new.toml")
+            fork(run, at=step, to=folder / "new.toml")
         return
-    made = fork(run, step=step, to=folder / "new.toml")
+    made = fork(run, at=step, to=folder / "new.toml")
     new = Run.from_toml(folder / "new.toml")
     assert new.plan().fingerprint == run.plan().fingerprint
     assert batches(new) == batches(run)
@@ -106,7 +106,7 @@ def test_a_fork_with_weights_keeps_what_comes_before_and_goes_on_from_its_state(
         old.unlink()
     if within_ramp(tables, step):
         return
-    made = fork(run, step=step, to=folder / "new.toml", weights={"web": 1})
+    made = fork(run, at=step, to=folder / "new.toml", weights={"web": 1})
     new = Run.from_toml(folder / "new.toml")
     assert [one for one in batches(new) if one[0] < step] == [one for one in batches(run) if one[0] < step]
     loader = new.loader(micro_batch=6, threads=0)
@@ -117,7 +117,7 @@ def test_a_fork_with_weights_keeps_what_comes_before_and_goes_on_from_its_state(
 
 
 def test_the_stage_of_a_fork_is_a_copy_of_the_one_that_is_running(write, folder):
-    made = fork(write(BASE), step=15, to=folder / "new.toml")
+    made = fork(write(BASE), at=15, to=folder / "new.toml")
     stages = Run.from_toml(folder / "new.toml").translation.tables["stages"]
     assert stages[:2] == BASE["stages"]
     assert stages[2] == BASE["stages"][1] | {"name": "fork", "start_step": 15}
@@ -125,9 +125,9 @@ def test_the_stage_of_a_fork_is_a_copy_of_the_one_that_is_running(write, folder)
 
 
 def test_where_a_stage_begins_already_it_is_left_as_it_is(write, folder):
-    assert fork(write(BASE), step=10, to=folder / "same.toml").stage == "late"
+    assert fork(write(BASE), at=10, to=folder / "same.toml").stage == "late"
     assert Run.from_toml(folder / "same.toml").translation.tables == BASE
-    made = fork(write(BASE), step=10, to=folder / "other.toml", name="math", weights={"books": 1})
+    made = fork(write(BASE), at=10, to=folder / "other.toml", name="math", weights={"books": 1})
     assert made.edited
     stage = Run.from_toml(folder / "other.toml").translation.tables["stages"][1]
     assert stage == BASE["stages"][1] | {"name": "math", "weights": {"books": 1}}
@@ -136,8 +136,8 @@ def test_where_a_stage_begins_already_it_is_left_as_it_is(write, folder):
 def test_a_fork_at_step_0_and_one_of_a_run_without_stages(write, folder):
     single = {"run": BASE["run"] | {"weights": {"web": 1, "books": 1}}, "sources": BASE["sources"]}
     run = write(single)
-    assert fork(run, step=0, to=folder / "zero.toml").stage == "main"
-    assert fork(run, step=5, to=folder / "five.toml").stage == "fork"
+    assert fork(run, at=0, to=folder / "zero.toml").stage == "main"
+    assert fork(run, at=5, to=folder / "five.toml").stage == "fork"
     names = [stage.name for stage in Run.from_toml(folder / "five.toml").config.stages]
     assert names == ["main", "fork"]
     assert [batches(Run.from_toml(folder / f"{name}.toml")) == batches(run) for name in ("zero", "five")] == [
@@ -146,10 +146,10 @@ def test_a_fork_at_step_0_and_one_of_a_run_without_stages(write, folder):
 
 
 def test_a_fork_of_a_fork_gets_a_name_of_its_own(write, folder):
-    fork(write(BASE), step=4, to=folder / "one.toml")
-    assert fork(Run.from_toml(folder / "one.toml"), step=6, to=folder / "two.toml").stage == "fork-2"
+    fork(write(BASE), at=4, to=folder / "one.toml")
+    assert fork(Run.from_toml(folder / "one.toml"), at=6, to=folder / "two.toml").stage == "fork-2"
     with pytest.raises(ConfigError, match=r"name must be one that no stage has \(base, late\), got 'late'; choose"):
-        fork(write(BASE), step=4, to=folder / "three.toml", name="late")
+        fork(write(BASE), at=4, to=folder / "three.toml", name="late")
 
 
 @pytest.mark.parametrize("step", [11, 13, 14])
@@ -160,9 +160,9 @@ def test_a_step_within_a_ramp_is_refused_with_the_nearest_legal_ones(write, fold
     with pytest.raises(
         ConfigError, match=rf"ramp of stage 'late' \(steps 10:15\), got {step}; fork at 10, .* at 15,"
     ):
-        fork(run, step=step, to=folder / "new.toml")
+        fork(run, at=step, to=folder / "new.toml")
     assert not (folder / "new.toml").exists()
-    fork(run, step=15, to=folder / "new.toml")
+    fork(run, at=15, to=folder / "new.toml")
     assert "ramp" not in Run.from_toml(folder / "new.toml").translation.tables["stages"][2]
 
 
@@ -173,7 +173,7 @@ def test_a_fork_where_documents_are_put_aside_does_not_start_their_source_again(
     }
     tables["stages"][1]["on_change"] = "restart"
     run = write(tables)
-    fork(run, step=15, to=folder / "new.toml")
+    fork(run, at=15, to=folder / "new.toml")
     new = Run.from_toml(folder / "new.toml")
     assert "on_change" not in new.translation.tables["stages"][2]
     assert batches(new) == batches(run)
@@ -187,7 +187,7 @@ def test_a_fork_before_a_source_is_first_drawn_still_starts_it_again(write, fold
     name = run.plan().sources.index("books")
     drawn = [step for step in range(10, STEPS) if name in run.plan().rows(step)[0]]
     assert drawn[0] > 12
-    fork(run, step=12, to=folder / "new.toml")
+    fork(run, at=12, to=folder / "new.toml")
     assert batches(Run.from_toml(folder / "new.toml")) == batches(run)
 
 
@@ -202,7 +202,7 @@ def test_relative_paths_lead_to_the_same_files_from_another_folder(write, folder
     tables["sources"][1]["store"] = str(folder / "stores" / "books")
     run = write(tables)
     (tmp_path / "forks" / "deep").mkdir(parents=True)
-    made = fork(run, step=5, to=tmp_path / "forks" / "deep" / "new.toml")
+    made = fork(run, at=5, to=tmp_path / "forks" / "deep" / "new.toml")
     found = Run.from_toml(made.config).translation.tables
     assert [source["store"] for source in found["sources"]] == ["../../apart/web", str(folder / "stores" / "books")]
     assert found["quarantine"][0]["file"] == "../../job/lists/bad.txt"
@@ -219,7 +219,7 @@ def test_text_that_is_prepared_on_first_use_is_found_from_another_folder(folder,
     }
     (folder / "run.toml").write_text(to_toml(tables))
     run = Run.from_toml(folder / "run.toml")
-    made = fork(run, step=3, to=tmp_path / "new.toml")
+    made = fork(run, at=3, to=tmp_path / "new.toml")
     source = Run.from_toml(made.config).translation.tables["sources"][0]
     assert (source["documents"], source["tokenizer"]) == (["job/text.jsonl"], "bytes")
     assert batches(Run.from_toml(made.config)) == batches(run)
@@ -229,7 +229,7 @@ def test_text_that_is_prepared_on_first_use_is_found_from_another_folder(folder,
 def test_nothing_is_overwritten(write, folder, name):
     (folder / name).write_text("mine")
     with pytest.raises(ConfigError, match=rf"{name}: a fork must not overwrite a file, got one there; choose"):
-        fork(write(BASE), step=5, to=folder / "new.toml")
+        fork(write(BASE), at=5, to=folder / "new.toml")
     assert (folder / name).read_text() == "mine"
     assert sorted(file.name for file in folder.glob("*new*")) == [name]
 
@@ -237,14 +237,14 @@ def test_nothing_is_overwritten(write, folder, name):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"step": 24}, PlanError, "step must lie within 0:24, got 24; choose"),
-        ({"step": -1}, PlanError, "step must lie within 0:24, got -1; choose"),
-        ({"step": 5, "weights": {"wbe": 1}}, ConfigError, "got 'wbe'; did you mean 'web'"),
-        ({"step": 5, "weights": {"web": 0}}, ConfigError, "weights must be positive, got {'web': 0}; leave"),
-        ({"step": 5, "name": ""}, ConfigError, "got ''; choose another"),
-        ({"step": 5, "to": "new.json"}, ConfigError, r"must end in \.toml, got '\.json'; name it so"),
+        ({"at": 24}, PlanError, "step must lie within 0:24, got 24; choose"),
+        ({"at": -1}, PlanError, "step must lie within 0:24, got -1; choose"),
+        ({"at": 5, "weights": {"wbe": 1}}, ConfigError, "got 'wbe'; did you mean 'web'"),
+        ({"at": 5, "weights": {"web": 0}}, ConfigError, "weights must be positive, got {'web': 0}; leave"),
+        ({"at": 5, "name": ""}, ConfigError, "got ''; choose another"),
+        ({"at": 5, "to": "new.json"}, ConfigError, r"must end in \.toml, got '\.json'; name it so"),
         (
-            {"step": 5, "to": "nowhere/new.toml"},
+            {"at": 5, "to": "nowhere/new.toml"},
             ConfigError,
             "must be a folder to write to, got nothing there; make",
         ),
@@ -260,7 +260,7 @@ def test_what_cannot_be_forked_is_refused_and_nothing_is_written(write, folder, 
 def test_a_fork_begins_its_history_with_where_it_comes_from(write, folder):
     """[O1.c]"""
     run = write(BASE)
-    made = fork(run, step=5, to=folder / "new.toml", weights={"web": 1})
+    made = fork(run, at=5, to=folder / "new.toml", weights={"web": 1})
     (edit,) = read_history(folder, "new")
     assert (edit.plan, edit.before) == (made.plan, run.plan().fingerprint[:16])
     assert (edit.first_step, edit.forked_from.step, edit.forked_from.config) == (5, 5, "run.toml")
@@ -276,7 +276,7 @@ def test_a_fork_of_a_foreign_config_is_native(folder, tmp_path):
         '[data]\ndataset_path = "tokens"\n[train]\nbatch_size = 4\nmax_steps = 9\nseq_len = 16\n'
     )
     run = Run.from_toml(folder / "kf.toml", world_size=2)
-    made = fork(run, step=4, to=tmp_path / "new.toml")
+    made = fork(run, at=4, to=tmp_path / "new.toml")
     new = Run.from_toml(made.config)
     assert (run.translation.dialect, new.translation.dialect) == ("KempnerForge", "native")
     assert batches(new) == batches(run)

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import typer
 
+from tokenmill.cli import console as ui
 from tokenmill.cli.batches import batches
-from tokenmill.cli.console import errors
 from tokenmill.cli.demo import demo
 from tokenmill.cli.diff import diff
 from tokenmill.cli.fork import fork
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    errors.print("error:", style="bold red", end=" ")
-    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    ui.errors.print("error:", style="bold red", end=" ")
+    ui.errors.print(message, markup=False, highlight=False, soft_wrap=True)
     # As of diff(1): 1 says that two runs differ.
     sys.exit(2 if sys.argv[1:2] == ["diff"] else 1)
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from itertools import islice
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from tokenmill.cli.console import errors, tell
+from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError, ResumeError
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
-    from tokenmill.run.run import Run
 
 
 def batches(
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
+    run: ui.RunFile,
     rank: Annotated[
         int | None, typer.Option(help="Rank whose slice is drawn; default: all ranks, the global batch.")
     ] = None,
@@ -41,27 +41,25 @@ def batches(
     Two runs that print the same digests trained on the same data.
     """
     from tokenmill.loader import usual_arrays
-    from tokenmill.run.run import Run
 
     size = 1 if world_size is None else world_size
     if size < 1:
         raise ConfigError(f"--world-size: must be at least 1, got {size}; leave it out for 1")
-    opened = Run.from_toml(run, world_size=world_size)
-    assert opened.translation is not None
-    tell(opened.translation)
+    opened = ui.open_run(run, world_size)
     compiled = opened.plan()
-    micro = _whole_slice(opened, size) if micro_batch is None else micro_batch
-    ranks = range(size) if rank is None else [rank]
+    if micro_batch is None:  # the whole slice where all batches are alike, else the largest that fits every stage
+        sizes = [stage.spec.global_batch_size for stage in compiled.stages]
+        micro_batch = max(1, gcd(*sizes) // size)
     loaders = [
         opened.loader(
             rank=r,
             world_size=size,
-            micro_batch=micro,
+            micro_batch=micro_batch,
             threads=threads,
             prefetch=prefetch,
             arrays=usual_arrays(compiled),
         )
-        for r in ranks
+        for r in (range(size) if rank is None else [rank])
     ]
     first, last = _range(steps, compiled.steps)
     saved = _read_state(state, steps)
@@ -83,7 +81,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
         rows: list[bytes] = []
         tokens = trained = 0
         for loader, stream in zip(loaders, streams, strict=True):
-            for batch in _take(stream, loader.part.batches(stage)):
+            for batch in islice(stream, loader.part.batches(stage)):
                 room, labels = count_tokens(batch)
                 tokens += room
                 trained += labels
@@ -96,7 +94,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
             write_atomically(state.absolute(), msgspec.json.encode(_state(loaders)))
     _tell_skipped(loaders)
     if not digest:
-        errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
+        ui.errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
 
 
 def _tell_skipped(loaders: list[Loader]) -> None:
@@ -106,7 +104,7 @@ def _tell_skipped(loaders: list[Loader]) -> None:
         for source, skipped in getattr(loader, "skipped", {}).items():
             counts.update({(source, reason): number for reason, number in skipped.counts.items()})
     for (source, reason), number in sorted(counts.items()):
-        errors.print(f"left out of {source}: {reason} {number:,}", highlight=False)
+        ui.errors.print(f"left out of {source}: {reason} {number:,}", highlight=False)
 
 
 def _state(loaders: list[Loader]) -> dict[str, Any]:
@@ -117,19 +115,6 @@ def _state(loaders: list[Loader]) -> dict[str, Any]:
     from tokenmill.live import merge_states
 
     return merge_states(states)
-
-
-def _take(stream: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in range(count):
-        yield next(stream)
-
-
-def _whole_slice(run: Run, world_size: int) -> int:
-    """Return the largest micro-batch that fits every stage: the whole slice, where all batches are alike."""
-    from math import gcd
-
-    sizes = [stage.global_batch_size for stage in run.config.resolved_stages]
-    return max(1, gcd(*sizes) // world_size)
 
 
 def _range(text: str, end: int) -> tuple[int, int]:

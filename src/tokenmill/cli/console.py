@@ -1,27 +1,96 @@
-"""How the command line writes: tables for people, JSON for programs."""
+"""How the command line reads and writes: shared options, tables and pages for people, JSON for programs."""
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
+from rich import box, markup
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from tokenmill.errors import ConfigError
+
 if TYPE_CHECKING:
     from tokenmill.config.dialects import Translation
-    from tokenmill.encode.tokenizer import Tokenizer
-    from tokenmill.store import Store
-    from tokenmill.types import Span
+    from tokenmill.run.run import Run
 
 console = Console()
 errors = Console(stderr=True)
+
+MIN_NAME = 12
+"""Names are not folded to less than so many characters."""
+PAGE_COLUMNS = 120
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")]
+AsJson = Annotated[bool, typer.Option(help="Print as JSON.")]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Data-parallel ranks, for a config of KempnerForge or torchtitan, which count rows by rank.",
+    ),
+]
+"""Type of the option --world-size; its default is None."""
+ToNative = Annotated[
+    bool,
+    typer.Option("--to-native", help="Print the config as native TOML and stop; no store is opened."),
+]
+"""Type of the option --to-native; its default is False."""
+# What token files of other projects do not say of themselves.
+Dtype = Annotated[str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")]
+VocabSize = Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")]
+EosId = Annotated[int | None, typer.Option(help="Id that ends documents where the format has no boundaries.")]
+BosId = Annotated[int | None, typer.Option(help="Id that starts documents.")]
+Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: told by them.")]
+
+
+# What commands read
+
+
+def open_run(file: Path, world_size: int | None = None) -> Run:
+    """Read the config of a run, and say on stderr what a foreign one was taken for."""
+    from tokenmill.run.run import Run
+
+    run = Run.from_toml(file, world_size=world_size)
+    if run.translation:
+        tell(run.translation)
+    return run
+
+
+def tell(translation: Translation) -> None:
+    """Say on stderr what a foreign config was taken for, a note a line; nothing of a native one."""
+    if translation.dialect == "native":
+        return
+    lines = [f"taken as a {translation.dialect} config:", *(f"  - {note}" for note in translation.notes)]
+    for line in lines:
+        errors.print(Text(line), soft_wrap=True, highlight=False)
+
+
+def check_file(option: str, file: Path | None) -> None:
+    """Refuse a file that cannot be written, before anything is read; None is one that is not wanted."""
+    if file is None:
+        return
+    if file.is_dir():
+        name = f"report{'.svg' if option == '--svg' else '.html'}"
+        raise ConfigError(f"{option}: must be a file, got the folder {file}; name a file in it, such as {name}")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{option}: must be a file in a folder that is there, got {file}; make {file.parent} first"
+        )
+
+
+# What commands write
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
@@ -30,20 +99,16 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
     sys.stdout.write(text.decode() + "\n")
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Make a table; numbers stand to the right, other cells to the left, and none is read as markup."""
-    lines = [list(row) for row in rows]
-    made = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
-        # Names must not give way to numbers on a narrow terminal.
-        least = None if numeric else min(12, max([len(name), *(len(cell(line[index])) for line in lines)]))
-        made.add_column(
-            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, min_width=least
-        )
-    for line in lines:
-        made.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in line))
-    return made
+def print_native(translation: Translation) -> None:
+    """Write a config as native TOML and nothing else, so that it can go to a file."""
+    from tokenmill.config.run import to_toml
+
+    sys.stdout.write(to_toml(translation.tables))
+
+
+def print_line(line: str) -> None:
+    """Write a line as it is: no markup, no colours, not broken."""
+    console.print(Text(line), soft_wrap=True, highlight=False)
 
 
 def cell(value: object) -> str:
@@ -71,73 +136,113 @@ def megabytes(count: int) -> str:
     return f"{count} B"
 
 
-# Tokens as text, where the tokenizer of a store can be found.
+def printable(text: str) -> str:
+    """Return a text that cannot speak to the terminal: no escape sequences, no bells, no reversed text."""
+    return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else "→" if c == "\t" else "\ufffd" for c in text)
 
-EXCERPT_TOKENS = 16
 
-
-def tokenizer_of(store: Store) -> Tokenizer | None:
-    """Open the tokenizer that made a store, if it is still where it was and still the same."""
-    from tokenmill.encode.engines import open_tokenizer
-    from tokenmill.errors import TokenizerError
-
-    identity = store.manifest.tokenizer
-    try:
-        tokenizer = open_tokenizer(
-            str(store.manifest.recipe.get("tokenizer", "bytes")),
-            add_bos=bool(identity["add_bos"]),
-            add_eos=bool(identity["add_eos"]),
-            engine=str(store.manifest.recipe.get("engine", "auto")).split()[0],
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Make a table; numbers stand to the right, other cells to the left, and none is read as markup."""
+    lines = [list(row) for row in rows]
+    heading = markup.escape(title)
+    filled = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
+        # Names must not give way to numbers on a narrow terminal.
+        least = None if numeric else min(MIN_NAME, max([len(name), *(len(cell(line[index])) for line in lines)]))
+        filled.add_column(
+            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, min_width=least
         )
-    except TokenizerError:
-        return None
-    return tokenizer if tokenizer.identity.content == identity["content"] else None
-
-
-def excerpt(store: Store, span: Span, tokenizer: Tokenizer | None) -> str | None:
-    """Return the beginning of a span as one line of text."""
-    if tokenizer is None:
-        return None
-    begin, _ = store.document_bounds(span.document)
-    length = min(span.length, EXCERPT_TOKENS)
-    ids = store.fetch(begin + span.start, begin + span.start + length, store.manifest.token_key)
-    more = "…" if span.length > length else ""
-    text = tokenizer.decode(ids).replace("\n", "⏎").replace("\t", "→")
-    # Documents are not to be trusted with the terminal: no escape sequences, no bells, no reversed text.
-    return "".join(character if character.isprintable() else "\ufffd" for character in text) + more
-
-
-# What all commands that read the config of a run share: its options, and what is told of a foreign one.
-
-_NATIVE = "native"
-
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Data-parallel ranks, for a config of KempnerForge or torchtitan, which count rows by rank.",
-    ),
-]
-"""Type of the option --world-size; its default is None."""
-ToNative = Annotated[
-    bool,
-    typer.Option("--to-native", help="Print the config as native TOML and stop; no store is opened."),
-]
-"""Type of the option --to-native; its default is False."""
-
-
-def tell(translation: Translation) -> None:
-    """Say on stderr what a foreign config was taken for, a note a line; nothing of a native one."""
-    if translation.dialect == _NATIVE:
-        return
-    lines = [f"taken as a {translation.dialect} config:", *(f"  - {note}" for note in translation.notes)]
     for line in lines:
-        errors.print(Text(line), soft_wrap=True, highlight=False)
+        filled.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in line))
+    return filled
 
 
-def print_native(translation: Translation) -> None:
-    """Write a config as native TOML and nothing else, so that it can go to a file."""
-    from tokenmill.config.run import to_toml
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideTable:
+    """A table of which no number is cut: several below each other where a console is too narrow for all columns."""
 
-    sys.stdout.write(to_toml(translation.tables))
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    names: int = 1
+    """The first columns, which may be folded and stand in every table; no word or number of the others is cut."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield what a console prints."""
+        yield from self.tables(options.max_width)
+
+    def tables(self, width: int) -> list[Table]:
+        """Return as many tables as it takes to fit a width."""
+        texts = [[name, *(cell(row[index]) for row in self.rows)] for index, name in enumerate(self.columns)]
+        least = [_least(column, folded=index < self.names) for index, column in enumerate(texts)]
+        fitting: list[Table] = []
+        first = self.names
+        while first < len(self.columns):
+            last = first + 1
+            while last < len(least) and _needed([*least[: self.names], *least[first : last + 1]]) <= width:
+                last += 1
+            chosen = [*range(self.names), *range(first, last)]
+            part = table(
+                f"{self.title}, continued" if fitting else self.title,
+                [self.columns[index] for index in chosen],
+                [[row[index] for index in chosen] for row in self.rows],
+            )
+            room = max(0, width - _needed([least[index] for index in chosen]))
+            # Told to rich in full: where room is scarce, it would take some from numbers as well. Names come last.
+            for column, index in [*zip(part.columns, chosen, strict=True)][::-1]:
+                column.width = min(max(map(cell_len, texts[index])), least[index] + room)
+                column.min_width, column.no_wrap = None, False
+                room -= column.width - least[index]
+                if _is_estimate(texts[index]):
+                    column.justify = "right"
+            fitting.append(part)
+            first = last
+        return fitting
+
+
+def _least(texts: Sequence[str], *, folded: bool) -> int:
+    """Return how narrow a column may be: a name may be folded, else it holds its longest word."""
+    whole = max(map(cell_len, texts))
+    if folded:
+        return min(MIN_NAME, whole)
+    return whole if _is_estimate(texts) else max(cell_len(word) for text in texts for word in text.split() or [""])
+
+
+def _is_estimate(texts: Sequence[str]) -> bool:
+    return any(text.startswith("about ") for text in texts)
+
+
+def _needed(widths: Sequence[int]) -> int:
+    """Return the width of a table whose columns have these widths, with a blank and a line around each."""
+    return sum(widths) + 3 * len(widths) - 1
+
+
+_PAGE_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+pre { font: 13px/1.3 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }
+figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; }
+"""
+
+
+def page(title: str, show: Callable[[Console], None], picture: str = "") -> str:
+    """Return what `show` prints, below an SVG picture, as a page of HTML that needs nothing else."""
+    recorder = Console(
+        record=True,
+        file=io.StringIO(),
+        width=PAGE_COLUMNS,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+    )
+    show(recorder)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    figure = f"<figure>{picture}</figure>\n" if picture else ""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head>\n'
+        f"<body><h1>{escape(title)}</h1>\n{figure}"
+        f"<pre>\n{recorder.export_html(code_format='{code}', inline_styles=True)}</pre></body></html>\n"
+    )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from tokenmill.cli.console import console, table
+from tokenmill.cli import console as ui
 from tokenmill.errors import TokenmillError
 
 if TYPE_CHECKING:
@@ -66,21 +66,16 @@ def demo(
 ) -> None:
     """Run the whole flow on a bundled corpus, with no network, and prove what it promises."""
     with _workplace(out) as folder:
-        console.print("tokenmill: documents → encode → store → packing → plan → loader\n", style="bold")
+        ui.console.print("tokenmill: documents → encode → store → packing → plan → loader\n", style="bold")
         _prepare(folder)
         run = _plan(folder)
         _show_batch(run)
-        proofs = [
-            _prove_world_sizes(folder),
-            _prove_resume(folder),
-            _prove_provenance(run),
-        ]
-        console.print(
-            table("Proved", ("claim", "how", "result"), [(*proof, Text("holds", "green")) for proof in proofs])
-        )
+        proofs = [_prove_world_sizes(folder), _prove_resume(folder), _prove_provenance(run)]
+        rows = [(*proof, Text("holds", "green")) for proof in proofs]
+        ui.console.print(ui.table("Proved", ("claim", "how", "result"), rows))
         if out is not None:
             hint = f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`"
-            console.print(hint, highlight=False, markup=False, soft_wrap=True)
+            ui.console.print(hint, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -98,7 +93,7 @@ def _prepare(folder: Path) -> None:
     from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
 
     rows = []
-    with console.status("preparing the bundled corpus (the first run also compiles the kernels) ..."):
+    with ui.console.status("preparing the bundled corpus (the first run also compiles the kernels) ..."):
         for kind in KINDS:
             report = prepare(
                 CORPUS_DIR / f"{kind}.jsonl",
@@ -111,21 +106,20 @@ def _prepare(folder: Path) -> None:
             rows.append(
                 (kind, report.documents, report.text_bytes, report.tokens, round(report.tokens_per_byte, 3))
             )
-    console.print(
-        table("Prepared stores", ("store", "documents", "bytes of text", "tokens", "tokens per byte"), rows)
+    ui.console.print(
+        ui.table("Prepared stores", ("store", "documents", "bytes of text", "tokens", "tokens per byte"), rows)
     )
 
 
 def _plan(folder: Path) -> Run:
     from tokenmill.cli.plan import tables
-    from tokenmill.plan.report import report
     from tokenmill.run.run import Run
 
     file = folder / "run.toml"
     file.write_text(RUN_TOML, encoding="utf-8")
     run = Run.from_toml(file)
-    for made in tables(report(run.plan())):
-        console.print(made)
+    for view in tables(run.report()):
+        ui.console.print(view)
     return run
 
 
@@ -141,13 +135,17 @@ def _show_batch(run: Run) -> None:
         )
         for name, array in batch.items()
     ]
-    console.print(table("The first micro-batch", ("array", "dtype", "shape", "begin of row 0"), rows))
-    console.print(f"state after it: {loader.state_dict()}\n", highlight=False, soft_wrap=True)
+    ui.console.print(ui.table("The first micro-batch", ("array", "dtype", "shape", "begin of row 0"), rows))
+    ui.console.print(f"state after it: {loader.state_dict()}\n", highlight=False, soft_wrap=True)
+
+
+def _batches(folder: Path, *options: str) -> list[str]:
+    """Return the command that draws batches in a process of its own."""
+    return [sys.executable, "-m", "tokenmill", "batches", str(folder / "run.toml"), "--digest", *options]
 
 
 def _digests(folder: Path, *options: str) -> list[str]:
-    command = [sys.executable, "-m", "tokenmill", "batches", str(folder / "run.toml"), "--digest", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(_batches(folder, *options), capture_output=True, text=True, check=False)
     if done.returncode:
         raise TokenmillError(f"demo: `tokenmill batches` must succeed, got {done.stderr.strip()}; report this")
     return done.stdout.splitlines()
@@ -160,7 +158,7 @@ def _prove_world_sizes(folder: Path) -> tuple[str, str]:
     shown = [39, 40, 41]
     rows = [(*drawn[0][step].split("\t")[:2], *(lines[step].split("\t")[2] for lines in drawn)) for step in shown]
     columns = ("step", "stage", *(f"world size {size}" for size in WORLD_SIZES))
-    console.print(table("Digests of global batches", columns, rows))
+    ui.console.print(ui.table("Digests of global batches", columns, rows))
     sizes = ", ".join(map(str, WORLD_SIZES))
     return "same global batches for any world size", f"{STEPS} steps at world sizes {sizes}, digest by digest"
 
@@ -169,17 +167,7 @@ def _prove_resume(folder: Path) -> tuple[str, str]:
     """Kill a drawing process with SIGKILL in mid-run, resume in a new one, and compare with a straight run."""
     state = folder / "state.json"
     state.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "tokenmill",
-        "batches",
-        str(folder / "run.toml"),
-        "--digest",
-        "--state",
-        str(state),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(_batches(folder, "--state", str(state)), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         before = [process.stdout.readline().rstrip("\n") for _ in range(KILL_AFTER)]
         process.send_signal(signal.SIGKILL)
@@ -199,8 +187,8 @@ def _prove_provenance(run: Run) -> tuple[str, str]:
     for step in (0, 17, 40, STEPS - 1):
         for use in plan.what(step):
             span = use.spans[0]
-            found = [(u.step, u.slot) for u in plan.when(use.source, span.document)]
-            _require((step, use.slot) in found, f"when() does not name step {step}")
+            uses = [(u.step, u.slot) for u in plan.when(use.source, span.document)]
+            _require((step, use.slot) in uses, f"when() does not name step {step}")
             asked += 1
     return "what and when are inverse", f"{asked} rows of 4 steps traced to documents and back"
 

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
-from tokenmill.cli.console import WorldSize, console, errors, print_json, tell
+from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
     from tokenmill.run.compare import Difference
-
-_DEFAULT_ROWS = 1 << 22
 
 
 def diff(
@@ -25,64 +22,54 @@ def diff(
         typer.Option(
             metavar="N", min=1, help="Rows that are computed at most, before the first difference and after."
         ),
-    ] = _DEFAULT_ROWS,
-    world_size: WorldSize = None,
-    json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    ] = 1 << 22,
+    world_size: ui.WorldSize = None,
+    json: ui.AsJson = False,
 ) -> None:
     """At which step two runs first differ, by which change of the config, and in how many rows.
 
     The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
     """
-    from tokenmill.run.compare import compare
-    from tokenmill.run.run import Run
-
-    runs = [Run.from_toml(path, world_size=world_size) for path in (old, new)]
-    for run in runs:
-        if run.translation:
-            tell(run.translation)
-    left, right = (run.plan() for run in runs)
-    with errors.status("comparing") as status:
-        found = compare(
-            left,
-            right,
-            configs=(runs[0].config, runs[1].config),
-            limit_rows=rows,
-            progress=lambda done: status.update(f"compared {done:,} rows"),
+    left, right = (ui.open_run(path, world_size) for path in (old, new))
+    with ui.errors.status("comparing") as status:
+        difference = left.diff(
+            right, limit_rows=rows, progress=lambda count: status.update(f"compared {count:,} rows")
         )
     if json:
-        print_json(found.to_json())
+        ui.print_json(difference.to_json())
     else:
-        for line in told(found, max(left.steps, right.steps)):
-            console.print(Text(line), soft_wrap=True, highlight=False)
-    raise typer.Exit(0 if found.same else 1)
+        for line in _sentences(difference):
+            ui.print_line(line)
+    raise typer.Exit(0 if difference.same else 1)
 
 
-def told(found: Difference, steps: int) -> Iterator[str]:
-    """Yield what was found, a sentence a line."""
-    deciding = [str(change) for change in found.changes if change.step is not None]
-    idle = [str(change) for change in found.changes if change.step is None]
-    if found.first_step is not None:
-        yield f"first difference at step {found.first_step:,} of {steps:,} (stage {found.stage!r})"
+def _sentences(difference: Difference) -> Iterator[str]:
+    deciding = [str(change) for change in difference.changes if change.step is not None]
+    idle = [str(change) for change in difference.changes if change.step is None]
+    if difference.first_step is not None:
+        stage = f"stage {difference.stage!r}"
+        yield f"first difference at step {difference.first_step:,} of {difference.steps:,} ({stage})"
         yield f"because {deciding[0]}"
         if deciding[1:]:
             yield from ("other changes:", *(f"  {change}" for change in deciding[1:]))
-    elif found.same:
-        yield f"the same batches at all {steps:,} steps"
+    elif difference.same:
+        yield f"the same batches at all {difference.steps:,} steps"
     else:
-        assert found.begins is not None  # or all would be the same
+        assert difference.begins is not None  # or all would be the same
         yield (
-            f"no difference within the first {found.end_step - found.begins:,} steps after step {found.begins:,}, "
-            f"where the configs begin to differ in {', '.join(deciding)}"
+            f"no difference within the first {difference.end_step - difference.begins:,} steps after step "
+            f"{difference.begins:,}, where the configs begin to differ in {', '.join(deciding)}"
         )
         yield "raise --rows to compare more"
     if idle:
         yield from ("changes that change no batch:", *(f"  {change}" for change in idle))
-    if found.first_step is not None:
-        share = f"{found.differing / found.compared:.1%}"
-        if found.complete:
-            yield f"{found.differing:,} of {found.compared:,} rows differ after it ({share})"
+    if difference.first_step is not None:
+        differing, compared = difference.differing, difference.compared
+        share = f"{differing / compared:.1%}"
+        if difference.complete:
+            yield f"{differing:,} of {compared:,} rows differ after it ({share})"
         else:
             yield (
-                f"{found.differing:,} of the first {found.compared:,} rows after it differ ({share}); the other "
-                f"{found.total - found.compared:,} were not compared, raise --rows to compare more"
+                f"{differing:,} of the first {compared:,} rows after it differ ({share}); the other "
+                f"{difference.total - compared:,} were not compared, raise --rows to compare more"
             )

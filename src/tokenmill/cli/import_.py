@@ -8,29 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.console import console, errors, print_json, table
+from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
     from tokenmill.store import ImportReport
 
 
-# Options of commands that open token files of other projects: what these do not say of themselves.
-
-Dtype = Annotated[str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")]
-VocabSize = Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")]
-EosId = Annotated[int | None, typer.Option(help="Id that ends documents where the format has no boundaries.")]
-BosId = Annotated[int | None, typer.Option(help="Id that starts documents.")]
-Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: told by them.")]
-
-
 def import_(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Token files: a file, folder, glob or prefix.")],
     out: Annotated[Path, typer.Option(help="Folder of the store to write.")],
-    dtype: Dtype = None,
-    vocab_size: VocabSize = None,
-    eos_id: EosId = None,
-    bos_id: BosId = None,
-    format: Format = None,
+    dtype: ui.Dtype = None,
+    vocab_size: ui.VocabSize = None,
+    eos_id: ui.EosId = None,
+    bos_id: ui.BosId = None,
+    format: ui.Format = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="What made the ids: bytes, a tokenizer.json, a folder, tiktoken:RANKFILE.")
     ] = None,
@@ -50,7 +41,7 @@ def import_(
 
         identity = open_tokenizer(tokenizer).identity.to_json()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as bar:
         tasks = {what: bar.add_task(what, total=None) for what in ("look", "write", "compare")}
         report = import_store(
             path,
@@ -62,7 +53,7 @@ def import_(
             progress=lambda what, done, total: bar.update(tasks[what], completed=done, total=total),
         )
     if json:
-        print_json(asdict(report))
+        ui.print_json(asdict(report))
     else:
         _show(report)
 
@@ -77,4 +68,4 @@ def _show(report: ImportReport) -> None:
         ("compared", f"{report.compared:,} numbers, all as in the files"),
         ("fingerprint", report.fingerprint),
     ]
-    console.print(table(f"Store {report.out}", ("what", "value"), rows))
+    ui.console.print(ui.table(f"Store {report.out}", ("what", "value"), rows))

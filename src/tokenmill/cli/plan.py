@@ -2,84 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.cells import cell_len
+from rich.console import Console
 from rich.text import Text
 
-from tokenmill.cli.console import (
-    ToNative,
-    WorldSize,
-    cell,
-    console,
-    megabytes,
-    print_json,
-    print_native,
-    table,
-    tell,
-)
-from tokenmill.cli.picture import check_file, html_list, html_table, page
-from tokenmill.errors import ConfigError
+from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tokenmill.plan.report import PlanReport, SourceFacts, SourceShare, StageFacts
-    from tokenmill.run.report import Costs
-    from tokenmill.run.run import Run
+    from tokenmill.run.report import Costs, RunReport
 
 
-# The report of the compiler as tables, for the terminal and for a page alike.
+def plan(
+    run: ui.RunFile,
+    json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write tables, warnings and picture as a page.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write the picture of the run.")] = None,
+    to_native: ui.ToNative = False,
+    world_size: ui.WorldSize = None,
+) -> None:
+    """Compile and check a run: stages, shares, epochs, first repeats. Reads masks to count labels, but no token."""
+    ui.check_file("--html", html)
+    ui.check_file("--svg", svg)
+    if to_native:
+        from tokenmill.run.run import Run
 
-Column = tuple[str, Sequence[object]]
-"""Header and cells."""
+        translation = Run.from_toml(run, world_size=world_size).translation
+        assert translation is not None  # it was read from a file
+        ui.print_native(translation)
+        return
+    opened = ui.open_run(run, world_size)
+    report = opened.report()
+    if html is not None or svg is not None:
+        from tokenmill.cli.picture import timeline
+
+        picture = timeline(opened.plan(), report, opened.name, report.quarantined)
+        if svg is not None:
+            svg.write_text(picture, encoding="utf-8")
+        if html is not None:
+            text = ui.page(f"tokenmill plan: {opened.name}", lambda recorder: _show(recorder, report), picture)
+            html.write_text(text, encoding="utf-8")
+    if json:
+        ui.print_json(report.to_json())
+        return
+    _show(ui.console, report)
+    for file in (html, svg):
+        if file is not None:
+            ui.print_line(f"wrote {file}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """One table."""
+def _show(console: Console, report: RunReport) -> None:
+    for view in tables(report):
+        console.print(view)
+    for warning in report.warnings:
+        console.print(Text.assemble(("warning:", "bold yellow"), " ", warning), soft_wrap=True)
+    for line in report.history:
+        console.print(Text(f"history: {line}"), soft_wrap=True)
+    totals = f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens"
+    totals += f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
+    seconds = f"compiled in {report.costs.compile_seconds:.2f} s, about what a start takes"
+    console.print(f"plan {report.fingerprint}  {totals}, {seconds}", soft_wrap=True)
 
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[object, ...], ...]
-    names: int = 1
-    """How many columns say what a line is about."""
 
-
-def views(facts: PlanReport) -> list[View]:
-    """Return stages, what they draw, sources over the whole run, what is put aside, the fate of tokens.
-
-    What no line says anything about has no column.
-    """
-    found = [_stages(facts.stages), _mixture(facts.shares), _sources(facts.sources)]
-    if facts.quarantined:
-        columns = ("source", "from step", "documents", "tokens", "why")
-        rows = tuple(
-            (q.source, q.from_step, q.documents, q.tokens, q.reason or ("all of it" if q.whole else "–"))
-            for q in facts.quarantined
+def tables(report: RunReport) -> Iterator[ui.WideTable]:
+    """Yield the report as tables; what no line says anything about has no column, and no table."""
+    yield _stages(report.stages)
+    yield _mixture(report.shares)
+    yield _sources(report.sources)
+    if report.quarantined:
+        yield ui.WideTable(
+            title="Quarantined",
+            columns=("source", "from step", "documents", "tokens", "why"),
+            rows=[
+                (q.source, q.from_step, q.documents, q.tokens, q.reason or ("all of it" if q.whole else "–"))
+                for q in report.quarantined
+            ],
         )
-        found.append(View(title="Put aside", columns=columns, rows=rows))
-    return [*found, fate_view(facts)]
+    yield fates(report)
+    audits = [(source, audit) for source, audits in report.supervision.items() for audit in audits]
+    if audits:
+        yield ui.WideTable(
+            title="Supervision",
+            columns=("source", "array", "records", "supervised %", "fully masked %"),
+            rows=[
+                (source, a.key, a.items, _rounded(a.supervised_percent), _rounded(a.fully_masked_percent))
+                for source, a in audits
+            ],
+            names=2,
+        )
+    yield _costs(report.costs)
 
 
-def _view(title: str, columns: Sequence[Column], names: int = 1) -> View:
-    return View(
-        title=title,
-        columns=tuple(name for name, _ in columns),
-        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        names=names,
-    )
+def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names: int = 1) -> ui.WideTable:
+    """Make a table of columns, each a header and cells."""
+    rows = list(zip(*(cells for _, cells in columns), strict=True))
+    return ui.WideTable(title=title, columns=[name for name, _ in columns], rows=rows, names=names)
 
 
-def _stages(stages: Sequence[StageFacts]) -> View:
+def _stages(stages: Sequence[StageFacts]) -> ui.WideTable:
     skipping, scaled = any(s.skipped_steps for s in stages), any(s.lr_scale != 1 for s in stages)
     ramped = any(s.ramp_end is not None for s in stages)
-    return _view(
+    return _columns(
         "Stages",
         [
             ("stage", [s.name for s in stages]),
@@ -98,43 +127,39 @@ def _stages(stages: Sequence[StageFacts]) -> View:
     )
 
 
-def _mixture(shares: Sequence[SourceShare]) -> View:
+def _mixture(shares: Sequence[SourceShare]) -> ui.WideTable:
     def figures(name: str) -> list[object]:
         values = [(share, getattr(share, name)) for share in shares]
         return [value if share.counted else f"about {value:,}" for share, value in values]
 
     skipping = any(s.skipped_rows for s in shares)
-    return _view(
+    return _columns(
         "Mixture",
         [
             ("stage", [s.stage for s in shares]),
             ("source", [s.source for s in shares]),
-            ("asked %", [_percent(s.asked) for s in shares]),
-            ("got %", [_percent(s.realised) for s in shares]),
-            ("tokens asked %", [_percent(s.asked_tokens) for s in shares]),
-            ("tokens got %", [_percent(s.realised_tokens) for s in shares]),
+            ("asked %", [_rounded(100 * s.asked) for s in shares]),
+            ("got %", [_rounded(100 * s.realised) for s in shares]),
+            ("tokens asked %", [_rounded(100 * s.asked_tokens) for s in shares]),
+            ("tokens got %", [_rounded(100 * s.realised_tokens) for s in shares]),
             ("rows", [s.rows for s in shares]),
             ("labels", figures("trained")),
             ("no label", figures("unlabelled")),
             ("padding", figures("padding")),
-            ("epochs", [_epochs(s.epochs) for s in shares]),
+            ("epochs", [_rounded(s.epochs) for s in shares]),
             *([("rows skipped", [s.skipped_rows for s in shares])] if skipping else []),
         ],
         names=2,
     )
 
 
-def _epochs(epochs: float | None) -> float | None:
-    return None if epochs is None else round(epochs, 4)
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
-def _percent(share: float) -> float:
-    return round(100 * share, 4)
-
-
-def _sources(sources: Sequence[SourceFacts]) -> View:
+def _sources(sources: Sequence[SourceFacts]) -> ui.WideTable:
     skipping, stopping = any(s.skipped for s in sources), any(s.gone_from is not None for s in sources)
-    return _view(
+    return _columns(
         "Sources",
         [
             ("source", [s.name for s in sources]),
@@ -142,19 +167,19 @@ def _sources(sources: Sequence[SourceFacts]) -> View:
             *([("lanes", [s.lanes for s in sources])] if any(s.lanes for s in sources) else []),
             ("rows drawn", [s.drawn for s in sources]),
             *([("of them skipped", [s.skipped for s in sources])] if skipping else []),
-            ("epochs", [_epochs(s.epochs) for s in sources]),
+            ("epochs", [_rounded(s.epochs) for s in sources]),
             ("first repeat", [s.first_repeat for s in sources]),
             *([("used up from step", [s.gone_from for s in sources])] if stopping else []),
         ],
     )
 
 
-def fate_view(facts: PlanReport) -> View:
+def fates(report: PlanReport) -> ui.WideTable:
     """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
-    return View(
+    return ui.WideTable(
         title="Fate of the tokens of an epoch",
         columns=("source", "tokens", "= trained", "+ masked", "+ dropped", "why", "padding"),
-        rows=tuple(
+        rows=[
             (
                 s.name,
                 s.fates.tokens,
@@ -164,174 +189,21 @@ def fate_view(facts: PlanReport) -> View:
                 ", ".join(f"{reason} {number:,}" for reason, number in s.fates.dropped.items()) or "–",
                 s.fates.padding,
             )
-            for s in facts.sources
+            for s in report.sources
             if s.fates
-        ),
+        ],
     )
 
 
-def cost_view(costs: Costs) -> View:
-    """Return what a run reads and keeps."""
+def _costs(costs: Costs) -> ui.WideTable:
     most = max(costs.read_bytes_a_step, key=lambda name: costs.read_bytes_a_step[name])
     about = "" if costs.read_bytes_exact else "about "
     rows = [
-        ("read by the whole run", about + megabytes(costs.read_bytes), "tokens and masks, over all ranks"),
-        ("read by a step", about + megabytes(costs.read_bytes_a_step[most]), f"in stage {most}"),
-        ("row indexes in memory", megabytes(costs.index_bytes), "for each process"),
-        *(
-            [("row indexes in files", megabytes(costs.mapped_index_bytes), "mapped, read as needed")]
-            if costs.mapped_index_bytes
-            else []
-        ),
-        ("kept ready by a loader", megabytes(costs.loader_bytes), "for each row of a micro-batch"),
+        ("read by the whole run", about + ui.megabytes(costs.read_bytes), "tokens and masks, over all ranks"),
+        ("read by a step", about + ui.megabytes(costs.read_bytes_a_step[most]), f"in stage {most}"),
+        ("row indexes in memory", ui.megabytes(costs.index_bytes), "for each process"),
     ]
-    return View(title="Reading and memory", columns=("what", "bytes", "of"), rows=tuple(rows))
-
-
-MIN_NAME = 12
-"""Names are not folded to less than so many characters."""
-
-
-def plan(
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")],
-    json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="OUT.html", help="Write tables, warnings and picture as a page.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write the picture of the run.")] = None,
-    to_native: ToNative = False,
-    world_size: WorldSize = None,
-) -> None:
-    """Compile and check a run: stages, shares, epochs, first repeats. Reads masks to count labels, but no token."""
-    from tokenmill.run.run import Run
-
-    if run.is_dir():
-        raise ConfigError(
-            f"{run}: must be the .toml of a run, got a folder; `tokenmill inspect {run}` shows a store"
-        )
-    for option, file in (("--html", html), ("--svg", svg)):
-        check_file(option, file)
-    opened = Run.from_toml(run, world_size=world_size)
-    assert opened.translation is not None
-    if to_native:
-        print_native(opened.translation)
-        return
-    tell(opened.translation)
-    _report(opened, json, html, svg)
-
-
-def _report(run: Run, json: bool, html: Path | None, svg: Path | None) -> None:
-    """Compile a run, write what is wanted of it to files, and show the rest."""
-    from tokenmill.config.schedule import limits
-    from tokenmill.plan.report import report
-    from tokenmill.run.history import lines, read_history
-    from tokenmill.run.report import all_warnings, costs, put_aside
-
-    began = perf_counter()
-    compiled = run.plan()
-    seconds = perf_counter() - began
-    facts = report(compiled, stops=limits(run.config)[1], quarantined=put_aside(run))
-    cost, found = costs(run, facts, seconds), all_warnings(run, facts)
-    history = lines(read_history(run.folder, run.name))
-    if html is not None or svg is not None:
-        _write(run, facts, html, svg, [*views(facts), cost_view(cost)], [*found, *history])
-    if json:
-        print_json(facts.to_json() | {"costs": cost.to_json(), "warnings": found, "history": history})
-        return
-    for made in (one for view in [*views(facts), cost_view(cost)] for one in _fitting(view)):
-        console.print(made)
-    for warning in found:
-        console.print(Text.assemble(("warning:", "bold yellow"), " ", warning), soft_wrap=True)
-    for line in history:
-        console.print(Text(f"history: {line}"), soft_wrap=True)
-    totals = f"{facts.steps:,} steps, {facts.rows:,} rows, {facts.tokens:,} tokens"
-    totals += f", {facts.skipped_steps:,} steps skipped" if facts.skipped_steps else ""
-    console.print(
-        f"plan {facts.fingerprint}  {totals}, compiled in {seconds:.2f} s, about what a start takes", soft_wrap=True
-    )
-    for file in (html, svg):
-        if file is not None:
-            console.print(f"wrote {file}", soft_wrap=True, markup=False)
-
-
-def _write(
-    run: Run, facts: PlanReport, html: Path | None, svg: Path | None, shown: Sequence[View], notes: Sequence[str]
-) -> None:
-    """Write the picture, and the page with it."""
-    from tokenmill.cli.picture import timeline
-
-    picture = timeline(run.plan(), facts, run.name)
-    if svg is not None:
-        svg.write_text(picture, encoding="utf-8")
-    if html is not None:
-        parts = [
-            f"<p>plan <code>{facts.fingerprint}</code></p>\n",
-            f"<figure>{picture}</figure>\n",
-            *([html_list("To look at", notes)] if notes else []),
-            *(html_table(view.title, view.columns, view.rows) for view in shown),
-        ]
-        html.write_text(page(f"tokenmill plan: {run.name}", parts), encoding="utf-8")
-
-
-def tables(facts: PlanReport) -> list[Table]:
-    """Return the report as tables: stages, what they draw, sources over the whole run, the fate of their tokens."""
-    return [made for view in views(facts) for made in _fitting(view)]
-
-
-def fate_tables(facts: PlanReport) -> list[Table]:
-    """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
-    return _fitting(fate_view(facts))
-
-
-def _fitting(view: View) -> list[Table]:
-    return fitting(view.title, view.columns, view.rows, names=view.names)
-
-
-def fitting(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, names: int = 1) -> list[Table]:
-    """Return one table, or several below each other where the console is too narrow for all columns.
-
-    The first `names` columns may be folded and stand in every table; no word or number of the others is cut.
-    """
-    lines = [list(row) for row in rows]
-    texts = [[name, *(cell(line[index]) for line in lines)] for index, name in enumerate(columns)]
-    least = [_least(column, folded=index < names) for index, column in enumerate(texts)]
-    made: list[Table] = []
-    first = names
-    while first < len(columns):
-        last = first + 1
-        while last < len(columns) and _needed([*least[:names], *least[first : last + 1]]) <= console.width:
-            last += 1
-        chosen = [*range(names), *range(first, last)]
-        part = table(
-            f"{title}, continued" if made else title,
-            [columns[index] for index in chosen],
-            [[line[index] for index in chosen] for line in lines],
-        )
-        room = max(0, console.width - _needed([least[index] for index in chosen]))
-        # Told to rich in full: where room is scarce, it would take some from numbers as well. Names come last.
-        for column, index in [*zip(part.columns, chosen, strict=True)][::-1]:
-            column.width = min(max(map(cell_len, texts[index])), least[index] + room)
-            column.min_width, column.no_wrap = None, False
-            room -= column.width - least[index]
-            if _is_estimate(texts[index]):
-                column.justify = "right"
-        made.append(part)
-        first = last
-    return made
-
-
-def _least(texts: Sequence[str], *, folded: bool) -> int:
-    """Return how narrow a column may be: a name may be folded, else it holds its longest word."""
-    whole = max(map(cell_len, texts))
-    if folded:
-        return min(MIN_NAME, whole)
-    return whole if _is_estimate(texts) else max(cell_len(word) for text in texts for word in text.split() or [""])
-
-
-def _is_estimate(texts: Sequence[str]) -> bool:
-    return any(text.startswith("about ") for text in texts)
-
-
-def _needed(widths: Sequence[int]) -> int:
-    """Return the width of a table whose columns have these widths, with a blank and a line around each."""
-    return sum(widths) + 3 * len(widths) - 1
+    if costs.mapped_index_bytes:
+        rows.append(("row indexes in files", ui.megabytes(costs.mapped_index_bytes), "mapped, read as needed"))
+    rows.append(("kept ready by a loader", ui.megabytes(costs.loader_bytes), "for each row of a micro-batch"))
+    return ui.WideTable(title="Reading and memory", columns=("what", "bytes", "of"), rows=rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.console import console, errors, megabytes, print_json, table
+from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
     from tokenmill.build import PrepareReport
@@ -89,7 +88,7 @@ def prepare(
     from tokenmill.build.build import prepare as build
     from tokenmill.documents.units import MAX_RECORD_BYTES
 
-    with _interrupts_told():
+    try:
         report = build(
             inputs,
             out=out,
@@ -121,19 +120,13 @@ def prepare(
                 max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
             ),
         )
+    except KeyboardInterrupt:
+        ui.errors.print("interrupted: run the same command again, and it goes on from here", style="bold yellow")
+        raise typer.Exit(130) from None
     if json:
-        print_json(report.to_json())
+        ui.print_json(report.to_json())
     else:
         _show(out, report)
-
-
-@contextmanager
-def _interrupts_told() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again, and it goes on from here", style="bold yellow")
-        raise typer.Exit(130) from None
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -149,7 +142,7 @@ def _show(out: Path, report: PrepareReport) -> None:
         rows.append(("went on with", f"{report.resumed_units} of {report.units} units done before"))
     rows += [("documents", report.documents), ("tokens", report.tokens), ("shards", report.shards)]
     if report.new_files:
-        rows.append(("text", megabytes(report.text_bytes)))
+        rows.append(("text", ui.megabytes(report.text_bytes)))
         if report.kind == "seq":  # else templates write more than the text
             rows.append(("tokens per byte", round(report.tokens_per_byte, 4)))
         rows.append(("skipped", _counts(report.skipped) or "none"))
@@ -159,7 +152,7 @@ def _show(out: Path, report: PrepareReport) -> None:
         opening = f"{report.opening_seconds:.1f} s of it opening the tokenizer"
         rows.append(("time", f"{report.seconds:.1f} s, {opening}; then {rate}"))
     rows += [("tokenizer engine", report.engine), ("fingerprint", report.fingerprint)]
-    console.print(table(f"Store {out}", ("what", "value"), rows))
+    ui.console.print(ui.table(f"Store {out}", ("what", "value"), rows))
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
-        console.print(table("Stores", ("name", "documents", "tokens", "shards"), each))
+        ui.console.print(ui.table("Stores", ("name", "documents", "tokens", "shards"), each))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from tokenmill.cli.console import console, errors, megabytes, print_json
-from tokenmill.cli.import_ import BosId, Dtype, EosId, Format, VocabSize
+from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
     from tokenmill.store import ForeignOptions, VerifyReport
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 def verify(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or of several.")],
     json: Annotated[bool, typer.Option(help="Print the result as JSON.")] = False,
-    dtype: Dtype = None,
-    vocab_size: VocabSize = None,
-    eos_id: EosId = None,
-    bos_id: BosId = None,
-    format: Format = None,
+    dtype: ui.Dtype = None,
+    vocab_size: ui.VocabSize = None,
+    eos_id: ui.EosId = None,
+    bos_id: ui.BosId = None,
+    format: ui.Format = None,
 ) -> None:
     """Read every byte of a store, or of all stores in a folder; exit 1 and the file's name if anything is broken.
 
@@ -33,14 +32,14 @@ def verify(
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     places = places_of(store)
-    found = []
+    reports = []
     for place in places:
-        report = _check(place, options)
-        found.append(_to_json(report))
+        reports.append(_check(place, options))
         if not json:
-            _show(place, report)
+            _show(place, reports[-1])
     if json:
-        print_json(found[0] if places == [store] else {"path": str(store), "ok": True, "stores": found})
+        checked = [_to_json(report) for report in reports]
+        ui.print_json(checked[0] if places == [store] else {"path": str(store), "ok": True, "stores": checked})
 
 
 def places_of(path: Path) -> list[Path]:
@@ -58,7 +57,7 @@ def _check(store: Path, options: ForeignOptions) -> VerifyReport:
     manifest = open_store(store, **asdict(options)).manifest
     total = sum(info.bytes for shard in manifest.shards for info in shard.files.values())
     columns = ("verify", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as progress:
         task = progress.add_task("verify", total=total)
         return verify(store, progress=lambda count: progress.advance(task, count), options=options)
 
@@ -78,9 +77,9 @@ def _to_json(report: VerifyReport) -> dict[str, object]:
 
 
 def _show(store: Path, report: VerifyReport) -> None:
-    console.print(
+    ui.console.print(
         f"[bold green]ok[/]  {escape(str(store))}: {report.files} files in {report.shards} shards, "
-        f"{megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
+        f"{ui.megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
         f"{'' if report.format == 'tokenmill' else report.format + ': '}{escape(report.checked)}",
         soft_wrap=True,
     )

@@ -34,7 +34,7 @@ from tokenmill.packing.exclude import (
 from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.store.locate import view_uint32, view_uint64
-from tokenmill.types import Fates, Int64Array, Spans, Uint64Array
+from tokenmill.types import AnyArray, Fates, Int64Array, Spans, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.plan.stages import CountedRows, Held, Seen
@@ -97,6 +97,11 @@ class ConcatRows:
     def epoch_description(self) -> Mapping[str, int | str | bool]:
         """What decides the rows of an epoch."""
         return self.description
+
+    @property
+    def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
+        """None: where a row begins is computed."""
+        return ()
 
     def fates(self) -> Fates:
         """Return what becomes of every token of the source in an epoch.

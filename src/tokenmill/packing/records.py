@@ -23,7 +23,7 @@ from tokenmill.packing.exclude import (
 )
 from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.store.locate import locate
-from tokenmill.types import Fates, Int64Array, Spans, token_arrays
+from tokenmill.types import AnyArray, Fates, Int64Array, Spans, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
@@ -122,6 +122,11 @@ class RecordRows:
             "rows": self.num_rows,
             **describe_excluded(self.excluded),
         }
+
+    @property
+    def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
+        """The rest alone, in memory; a record is a row."""
+        return ((self.rest, False),)
 
     @cached_property
     def largest_group(self) -> int:

@@ -110,6 +110,12 @@ class PackedRows:
         """What decides the rows of an epoch."""
         return self.description
 
+    @property
+    def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
+        """Arrays of the index, each with whether it is mapped from a file."""
+        mapped = self.index.checked is not None
+        return (self.index.table, mapped), (self.index.data, mapped)
+
     def fates(self) -> Fates:
         """Return what becomes of every token in an epoch, as counted when the rows were packed.
 
@@ -422,6 +428,11 @@ class FollowingRows:
     def epoch_description(self) -> Mapping[str, int | str | bool]:
         """What decides the rows of a whole epoch."""
         return self.full.description
+
+    @property
+    def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
+        """Arrays of both indexes, each with whether it is mapped from a file."""
+        return (*self.full.index_arrays, *self.rest.index_arrays)
 
     def fates(self) -> Fates:
         """Return what becomes of every token of the source in a whole epoch."""

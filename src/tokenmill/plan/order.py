@@ -112,6 +112,36 @@ def _rows(
         rows[i] = first + shuffle_row(place, size, key, mode, block, window)
 
 
+def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
+    """Return the rows of some draws of a source, counted from the first of the stage.
+
+    Which step draws them does not matter, so the mixture is not asked: that of a long ramp would be slow.
+    """
+    line = stage.names.index(name)
+    rows = np.empty(len(draws), np.int64)
+    _source_rows(stage.carry(name) + draws.start, stage.table[line], stage.keys[line], rows)
+    return rows
+
+
+@kernel
+def _source_rows(first: int, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
+    for i in range(rows.size):
+        ordinal = first + i
+        start = np.int64(0)
+        size = facts[SIZE]
+        epoch = (ordinal - facts[REST]) // size
+        place = ordinal - facts[REST] - epoch * size
+        if ordinal < facts[REST]:
+            start, size, epoch, place = size, facts[REST], np.int64(-1), ordinal
+        if epoch == facts[OLD_EPOCH]:
+            mode, block, window = facts[OLD_MODE], facts[OLD_BLOCK_ROWS], facts[OLD_WINDOW_BLOCKS]
+            key = derive(keys[1], epoch)
+        else:
+            mode, block, window = facts[MODE], facts[BLOCK_ROWS], facts[WINDOW_BLOCKS]
+            key = derive(keys[0], epoch)
+        rows[i] = start + shuffle_row(place, size, key, mode, block, window)
+
+
 def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return (step, slot, row) of every use of the given rows of one source in a stage, by step and slot."""
     line = stage.names.index(name)

@@ -1,134 +1,30 @@
-"""What a plan will do, counted before its first step."""
+"""What a plan will do, counted before its first step, and what of it is seldom meant.
+
+Whole epochs are counted at once, so that a run of any length is reported soon. Nothing is known here of stores:
+what they must be asked for stands in `run/report.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.compiled import kernel
 from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.permute import derive
-from tokenmill.plan.shuffle import shuffle_row
-from tokenmill.plan.stages import (
-    BLOCK_ROWS,
-    MODE,
-    NOTHING,
-    OLD_BLOCK_ROWS,
-    OLD_EPOCH,
-    OLD_MODE,
-    OLD_WINDOW_BLOCKS,
-    REST,
-    SIZE,
-    WINDOW_BLOCKS,
-    Held,
-)
-from tokenmill.types import Int64Array, Uint64Array
-
-if TYPE_CHECKING:
-    from tokenmill.plan.plan import Plan
-    from tokenmill.plan.stages import CountedRows, Stage
-    from tokenmill.types import Fates
-
-
-# What the rows hold that a part of a stage draws from a source: whole epochs at once, the others row by row.
+from tokenmill.plan.order import drawn_rows
+from tokenmill.plan.plan import Plan
+from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage
+from tokenmill.types import Fates
 
 COUNTED_ROWS = 1 << 20
 """Of the epochs that a stage does not draw whole, up to so many rows are counted; for more, the mean must do."""
 COUNTED_IN_ALL = 1 << 24
 """Where many stages have many sources, each counts its part of so many."""
 _BLOCK = 1 << 16
-
-
-def most_counted(stages: Sequence[Sequence[Stage]], number: int) -> int:
-    """Return how many rows a part of a stage may count of a source, so that a run of any shape is reported soon."""
-    shares = sum(len({name for part in parts for name in part.names}) for parts in stages)
-    return min(COUNTED_ROWS, COUNTED_IN_ALL // shares) // len(stages[number])
-
-
-def held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
-    """Return what the rows that a part draws from a source hold, and whether all of it was counted.
-
-    If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch; those
-    that are made as they are drawn to be full.
-    """
-    index = part.rows[name].counted
-    if index is None:
-        slots = part.draws[name] * part.rows[name].row_slots
-        return Held(tokens=slots, trained=slots), False
-    epochs, pieces = _epochs(part, index, name)
-    rows = sum(len(piece) for piece in pieces)
-    if rows > most:
-        return _mean(index, epochs * index.num_rows + rows), False
-    held = _mean(index, epochs * index.num_rows) if epochs else NOTHING
-    # In ascending order, so that neighbours on disk are read together.
-    drawn = np.sort(np.concatenate([_rows(part, name, piece) for piece in pieces]))
-    for begin in range(0, rows, _BLOCK):
-        held += index.held(drawn[begin : begin + _BLOCK])
-    return held, True
-
-
-def _epochs(part: Stage, index: CountedRows, name: str) -> tuple[int, tuple[range, range]]:
-    """Return how many whole epochs of a source a part draws, and its draws before and after them."""
-    carry, drawn = part.carry(name), part.draws[name]
-    # Draws are counted from the first of the part, epochs from the end of the rest before them.
-    first = index.num_rest - carry
-    first += -(min(0, first) // index.num_rows) * index.num_rows
-    epochs = max(0, (drawn - first) // index.num_rows)
-    begin = min(first, drawn)
-    return epochs, (range(begin), range(begin + epochs * index.num_rows, drawn))
-
-
-def _mean(index: CountedRows, rows: int) -> Held:
-    """Return what so many rows hold if they are like those of an epoch: exact for whole epochs."""
-    fates = index.fates()
-    tokens = fates.rows * index.row_slots - fates.padding
-    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
-
-
-def _rows(part: Stage, name: str, draws: range) -> Int64Array:
-    """Return the rows of some draws of a source, counted from the first of the part.
-
-    Which step draws them does not matter here, so the mixture is not asked: that of a long ramp would be slow.
-    """
-    line = part.names.index(name)
-    rows = np.empty(len(draws), np.int64)
-    _fill(part.carry(name) + draws.start, part.table[line], part.keys[line], rows)
-    return rows
-
-
-@kernel
-def _fill(first: int, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
-    """Fill in the rows of a source from its `first`-th on, as the plan orders them."""
-    for i in range(rows.size):
-        ordinal = first + i
-        start = np.int64(0)
-        size = facts[SIZE]
-        epoch = (ordinal - facts[REST]) // size
-        place = ordinal - facts[REST] - epoch * size
-        if ordinal < facts[REST]:
-            start, size, epoch, place = size, facts[REST], np.int64(-1), ordinal
-        if epoch == facts[OLD_EPOCH]:
-            mode, block, window = facts[OLD_MODE], facts[OLD_BLOCK_ROWS], facts[OLD_WINDOW_BLOCKS]
-            key = derive(keys[1], epoch)
-        else:
-            mode, block, window = facts[MODE], facts[BLOCK_ROWS], facts[WINDOW_BLOCKS]
-            key = derive(keys[0], epoch)
-        rows[i] = start + shuffle_row(place, size, key, mode, block, window)
-
-
-def step_of(part: Stage, name: str, draw: int) -> int:
-    """Return the step of a draw of a source, counted from the first of the part."""
-    position = part.positions_of(name, np.array([draw]))[0]
-    return int(position) // part.spec.global_batch_size + part.spec.start_step
-
-
-# What the compiler's report is made of.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,22 +113,8 @@ class SourceFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quarantined:
-    """What is put aside of a source at a step, beside what was before."""
-
-    source: str
-    from_step: int
-    documents: int | None
-    tokens: int | None
-    """Over all arrays; both None of live text, which nobody has counted."""
-    whole: bool
-    """Whether nothing of the source is left."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """The compiler's report. What skipped steps read is counted apart, everywhere."""
+    """What a plan will do. What skipped steps read is counted apart, everywhere."""
 
     fingerprint: str
     steps: int
@@ -245,26 +127,17 @@ class PlanReport:
     stages: tuple[StageFacts, ...]
     shares: tuple[SourceShare, ...]
     sources: tuple[SourceFacts, ...]
-    quarantined: tuple[Quarantined, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return asdict(self)
 
 
-__all__ = ["PlanReport", "Quarantined", "SourceFacts", "SourceShare", "StageFacts", "report"]
+def report(plan: Plan, *, stops: Mapping[str, float] | None = None) -> PlanReport:
+    """Count what the plan draws. Reads no token, but masks where there are any.
 
-
-def report(
-    plan: Plan, *, stops: Mapping[str, float] | None = None, quarantined: Sequence[Quarantined] = ()
-) -> PlanReport:
-    """Count what the plan draws: whole epochs at once, so that a run of any length is reported soon.
-
-    Reads no token, but masks where there are any. `stops` are the sources that leave the mixture, with how often
-    they are read before; a plan does not know them, nor how large the documents are that were put aside.
+    `stops` are the sources that leave the mixture, with how often they are read before; a plan does not know them.
     """
-    stages = [list(parts) for _, parts in groupby(plan.stages, key=lambda part: part.spec.number)]
+    stages = _stages(plan)
     facts = tuple(_stage_facts(parts) for parts in stages)
+    num_shares = sum(len({name for part in parts for name in part.names}) for parts in stages)
+    most = min(COUNTED_ROWS, COUNTED_IN_ALL // num_shares)
     return PlanReport(
         fingerprint=plan.fingerprint,
         steps=plan.steps,
@@ -274,12 +147,14 @@ def report(
         skipped_rows=sum(stage.skipped_rows for stage in facts),
         skipped_tokens=sum(stage.skipped_tokens for stage in facts),
         stages=facts,
-        shares=tuple(
-            share for number, parts in enumerate(stages) for share in _shares(parts, most_counted(stages, number))
-        ),
+        shares=tuple(share for parts in stages for share in _shares(parts, most // len(parts))),
         sources=tuple(_source_facts(plan, name, stops or {}) for name in plan.sources),
-        quarantined=tuple(quarantined),
     )
+
+
+def _stages(plan: Plan) -> list[list[Stage]]:
+    """Return the parts of each stage of the config."""
+    return [list(parts) for _, parts in groupby(plan.stages, key=lambda part: part.spec.number)]
 
 
 def _stage_facts(parts: Sequence[Stage]) -> StageFacts:
@@ -304,15 +179,16 @@ def _stage_facts(parts: Sequence[Stage]) -> StageFacts:
 
 def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
     """Return the parts that are trained on, and those that are skipped."""
-    return (
-        [part for part in parts if part.spec.skipped is None],
-        [part for part in parts if part.spec.skipped is not None],
-    )
+    trained = [part for part in parts if part.spec.skipped is None]
+    return trained, [part for part in parts if part.spec.skipped is not None]
 
 
 def _row_slots(part: Stage) -> int:
     """Return how many input slots a row has in the batches of a part: its sources share one shape."""
     return max(index.row_slots for index in part.rows.values())
+
+
+# What a stage draws from a source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,10 +204,52 @@ class _Drawn:
     counted: bool
 
 
+def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
+    names = sorted({name for part in parts for name in part.names})
+    using = {name: [part for part in parts if name in part.names] for name in names}
+    trained, skipped = _split(parts)
+    drawn = {name: _drawn([part for part in trained if name in part.names], name, most) for name in names}
+    rows = sum(part.num_positions for part in trained)
+    asked_tokens = sum(source.asked_tokens for source in drawn.values())
+    tokens = sum(source.held.tokens for source in drawn.values())
+    return [
+        SourceShare(
+            stage=parts[0].spec.name,
+            source=name,
+            asked=float(source.asked / rows) if rows else 0.0,
+            realised=source.rows / rows if rows else 0.0,
+            asked_tokens=float(source.asked_tokens / asked_tokens) if asked_tokens else 0.0,
+            realised_tokens=source.held.tokens / tokens if tokens else 0.0,
+            rows=source.rows,
+            tokens=source.slots,
+            epochs=_epochs_read(using[name][-1], name),
+            trained=source.held.trained,
+            unlabelled=source.held.tokens - source.held.trained,
+            padding=source.slots - source.held.tokens,
+            counted=source.counted,
+            dropped=_dropped(using[name][-1], name),
+            skipped_rows=sum(part.draws[name] for part in skipped if name in part.names),
+            skipped_tokens=sum(part.draws[name] * _row_slots(part) for part in skipped if name in part.names),
+        )
+        for name, source in drawn.items()
+    ]
+
+
+def _epochs_read(part: Stage, name: str) -> float | None:
+    """Return how often a source has been read by the end of a part; None where its rows are not counted."""
+    return None if part.rows[name].counted is None else float(part.epochs(name))
+
+
+def _dropped(part: Stage, name: str) -> dict[str, int]:
+    """Return what an epoch of a source drops, by reason."""
+    rows = part.rows[name].counted
+    return {} if rows is None else dict(rows.fates().dropped)
+
+
 def _drawn(parts: Sequence[Stage], name: str, most: int) -> _Drawn:
     held, counted = NOTHING, True
     for part in parts:
-        more, exact = held_rows(part, name, most)
+        more, exact = _held_rows(part, name, most)
         held, counted = held + more, counted and exact
     asked = [(part.num_positions * part.asked()[name], part) for part in parts]
     return _Drawn(
@@ -353,37 +271,47 @@ def _tokens_of_a_row(part: Stage, name: str) -> Fraction:
     return Fraction(fates.rows * rows.row_slots - fates.padding, fates.rows)
 
 
-def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
-    names = sorted({name for part in parts for name in part.names})
-    using = {name: [part for part in parts if name in part.names] for name in names}
-    trained, skipped = _split(parts)
-    drawn = {name: _drawn([part for part in trained if name in part.names], name, most) for name in names}
-    rows, wanted, held = (
-        sum(part.num_positions for part in trained),
-        sum(one.asked_tokens for one in drawn.values()),
-        sum(one.held.tokens for one in drawn.values()),
-    )
-    return [
-        SourceShare(
-            stage=parts[0].spec.name,
-            source=name,
-            asked=float(one.asked / rows) if rows else 0.0,
-            realised=one.rows / rows if rows else 0.0,
-            asked_tokens=float(one.asked_tokens / wanted) if wanted else 0.0,
-            realised_tokens=one.held.tokens / held if held else 0.0,
-            rows=one.rows,
-            tokens=one.slots,
-            epochs=_epochs_read(using[name][-1], name),
-            trained=one.held.trained,
-            unlabelled=one.held.tokens - one.held.trained,
-            padding=one.slots - one.held.tokens,
-            counted=one.counted,
-            dropped=_dropped(using[name][-1], name),
-            skipped_rows=sum(part.draws[name] for part in skipped if name in part.names),
-            skipped_tokens=sum(part.draws[name] * _row_slots(part) for part in skipped if name in part.names),
-        )
-        for name, one in drawn.items()
-    ]
+def _held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
+    """Return what the rows that a part draws from a source hold, and whether all of it was counted.
+
+    If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch; those
+    that are made as they are drawn to be full.
+    """
+    index = part.rows[name].counted
+    if index is None:
+        slots = part.draws[name] * part.rows[name].row_slots
+        return Held(tokens=slots, trained=slots), False
+    epochs, pieces = _epochs(part, index, name)
+    rows = sum(len(piece) for piece in pieces)
+    if rows > most:
+        return _mean(index, epochs * index.num_rows + rows), False
+    held = _mean(index, epochs * index.num_rows) if epochs else NOTHING
+    # In ascending order, so that neighbours on disk are read together.
+    drawn = np.sort(np.concatenate([drawn_rows(part, name, piece) for piece in pieces]))
+    for begin in range(0, rows, _BLOCK):
+        held += index.held(drawn[begin : begin + _BLOCK])
+    return held, True
+
+
+def _epochs(part: Stage, index: CountedRows, name: str) -> tuple[int, tuple[range, range]]:
+    """Return how many whole epochs of a source a part draws, and its draws before and after them."""
+    carry, drawn = part.carry(name), part.draws[name]
+    # Draws are counted from the first of the part, epochs from the end of the rest before them.
+    first = index.num_rest - carry
+    first += -(min(0, first) // index.num_rows) * index.num_rows
+    epochs = max(0, (drawn - first) // index.num_rows)
+    begin = min(first, drawn)
+    return epochs, (range(begin), range(begin + epochs * index.num_rows, drawn))
+
+
+def _mean(index: CountedRows, rows: int) -> Held:
+    """Return what so many rows hold if they are like those of an epoch: exact for whole epochs."""
+    fates = index.fates()
+    tokens = fates.rows * index.row_slots - fates.padding
+    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
+
+
+# A source over the whole run
 
 
 def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFacts:
@@ -401,17 +329,6 @@ def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFa
         gone_from=_gone_from(plan, using, name, exact_weight(stops[name])) if name in stops else None,
         fates=None if counted is None else _fates(using[-1], counted),
     )
-
-
-def _epochs_read(part: Stage, name: str) -> float | None:
-    """Return how often a source has been read by the end of a part; None where its rows are not counted."""
-    return None if part.rows[name].counted is None else float(part.epochs(name))
-
-
-def _dropped(part: Stage, name: str) -> dict[str, int]:
-    """Return what an epoch of a source drops, by reason."""
-    rows = part.rows[name].counted
-    return {} if rows is None else dict(rows.fates().dropped)
 
 
 def _fates(part: Stage, index: CountedRows) -> Fates:
@@ -438,7 +355,13 @@ def _gone_from(plan: Plan, using: Sequence[Stage], name: str, limit: Fraction) -
     return step if step < plan.steps else None
 
 
-# What is legal in a plan, but seldom meant.
+def step_of(part: Stage, name: str, draw: int) -> int:
+    """Return the step of a draw of a source, counted from the first of the part."""
+    position = part.positions_of(name, np.array([draw]))[0]
+    return int(position) // part.spec.global_batch_size + part.spec.start_step
+
+
+# What is legal in a plan, but seldom meant
 
 MANY_EPOCHS = 4
 """Tokens that are repeated more often are worth less and less to a model."""
@@ -448,13 +371,16 @@ FAR_OFF = 0.02
 """Of a share of tokens from that of rows."""
 
 
-def warnings(plan: Plan, facts: PlanReport, weigh_by: Mapping[str, str]) -> list[str]:
+def warnings(
+    plan: Plan, facts: PlanReport, weigh_by: Mapping[str, str], quarantined: Sequence[str] = ()
+) -> list[str]:
     """Return what a user should look at, a sentence each: where: what is odd; the way out.
 
-    `weigh_by` says of each stage what its weights are shares of, `rows` or `tokens`.
+    `weigh_by` says of each stage what its weights are shares of, `rows` or `tokens`; `quarantined` are the sources
+    of which the config leaves nothing.
     """
     return [
-        *_unused(plan, facts),
+        *_unused(plan, quarantined),
         *_epoch_warnings(facts),
         *_short(plan, facts),
         *_scales(plan),
@@ -463,22 +389,18 @@ def warnings(plan: Plan, facts: PlanReport, weigh_by: Mapping[str, str]) -> list
     ]
 
 
-def _unused(plan: Plan, facts: PlanReport) -> Iterator[str]:
+def _unused(plan: Plan, quarantined: Sequence[str]) -> Iterator[str]:
     used = {name for part in plan.stages for name in part.names}
-    used |= {aside.source for aside in facts.quarantined if aside.whole}  # the config says why it is not used
     for name in plan.sources:
-        if name not in used:
+        if name not in used and name not in quarantined:
             yield f"source {name!r}: no stage uses it; give it a weight, or remove it from the run"
 
 
 def _epoch_warnings(facts: PlanReport) -> Iterator[str]:
     for source in facts.sources:
         if source.epochs is not None and source.epochs > MANY_EPOCHS:
-            stage = next(
-                share.stage
-                for share in facts.shares
-                if share.source == source.name and (share.epochs or 0) > MANY_EPOCHS
-            )
+            shares = [share for share in facts.shares if share.source == source.name]
+            stage = next(share.stage for share in shares if (share.epochs or 0) > MANY_EPOCHS)
             yield (
                 f"source {source.name!r}: it is read {source.epochs:.2f} times, more than {MANY_EPOCHS} times from "
                 f'stage {stage!r} on; lower its weight, add documents, or set max_epochs with on_exhausted = "stop"'
@@ -490,25 +412,20 @@ def _short(plan: Plan, facts: PlanReport) -> Iterator[str]:
         steps = stage.end_step - stage.start_step
         if steps < FEW_STEPS and len(facts.stages) > 1:
             yield (
-                f"stage {stage.name!r}: it has only {_steps(steps)}; check its start_step and that of the stage "
-                "after it"
+                f"stage {stage.name!r}: it has only {steps} step{'s' * (steps > 1)}; check its start_step and that "
+                "of the stage after it"
             )
-    ramps = {part.spec.number: part for part in plan.stages if part.spec.ramp}
-    for part in ramps.values():
-        assert part.spec.ramp is not None
-        if part.spec.ramp.end - part.spec.ramp.begin < 2:
+    ramps = {part.spec.number: (part.spec.name, part.spec.ramp) for part in plan.stages if part.spec.ramp}
+    for name, ramp in ramps.values():
+        if ramp.end - ramp.begin < 2:
             yield (
-                f"stage {part.spec.name!r}: a ramp of 1 step is a switch with one odd step; raise ramp_steps, or "
+                f"stage {name!r}: a ramp of 1 step is a switch with one odd step; raise ramp_steps, or "
                 "leave the ramp out"
             )
 
 
-def _steps(number: int) -> str:
-    return "1 step" if number == 1 else f"{number} steps"
-
-
 def _scales(plan: Plan) -> Iterator[str]:
-    stages = [list(parts) for _, parts in groupby(plan.stages, key=lambda part: part.spec.number)]
+    stages = _stages(plan)
     first = stages[0][0].spec
     if first.lr_scale != 1:
         yield (
@@ -525,9 +442,9 @@ def _scales(plan: Plan) -> Iterator[str]:
 
 
 def _draws_alike(before: Stage, after: Stage) -> bool:
-    """Say whether a stage draws the same rows in the same shares as the one before."""
+    """Say whether a stage draws from the same rows in the same shares as the one before."""
     old, new = before.spec, after.spec
-    if after.spec.ramp or old.names != new.names:
+    if new.ramp or old.names != new.names:
         return False
     return (
         (old.seq_len, old.global_batch_size, old.seed, old.shuffle)
@@ -543,18 +460,17 @@ def _padding(plan: Plan, facts: PlanReport) -> Iterator[str]:
         if padding > MUCH_PADDING * slots:
             worst = max(shares, key=lambda share: share.padding)
             part = next(part for part in plan.stages if part.spec.name == stage and worst.source in part.names)
+            packing = str(part.rows[worst.source].description.get("packing"))
             yield (
                 f"stage {stage!r}: {padding / slots:.1%} of its input slots are padding, most of it in "
-                f"{worst.source!r}; {_less_padding(str(part.rows[worst.source].description.get('packing')))}"
+                f"{worst.source!r}; {_LESS_PADDING.get(packing, 'shorten seq_len')}"
             )
 
 
-def _less_padding(packing: str) -> str:
-    if packing == "padded":
-        return 'packing = "best_fit" puts several documents into a row'
-    if packing == "best_fit":
-        return 'packing = "concat" or "bos_best_fit" has none, a longer seq_len less'
-    return "shorten seq_len"
+_LESS_PADDING = {
+    "padded": 'packing = "best_fit" puts several documents into a row',
+    "best_fit": 'packing = "concat" or "bos_best_fit" has none, a longer seq_len less',
+}
 
 
 def _token_shares(facts: PlanReport, weigh_by: Mapping[str, str]) -> Iterator[str]:
@@ -569,7 +485,8 @@ def _token_shares(facts: PlanReport, weigh_by: Mapping[str, str]) -> Iterator[st
 
 
 def _by_stage(facts: PlanReport) -> Iterator[tuple[str, Sequence[SourceShare]]]:
-    for stage, shares in groupby(facts.shares, key=lambda share: share.stage):
-        found = list(shares)
-        if sum(share.tokens for share in found):
-            yield stage, found
+    """Yield the shares of each stage that draws anything."""
+    for stage, group in groupby(facts.shares, key=lambda share: share.stage):
+        shares = list(group)
+        if sum(share.tokens for share in shares):
+            yield stage, shares

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.plan.shuffle import MODES, Shuffle, unshuffle_rows
-from tokenmill.types import ON_CHANGE, BoolArray, Int64Array, Uint64Array
+from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.plan.mixture import Mixture
@@ -190,6 +190,37 @@ class Stage:
         again = {name for name in self.restarted if name in before.restarted and not before.draws.get(name)}
         return one == other and again == self.restarted
 
+    def draws_like(self, other: Stage) -> bool:
+        """Say whether both draw the same rows at the same steps, going by the numbers that the kernels are given.
+
+        Stages of other numbers may turn out to draw the same rows nonetheless.
+        """
+        batch = self.spec.global_batch_size
+        return (
+            batch == other.spec.global_batch_size
+            and self.origin - self.spec.start_step * batch == other.origin - other.spec.start_step * batch
+            and (self.names, self.rotate, self.rotation_key) == (other.names, other.rotate, other.rotation_key)
+            and all(np.array_equal(mine, theirs) for mine, theirs in zip(self._order, other._order, strict=True))
+            and all(dict(self.rows[name].description) == dict(other.rows[name].description) for name in self.names)
+            and type(self.mixture) is type(other.mixture)
+            and all(
+                np.array_equal(getattr(self.mixture, item.name), getattr(other.mixture, item.name))
+                for item in fields(self.mixture)
+            )
+        )
+
+    @cached_property
+    def _order(self) -> tuple[Int64Array, Uint64Array]:
+        """The table and keys, where all that changes no order is the same for every stage."""
+        table, keys = self.table.copy(), self.keys.copy()
+        table[:, SOURCE] = 0  # which number a source has says nothing of its rows
+        # An epoch under way that ends in the order in which all others are needs no order of its own.
+        plain = (table[:, OLD_EPOCH + 1 :] == table[:, MODE:OLD_EPOCH]).all(axis=1) & (keys[:, 0] == keys[:, 1])
+        unused = plain | (table[:, OLD_EPOCH] == NO_EPOCH)
+        table[unused, OLD_EPOCH:] = NO_EPOCH
+        keys[unused, 1] = 0
+        return table, keys
+
     def asked(self) -> dict[str, Fraction]:
         """Return the share of rows that the weights ask for, over all steps of the stage."""
         first = self.origin // self.spec.global_batch_size
@@ -343,6 +374,11 @@ class CountedRows(Rows, Protocol):
 
         They are numbered from `num_rows` on.
         """
+        ...
+
+    @property
+    def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
+        """Arrays that say what the rows are made of, each with whether it is mapped from a file."""
         ...
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:

@@ -10,30 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from tokenmill.config.run import Config
 from tokenmill.packing.records import RecordRows
-from tokenmill.plan.mixture import Mixture
 from tokenmill.plan.order import rows_at
-from tokenmill.plan.ramp import RampMixture
-from tokenmill.plan.stages import MODE, NO_EPOCH, OLD_EPOCH, SOURCE
-from tokenmill.run.history import Change, Side, begins, changes, tables_of
-from tokenmill.types import BoolArray, Int64Array, Uint64Array
+from tokenmill.plan.plan import Plan
+from tokenmill.plan.stages import CountedRows, Stage
+from tokenmill.run.history import Change, PlanRecord, begins, changes
+from tokenmill.run.run import LIMIT_ROWS
+from tokenmill.tables import as_json
+from tokenmill.types import BoolArray, Int64Array, Spans
 
-if TYPE_CHECKING:
-    from tokenmill.config.run import Config
-    from tokenmill.plan.plan import Plan
-    from tokenmill.plan.stages import CountedRows, Stage
-    from tokenmill.types import Spans
-
-LIMIT_ROWS = 1 << 22
-"""Rows that are computed by default."""
 _BLOCK_ROWS = 1 << 16
 """Rows that are computed together."""
 
-Progress = Callable[[int], None]
+Progress: TypeAlias = Callable[[int], None]
 """Is told how many rows have been compared."""
 
 
@@ -57,6 +51,8 @@ class Difference:
     """How many there are to compare, to the end of the longer run."""
     end_step: int
     """Step before which all have been compared."""
+    steps: int
+    """Of the longer run."""
 
     @property
     def complete(self) -> bool:
@@ -68,14 +64,14 @@ class Difference:
         """Whether all batches are known to be the same."""
         return self.first_step is None and self.complete
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
         return {
             "same": self.same,
             "first_step": self.first_step,
             "stage": self.stage,
             "begins": self.begins,
-            "changes": [change.to_json() for change in self.changes],
+            "changes": as_json(self.changes),
             "differing_rows": self.differing,
             "compared_rows": self.compared,
             "total_rows": self.total,
@@ -97,40 +93,31 @@ def compare(
     At most `limit_rows` rows, and the rest of a step, are computed to find the first difference, and as many from
     there on. Rows of steps at which both plans stand at the same place of the same order need not be computed.
     """
-    left, right = (
-        Side(tables=tables_of(config), description=plan.describe())
-        for config, plan in zip(configs, (old, new), strict=True)
-    )
+    left, right = PlanRecord.of(old, configs[0]), PlanRecord.of(new, configs[1])
     start = begins(left, right)
-    if start is None:
-        return Difference(
-            first_step=None,
-            stage=None,
-            begins=None,
-            changes=tuple(changes(left, right)),
-            differing=0,
-            compared=0,
-            total=0,
-            end_step=old.steps,
-        )
-    first = next(
-        (block.first_differing for block in _blocks(old, new, start, limit_rows, None) if block.differs), None
-    )
-    differing = compared = 0
-    end = start if first is None else first
-    for block in _blocks(old, new, end, limit_rows, progress):
-        differing, compared, end = differing + block.total_differing, compared + block.num_rows, block.end
-    total = sum((run.end - run.first) * run.rows for run in _runs(old, new, start if first is None else first))
-    told = changes(left, right, first)
+    first = None
+    differing = compared = total = 0
+    end = old.steps
+    if start is not None:
+        blocks = _blocks(old, new, start, limit_rows, None)
+        first = next((block.first_differing for block in blocks if block.differs), None)
+        end = start if first is None else first
+        total = sum((run.end - run.first) * run.rows for run in _runs(old, new, end))
+        for block in _blocks(old, new, end, limit_rows, progress):
+            differing, compared, end = differing + block.total_differing, compared + block.num_rows, block.end
+    changed = changes(left, right, first)
+    if first is None and compared == total:
+        changed = [change.inert() for change in changed]
     return Difference(
         first_step=first,
         stage=None if first is None else (new if first < new.steps else old).at(first).stage,
         begins=start,
-        changes=tuple(told if first is not None or compared < total else [change.inert() for change in told]),
+        changes=tuple(changed),
         differing=differing,
         compared=compared,
         total=total,
         end_step=end,
+        steps=max(old.steps, new.steps),
     )
 
 
@@ -191,120 +178,81 @@ class _Block:
 def _blocks(old: Plan, new: Plan, start: int, limit_rows: int, progress: Progress | None) -> Iterator[_Block]:
     """Compare from a step on, until so many rows have been computed."""
     left = limit_rows
-    done = 0
-    crossed = old.contract != new.contract
+    same_contract = old.contract == new.contract
     for run in _runs(old, new, start):
         if run.old is None or run.new is None:
             # Neither draws, or all that one of them draws is not in the other.
             yield _Block(first=run.first, end=run.end, rows=run.rows, differing=run.rows)
             continue
-        if not crossed and _alike(run.old, run.new):
+        # What a row that is not counted holds depends on all that were drawn before it.
+        counted = all(rows.counted is not None for rows in run.old.rows.values())
+        if same_contract and counted and run.old.draws_like(run.new):
             yield _Block(first=run.first, end=run.end, rows=run.rows, differing=0)
             continue
+        sides = ((run.old, old.sources), (run.new, new.sources))
         first = run.first
-        rows = _Rows(old, new, run, same_contract=not crossed)
         while first < run.end:
             if left <= 0:
                 return
             end = min(run.end, first + max(1, -(-min(left, _BLOCK_ROWS) // run.rows)))
-            block = _Block(first=first, end=end, rows=run.rows, differing=rows.differing(first, end))
-            left, done, first = left - block.num_rows, done + block.num_rows, end
+            same = _same_slots(sides, first, end, same_contract=same_contract)
+            block = _Block(first=first, end=end, rows=run.rows, differing=run.rows - same)
+            left, first = left - block.num_rows, end
             if progress:
-                progress(done)
+                progress(limit_rows - left)
             yield block
 
 
-def _alike(old: Stage, new: Stage) -> bool:
-    """Say whether two stages draw the same rows at the same steps, going by what the kernels are given."""
-    batch = old.spec.global_batch_size
-    return (
-        batch == new.spec.global_batch_size
-        and old.origin - old.spec.start_step * batch == new.origin - new.spec.start_step * batch
-        and (old.names, old.rotate, old.rotation_key) == (new.names, new.rotate, new.rotation_key)
-        and all(np.array_equal(left, right) for left, right in zip(_order(old), _order(new), strict=True))
-        and all(dict(old.rows[name].description) == dict(new.rows[name].description) for name in old.names)
-        # What a row that is not counted holds depends on all that were drawn before it.
-        and all(index.counted is not None for index in old.rows.values())
-        and _same_mixture(old.mixture, new.mixture)
-    )
+_Sides: TypeAlias = tuple[tuple[Stage, tuple[str, ...]], tuple[Stage, tuple[str, ...]]]
+"""Of both plans: a stage, and the names of all sources."""
 
 
-def _order(stage: Stage) -> tuple[Int64Array, Uint64Array]:
-    """Return what decides the order of the rows of each source: the numbers and keys that the kernels use."""
-    table, keys = stage.table.copy(), stage.keys.copy()
-    table[:, SOURCE] = 0  # which number a source has says nothing of its rows
-    # An epoch under way that ends in the order in which all others are needs no order of its own.
-    plain = (table[:, OLD_EPOCH + 1 :] == table[:, MODE:OLD_EPOCH]).all(axis=1) & (keys[:, 0] == keys[:, 1])
-    table[plain, OLD_EPOCH] = NO_EPOCH
-    unused = table[:, OLD_EPOCH] == NO_EPOCH
-    table[unused, OLD_EPOCH:] = NO_EPOCH
-    keys[unused, 1] = 0
-    return table, keys
+def _same_slots(sides: _Sides, first: int, end: int, *, same_contract: bool) -> Int64Array:
+    """Return how many slots hold the same row in each of the steps from `first` to `end`."""
+    shared = min(stage.spec.global_batch_size for stage, _ in sides)
+    steps = np.repeat(np.arange(first, end), shared)
+    slots = np.tile(np.arange(shared), end - first)
+    (old_sources, old_rows), (new_sources, new_rows) = (rows_at(stage, steps, slots) for stage, _ in sides)
+    same = np.zeros(steps.size, np.bool_)
+    for old_source in np.unique(old_sources).tolist():
+        for new_source in np.unique(new_sources).tolist():
+            chosen = np.flatnonzero((old_sources == old_source) & (new_sources == new_source))
+            if chosen.size:
+                (stage, names), (new_stage, new_names) = sides
+                old, new = stage.rows[names[old_source]].counted, new_stage.rows[new_names[new_source]].counted
+                same[chosen] = _same_rows(old, old_rows[chosen], new, new_rows[chosen], same_contract=same_contract)
+    counts: Int64Array = same.reshape(end - first, shared).sum(axis=1)
+    return counts
 
 
-def _same_mixture(old: Mixture | RampMixture, new: Mixture | RampMixture) -> bool:
-    if isinstance(old, RampMixture) and isinstance(new, RampMixture):
-        facts = [(ramp.batch, ramp.steps, ramp.first, ramp.cosine) for ramp in (old, new)]
-        ends = ((old.begin, new.begin), (old.end, new.end), (old.nodes, new.nodes))
-        return facts[0] == facts[1] and all(np.array_equal(a, b) for a, b in ends)
-    return type(old) is type(new) and np.array_equal(old.nodes, new.nodes)
-
-
-class _Rows:
-    """The rows of two stages, slot by slot."""
-
-    def __init__(self, old: Plan, new: Plan, run: _Run, *, same_contract: bool) -> None:
-        assert run.old is not None
-        assert run.new is not None
-        self._stages = (run.old, run.new)
-        self._names = (old.sources, new.sources)
-        self._rows = run.rows
-        self._same_contract = same_contract
-
-    def differing(self, first: int, end: int) -> Int64Array:
-        """Return how many rows differ in each of the steps from `first` to `end`."""
-        shared = min(stage.spec.global_batch_size for stage in self._stages)
-        steps = np.repeat(np.arange(first, end), shared)
-        slots = np.tile(np.arange(shared), end - first)
-        (old_sources, old_rows), (new_sources, new_rows) = (rows_at(stage, steps, slots) for stage in self._stages)
-        same = np.zeros(steps.size, np.bool_)
-        for old_source in np.unique(old_sources).tolist():
-            for new_source in np.unique(new_sources).tolist():
-                chosen = np.flatnonzero((old_sources == old_source) & (new_sources == new_source))
-                if chosen.size:
-                    old, new = (
-                        stage.rows[names[source]].counted
-                        for stage, names, source in zip(
-                            self._stages, self._names, (old_source, new_source), strict=True
-                        )
-                    )
-                    same[chosen] = self._same(old, old_rows[chosen], new, new_rows[chosen])
-        found: Int64Array = self._rows - same.reshape(end - first, shared).sum(axis=1)
-        return found
-
-    def _same(
-        self, old: CountedRows | None, old_rows: Int64Array, new: CountedRows | None, new_rows: Int64Array
-    ) -> BoolArray:
-        """Say which rows deliver the same; of those that are not counted none is known to, behind a difference."""
-        if old is None or new is None:
-            return np.zeros(old_rows.size, np.bool_)
-        if self._same_contract and dict(old.description) == dict(new.description):
-            same: BoolArray = old_rows == new_rows
-            return same
-        if old.description["store"] != new.description["store"] or old.seq_len != new.seq_len:
-            return np.zeros(old_rows.size, np.bool_)
-        if isinstance(old, RecordRows) and isinstance(new, RecordRows):
-            return _same_records(old, old.records(old_rows), new, new.records(new_rows))
-        crossing = [index.cross_document_labels for index in (old, new)]
-        left = _delivered(old.spans(old_rows), old.seq_len, crossing=crossing[0])
-        right = _delivered(new.spans(new_rows), new.seq_len, crossing=crossing[1])
-        same = _same_spans(left, right)
-        if crossing[0] != crossing[1]:
-            same &= left.segments < 2
-        if not self._same_contract:
-            # Positions that run through the row are those of its documents where it holds but one, and no padding.
-            same &= left.first_segment >= old.seq_len
+def _same_rows(
+    old: CountedRows | None,
+    old_rows: Int64Array,
+    new: CountedRows | None,
+    new_rows: Int64Array,
+    *,
+    same_contract: bool,
+) -> BoolArray:
+    """Say which rows deliver the same; of those that are not counted none is known to, behind a difference."""
+    if old is None or new is None:
+        return np.zeros(old_rows.size, np.bool_)
+    if same_contract and dict(old.description) == dict(new.description):
+        same: BoolArray = old_rows == new_rows
         return same
+    if old.description["store"] != new.description["store"] or old.seq_len != new.seq_len:
+        return np.zeros(old_rows.size, np.bool_)
+    if old.description["packing"] == "records":  # and the others are, too, as they are of the same store
+        return _same_records(cast("RecordRows", old), old_rows, cast("RecordRows", new), new_rows)
+    crossing = [index.cross_document_labels for index in (old, new)]
+    left = _delivered(old.spans(old_rows), old.seq_len, crossing=crossing[0])
+    right = _delivered(new.spans(new_rows), new.seq_len, crossing=crossing[1])
+    same = _same_spans(left, right)
+    if crossing[0] != crossing[1]:
+        same &= left.segments < 2
+    if not same_contract:
+        # Positions that run through the row are those of its documents where it holds but one, and no padding.
+        same &= left.first_segment >= old.seq_len
+    return same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,7 +285,7 @@ def _delivered(spans: Spans, seq_len: int, *, crossing: bool) -> _Delivered:
     seen = (column < seq_len) | joined | crossing
     opened = np.concatenate([[0], np.cumsum(~joined)])
     segment = opened[1:] - np.repeat(opened[ends - spans.count], spans.count)
-    one = (segment == 1) & seen
+    opening = (segment == 1) & seen
     document, start, whole = spans.document[order], spans.start[order], length.copy()
     # What goes on right behind its own BOS is one span with it.
     goes_on = joined & (start == 1)
@@ -348,7 +296,7 @@ def _delivered(spans: Spans, seq_len: int, *, crossing: bool) -> _Delivered:
         spans=np.stack([document, start, whole])[:, kept],
         count=np.bincount(row[kept], minlength=number),
         segments=np.bincount(row[seen & ~joined], minlength=number),
-        first_segment=np.bincount(row[one], length[one], minlength=number).astype(np.int64),
+        first_segment=np.bincount(row[opening], length[opening], minlength=number).astype(np.int64),
     )
 
 
@@ -356,12 +304,13 @@ def _same_spans(old: _Delivered, new: _Delivered) -> BoolArray:
     same = old.count == new.count
     left, right = same[old.row], same[new.row]
     other = (old.spans[:, left] != new.spans[:, right]).any(axis=0)
-    found: BoolArray = same & (np.bincount(old.row[left][other], minlength=same.size) == 0)
-    return found
+    equal: BoolArray = same & (np.bincount(old.row[left][other], minlength=same.size) == 0)
+    return equal
 
 
-def _same_records(old: RecordRows, old_records: Int64Array, new: RecordRows, new_records: Int64Array) -> BoolArray:
+def _same_records(old: RecordRows, old_rows: Int64Array, new: RecordRows, new_rows: Int64Array) -> BoolArray:
     """Say which records are the same and cut at the same places."""
+    old_records, new_records = old.records(old_rows), new.records(new_rows)
     same: BoolArray = old_records == new_records
     if old.policy.describe() == new.policy.describe():
         return same

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,8 +15,10 @@ import msgspec
 from tokenmill.config.dialects import Translation
 from tokenmill.config.run import ResolvedStage, parse_config, to_toml
 from tokenmill.errors import ConfigError, PlanError
-from tokenmill.run.history import PLAN_DIGITS, Origin, Side, begins, record, tables_of
+from tokenmill.loader import Loader, RankSlice
+from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, tables_of
 from tokenmill.run.run import Run
+from tokenmill.store.durable import sync_folder
 
 DEFAULT_NAME = "fork"
 _RAMP = ("ramp", "ramp_steps", "ramp_from")
@@ -39,17 +42,12 @@ class Fork:
 
 
 def fork(
-    run: Run, *, step: int, to: Path, name: str | None = None, weights: Mapping[str, float] | None = None
+    run: Run, *, at: int, to: Path, name: str | None = None, weights: Mapping[str, float] | None = None
 ) -> Fork:
-    """Write the config and the state of a run that parts from another at a step.
-
-    A stage begins there, named `name`: a copy of the one that is running, with the given weights, if any. Where one
-    begins there already, it is taken as it is. Nothing is written unless all batches before are proven to be the
-    same, and no file is overwritten.
-    """
+    """Write the config and the state of a run that parts from another at a step; see `Run.fork`."""
     plan = run.plan()
-    if not 0 <= step < plan.steps:
-        raise PlanError(f"fork: step must lie within 0:{plan.steps}, got {step}; choose one that the run has")
+    if not 0 <= at < plan.steps:
+        raise PlanError(f"fork: step must lie within 0:{plan.steps}, got {at}; choose one that the run has")
     if to.suffix != ".toml":
         raise ConfigError(f"{to}: the config of a fork must end in .toml, got {to.suffix!r}; name it so")
     file = to.resolve()
@@ -59,28 +57,27 @@ def fork(
             raise _exists(path)
     if not file.parent.is_dir():
         raise ConfigError(f"{file.parent}: must be a folder to write to, got nothing there; make it first")
-    _check_live(run, step)
-    new, stage = _forked(run, file, step, name, weights)
-    made = new.plan()
-    _write_new(state, msgspec.json.encode(_state(new, step)))
+    _check_live(run, at)
+    new, stage = _forked(run, file, at, name, weights)
+    loader = Loader(new.plan(), RankSlice(rank=0, world_size=1, micro_batch=1))
+    loader.seek(at)
+    _write_new(state, msgspec.json.encode(loader.state_dict()))
     try:
         _write_new(file, to_toml(_tables(new)).encode())
     except BaseException:
         state.unlink()
         raise
-    origin = Origin(
-        config=f"{_prefix(run.folder, file.parent)}{run.name}.toml", plan=plan.fingerprint[:PLAN_DIGITS], step=step
-    )
-    side = Side(tables=tables_of(run.config), description=plan.describe())
-    record(new.folder, new.name, made, new.config, origin=(origin, side))
+    config = f"{_prefix(run.folder, file.parent)}{run.name}.toml"
+    origin = Origin(config=config, plan=plan.fingerprint[:PLAN_DIGITS], step=at)
+    record(new.folder, new.name, new.plan(), new.config, origin=(origin, PlanRecord.of(plan, run.config)))
     return Fork(
         config=file,
         state=state,
         stage=stage,
-        step=step,
-        plan=made.fingerprint[:PLAN_DIGITS],
-        shared=made.fingerprint_at(step),
-        edited=made.fingerprint != plan.fingerprint,
+        step=at,
+        plan=new.plan().fingerprint[:PLAN_DIGITS],
+        shared=new.plan().fingerprint_at(at),
+        edited=new.plan().fingerprint != plan.fingerprint,
     )
 
 
@@ -101,7 +98,7 @@ def _forked(
     """Return the new run, proven to share what comes before, and the name of the stage that begins there."""
     plan = run.plan()
     tables = _moved(_tables(run), run.folder, file.parent)
-    # Where documents are put aside at the very step, a stage that begins there must not start their source again.
+    # Where documents are quarantined at the very step, a stage that begins there must not start their source again.
     for kept in (True, False):
         forked = copy.deepcopy(tables)
         stage = _cut(forked, run, step, name, keep_on_change=kept)
@@ -114,7 +111,8 @@ def _forked(
             f"{_parts_at(run, new)} on; choose another step"
         )
     if weights is not None:
-        forked["stages"][_number(forked, step)]["weights"] = dict(weights)
+        begun = next(stage for stage in forked["stages"] if stage["start_step"] == step)
+        begun["weights"] = dict(weights)
         new = _run(forked, file)
     if new.plan().fingerprint_at(step) != plan.fingerprint_at(step):
         raise ConfigError(
@@ -139,20 +137,13 @@ def _cut(tables: dict[str, Any], run: Run, step: int, name: str | None, *, keep_
         return str(running["name"])
     _check_ramp(run.config.resolved_stages[number], step)
     if name is None:
-        name = next(name for name in _names() if name not in taken)
+        names = (DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}" for number in count(1))
+        name = next(name for name in names if name not in taken)
     _check_name(name, taken)
     dropped = {*_RAMP, *(() if keep_on_change else ("on_change",))}
     begun = {key: copy.deepcopy(value) for key, value in running.items() if key not in dropped}
     stages.insert(number + 1, begun | {"name": name, "start_step": step})
     return name
-
-
-def _names() -> Iterator[str]:
-    yield DEFAULT_NAME
-    number = 2
-    while True:
-        yield f"{DEFAULT_NAME}-{number}"
-        number += 1
 
 
 def _check_name(name: str, taken: Sequence[str]) -> None:
@@ -172,13 +163,9 @@ def _check_ramp(stage: ResolvedStage, step: int) -> None:
         )
 
 
-def _number(tables: Mapping[str, Any], step: int) -> int:
-    return next(index for index, stage in enumerate(tables["stages"]) if stage["start_step"] == step)
-
-
 def _parts_at(run: Run, new: Run) -> int | None:
-    old, made = (Side(tables=tables_of(one.config), description=one.plan().describe()) for one in (run, new))
-    return begins(old, made)
+    old, other = (PlanRecord.of(side.plan(), side.config) for side in (run, new))
+    return begins(old, other)
 
 
 def _tables(run: Run) -> dict[str, Any]:
@@ -202,8 +189,9 @@ def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
         if "store" in source:
             source["store"] = _from(source["store"], old, new)
         if "documents" in source:
-            named = source["documents"]
-            source["documents"] = [text if text.startswith("hf:") else _from(text, old, new) for text in named]
+            source["documents"] = [
+                text if text.startswith("hf:") else _from(text, old, new) for text in source["documents"]
+            ]
         tokenizer = source.get("tokenizer")
         if tokenizer is not None and tokenizer != "bytes" and ":" not in tokenizer:
             source["tokenizer"] = _from(tokenizer, old, new)
@@ -224,17 +212,8 @@ def _from(path: str, old: Path, new: Path) -> str:
 
 
 def _prefix(old: Path, new: Path) -> str:
-    way = os.path.relpath(old, new)
-    return "" if way == "." else f"{way}/"
-
-
-def _state(run: Run, step: int) -> dict[str, int | str]:
-    """Return what a loader gives that has gone to a step."""
-    from tokenmill.loader import Loader, RankSlice
-
-    loader = Loader(run.plan(), RankSlice(rank=0, world_size=1, micro_batch=1))
-    loader.seek(step)
-    return loader.state_dict()
+    path = os.path.relpath(old, new)
+    return "" if path == "." else f"{path}/"
 
 
 def _exists(path: Path) -> ConfigError:
@@ -243,8 +222,6 @@ def _exists(path: Path) -> ConfigError:
 
 def _write_new(path: Path, data: bytes) -> None:
     """Write a file that is not there yet, so that a reader sees nothing or the whole of it."""
-    from tokenmill.store.durable import sync_folder
-
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
         with temporary.open("xb") as file:

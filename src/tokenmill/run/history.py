@@ -1,38 +1,97 @@
-"""The history of a run: which plan followed which, from which step on, and why.
+"""The history of a run: which plan followed which, from which step on, by which keys of the config, and why.
 
-A line of JSON for each plan that a run was loaded with, in `.tokenmill/history/<name of the config>.jsonl`, beside
-the descriptions of the plans in `.tokenmill/plans/`. It is for people: nothing else depends on it, and a folder
-that cannot be written to costs only the history.
+`changes` says how two configs differ and from which step on that matters. A line of JSON is kept for each plan that
+a run was loaded with, in `.tokenmill/history/<name of the config>.jsonl`, beside the plans in `.tokenmill/plans/`.
+It is for people: nothing else depends on it, and a folder that cannot be written to costs only the history.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
+from tokenmill.config.run import Config, QuarantineConfig
+from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
+from tokenmill.plan.plan import Plan
+from tokenmill.tables import as_json, read_json
 
-if TYPE_CHECKING:
-    from tokenmill.config.run import Config, QuarantineConfig
-    from tokenmill.plan import Plan
-
-
-# What differs between two configs, by the path of each key, and from which step on it matters.
-
-Value: TypeAlias = bool | int | float | str | list[int] | list[str]
+Value: TypeAlias = bool | int | float | str | tuple[int | str, ...]
 Tables: TypeAlias = Mapping[str, Any]
 """A config as nested tables; what it leaves at its default is not in them."""
-Description: TypeAlias = Mapping[str, Any]
-"""What `Plan.describe` gives."""
 
-_TOLD = frozenset(("name", "lr_scale", "reason", "arrays"))
+PLAN_DIGITS = 16
+"""Of a plan's fingerprint, as states name it."""
+_SHOWN_ITEMS = 8
+"""Longer lists are shown by their first items."""
+_SHOWN_CHANGES = 3
+"""More are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    """A plan as it is kept: what decides its batches, and the config that it was made from."""
+
+    version: int = 0
+    contract: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[Mapping[str, Any], ...]
+    config: Tables = field(default_factory=dict)
+    """Empty, where a plan was recorded before configs were kept."""
+
+    def __post_init__(self) -> None:
+        if not all({"start_step", "sources"} <= stage.keys() for stage in self.stages):
+            raise ConfigError("plan: a stage must have start_step and sources, got one without; remove the record")
+
+    @classmethod
+    def of(cls, plan: Plan, config: Config) -> PlanRecord:
+        """Return what is kept of a plan that was compiled from a config."""
+        described = plan.describe()
+        return cls(**described | {"stages": tuple(described["stages"])}, config=tables_of(config))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What decides its batches, as `Plan.describe` gives it."""
+        return {"version": self.version, "contract": dict(self.contract), "stages": list(self.stages)}
+
+    @property
+    def steps(self) -> int | None:
+        """Number of its steps, if known."""
+        steps = self.config.get("run", {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def before(self, step: int) -> PlanRecord:
+        """Return it without the stages that begin at a step or after it."""
+        return replace(self, stages=tuple(stage for stage in self.stages if stage["start_step"] < step))
+
+
+def tables_of(config: Config) -> dict[str, Any]:
+    """Return a config as tables of JSON values; what is at its default is left out."""
+    tables: dict[str, Any] = {"run": _table(config.run)}
+    for name in ("sources", "stages", "skip", "quarantine"):
+        items = [_table(item) for item in getattr(config, name)]
+        if items:
+            tables[name] = items
+    return tables
+
+
+def _table(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the config
+    defaults = {
+        key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in fields(item)
+    }
+    values = {name: getattr(item, name) for name in defaults if getattr(item, name) != defaults[name]}
+    return {name: list(value) if isinstance(value, tuple) else as_json(value) for name, value in values.items()}
+
+
+# What differs between two configs, and from which step on it matters
+
+_INERT = frozenset(("name", "lr_scale", "reason", "arrays"))
 """Keys that decide no batch."""
 _INHERITED = frozenset(
     (
@@ -41,8 +100,13 @@ _INHERITED = frozenset(
     )
 )
 """Keys of [run] that a stage may say for itself."""
-_SHOWN_ITEMS = 8
-"""Longer lists are shown by their first items."""
+_SAME_TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "sources": (("name",), ("store", "documents")),
+    "stages": (("name", "start_step"), ("name",), ("start_step",)),
+    "skip": (("steps", "reason"), ("steps",), ()),
+    "quarantine": (("source", "from_step", "documents", "file"), ("source", "from_step"), ("source",), ()),
+}
+"""Lists of tables -> by which keys the tables of two configs are taken for the same one, the surest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,148 +128,102 @@ class Change:
         """Return it as one that has turned out to change no batch."""
         return replace(self, step=None)
 
-    def to_json(self) -> dict[str, Value | None]:
-        """Return it as JSON."""
-        return {"path": self.path, "old": self.old, "new": self.new, "step": self.step}
-
 
 def shown(value: Value | None) -> str:
     """Show a value of a config.
 
-    >>> shown(None), shown("full"), shown(0.5), shown([1, 2])
+    >>> shown(None), shown("full"), shown(0.5), shown((1, 2))
     ('(absent)', "'full'", '0.5', '[1, 2]')
     """
     if value is None:
         return "(absent)"
-    if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
-        return f"[{', '.join(map(repr, value[:_SHOWN_ITEMS]))}, and {len(value) - _SHOWN_ITEMS:,} more]"
-    return repr(value)
+    if not isinstance(value, tuple):
+        return repr(value)
+    more = f", and {len(value) - _SHOWN_ITEMS:,} more" if len(value) > _SHOWN_ITEMS else ""
+    return f"[{', '.join(map(repr, value[:_SHOWN_ITEMS]))}{more}]"
 
 
-def tables_of(config: Config) -> dict[str, Any]:
-    """Return a config as tables of JSON values; what is at its default is left out."""
-    found: dict[str, Any] = {"run": _table(config.run)}
-    for name in ("sources", "stages", "skip", "quarantine"):
-        items = [_table(item) for item in getattr(config, name)]
-        if items:
-            found[name] = items
-    return found
-
-
-def _table(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the config
-    found = {}
-    for key in fields(item):
-        value = getattr(item, key.name)
-        default = key.default_factory() if key.default_factory is not MISSING else key.default
-        if value != default:
-            found[key.name] = (
-                list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
-            )
-    return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """A run, as far as it can be compared."""
-
-    tables: Tables
-    """None are known of plans that were recorded long ago: empty."""
-    description: Description
-
-    @property
-    def steps(self) -> int | None:
-        """Number of its steps, if known."""
-        steps = self.tables.get("run", {}).get("steps")
-        return steps if isinstance(steps, int) else None
-
-
-def begins(old: Side, new: Side) -> int | None:
+def begins(old: PlanRecord, new: PlanRecord) -> int | None:
     """Return the first step at which batches may differ, going by descriptions; None where all are the same."""
-    found = _edge(old.description, new.description)
-    ends = {side.steps for side in (old, new)}
-    if len(ends) == 1 or None in ends:
-        return found
-    last = min(end for end in ends if end is not None)
-    return last if found is None else min(found, last)
+    steps = {record.steps for record in (old, new)} - {None}
+    end = min(step for step in steps if step is not None) if len(steps) > 1 else None
+    return min((step for step in (_first_other_stage(old, new), end) if step is not None), default=None)
 
 
-def _edge(old: Description, new: Description) -> int | None:
-    if any(old.get(key) != new.get(key) for key in ("version", "contract")):
+def _first_other_stage(old: PlanRecord, new: PlanRecord) -> int | None:
+    """Return the first step of the first stage in which two plans differ."""
+    if (old.version, old.contract) != (new.version, new.contract):
         return 0
-    left, right = old["stages"], new["stages"]
-    for number in range(max(len(left), len(right))):
-        stages = [side[number] for side in (left, right) if number < len(side)]
+    for number in range(max(len(old.stages), len(new.stages))):
+        stages = [record.stages[number] for record in (old, new) if number < len(record.stages)]
         if len(stages) < 2 or stages[0] != stages[1]:
             return min(int(stage["start_step"]) for stage in stages)
     return None
 
 
-def changes(old: Side, new: Side, first_step: int | None = None) -> list[Change]:
+def changes(old: PlanRecord, new: PlanRecord, first_step: int | None = None) -> list[Change]:
     """Return what differs: first what makes the first difference, then the rest, last what changes no batch.
 
     `first_step` is the first step at which batches are known to differ; where it is not given, that at which the
     descriptions do.
     """
     first = begins(old, new) if first_step is None else first_step
-    found = _listed(old, new) if old.tables and new.tables else []
-    found += _hidden(old, new, found)
+    changed = _changed_keys(old, new) if old.config and new.config else []
+    changed += _hidden_changes(old, new, changed)
     if first is None:
-        return [change.inert() for change in found]
+        return [change.inert() for change in changed]
 
     def rank(change: Change) -> tuple[bool, bool, int, bool]:
         # The nearest cause before the first difference; what begins later cannot have made it. That a stage begins
         # says less than what it changes.
         if change.step is None:
             return True, True, 0, False
-        whole = change.path.endswith(".start_step") and None in (change.old, change.new)
-        return False, change.step > first, abs(first - change.step), whole
+        new_stage = change.path.endswith(".start_step") and None in (change.old, change.new)
+        return False, change.step > first, abs(first - change.step), new_stage
 
-    return sorted(found, key=rank)
+    return sorted(changed, key=rank)
 
 
-def _listed(old: Side, new: Side) -> list[Change]:
+def _changed_keys(old: PlanRecord, new: PlanRecord) -> list[Change]:
     """Return the keys that differ, in the order of the config."""
-    left, right = _filled(old.tables), _filled(new.tables)
-    found = _leaves("run", left["run"], right["run"], lambda key: _run_step(key, left, right))
-    for name, keys in _KEYS.items():
+    left, right = _with_stages(old.config), _with_stages(new.config)
+    changed = _leaves("run", left["run"], right["run"], lambda key: _run_step(key, left, right))
+    for name, keys in _SAME_TABLE.items():
         for number, before, after in _pairs(left.get(name, []), right.get(name, []), keys):
             sides = [side for side in (before, after) if side]
 
             def step(key: str, name: str = name, sides: Sequence[Tables] = sides) -> int | None:
                 return _step(name, key, sides, (old, new))
 
-            found += _leaves(f"{name}[{number}]", before, after, step)
-    return found
+            changed += _leaves(f"{name}[{number}]", before, after, step)
+    return changed
 
 
-def _filled(tables: Tables) -> dict[str, Any]:
+def _with_stages(tables: Tables) -> dict[str, Any]:
     """Return tables with the one stage that a run without any has."""
     return {**tables, "stages": tables.get("stages") or [{"name": "main", "start_step": 0}]}
 
 
 def _leaves(path: str, old: Tables, new: Tables, step: Callable[[str], int | None]) -> list[Change]:
-    found = []
+    """Return the keys of a table, and of the tables in it, that differ."""
+    pairs = []
     for key in dict.fromkeys((*new, *old)):
         before, after = old.get(key), new.get(key)
-        if before == after:
-            continue
         if isinstance(before, Mapping) or isinstance(after, Mapping):
-            for name in dict.fromkeys((*(after or {}), *(before or {}))):
-                sides = (before or {}).get(name), (after or {}).get(name)
-                if sides[0] != sides[1]:
-                    found.append(Change(path=f"{path}.{key}.{name}", old=sides[0], new=sides[1], step=step(key)))
+            before, after = before or {}, after or {}
+            names = dict.fromkeys((*after, *before))
+            pairs += [(key, f"{path}.{key}.{name}", before.get(name), after.get(name)) for name in names]
         else:
-            found.append(Change(path=f"{path}.{key}", old=before, new=after, step=step(key)))
-    return found
+            pairs.append((key, f"{path}.{key}", before, after))
+    return [
+        Change(path=place, old=_tupled(before), new=_tupled(after), step=step(key))
+        for key, place, before, after in pairs
+        if before != after
+    ]
 
 
-_KEYS: Mapping[str, Sequence[tuple[str, ...]]] = {
-    "sources": (("name",), ("store", "documents")),
-    "stages": (("name", "start_step"), ("name",), ("start_step",)),
-    "skip": (("steps", "reason"), ("steps",), ()),
-    "quarantine": (("source", "from_step", "documents", "file"), ("source", "from_step"), ("source",), ()),
-}
-"""Lists of tables -> by which keys the tables of two configs are taken for the same one, the surest first."""
+def _tupled(value: Any) -> Value | None:  # noqa: ANN401 - a value of a config
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _pairs(
@@ -226,31 +244,25 @@ def _pairs(
 
 def _run_step(key: str, old: Tables, new: Tables) -> int | None:
     """Return the first step that a key of [run] can change."""
-    if key in _TOLD:
+    if key in _INERT:
         return None
     if key == "steps":
         return min(int(side["run"]["steps"]) for side in (old, new))
-    stages = [stage for side in (old, new) for stage in side["stages"]]
+    stages = [(stage, side["run"]) for side in (old, new) for stage in side["stages"]]
     if key in _INHERITED:
-        return min((int(stage["start_step"]) for stage in stages if key not in stage), default=None)
-    if key in ("block_rows", "window_blocks"):
-        return min(
-            (
-                int(stage["start_step"])
-                for side in (old, new)
-                for stage in side["stages"]
-                if stage.get("shuffle", side["run"].get("shuffle")) == "block"
-            ),
-            default=None,
-        )
-    return 0
+        stages = [(stage, run) for stage, run in stages if key not in stage]
+    elif key in ("block_rows", "window_blocks"):
+        stages = [(stage, run) for stage, run in stages if stage.get("shuffle", run.get("shuffle")) == "block"]
+    else:
+        return 0
+    return min((int(stage["start_step"]) for stage, _ in stages), default=None)
 
 
-def _step(name: str, key: str, sides: Sequence[Tables], runs: tuple[Side, Side]) -> int | None:
+def _step(name: str, key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:
     """Return the first step that a key of a table in a list can change."""
     if name == "sources":
         return _source_step(key, sides, runs)
-    if key in _TOLD:
+    if key in _INERT:
         return None
     if name == "stages":
         return _stage_step(key, sides, runs)
@@ -262,7 +274,7 @@ def _step(name: str, key: str, sides: Sequence[Tables], runs: tuple[Side, Side])
     return min(firsts) if len(sides) < 2 or len(firsts) > 1 else min(lasts)
 
 
-def _stage_step(key: str, sides: Sequence[Tables], runs: tuple[Side, Side]) -> int | None:
+def _stage_step(key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:
     """Return the first step that a key of a stage can change.
 
     A stage that is new, or gone, changes what it does not share with the one that runs there in the other config.
@@ -270,97 +282,100 @@ def _stage_step(key: str, sides: Sequence[Tables], runs: tuple[Side, Side]) -> i
     step = min(int(side["start_step"]) for side in sides)
     if len(sides) > 1:
         return step
-    here, there = sorted((_running(run.tables, step) for run in runs), key=lambda one: one[0] != step)
-    if there[0] == step:
+    (_, own), (begin, other) = sorted((_running(run.config, step) for run in runs), key=lambda run: run[0] != step)
+    if begin == step:
         return step
-    if key == "start_step":
-        return None if here[1] == there[1] else step
-    return None if here[1].get(key) == there[1].get(key) else step
+    same = own == other if key == "start_step" else own.get(key) == other.get(key)
+    return None if same else step
 
 
 def _running(tables: Tables, step: int) -> tuple[int, dict[str, Any]]:
     """Return the stage that runs at a step: where it begins, and what it says or takes from [run]."""
-    tables = _filled(tables)
+    tables = _with_stages(tables)
     stage = max(
         (stage for stage in tables["stages"] if stage["start_step"] <= step),
         key=lambda stage: int(stage["start_step"]),
         default=tables["stages"][0],
     )
     begin = int(stage["start_step"])
-    said = {key: value for key, value in tables["run"].items() if key in _INHERITED}
-    said |= {key: value for key, value in stage.items() if key not in _TOLD and key != "start_step"}
+    values = {key: value for key, value in tables["run"].items() if key in _INHERITED}
+    values |= {key: value for key, value in stage.items() if key not in _INERT and key != "start_step"}
     if begin < step:
         # It began with these; a ramp that goes on would be cut.
-        said.pop("on_change", None)
+        values.pop("on_change", None)
         if step >= begin + int(stage.get("ramp_steps", 0)):
-            said = {key: value for key, value in said.items() if not key.startswith("ramp")}
-    return begin, said
+            values = {key: value for key, value in values.items() if not key.startswith("ramp")}
+    return begin, values
 
 
-def _source_step(key: str, sides: Sequence[Tables], runs: tuple[Side, Side]) -> int | None:
+def _source_step(key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:
     """Return the first step that a key of a source can change; None if its tokens are the same in spite of it."""
     if key in ("max_epochs", "on_exhausted"):
         stops = any(side.get("on_exhausted") == "stop" for side in sides)
         return begins(*runs) if stops else None
-    names = {str(side["name"]) for side in sides}
-    contents = [{_content(stage["sources"][name]) for name, stage in _uses(run, names)} for run in runs]
+    uses = [_uses(run, {str(side["name"]) for side in sides}) for run in runs]
+    # What stands for the tokens: the store, or live text with what deals it out.
+    contents = [{str(rows.get("store", rows.get("live"))) for _, rows in side} for side in uses]
     if key != "name" and contents[0] == contents[1]:
         return None
-    return min((int(stage["start_step"]) for run in runs for _, stage in _uses(run, names)), default=None)
+    return min((step for side in uses for step, _ in side), default=None)
 
 
-def _content(rows: Mapping[str, Any]) -> str:
-    """Return what stands for the tokens of a source: those of a store, or of live text with what deals it out."""
-    return str(rows.get("store", rows.get("live")))
-
-
-def _uses(run: Side, names: set[str]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the described stages that draw from a source of one of these names."""
+def _uses(run: PlanRecord, names: set[str]) -> list[tuple[int, Tables]]:
+    """Return the first step of the described stages that draw from a source of one of these names, and its rows."""
     return [
-        (name, stage) for stage in run.description["stages"] for name in sorted(names) if name in stage["sources"]
+        (int(stage["start_step"]), stage["sources"][name])
+        for stage in run.stages
+        for name in sorted(names)
+        if name in stage["sources"]
     ]
 
 
-def _hidden(old: Side, new: Side, found: Sequence[Change]) -> list[Change]:
+def _hidden_changes(old: PlanRecord, new: PlanRecord, changed: Sequence[Change]) -> list[Change]:
     """Return what differs though no key says so: other tokens in a store, other numbers in a file.
 
     Where nothing else is known, the first difference of the descriptions.
     """
     hidden = []
-    for number, source in enumerate(new.tables.get("sources", [])):
+    for number, source in enumerate(new.config.get("sources", [])):
         uses = [_uses(run, {source["name"]}) for run in (old, new)]
-        made_of = [side[0][1]["sources"][source["name"]] if side else {} for side in uses]
-        stores = [str(one.get("store", one.get("files", ""))) for one in made_of]
-        told = any(change.path.startswith(f"sources[{number}].") and change.step is not None for change in found)
-        if all(stores) and stores[0] != stores[1] and not told:
-            step = min(int(side[0][1]["start_step"]) for side in uses)
+        stores = [str(side[0][1].get("store", side[0][1].get("files", ""))) if side else "" for side in uses]
+        known = any(change.path.startswith(f"sources[{number}].") and change.step is not None for change in changed)
+        if all(stores) and stores[0] != stores[1] and not known:
             before, after = (f"content {store[:12]}" for store in stores)
             key = "documents" if "documents" in source else "store"
+            step = min(side[0][0] for side in uses)
             hidden.append(Change(path=f"sources[{number}].{key}", old=before, new=after, step=step))
-    edge = _edge(old.description, new.description)
-    deciding = [change for change in (*found, *hidden) if change.step is not None]
-    if edge is None or any(change.step is not None and change.step <= edge for change in deciding):
+    edge = _first_other_stage(old, new)
+    if edge is None or any(change.step is not None and change.step <= edge for change in (*changed, *hidden)):
         return hidden
-    place = first_difference(dict(old.description), dict(new.description))
+    place = first_difference(old.description, new.description)
     assert place is not None  # there is an edge
-    path, before, after = place
-    for number, edit in enumerate(new.tables.get("quarantine", [])):
+    path, *sides = place
+    for number, edit in enumerate(new.config.get("quarantine", [])):
         if path.endswith(f".{edit['source']}.quarantined") and "file" in edit:
             path = f"quarantine[{number}].file"
-    return [*hidden, Change(path=path, old=_plain(before), new=_plain(after), step=edge)]
+    old_value, new_value = (
+        None if side == "(absent)" else side if isinstance(side, bool | int | float | str) else str(side)
+        for side in sides
+    )
+    return [*hidden, Change(path=path, old=old_value, new=new_value, step=edge)]
 
 
-def _plain(value: Any) -> Value | None:  # noqa: ANN401 - any JSON value
-    """Return a value of a description as one that can be shown."""
-    if value == "(absent)":
+def explain(old: PlanRecord, new: PlanRecord, step: int) -> str | None:
+    """Say what makes the first difference before a step: in the description, and by which key of the config."""
+    before, after = old.before(step), new.before(step)
+    place = first_difference(before.description, after.description)
+    if place is None:
         return None
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    text = f"{place[0]} {place[1]!r} -> {place[2]!r}"
+    if not (old.config and new.config):
+        return text
+    deciding = [change for change in changes(before, after) if change.step is not None and change.step < step]
+    return f"{text} ({deciding[0]})" if deciding and str(deciding[0]) != text else text
 
 
-PLAN_DIGITS = 16
-"""Of a plan's fingerprint, as states name it."""
-_SHOWN_CHANGES = 3
-"""More are counted."""
+# The history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +391,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """A plan that a run was trained with, and what it changed."""
+    """A plan that a run was trained with, and what it changed: a line of the history."""
 
     time: str
     """When it was first loaded: UTC, ISO 8601."""
@@ -390,68 +405,33 @@ class Edit:
     """Skips and quarantines that are new, with their reasons: `skip 1200:1240 (loss spike)`."""
     forked_from: Origin | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a line of the history has it."""
-        origin = self.forked_from
-        told = {"config": origin.config, "plan": origin.plan, "step": origin.step} if origin else None
-        return {
-            "time": self.time,
-            "plan": self.plan,
-            "before": self.before,
-            "first_step": self.first_step,
-            "changes": [change.to_json() for change in self.changes],
-            "reasons": list(self.reasons),
-            **({"forked_from": told} if told else {}),
-        }
-
 
 def read_history(folder: Path, name: str) -> list[Edit]:
     """Return the plans of a run, oldest first; lines that cannot be read are left out."""
-    try:
-        data = _history_file(folder, name).read_bytes()
-    except OSError:
-        return []
-    found: list[Edit] = []
-    for edit in map(_parse, data.split(b"\n")):
+    edits: list[Edit] = []
+    for edit in _edits(folder, name):
         # Two processes that loaded the run at the same time have both noted it.
-        if edit is not None and not (found and found[-1].plan == edit.plan and edit.forked_from is None):
-            found.append(edit)
-    return found
+        if not (edits and edits[-1].plan == edit.plan and edit.forked_from is None):
+            edits.append(edit)
+    return edits
 
 
-def _last_plan(folder: Path, name: str) -> str | None:
-    """Return the plan of the last line that can be read; None if there is none."""
+def _edits(folder: Path, name: str, *, newest_first: bool = False) -> Iterator[Edit]:
     try:
-        data = _history_file(folder, name).read_bytes()
+        written = _history_file(folder, name).read_bytes().split(b"\n")
     except OSError:
-        return None
-    found = (_parse(line) for line in reversed(data.split(b"\n")))
-    return next((edit.plan for edit in found if edit is not None), None)
-
-
-def _parse(line: bytes) -> Edit | None:
-    try:
-        fields = msgspec.json.decode(line)
-        origin, first_step = fields.get("forked_from"), fields["first_step"]
-        return Edit(
-            time=str(fields["time"]),
-            plan=str(fields["plan"]),
-            before=fields["before"],
-            first_step=None if first_step is None else int(first_step),
-            changes=tuple(Change(**change) for change in fields["changes"]),
-            reasons=tuple(fields["reasons"]),
-            forked_from=Origin(**origin) if origin else None,
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return None
+        return
+    for line in reversed(written) if newest_first else written:
+        with suppress(ConfigError):
+            yield read_json(Edit, line, "history")
 
 
 def lines(edits: Sequence[Edit]) -> list[str]:
     """Return a history for people, a line an edit.
 
-    >>> made = Edit(time="2026-11-16T08:00:00Z", plan="1a2b3c4d5e6f7081", before="77", first_step=1200,
+    >>> edit = Edit(time="2026-11-16T08:00:00Z", plan="1a2b3c4d5e6f7081", before="77", first_step=1200,
     ...             reasons=("skip 1200:1240 (loss spike)",))
-    >>> lines([made])
+    >>> lines([edit])
     ['2026-11-16 plan 1a2b3c4d… from step 1,200: skip 1200:1240 (loss spike)']
     """
     return [_line(edit) for edit in edits]
@@ -459,43 +439,39 @@ def lines(edits: Sequence[Edit]) -> list[str]:
 
 def _line(edit: Edit) -> str:
     head = f"{edit.time[:10]} plan {edit.plan[:8]}…"
-    if edit.forked_from is not None:
-        origin = edit.forked_from
+    origin = edit.forked_from
+    if origin is not None:
         head += f" forked from {origin.config} (plan {origin.plan[:8]}…) at step {origin.step:,}"
     elif edit.before is None:
         return f"{head} is the first on record"
     if edit.first_step is not None:
-        head += (
-            f" from step {edit.first_step:,}"
-            if edit.forked_from is None
-            else f", differs from step {edit.first_step:,}"
-        )
-    # What a reason tells is not told again, key by key.
+        head += f"{', differs' if origin else ''} from step {edit.first_step:,}"
+    # A skip or quarantine that is new is named by its reason, not again by its keys.
     added = ("skip[", "quarantine[")
     rest = [change for change in edit.changes if not (change.old is None and change.path.startswith(added))]
-    told = [*edit.reasons, *(str(change) for change in rest[:_SHOWN_CHANGES])]
+    causes = [*edit.reasons, *(str(change) for change in rest[:_SHOWN_CHANGES])]
     if len(rest) > _SHOWN_CHANGES:
-        told.append(f"and {len(rest) - _SHOWN_CHANGES} more")
-    if not told:
-        return head if edit.forked_from else f"{head}: what changed is not on record"
-    return f"{head}: {', '.join(told)}"
+        causes.append(f"and {len(rest) - _SHOWN_CHANGES} more")
+    if not causes:
+        return head if origin else f"{head}: what changed is not on record"
+    return f"{head}: {', '.join(causes)}"
 
 
 def record(
-    folder: Path, name: str, plan: Plan, config: Config, *, origin: tuple[Origin, Side] | None = None
+    folder: Path, name: str, plan: Plan, config: Config, *, origin: tuple[Origin, PlanRecord] | None = None
 ) -> None:
-    """Keep the description of a plan beside its config; note it in the history, if it is not the last one there.
+    """Keep a plan beside its config; note it in the history, if it is not the last one there.
 
     `origin` is for a fork: where it comes from, and that run. Nothing is raised where nothing can be written.
     """
-    new = Side(tables=tables_of(config), description=plan.describe())
+    new = PlanRecord.of(plan, config)
     number = plan.fingerprint[:PLAN_DIGITS]
     with suppress(OSError):
         _keep(folder, number, new)
-    last = _last_plan(folder, name)
-    if last == number and origin is None:
+    last = next(_edits(folder, name, newest_first=True), None)
+    if last is not None and last.plan == number and origin is None:
         return
-    before = origin[0].plan if origin else last
+    before = origin[0].plan if origin else last.plan if last else None
     old = origin[1] if origin else read_plan(folder, before) if before else None
     edit = Edit(
         time=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -503,76 +479,38 @@ def record(
         before=before,
         first_step=begins(old, new) if old else None,
         changes=tuple(changes(old, new)) if old else (),
-        reasons=tuple(_reasons(old, config)) if old and old.tables else (),
+        reasons=tuple(_new_edits(old, config)) if old and old.config else (),
         forked_from=origin[0] if origin else None,
     )
     with suppress(OSError):
         _append(_history_file(folder, name), edit)
 
 
-def read_plan(folder: Path, number: str) -> Side | None:
-    """Return what is on record of a plan; None if there is nothing."""
-    try:
-        found = msgspec.json.decode(_plan_file(folder, number).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    stages = found.get("stages") if isinstance(found, dict) else None
-    known = {"start_step", "sources"}
-    if not isinstance(stages, list) or not all(isinstance(one, dict) and known <= one.keys() for one in stages):
-        return None
-    # Records of earlier versions have no config.
-    return Side(tables=found.pop("config", None) or {}, description=found)
-
-
-def explain(old: Side, new: Side, step: int) -> str | None:
-    """Say what makes the first difference before a step: in the description, and by which key of the config."""
-    stages = [stage for stage in old.description["stages"] if stage["start_step"] < step]
-    then = [stage for stage in new.description["stages"] if stage["start_step"] < step]
-    before = Side(tables=old.tables, description={**old.description, "stages": stages})
-    after = Side(tables=new.tables, description={**new.description, "stages": then})
-    found = first_difference(dict(before.description), dict(after.description))
-    if found is None:
-        return None
-    text = f"{found[0]} {found[1]!r} -> {found[2]!r}"
-    if not (old.tables and new.tables):
-        return text
-    told = [change for change in changes(before, after) if change.step is not None and change.step < step]
-    return f"{text} ({told[0]})" if told and str(told[0]) != text else text
-
-
-def _reasons(old: Side, config: Config) -> list[str]:
-    """Return the skips and quarantines of a config that an old one did not have."""
-    skips = [skip.get("steps") for skip in old.tables.get("skip", [])]
-    parts = ("source", "from_step", "documents", "file")
-    known = [tuple(_listed_edits(edit.get(key)) for key in parts) for edit in old.tables.get("quarantine", [])]
-    found = [_told(f"skip {skip.steps}", skip.reason) for skip in config.skip if skip.steps not in skips]
-    found += [
-        _told(_quarantine(edit), edit.reason)
-        for edit in config.quarantine
-        if tuple(_listed_edits(getattr(edit, key)) for key in parts) not in known
-    ]
-    return found
-
-
-def _listed_edits(value: object) -> object:
-    """Return a value as JSON gives it back; an empty list is one that is not said."""
-    return list(value) or None if isinstance(value, tuple) else value
+def _new_edits(old: PlanRecord, config: Config) -> list[str]:
+    """Return the skips and quarantines of a config that an old one did not have, with their reasons."""
+    tables = tables_of(config)
+    skips = [skip["steps"] for skip in old.config.get("skip", [])]
+    new = [(f"skip {skip.steps}", skip.reason) for skip in config.skip if skip.steps not in skips]
+    quarantines = [{**edit, "reason": ""} for edit in old.config.get("quarantine", [])]
+    for edit, table in zip(config.quarantine, tables.get("quarantine", []), strict=True):
+        if {**table, "reason": ""} not in quarantines:
+            new.append((_quarantine(edit), edit.reason))
+    return [f"{edit} ({reason})" if reason else edit for edit, reason in new]
 
 
 def _quarantine(edit: QuarantineConfig) -> str:
+    numbers = edit.documents or ()
     if edit.whole:
         what = "all"
     elif edit.file is not None:
         what = f"documents in {edit.file}"
     else:
-        numbers = edit.documents or ()
-        shown = ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")
-        what = f"document{'s' * (len(numbers) > 1)} {shown}"
+        more = ", …" if len(numbers) > 4 else ""
+        what = f"document{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{more}"
     return f"quarantine {what} of {edit.source} from step {edit.from_step}"
 
 
-def _told(edit: str, reason: str) -> str:
-    return f"{edit} ({reason})" if reason else edit
+# The files
 
 
 def _history_file(folder: Path, name: str) -> Path:
@@ -584,17 +522,24 @@ def _plan_file(folder: Path, number: str) -> Path:
     return folder / ".tokenmill" / "plans" / f"{safe}.json"
 
 
-def _keep(folder: Path, number: str, side: Side) -> None:
+def read_plan(folder: Path, number: str) -> PlanRecord | None:
+    """Return what is on record of a plan; None if there is nothing."""
+    with suppress(OSError, ConfigError):
+        file = _plan_file(folder, number)
+        return read_json(PlanRecord, file.read_bytes(), str(file))
+    return None
+
+
+def _keep(folder: Path, number: str, plan: PlanRecord) -> None:
     """Write the record of a plan, unless it is there; one without a config is replaced."""
     from tokenmill.store.durable import write_atomically
 
     known = read_plan(folder, number)
-    if known is not None and known.tables:
+    if known is not None and known.config:
         return
     file = _plan_file(folder, number)
     file.parent.mkdir(parents=True, exist_ok=True)
-    described: Mapping[str, Any] = {**side.description, "config": side.tables}
-    write_atomically(file, msgspec.json.format(msgspec.json.encode(described), indent=2))
+    write_atomically(file, msgspec.json.format(msgspec.json.encode(plan), indent=2))
 
 
 def _append(file: Path, edit: Edit) -> None:
@@ -602,7 +547,7 @@ def _append(file: Path, edit: Edit) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        line = msgspec.json.encode(edit.to_json()) + b"\n"
+        line = msgspec.json.encode(edit) + b"\n"
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a line that a full disk cut short stays alone

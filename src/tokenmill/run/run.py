@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.dialects import Translation, translate
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
     from tokenmill.loader import Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, Rows
+    from tokenmill.run.compare import Difference
+    from tokenmill.run.fork import Fork
+    from tokenmill.run.report import RunReport
     from tokenmill.store import Store
+
+LIMIT_ROWS = 1 << 22
+"""Rows that `diff` computes at most, before the first difference and after, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +143,22 @@ class Run:
 
     def plan(self) -> Plan:
         """Compile and check the plan, once; no token is read."""
-        return self._plan
+        return self._compiled[0]
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long it took to compile the plan: about what a start takes."""
+        return self._compiled[1]
 
     @cached_property
-    def _plan(self) -> Plan:
+    def _compiled(self) -> tuple[Plan, float]:
         from tokenmill.config.schedule import limits, schedule
         from tokenmill.plan.plan import compile_plan
 
+        began = perf_counter()
         steps = self.config.run.steps
         errors, stops = limits(self.config)
-        return compile_plan(
+        plan = compile_plan(
             schedule(self.config, self.folder, self._stage_rows),
             sources=self.config.source_names,
             steps=steps,
@@ -153,6 +166,43 @@ class Run:
             stops=stops,
             contract={"positions": self.config.run.positions},
         )
+        return plan, perf_counter() - began
+
+    def report(self) -> RunReport:
+        """Report what the run will do, before its first step: all that `tokenmill plan` shows. No token is read."""
+        from tokenmill.run.report import report_run
+
+        return report_run(self)
+
+    def diff(
+        self, other: Run, *, limit_rows: int = LIMIT_ROWS, progress: Callable[[int], None] | None = None
+    ) -> Difference:
+        """Compare with another run: the first step whose batches differ, why, and how many rows do from there on.
+
+        At most `limit_rows` rows are computed to find it, and as many after it; `progress` is told how many were.
+        """
+        from tokenmill.run.compare import compare
+
+        configs = (self.config, other.config)
+        return compare(self.plan(), other.plan(), configs=configs, limit_rows=limit_rows, progress=progress)
+
+    def fork(
+        self,
+        *,
+        at: int,
+        to: str | os.PathLike[str],
+        name: str | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> Fork:
+        """Write the config `to` of a run that shares all batches before step `at`, and the state to go on from.
+
+        A stage begins there, named `name`: a copy of the one that is running, with the given weights, if any. Where
+        one begins there already, it is taken as it is. Nothing is written unless all batches before are proven to
+        be the same, and no file is overwritten.
+        """
+        from tokenmill.run.fork import fork
+
+        return fork(self, at=at, to=Path(to), name=name, weights=weights)
 
     def loader(
         self,
@@ -237,10 +287,10 @@ class Run:
 
     def _explain(self, plan: Plan, made_by: str, step: int) -> str | None:
         """Say what changed since the plan that made a state, if that one is on record."""
-        from tokenmill.run.history import Side, explain, read_plan, tables_of
+        from tokenmill.run.history import PlanRecord, explain, read_plan
 
         old = read_plan(self.folder, made_by)
-        return explain(old, Side(tables=tables_of(self.config), description=plan.describe()), step) if old else None
+        return explain(old, PlanRecord.of(plan, self.config), step) if old else None
 
 
 def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:

@@ -9,15 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tokenmill.cli.picture import (
-    COLOURS,
-    LEFT,
-    RAMP_POINTS,
-    RIGHT,
+    POINTS,
     WIDTH,
     Box,
-    Places,
-    bands,
-    patterns,
+    outlines,
+    pieces,
+    place,
     shortened,
     text_of,
     ticks,
@@ -25,7 +22,8 @@ from tokenmill.cli.picture import (
     width_of,
 )
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
-from tokenmill.plan.report import Quarantined, report
+from tokenmill.plan.report import report
+from tokenmill.run.report import Quarantined
 from tokenmill.run.run import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,8 +62,8 @@ documents = [3, 4]
 """
 
 
-def drawn(plan, facts, name="run"):
-    return ElementTree.fromstring(timeline(plan, facts, name))
+def drawn(plan, facts, quarantined=(), name="run"):
+    return ElementTree.fromstring(timeline(plan, facts, name, quarantined))
 
 
 def titles(root, kind):
@@ -76,13 +74,13 @@ def titles(root, kind):
 def eventful(folder):
     (folder / "eventful.toml").write_text(EVENTFUL, encoding="utf-8")
     plan = Run.from_toml(folder / "eventful.toml").plan()
-    aside = Quarantined(source="web", from_step=30, documents=2, tokens=77, whole=False, reason="bad")
-    return plan, report(plan, stops={"books": 1.0}, quarantined=[aside])
+    edit = Quarantined(source="web", from_step=30, documents=2, tokens=77, whole=False, reason="bad")
+    return plan, report(plan, stops={"books": 1.0}), [edit]
 
 
 def test_everything_that_happens_has_a_text_of_its_own(eventful):
-    plan, facts = eventful
-    root = drawn(plan, facts)
+    plan, facts, quarantined = eventful
+    root = drawn(plan, facts, quarantined)
     web, books = facts.sources
     assert books.gone_from is not None
     assert titles(root, "tm-source") == [
@@ -96,7 +94,7 @@ def test_everything_that_happens_has_a_text_of_its_own(eventful):
     assert titles(root, "tm-skip") == ["steps 40 to 60 are skipped: loss & spike"]
     assert titles(root, "tm-repeat") == [f"web repeats from step {web.first_repeat:,} on"]
     assert titles(root, "tm-event") == [
-        "2 documents (77 tokens) of web are put aside, bad, from step 30 on",
+        "2 documents (77 tokens) of web are quarantined, bad, from step 30 on",
         f"source books has no row left from step {books.gone_from:,} on",
     ]
     assert titles(root, "tm-scale") == ["lr_scale: base <1> 1, late 0.5"]
@@ -106,7 +104,8 @@ def test_everything_that_happens_has_a_text_of_its_own(eventful):
 
 def test_nothing_is_loaded_from_elsewhere(eventful):
     """[S.a]"""
-    text = timeline(*eventful, "run")
+    plan, facts, quarantined = eventful
+    text = timeline(plan, facts, "run", quarantined)
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]
     assert re.findall(r"<script|<image|@import|@font-face|\bon\w+=|href=", text) == []
     assert re.findall(r"url\(([^)]*)\)", text) == ["#tm-skipped"]
@@ -114,37 +113,35 @@ def test_nothing_is_loaded_from_elsewhere(eventful):
 
 
 def test_the_bands_are_the_shares_of_the_plan_at_every_edge_and_along_a_ramp(eventful):
-    plan, _ = eventful
-    found = bands(plan)
-    assert found.pieces[0].begin == 0
-    assert found.pieces[-1].end == plan.steps
+    plan, _, _ = eventful
+    found = pieces(plan)
+    assert [(before.end, after.begin) for before, after in pairwise(found) if before.end != after.begin] == []
+    assert (found[0].begin, found[-1].end) == (0, plan.steps)
     for step in range(plan.steps):
+        piece = next(piece for piece in found if piece.end > step + 0.5)
+        way = (step + 0.5 - piece.begin) / (piece.end - piece.begin)
         shares = plan.at(step).shares
-        low, high = found.at("web", step + 0.5)
-        assert (low, high) == (0, pytest.approx(shares.get("web", 0), abs=2e-3))
-        assert found.at("books", step + 0.5) == (
-            pytest.approx(shares.get("web", 0), abs=2e-3),
-            pytest.approx(1),
-        )
-    edges = {piece.begin for piece in found.pieces}
+        drawn = [first + (last - first) * way for first, last in zip(piece.first, piece.last, strict=True)]
+        assert drawn == pytest.approx([shares.get("web", 0), shares.get("books", 0)], abs=2e-3)
+    edges = {piece.begin for piece in found}
     assert {
         part.spec.start_step
         for part in plan.stages
         if part.shares(part.spec.start_step) != plan.at(max(0, part.spec.start_step - 1)).shares
     } <= edges
-    assert len([piece for piece in found.pieces if piece.first != piece.last]) <= RAMP_POINTS
+    assert len([piece for piece in found if piece.first != piece.last]) <= POINTS
 
 
 def test_what_only_skips_steps_is_no_edge_of_a_band(eventful):
-    found = bands(eventful[0])
-    assert 40 not in {piece.begin for piece in found.pieces}
+    assert 40 not in {piece.begin for piece in pieces(eventful[0])}
 
 
 def test_a_band_stands_only_where_its_source_is_drawn(eventful):
-    plan, facts = eventful
+    plan, facts, _ = eventful
     gone = next(source.gone_from for source in facts.sources if source.name == "books")
-    (outline,) = bands(plan).outlines("books")
-    assert (min(outline)[0], max(outline)[0]) == (0, gone)
+    (corners,) = outlines(pieces(plan), plan.sources.index("books"))
+    assert (min(corners)[0], max(corners)[0]) == (0, gone)
+    assert {height for step, height in corners if step < 100} == {0.75, 1.0}
 
 
 class AnyRows:
@@ -219,21 +216,17 @@ def test_labels_of_repeats_and_stages_do_not_overlap(sources, stages, steps):
         for group in (one for one in root.iter(f"{SVG}g") if one.get("class") == kind):
             for node in group.iter(f"{SVG}text"):
                 left, base = float(node.get("x")), float(node.get("y"))
-                boxes.append(Box(left=left, top=base - 10, width=width_of(node.text, 11), height=11))
+                boxes.append(Box(left, base - 10, left + width_of(node.text, 11), base + 1))
         assert boxes or sources == 50
         assert not any(a.meets(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
-def test_more_sources_than_colours_are_told_apart_by_textures():
-    assert patterns(len(COLOURS)) == ""
-    plan, facts = many(17, 1, 100)
-    root = drawn(plan, facts)
-    looks = [
-        tuple(path.get("fill") for path in group.iter(f"{SVG}path"))
-        for group in root.iter(f"{SVG}g")
-        if group.get("class") == "tm-source"
-    ]
-    assert len(set(looks)) == 17
+def test_more_sources_than_colours_are_told_apart_by_how_pale_they_are():
+    root = drawn(*many(17, 1, 100))
+    for kind, shape in (("tm-source", "path"), ("tm-legend", "rect")):
+        groups = [group for group in root.iter(f"{SVG}g") if group.get("class") == kind]
+        shapes = [group.find(f"{SVG}{shape}") for group in groups]
+        assert len({(node.get("fill"), node.get("fill-opacity")) for node in shapes}) == 17
 
 
 def test_names_cannot_break_the_picture():
@@ -257,13 +250,13 @@ def test_ticks_are_round_even_and_few(end, most):
 
 
 def test_a_label_takes_the_first_free_place_or_none():
-    places = Places(frame=Box(left=LEFT, top=0, width=RIGHT - LEFT, height=40))
-    first, second = (Box(left=LEFT, top=top, width=50, height=20) for top in (0, 10))
-    assert places.take([first]) == first
-    assert places.take([second]) is None
-    outside = Box(left=RIGHT - 10, top=0, width=50, height=20)
-    below = Box(left=LEFT, top=20, width=50, height=20)
-    assert places.take([second, outside, below]) == below
+    frame, taken = Box(0, 0, 900, 40), []
+    first, second = Box(0, 0, 50, 20), Box(0, 10, 50, 30)
+    assert place([first], taken, frame) == first
+    assert place([second], taken, frame) is None
+    outside, below = Box(890, 0, 940, 20), Box(0, 20, 50, 40)
+    assert place([second, outside, below], taken, frame) == below
+    assert taken == [first, below]
 
 
 def test_a_name_is_shortened_or_left_out():
