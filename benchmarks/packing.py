@@ -35,7 +35,7 @@ from tokenmill.packing.window import (
     ROWS,
     TOKENS,
     TRUNCATED,
-    document_fragments,
+    whole_fragments,
 )
 
 TINY = "--tiny" in sys.argv
@@ -49,13 +49,11 @@ def make_lengths(number: int) -> np.ndarray:
 
 def fragments_of(lengths: np.ndarray):
     """Read a window as a store would give it: offsets -> fragments."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
 
     def of(window: int):
-        part = offsets[window * MAX_DOCUMENTS : (window + 1) * MAX_DOCUMENTS + 1]
-        documents, starts, sizes, known = np.empty((4, part.size - 1), np.int32)
-        number = int(document_fragments(part, (documents, starts, sizes), known))
-        return (documents[:number], starts[:number], sizes[:number]), known
+        known = np.diff(offsets[window * MAX_DOCUMENTS : (window + 1) * MAX_DOCUMENTS + 1])
+        return whole_fragments(known), known.astype(np.int32)
 
     return of
 

@@ -1,12 +1,16 @@
 """Kernels: functions that numba compiles at their first call, once on a machine, and then loads from a folder.
 
-The folder is the one that NUMBA_CACHE_DIR names, else `__pycache__` in this package, else one of this user's in the
-temporary folder. Kernels are loaded from any of them, also where nothing can be written, as in an image that
-`tokenmill warm` has filled; they are kept in the first that can be written to. What is kept is named by a digest of
-the code of a kernel, of all that it calls and of the constants that they use, so that nothing stale is ever loaded.
+The folder is the one that NUMBA_CACHE_DIR names, or `__pycache__` in this package. Where nothing can be written to
+it, as in an image that `tokenmill warm` has filled, kernels are loaded from it all the same, and others are kept in
+a folder of this user's in the temporary folder. What is kept is named by a digest of the code of a kernel, of all
+that it calls and of the constants that they use, so that nothing stale is ever loaded.
 
 Of the processes that start together one compiles a kernel while the others wait for it. The lock goes with its
 process, so a killed one keeps nobody waiting; where locks do not work, everyone compiles.
+
+What makes a kernel quick to compile: arrays that Python has made, as each allocation in a kernel takes a tenth of a
+second; numbers of one type (`int64`), as a function is compiled for each combination; few arguments, and few tuples
+of arrays among them; no sorting. benchmarks/start.py says what each takes.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ PACKAGE = Path(__file__).parent
 MAX_WAIT_SECONDS = 60.0
 """How long a process waits for others that compile the same; one kernel takes a few seconds at most."""
 
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
+int64 = cast(Callable[[Any], int], np.int64)
+"""Makes any whole number one of 64 bits: in kernels the integers of Python and of numpy are one."""
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 logger = logging.getLogger("tokenmill")
 
 
@@ -49,7 +55,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function that only kernels call: it becomes a part of them, and costs no wrapper for Python."""
-    dispatcher = _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+    dispatcher = _numba.njit(no_cpython_wrapper=True, **_OPTIONS)(function)
     return cast(Callable[P, R], dispatcher)
 
 
@@ -61,9 +67,10 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 @cache
 def kernel_folders() -> tuple[Path, ...]:
     """Return the folders that kernels are loaded from, in the order in which they are looked at."""
-    chosen = [Path(_numba.config.CACHE_DIR) / "tokenmill"] if _numba.config.CACHE_DIR else []
+    chosen = _numba.config.CACHE_DIR
     own = Path(tempfile.gettempdir()) / f"tokenmill-kernels-{os.getuid() if hasattr(os, 'getuid') else 0}"
-    return (*chosen, PACKAGE / "__pycache__", *([own] if _is_ours(own) else []))
+    first = Path(chosen) / "tokenmill" if chosen else PACKAGE / "__pycache__"
+    return (first, own) if _is_ours(own) else (first,)
 
 
 @cache

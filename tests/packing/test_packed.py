@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.packing import ConcatRows, Policy, pack_rows
+from tokenmill.packing.index import pack_one
+from tokenmill.packing.window import BOS_ADDED, FIRST, TOKENS, TRAINED
 from tokenmill.store import open_store
 
 POLICIES = [
@@ -160,6 +162,16 @@ def test_padded_has_a_row_for_every_document_with_tokens(make_store):
     rows = pack_rows(open_store(path), seq_len=8, policy=Policy(name="padded"))
     spans = rows.spans(np.arange(rows.num_rows))
     assert [[span.document for span in spans.row(i)] for i in range(rows.num_rows)] == [[0], [2], [3]]
+
+
+def test_a_fragment_that_fills_a_row_is_packed_once():
+    """Beside one of the same size that needs BOS before it, and so does not fit."""
+    fragments = np.array([[0, 1], [5, 0], [9, 9]], np.int32)
+    lengths = np.array([14, 9], np.int32)
+    packed = pack_one(0, lambda _: (fragments, lengths), 8, Policy(name="bos_best_fit"), "here", None)
+    # The whole document; BOS and 8 tokens of the other; BOS and its last.
+    assert (packed.rows, packed.pieces, packed.cuts) == (3, 3, 2)
+    assert packed.counts[[TOKENS, TRAINED, FIRST, BOS_ADDED]].tolist() == [18, 17, 1, 2]
 
 
 @pytest.mark.parametrize("row", [-1, 10**6])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import tokenmill.packing.rows as packed
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.packing import ConcatRows, Policy, RecordRows, pack_rows
+from tokenmill.plan import StageSpec, compile_plan
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Seen
 from tokenmill.store import open_store
@@ -497,10 +498,13 @@ def test_descriptions_tell_apart_after_what_the_rest_is_left(make_store, policy,
 def test_labels_that_cross_documents_refuse_a_rest_less_some_documents(make_store):
     path, _, _ = make_store("web", [11] * 30)
     store = open_store(path)
-    rows, fewer = (rows_of_store(store, POLICIES[0], 10, out, cross_document_labels=True) for out in (None, [3]))
-    seen, _, _ = draw(rows, 0.2, 7, "none")
+    rows = [rows_of_store(store, POLICIES[0], 10, out, cross_document_labels=True) for out in (None, [3])]
+    shared = {"global_batch_size": 1, "seq_len": 10, "seed": 0, "shuffle": Shuffle(), "weights": {"web": 1}}
+    stages = [
+        StageSpec(name=f"s{i}", start_step=2 * i, rows={"web": part}, **shared) for i, part in enumerate(rows)
+    ]
     with pytest.raises(ConfigError, match="cross_document_labels with a change of rows; use on_change = restart"):
-        fewer.following(rows, seen)
+        compile_plan(stages, sources=["web"], steps=5)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])

@@ -155,23 +155,18 @@ def are_excluded(excluded: Int64Array | None, documents: Int64Array) -> BoolArra
 # The distinct values among many shard or source numbers.
 
 
-@kernel
 def distinct(values: Int64Array) -> Int64Array:
     """Return the distinct values in ascending order; as numpy.unique, but without sorting where they lie close."""
-    if values.size == 0:
-        return values[:0].copy()
-    lowest = values[0]
-    highest = values[0]
-    for value in values:
-        lowest = min(lowest, value)
-        highest = max(highest, value)
+    if not values.size:
+        return values.copy()
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest == highest:
+        return values[:1].copy()
     if highest - lowest > 16 * values.size:
         return np.unique(values)
     present = np.zeros(highest - lowest + 1, np.bool_)
-    for value in values:
-        present[value - lowest] = True
-    found: Int64Array = np.flatnonzero(present) + lowest
-    return found
+    present[values - lowest] = True
+    return np.flatnonzero(present) + lowest
 
 
 # What rows of sequences hold, and how many labels the loss mask of a store leaves of it.

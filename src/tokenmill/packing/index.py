@@ -23,7 +23,6 @@ import xxhash
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.exclude import excluded_within
-from tokenmill.packing.policy import count_tokens, pack_window
 from tokenmill.packing.window import (
     EXCLUDED,
     MAX_DOCUMENTS,
@@ -31,8 +30,9 @@ from tokenmill.packing.window import (
     NUM_COUNTS,
     TOKENS,
     TOO_LONG,
-    document_fragments,
-    needed_room,
+    Fragments,
+    make_output,
+    whole_fragments,
 )
 from tokenmill.store.durable import private_folder, sync_folder, writable
 from tokenmill.store.maps import FileRequest, map_file
@@ -41,7 +41,6 @@ from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
-    from tokenmill.packing.window import Fragments
     from tokenmill.store.reader import Store
 
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
@@ -100,15 +99,13 @@ def whole_documents(store: Store) -> WindowFragments:
 
     def of(window: int) -> tuple[Fragments, Int32Array]:
         begin = window * MAX_DOCUMENTS
-        offsets = store.document_offsets(begin, min(begin + MAX_DOCUMENTS, store.num_documents)).view(np.uint64)
-        documents, starts, sizes, lengths = np.empty((4, offsets.size - 1), np.int32)
-        number = int(document_fragments(offsets, (documents, starts, sizes), lengths))
-        if number < 0:
+        lengths = np.diff(store.document_offsets(begin, min(begin + MAX_DOCUMENTS, store.num_documents)))
+        if int(lengths.max()) > MAX_LENGTH:
             raise ConfigError(
                 f"{store.path}: a document must have at most {MAX_LENGTH} tokens to be packed, "
-                f"got more in document {begin - 1 - number}; use packing = concat"
+                f"got more in document {begin + int(np.argmax(lengths > MAX_LENGTH))}; use packing = concat"
             )
-        return (documents[:number], starts[:number], sizes[:number]), lengths
+        return whole_fragments(lengths), lengths.astype(np.int32)
 
     return of
 
@@ -131,11 +128,11 @@ def pack_one(
     counts = np.zeros(NUM_COUNTS, np.int64)
     gone = excluded_within(excluded, window * MAX_DOCUMENTS, window * MAX_DOCUMENTS + lengths.size)
     if gone.size:
-        fragments, left_out = _split(fragments, gone, lengths.size)
-        counts[EXCLUDED] = counts[TOKENS] = count_tokens(left_out, policy.numbers()[0])
-    room = int(needed_room(fragments[2], seq_len))
-    out = (np.empty(room, np.uint32), np.empty(room, np.uint16), np.empty(3 * room, np.uint32))
-    rows, pieces, cuts = pack_window(fragments, lengths, (seq_len, *policy.numbers()), out, counts)
+        is_gone = np.isin(fragments[0], gone)
+        counts[EXCLUDED] = counts[TOKENS] = policy.count_tokens(fragments[:, is_gone])
+        fragments = fragments[:, ~is_gone]
+    out = make_output(fragments[2], seq_len)
+    rows, pieces, cuts = policy.pack(fragments, lengths, seq_len, out, counts)
     if counts[TOO_LONG]:
         document = window * MAX_DOCUMENTS + int(counts[TOO_LONG]) - 1
         raise ConfigError(
@@ -145,18 +142,14 @@ def pack_one(
         )
     # Sections are padded to 4 bytes, so that the numbers of the next one are aligned.
     data = b"".join(
-        (out[0][:rows].tobytes(), out[1][:pieces].tobytes(), b"\0\0" * (pieces % 2), out[2][: 3 * cuts].tobytes())
+        (
+            out.rows[:rows].tobytes(),
+            out.pieces[:pieces].tobytes(),
+            b"\0\0" * (pieces % 2),
+            out.cuts[:cuts].tobytes(),
+        )
     )
     return PackedWindow(rows=int(rows), pieces=int(pieces), cuts=int(cuts), data=data, counts=counts)
-
-
-def _split(fragments: Fragments, excluded: Int64Array, documents: int) -> tuple[Fragments, Fragments]:
-    """Return the fragments that are to be packed, and those of excluded documents of the window."""
-    gone = np.zeros(documents, np.bool_)
-    gone[excluded] = True
-    mine = gone[fragments[0]]
-    number, start, size = fragments
-    return (number[~mine], start[~mine], size[~mine]), (number[mine], start[mine], size[mine])
 
 
 def pack_all(windows: int, pack: Callable[[int], PackedWindow], threads: int) -> Iterator[PackedWindow]:

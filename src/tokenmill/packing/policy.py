@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import int64, kernel
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.packing.best_fit import pack_best_fit
 from tokenmill.packing.bos_best_fit import pack_bos_best_fit
-from tokenmill.packing.window import FORBID, SPLIT, TOKENS, TRUNCATE_END, TRUNCATE_START, count_window, emit
-from tokenmill.types import CROPS, PACKINGS, SPLITS, Int32Array, Int64Array
+from tokenmill.packing.window import (
+    FORBID,
+    SPLIT,
+    TOKENS,
+    TRUNCATE_END,
+    TRUNCATE_START,
+    Fragments,
+    Output,
+    Written,
+    count_window,
+    emit,
+)
+from tokenmill.types import CROPS, PACKINGS, SPLITS, Int32Array, Int64Array, Uint16Array, Uint32Array
 
-if TYPE_CHECKING:
-    from tokenmill.packing.window import Fragments, Output, Written
-
-
-# The kernel of `concat` for what remains of a window: fragments end to end, cut into rows.
-
-
-@kernel
-def pack_stream(fragments: Fragments, lengths: Int32Array, seq_len: int, out: Output) -> Written:
-    """Cut the fragments into rows of seq_len inputs; the last row of the window is filled with padding."""
-    rows, pieces, cuts = out
-    row = 0
-    number = 0
-    cut = 0
-    column = int(np.int64(seq_len))
-    for i in range(fragments[0].size):
-        document, start, size = fragments[0][i], fragments[1][i], int(np.int64(fragments[2][i]))
-        while True:
-            if column >= seq_len:
-                rows[row] = number
-                row += 1
-                column = 0
-            # A row takes the token behind its last input as a label; it is the first input of the next row.
-            taken = min(size, seq_len + 1 - column)
-            cut = emit(pieces, cuts, number, cut, (document, start, taken, lengths[document]))
-            number += 1
-            column += taken
-            if taken == size:
-                break
-            start += taken - 1
-            size -= taken - 1
-    return row, number, cut
-
-
-CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED = range(4)
-POLICIES = dict(zip(PACKINGS, (CONCAT, BEST_FIT, BOS_BEST_FIT, PADDED), strict=True))
 SPLIT_MODES = dict(zip(SPLITS, (SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END), strict=True))
 
 
@@ -89,39 +63,53 @@ class Policy:
             described["crop"] = self.crop
         return described
 
-    def numbers(self) -> tuple[int, int, int]:
-        """Return (policy, split, discard) for the kernels."""
-        return POLICIES[self.name], self.split_mode, int(self.crop == "discard")
+    def count_tokens(self, fragments: Fragments) -> int:
+        """Return how many tokens fragments bring to a window.
+
+        A fragment from within a document begins with a token that was trained before, and is here for context;
+        with BOS before it, it needs none.
+        """
+        context = 0 if self.name == "bos_best_fit" else np.count_nonzero(fragments[1])
+        return int(fragments[2].sum() - context)
+
+    def pack(
+        self, fragments: Fragments, lengths: Int32Array, seq_len: int, out: Output, counts: Int64Array
+    ) -> Written:
+        """Pack the fragments of one window into `out`; only the kernels of this policy are compiled for it."""
+        if self.name == "bos_best_fit":
+            written = pack_bos_best_fit(fragments, lengths, seq_len, self.crop == "discard", out, counts)
+        elif self.name == "concat":
+            written = _pack_stream(fragments, lengths, seq_len, out)
+        else:
+            shape = (seq_len, self.split_mode, self.name == "padded")
+            written = pack_best_fit(fragments, lengths, shape, out, counts)
+        counts[TOKENS] += self.count_tokens(fragments)
+        count_window(lengths, seq_len, self.split_mode, out, written, counts)
+        return written
 
 
 @kernel
-def pack_window(
-    fragments: Fragments,
-    lengths: Int32Array,
-    shape: tuple[int, int, int, int],
-    out: Output,
-    counts: Int64Array,
+def _pack_stream(
+    fragments: Fragments, lengths: Int32Array, seq_len: int, out: tuple[Uint32Array, Uint16Array, Uint32Array]
 ) -> Written:
-    """Pack the fragments of one window into `out`; shape is (seq_len, policy, split, discard)."""
-    seq_len, policy, split, discard = shape
-    if policy == BOS_BEST_FIT:
-        written = pack_bos_best_fit(fragments, lengths, (seq_len, discard == 1), out, counts)
-    elif policy == CONCAT:
-        written = pack_stream(fragments, lengths, seq_len, out)
-    else:
-        written = pack_best_fit(fragments, lengths, (seq_len, split, policy == PADDED), out, counts)
-    counts[TOKENS] += count_tokens(fragments, policy)
-    count_window((seq_len, split), lengths, out, written, counts)
-    return written
-
-
-@kernel
-def count_tokens(fragments: Fragments, policy: int) -> int:
-    """Return how many tokens fragments bring to a window."""
-    _, starts, sizes = fragments
-    tokens = 0
-    for i in range(sizes.size):
-        # A fragment from within a document begins with a token that was trained before, and is here for context;
-        # with BOS before it, it needs none.
-        tokens += int(np.int64(sizes[i])) - (starts[i] > 0 and policy != BOS_BEST_FIT)
-    return tokens
+    """Cut fragments end to end into rows of seq_len inputs; the last row of the window is filled with padding."""
+    rows, pieces, cuts = out
+    row = number = cut = 0
+    column = seq_len
+    for i in range(fragments.shape[1]):
+        document, start, size = int64(fragments[0, i]), int64(fragments[1, i]), int64(fragments[2, i])
+        while True:
+            if column >= seq_len:
+                rows[row] = number
+                row += 1
+                column = 0
+            # A row takes the token behind its last input as a label; it is the first input of the next row.
+            taken = min(size, seq_len + 1 - column)
+            cut = emit(pieces, cuts, number, cut, document, start, taken, int64(lengths[document]))
+            number += 1
+            column += taken
+            if taken == size:
+                break
+            start += taken - 1
+            size -= taken - 1
+    return row, number, cut

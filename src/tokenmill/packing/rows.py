@@ -542,8 +542,7 @@ def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> Wind
         touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
         documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)
         start = np.where(first > 1, first - context, 0)
-        fragments = (documents.astype(np.int32), start.astype(np.int32), (last - start).astype(np.int32))
-        return fragments, lengths.astype(np.int32)
+        return np.stack([documents, start, last - start]).astype(np.int32), lengths.astype(np.int32)
 
     return of
 

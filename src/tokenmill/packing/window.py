@@ -9,20 +9,12 @@ last label of a piece and the first input of the next: every token but the first
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from tokenmill.compiled import kernel
-from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
-
-Fragments: TypeAlias = tuple[Int32Array, Int32Array, Int32Array]
-"""What is to be packed: (document, first token, number of tokens), and no document twice for the same token."""
-Output: TypeAlias = tuple[Uint32Array, Uint16Array, Uint32Array]
-"""Room for (first piece of each row, pieces, cuts of (piece, first token, number of tokens))."""
-Piece: TypeAlias = tuple[int, int, int, int]
-Written: TypeAlias = tuple[int, int, int]
-"""How many (rows, pieces, cuts) there are."""
+from tokenmill.compiled import inner, int64, kernel
+from tokenmill.types import Int32Array, Int64Array, Uint16Array, Uint32Array
 
 MAX_DOCUMENTS = 1 << 14
 ID_MASK = MAX_DOCUMENTS - 1
@@ -43,86 +35,90 @@ EXCLUDED = 10
 """Tokens of excluded documents that would have been packed."""
 NUM_COUNTS = 11
 
-
-@kernel
-def document_fragments(offsets: Uint64Array, fragments: Fragments, lengths: Int32Array) -> int:
-    """Make a fragment of every document that has tokens, and note all lengths; return the number of fragments."""
-    documents, starts, sizes = fragments
-    filled = 0
-    for document in range(offsets.size - 1):
-        length = int(np.int64(offsets[document + 1] - offsets[document]))
-        if length > MAX_LENGTH:
-            return -1 - document
-        lengths[document] = length
-        documents[filled] = document
-        starts[filled] = 0
-        sizes[filled] = length
-        filled += length > 0
-    return filled
+Fragments: TypeAlias = Int32Array
+"""What is to be packed, in three lines: documents, first tokens, numbers of tokens. No token stands in two."""
+Written: TypeAlias = tuple[int, int, int]
+"""How many (rows, pieces, cuts) there are."""
 
 
-@kernel
-def needed_room(sizes: Int32Array, seq_len: int) -> int:
-    """Return a number of rows, pieces and cuts that is enough for a window under any policy."""
-    pieces = 1
-    for size in sizes:
-        pieces += 2
-        if size > seq_len:
-            pieces += 2 * (size // max(1, seq_len - 1))
-    return pieces
+class Output(NamedTuple):
+    """Where a packer writes the rows of a window."""
+
+    rows: Uint32Array
+    """First piece of each row."""
+    pieces: Uint16Array
+    """Document and flags of each piece."""
+    cuts: Uint32Array
+    """(piece, first token, number of tokens) of each piece that is not a whole document."""
 
 
-@kernel
-def emit(pieces: Uint16Array, cuts: Uint32Array, number: int, cut: int, piece: Piece) -> int:
-    """Write a piece (document and flags, first token, number of tokens, document's tokens); return the cuts."""
-    document, start, size, length = piece
+def whole_fragments(lengths: Int64Array) -> Fragments:
+    """Make a fragment of every document that has tokens."""
+    documents = np.arange(lengths.size) if lengths.all() else np.flatnonzero(lengths)
+    fragments = np.zeros((3, documents.size), np.int32)
+    fragments[0] = documents
+    fragments[2] = lengths[lengths > 0] if documents.size < lengths.size else lengths
+    return fragments
+
+
+def make_output(sizes: Int32Array, seq_len: int) -> Output:
+    """Make room that is enough for fragments of these sizes under any policy."""
+    room = 1 + 2 * sizes.size + 2 * int(sizes.sum()) // max(1, seq_len - 1)
+    return Output(np.empty(room, np.uint32), np.empty(room, np.uint16), np.empty((room, 3), np.uint32))
+
+
+@inner
+def emit(
+    pieces: Uint16Array, cuts: Uint32Array, number: int, cut: int, document: int, start: int, size: int, length: int
+) -> int:
+    """Write a piece of a document, named with its flags, that has `length` tokens; return the number of cuts."""
     if start == 0 and size == length:
         pieces[number] = document
         return cut
     pieces[number] = document | CUT
-    cuts[3 * cut] = number
-    cuts[3 * cut + 1] = start
-    cuts[3 * cut + 2] = size
+    cuts[cut, 0] = number
+    cuts[cut, 1] = start
+    cuts[cut, 2] = size
     return cut + 1
 
 
-@kernel
 def count_window(
-    shape: tuple[int, int],
-    lengths: Int32Array,
-    out: Output,
-    written: Written,
-    counts: Int64Array,
+    lengths: Int32Array, seq_len: int, split: int, out: Output, written: Written, counts: Int64Array
 ) -> None:
-    """Add up what the rows of a window hold; shape is (seq_len, split)."""
-    seq_len, split = shape
-    rows, pieces, cuts = out
-    cut = 0
-    trained = 0
-    first_tokens = 0
-    padding = 0
-    for row in range(written[0]):
-        used = 0
-        end = rows[row + 1] if row + 1 < written[0] else written[1]
-        for number in range(rows[row], end):
-            piece = pieces[number]
-            size = int(np.int64(lengths[piece & ID_MASK]))
-            first = True
-            if piece & CUT:
-                size = int(np.int64(cuts[3 * cut + 2]))
-                # A later piece of a split document begins with the token that the piece before it ended with.
-                first = cuts[3 * cut + 1] == 0 or split == TRUNCATE_START
-                cut += 1
-            used += size
-            if piece & BOS:
-                counts[BOS_ADDED] += 1
-                trained += size
-                used += 1
-            else:
-                trained += size - 1
-                first_tokens += first
-        padding += max(0, seq_len - used)
-    counts[ROWS] += written[0]
-    counts[TRAINED] += trained
-    counts[FIRST] += first_tokens
+    """Add up what the rows of a window hold."""
+    num_rows, num_pieces, num_cuts = written
+    rows, pieces, cuts = out.rows[:num_rows], out.pieces[:num_pieces], out.cuts[:num_cuts]
+    used, padding = _measure_rows(rows, pieces, cuts, lengths, seq_len)
+    added = np.count_nonzero(pieces & BOS)
+    # A later piece of a split document begins with the token that the piece before it ended with.
+    later = 0 if split == TRUNCATE_START else np.count_nonzero(cuts[:, 1])
+    counts[ROWS] += num_rows
+    counts[TRAINED] += used - num_pieces
+    counts[FIRST] += num_pieces - (added or later)
     counts[PADDING] += padding
+    counts[BOS_ADDED] += added
+
+
+@kernel
+def _measure_rows(
+    rows: Uint32Array, pieces: Uint16Array, cuts: Uint32Array, lengths: Int32Array, seq_len: int
+) -> tuple[int, int]:
+    """Return how many tokens rows hold, with the BOS that were added, and how many input slots are left."""
+    cut = number = total = padding = int64(0)
+    for row in range(rows.size):
+        end = int64(rows[row + 1]) if row + 1 < rows.size else pieces.size
+        used = int64(0)
+        while number < end:
+            piece = pieces[number]
+            number += 1
+            if piece & CUT:
+                used += cuts[cut, 2]
+                cut += 1
+            else:
+                used += lengths[piece & ID_MASK]
+            if piece & BOS:
+                used += 1
+        total += used
+        if used < seq_len:
+            padding += seq_len - used
+    return total, padding
