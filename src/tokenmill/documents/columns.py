@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.documents.lines import RecordError, utf8_detail
 from tokenmill.documents.opening import open_input
-from tokenmill.documents.page_header import NotUnderstood
-from tokenmill.documents.parquet_pages import CODECS, ColumnChunk, page_cells
 from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions
 from tokenmill.errors import DocumentError, nearest
 
@@ -66,13 +61,13 @@ def rows_at_once(num_rows: int, num_bytes: int, options: ReadOptions) -> int:
 
 
 def column_groups(
-    batch: pa.RecordBatch, options: ReadOptions, position: int, *, unfolded: bool = False
+    batch: pa.RecordBatch, options: ReadOptions, position: int, *, decompressed: bool = False
 ) -> Iterator[Group]:
     """Read the documents of a record batch, a slice of rows at a time.
 
     Nothing is taken from a column before it has been validated: a hostile offset would point anywhere in memory.
-    Where Arrow has made the offsets itself, as it `unfolded` a file, there is none; what is no UTF-8 shows when it
-    is decoded, and need not be looked for before.
+    Where Arrow has made the offsets itself, as it `decompressed` a file, there is none; what is not UTF-8 shows
+    when it is decoded.
     """
     batch.validate()
     if options.text_field is None:
@@ -85,7 +80,7 @@ def column_groups(
             yield Group(documents=records, bad=bad, blank=(), num_lines=rows.num_rows, size=size, position=position)
         return
     column = _text_column(batch, options.text_field)
-    if not unfolded and not _is_valid(column):
+    if not decompressed and not _is_valid(column):
         column = _as_bytes(column)
         column.validate(full=True)
     step = rows_at_once(len(column), _num_bytes(column), options)
@@ -144,33 +139,7 @@ def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRe
     return _texts_one_by_one(_values(_as_bytes(cells)), options)
 
 
-def cell_groups(cells: Sequence[memoryview | None], options: ReadOptions, position: int) -> Iterator[Group]:
-    """Read the documents of the cells of a page, about a batch at a time."""
-    sizes = map(len, cast("Sequence[memoryview]", cells)) if all(cells) else (len(cell or b"") for cell in cells)
-    ends = list(accumulate(sizes))
-    begin = before = 0
-    while begin < len(cells):
-        end = bisect_left(ends, before + options.batch_bytes, begin) + 1
-        end = min(end, begin + options.batch_documents, len(cells))
-        some = cells[begin:end]
-        texts, bad = _cell_texts(some, options, ends[end - 1] - before)
-        size = sum(map(len, texts))
-        yield Group(documents=texts, bad=bad, blank=(), num_lines=len(some), size=size, position=position)
-        begin, before = end, ends[end - 1]
-
-
-def _cell_texts(
-    cells: Sequence[memoryview | None], options: ReadOptions, num_bytes: int
-) -> tuple[list[str], list[BadRecord]]:
-    if num_bytes <= options.max_record_bytes:
-        with suppress(UnicodeDecodeError, TypeError):  # the second for nulls
-            return [str(cell, "utf-8") for cell in cast("Sequence[memoryview]", cells)], []
-    return _texts_one_by_one(cells, options)
-
-
-def _texts_one_by_one(
-    cells: Sequence[bytes | memoryview | None], options: ReadOptions
-) -> tuple[list[str], list[BadRecord]]:
+def _texts_one_by_one(cells: Sequence[bytes | None], options: ReadOptions) -> tuple[list[str], list[BadRecord]]:
     good: list[str] = []
     bad: list[BadRecord] = []
     for line, value in enumerate(cells):
@@ -181,13 +150,13 @@ def _texts_one_by_one(
     return good, bad
 
 
-def _text(value: bytes | memoryview | None, options: ReadOptions) -> str:
+def _text(value: bytes | None, options: ReadOptions) -> str:
     if value is None:
         raise RecordError("not_text", f"field {options.text_field!r} is null")
     if len(value) > options.max_record_bytes:
         raise RecordError("too_long", f"{len(value)} bytes")
     try:
-        return str(value, "utf-8")
+        return value.decode()
     except UnicodeDecodeError as error:
         raise RecordError("utf8", utf8_detail(error)) from None
 
@@ -267,9 +236,9 @@ def _record(row: pa.RecordBatch, max_bytes: int) -> list[Mapping[str, Any]]:
 # Parquet files by row groups, a batch of rows in memory at a time.
 
 _READ_BYTES = 1 << 20
-_UNFOLD_BYTES = 8 << 20
-"""Unfolded at a time: for every batch Arrow reserves what is left of a page, often of a whole row group, and copies
-what it then has. A fifth of the time to read such pages in batches of 1 MiB went there."""
+_DECOMPRESS_BYTES = 1 << 19
+"""Decompressed at a time, so that texts are copied out of memory that is still in the caches: 8 MiB take a fifth
+longer to read (benchmarks/prepare.py)."""
 _DICTIONARY_BYTES = 256 << 20
 
 
@@ -280,7 +249,7 @@ class Parquet:
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
-        with _open(file) as (opened, _):
+        with _open(file) as opened:
             sizes = [
                 max(opened.metadata.row_group(group).total_byte_size, 1)
                 for group in range(opened.metadata.num_row_groups)
@@ -289,25 +258,15 @@ class Parquet:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read the rows of the piece's row groups, of the columns that are needed."""
-        with _open(piece.file) as (opened, stream):
+        with _open(piece.file) as opened:
             schema = opened.schema_arrow
             leaves = wanted_columns(schema, options, piece.file.path)
             if options.text_field is not None:
                 leaves = [".".join(text_path(schema, options.text_field))]
-            column = _plain_column(opened, leaves[0]) if options.text_field is not None else None
             for group in range(piece.begin, piece.end):
                 position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
-                chunk = None if column is None else _chunk(opened, group, column, piece.file.bytes)
-                done = 0
-                if chunk is not None:
-                    with suppress(NotUnderstood):
-                        for cells in page_cells(stream.fileno(), chunk):
-                            yield from cell_groups(cells, options, position)
-                            done += len(cells)
-                    if done == chunk.values:
-                        continue
-                for batch in _from_row(done, _batches(opened, group, leaves, options)):
-                    yield from column_groups(batch, options, position, unfolded=True)
+                for batch in _batches(opened, group, leaves, options):
+                    yield from column_groups(batch, options, position, decompressed=True)
 
 
 def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -326,109 +285,20 @@ def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple
             begin, before = end, position
 
 
-def _plain_column(opened: pq.ParquetFile, leaf: str) -> int | None:
-    """Return the number of a column of texts that are not nested; None if it is none."""
-    import pyarrow as pa
-
-    at = opened.schema_arrow.get_field_index(leaf)
-    plain = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-    if at < 0 or opened.schema_arrow.field(at).type not in plain:
-        return None
-    found = [index for index in range(len(opened.schema)) if opened.schema.column(index).path == leaf]
-    if len(found) != 1:
-        return None
-    about = opened.schema.column(found[0])
-    flat = about.max_repetition_level == 0 and about.max_definition_level <= 1
-    return found[0] if flat and about.physical_type == "BYTE_ARRAY" else None
-
-
-def _chunk(opened: pq.ParquetFile, group: int, column: int, file_bytes: int) -> ColumnChunk | None:
-    """Return where the pages of a column are in a row group; None if Arrow is to read them."""
-    about = opened.schema.column(column)
-    if not _is_sound(opened, group, about.path, file_bytes):
-        return None
-    rows = opened.metadata.row_group(group)
-    told = rows.column(column)
-    begin = told.data_page_offset
-    if told.has_dictionary_page and 0 < (told.dictionary_page_offset or 0) < begin:
-        begin = told.dictionary_page_offset
-    end = begin + told.total_compressed_size
-    if told.compression not in CODECS or told.file_path or not 0 <= begin <= end <= file_bytes:
-        return None
-    if told.num_values != rows.num_rows or told.physical_type != about.physical_type:
-        return None
-    nullable = about.max_definition_level > 0
-    return ColumnChunk(begin=begin, end=end, values=told.num_values, codec=told.compression, nullable=nullable)
-
-
-def _is_sound(opened: pq.ParquetFile, group: int, leaf: str, file_bytes: int) -> bool:
-    """Whether Arrow takes what the footer says of a column: pyarrow's own look at a damaged one ends the process.
-
-    Arrow is let to read the column from a file that has nothing but its size.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    source = pa.PythonFile(_NoFile(file_bytes), "r")
-    with pq.ParquetFile(source, metadata=opened.metadata, buffer_size=4096, pre_buffer=False) as empty:
-        try:
-            next(empty.iter_batches(1, row_groups=[group], columns=[leaf], use_threads=False), None)
-        except _WasRead:
-            return True
-        except (pa.ArrowException, OSError):
-            pass
-    return False
-
-
-class _WasRead(Exception):
-    """Something was read of a file that has only a size."""
-
-
-class _NoFile(io.RawIOBase):
-    """A file that has only a size."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, _size: int | None = -1, /) -> bytes:
-        raise _WasRead
-
-
-def _from_row(first: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Leave out the first rows of a row group."""
-    for batch in batches:
-        if first < batch.num_rows:
-            yield batch.slice(first)
-        first = max(first - batch.num_rows, 0)
-
-
 def _batches(
     opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions
 ) -> Iterator[pa.RecordBatch]:
     """Read a row group: its first row, then as many rows at a time as its sizes allow."""
-    batches = opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False)
-    first = next(batches, None)
-    if first is None:
-        return
-    # Arrow has now checked what the footer says of these columns: pyarrow's own look at a damaged one ends the
-    # process. The rows that follow are read on by the same reader; a second one would unfold the first page again.
-    opened.reader.set_batch_size(_rows_at_once(opened, group, leaves, options))
-    yield first
-    yield from batches
+    num_rows = 0
+    for batch in opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False):
+        if not num_rows:
+            # Arrow has now checked what the footer says of these columns: pyarrow's own look at a damaged one ends
+            # the process. The same reader goes on; a second one would decompress the first page again.
+            opened.reader.set_batch_size(_rows_at_once(opened, group, leaves, options))
+        num_rows += batch.num_rows
+        yield batch
+    if num_rows != (wanted := opened.metadata.row_group(group).num_rows):  # a damaged page may end a column
+        raise OSError(f"{num_rows} of the {wanted} rows of row group {group}")
 
 
 def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions) -> int:
@@ -440,13 +310,13 @@ def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options
     about = opened.metadata.row_group(group)
     paths = [opened.schema.column(index).path for index in range(len(opened.schema))]
     chunks = [about.column(index) for index, path in enumerate(paths) if _is_below(path, leaves)]
-    wanted = replace(options, batch_bytes=max(options.batch_bytes, _UNFOLD_BYTES))
+    wanted = replace(options, batch_bytes=min(options.batch_bytes, _DECOMPRESS_BYTES))
     rows = rows_at_once(about.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), wanted)
     for chunk in chunks:
         if chunk.has_dictionary_page:
             stored = chunk.data_page_offset - (chunk.dictionary_page_offset or 0)
-            unfolded = stored * chunk.total_uncompressed_size // max(chunk.total_compressed_size, 1)
-            rows = min(rows, max(_DICTIONARY_BYTES // max(unfolded, 1), 1))
+            size = stored * chunk.total_uncompressed_size // max(chunk.total_compressed_size, 1)
+            rows = min(rows, max(_DICTIONARY_BYTES // max(size, 1), 1))
     return rows
 
 
@@ -455,18 +325,18 @@ def _is_below(path: str, leaves: list[str]) -> bool:
 
 
 @contextmanager
-def _open(file: InputFile) -> Iterator[tuple[pq.ParquetFile, BinaryIO]]:
-    """Open a file, for Arrow and as bytes; what Arrow finds wrong with it, now or later, raises DocumentError."""
+def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
+    """Open a file; what Arrow finds wrong with it, now or later, raises DocumentError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open_input(file, exact=True) as stream:
+    with open_input(file, exact=True):
         try:
             # Columns are read through a buffer, else a whole column of a row group would be in memory at once.
             with pq.ParquetFile(
                 file.path, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True
             ) as opened:
-                yield opened, stream
+                yield opened
         except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
             raise DocumentError(
                 f"{file.path}: must be an intact Parquet file, got {' '.join(str(error).split())}; "

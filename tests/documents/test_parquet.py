@@ -1,19 +1,14 @@
-"""Texts straight from pages are those that Arrow reads, and what is not understood is left to Arrow."""
+"""Parquet files of every layout are read, and damaged ones give texts or an error that names them."""
 
-import os
 import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.documents.corpora import bad_of, num_lines_of, read, reasons_of, texts_of
 
-from tokenmill.documents import columns, parquet_pages
-from tokenmill.documents.page_header import NotUnderstood
-from tokenmill.documents.parquet_pages import CODECS, ColumnChunk, page_cells
 from tokenmill.errors import DocumentError
 
 LAYOUTS = st.fixed_dictionaries(
@@ -34,43 +29,16 @@ CELLS = st.lists(
 )
 
 
-@pytest.fixture
-def no_arrow(monkeypatch):
-    """Fail where Arrow is asked for rows."""
-
-    def refuse(*_arguments):
-        raise AssertionError("Arrow was asked for rows")
-
-    monkeypatch.setattr(columns, "_batches", refuse)
-
-
-without_arrow = pytest.mark.usefixtures("no_arrow")
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Count how often Arrow is asked for rows."""
-    calls, batches = [], columns._batches
-
-    def count(*arguments):
-        calls.append(arguments)
-        return batches(*arguments)
-
-    monkeypatch.setattr(columns, "_batches", count)
-    return calls
-
-
 def write(path, cells, *, nullable=True, kind=None, **layout):
     schema = pa.schema([pa.field("text", kind or pa.string(), nullable=nullable), pa.field("n", pa.int64())])
     pq.write_table(pa.table({"text": cells, "n": range(len(cells))}, schema=schema), path, **layout)
     return path
 
 
-@without_arrow
 @given(cells=CELLS, layout=LAYOUTS, batch_bytes=st.sampled_from([1, 30, 1 << 20]))
 @example(cells=["x"] * 1000 + [None] + ["y"] * 1000, layout={"write_batch_size": 3000}, batch_bytes=1 << 20)
 @example(cells=[f"{n}" for n in range(5000)] * 2, layout={"compression": "zstd"}, batch_bytes=1 << 20)
-def test_texts_nulls_and_lines_are_those_that_arrow_reads(tmp_path_factory, cells, layout, batch_bytes):
+def test_texts_nulls_and_lines_are_those_that_were_written(tmp_path_factory, cells, layout, batch_bytes):
     """[K1.a]"""
     path = write(tmp_path_factory.mktemp("pages") / "a.parquet", cells, **layout)
     batches = read(path, 1 << 30, batch_bytes=batch_bytes)
@@ -82,14 +50,12 @@ def test_texts_nulls_and_lines_are_those_that_arrow_reads(tmp_path_factory, cell
     assert num_lines_of(batches) == len(cells)
 
 
-@without_arrow
 @given(cells=st.lists(st.text(max_size=12), min_size=1, max_size=60), layout=LAYOUTS)
 def test_columns_that_cannot_be_null_are_read(tmp_path_factory, cells, layout):
     path = write(tmp_path_factory.mktemp("pages") / "a.parquet", cells, nullable=False, **layout)
     assert texts_of(read(path)) == cells
 
 
-@without_arrow
 @given(number=st.integers(1, 3000), seed=st.integers(0, 99))
 def test_dictionaries_of_every_size_are_read(tmp_path_factory, number, seed):
     """Of every width of an index, with rows that repeat and rows that do not."""
@@ -100,14 +66,12 @@ def test_dictionaries_of_every_size_are_read(tmp_path_factory, number, seed):
     assert texts_of(read(path)) == words + cells
 
 
-@without_arrow
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.large_binary()], ids=str)
 def test_other_types_of_text_are_read(tmp_path, kind):
     path = write(tmp_path / "a.parquet", ["a", "ä", None], kind=kind)
     assert texts_of(read(path)) == ["a", "ä"]
 
 
-@without_arrow
 @pytest.mark.parametrize("use_dictionary", [True, False])
 def test_cells_that_are_no_text_are_bad_and_the_rest_is_read(tmp_path, use_dictionary):
     cells = pa.array([b"a", b"\xff", b"x" * 600, b"b", None], pa.binary()).view(pa.string())
@@ -118,15 +82,14 @@ def test_cells_that_are_no_text_are_bad_and_the_rest_is_read(tmp_path, use_dicti
     assert reasons_of(batches) == [(1, "utf8"), (2, "too_long"), (4, "not_text")]
 
 
-@without_arrow
 def test_a_batch_has_about_its_size_whatever_the_page(tmp_path):
     path = write(tmp_path / "a.parquet", ["x" * 1000] * 500, use_dictionary=False)
     batches = read(path, batch_bytes=10_000)
-    assert [len(batch.texts) for batch in batches] == [10] * 50
-    assert [len(batch.texts) for batch in read(path, batch_documents=100)] == [100] * 5
+    assert all(10_000 <= sum(map(len, batch.texts)) < 20_000 for batch in batches[:-1])
+    assert all(100 <= len(batch.texts) < 200 for batch in read(path, batch_documents=100)[:-1])
 
 
-STRANGE = {
+OTHER_LAYOUTS = {
     "gzip": {"compression": "gzip"},
     "lz4": {"compression": "lz4"},
     "brotli": {"compression": "brotli"},
@@ -135,35 +98,17 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("layout", STRANGE)
-def test_other_layouts_are_left_to_arrow(tmp_path, asked, layout):
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_other_layouts_are_read(tmp_path, layout):
     cells = [f"{n} text" for n in range(100)]
-    path = write(tmp_path / "a.parquet", cells, row_group_size=30, **STRANGE[layout])
+    path = write(tmp_path / "a.parquet", cells, row_group_size=30, **OTHER_LAYOUTS[layout])
     assert texts_of(read(path)) == cells
-    assert len(asked) == 4
 
 
 @pytest.mark.parametrize("column", [pa.array([{"b": "x"}, None]), pa.array(["x", None]).dictionary_encode()])
-def test_other_columns_are_left_to_arrow(tmp_path, asked, column):
+def test_other_columns_are_read(tmp_path, column):
     pq.write_table(pa.table({"a": column}), tmp_path / "a.parquet")
     assert texts_of(read(tmp_path / "a.parquet", text_field="a.b" if column.type.num_fields else "a")) == ["x"]
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize("name", ["_MAX_PAGE_BYTES", "_MAX_PAGE_VALUES"])
-def test_arrow_goes_on_amid_a_row_group_where_a_page_is_not_read(tmp_path, asked, monkeypatch, name):
-    """The first pages are read here, and no row twice or not at all."""
-    monkeypatch.setattr(parquet_pages, name, {"_MAX_PAGE_BYTES": 5000, "_MAX_PAGE_VALUES": 3}[name])
-    cells = ["a", None, *(f"{n}" for n in range(50)), "x" * 6000, *(f"{n}" for n in range(50)), None]
-    sizes = {"_MAX_PAGE_BYTES": {}, "_MAX_PAGE_VALUES": {"write_batch_size": 4}}[name]
-    layout = {"use_dictionary": False, "data_page_size": 1, "write_batch_size": 2, **sizes}
-    read_here = []
-    monkeypatch.setattr(columns, "cell_groups", lambda *a, f=columns.cell_groups: read_here.append(a) or f(*a))
-    batches = read(write(tmp_path / "a.parquet", cells, **layout))
-    assert texts_of(batches) == [cell for cell in cells if cell is not None]
-    assert reasons_of(batches) == [(1, "not_text"), (len(cells) - 1, "not_text")]
-    assert len(asked) == 1
-    assert len(read_here) == (26 if name == "_MAX_PAGE_BYTES" else 0)
 
 
 def test_a_checksum_that_is_wrong_is_an_error(tmp_path):
@@ -177,33 +122,6 @@ def test_a_checksum_that_is_wrong_is_an_error(tmp_path):
         read(path)
 
 
-@given(
-    place=st.integers(0, 10**6),
-    value=st.integers(1, 255),
-    layout=st.sampled_from([{}, {"use_dictionary": False}, {"data_page_version": "2.0"}]),
-    codec=st.sampled_from([*CODECS]),
-)
-def test_damaged_pages_give_cells_or_are_not_understood(tmp_path_factory, place, value, layout, codec):
-    """[S.e] Nothing else is raised, and no cell reaches out of its page."""
-    path = tmp_path_factory.mktemp("pages") / "a.parquet"
-    name = "none" if codec == "UNCOMPRESSED" else codec.lower()
-    write(path, ["one", None, "two", "zwei ä", "two"] * 5, compression=name, **layout)
-    about = pq.ParquetFile(path).metadata.row_group(0).column(0)
-    begin = about.dictionary_page_offset or about.data_page_offset
-    end = begin + about.total_compressed_size
-    data = bytearray(path.read_bytes())
-    data[begin + place % (end - begin)] ^= value
-    path.write_bytes(data)
-    chunk = ColumnChunk(begin=begin, end=end, values=25, codec=codec, nullable=True)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        assert sum(len(cells) for cells in page_cells(descriptor, chunk)) == 25
-    except NotUnderstood:
-        pass
-    finally:
-        os.close(descriptor)
-
-
 DAMAGED = [
     ["a", "b", None, "c"] * 5 + ["a"] * 40,
     [None] * 30 + ["a"] * 30 + ["b"] * 20,
@@ -215,8 +133,8 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 60))])
-def test_of_damaged_pages_is_read_what_arrow_reads_or_nothing(tmp_path, monkeypatch, seed):
-    """[C1] Arrow is the judge: where it has an error there is one, and where it has none the texts are the same."""
+def test_of_damaged_pages_every_row_is_read_or_the_file_is_named(tmp_path, seed):
+    """[C1, S.e] Never a crash, and never fewer rows than the file says without an error."""
     generator, path = random.Random(seed), tmp_path / "a.parquet"
     outcomes = {"error": 0, "texts": 0}
     for _ in range(400):
@@ -230,12 +148,20 @@ def test_of_damaged_pages_is_read_what_arrow_reads_or_nothing(tmp_path, monkeypa
             "write_statistics": False,
         }
         damage(write(path, cells, nullable=nullable or None in cells, **layout), generator)
-        ours = outcome(path)
-        with monkeypatch.context() as patched:
-            patched.setattr(columns, "_plain_column", lambda *_: None)
-            assert ours == outcome(path), (cells, layout)
-        outcomes["error" if isinstance(ours, str) else "texts"] += 1
+        outcome = rows_or_error(path)
+        if isinstance(outcome, str):
+            assert outcome.startswith(f"{path}: must be an intact Parquet file, got ")
+        else:
+            assert outcome == len(cells), (cells, layout)
+        outcomes["error" if isinstance(outcome, str) else "texts"] += 1
     assert min(outcomes.values()) > 40
+
+
+def rows_or_error(path):
+    try:
+        return num_lines_of(read(path))
+    except DocumentError as error:
+        return str(error)
 
 
 def damage(path, generator):
@@ -249,17 +175,8 @@ def damage(path, generator):
     path.write_bytes(data)
 
 
-def outcome(path):
-    """Return the texts and bad records of a file, or its error."""
-    try:
-        batches = read(path)
-    except DocumentError as error:
-        return str(error)
-    return texts_of(batches), bad_of(batches), num_lines_of(batches)
-
-
-def test_an_index_that_has_no_bits_is_left_to_arrow(tmp_path):
-    """[C1] The width of two words, damaged to none: Arrow has an error where all rows would be the first word."""
+def test_an_index_that_has_no_bits_is_an_error(tmp_path):
+    """[C1] The width of two words, damaged to none: all rows would be the first word."""
     path = tmp_path / "a.parquet"
     layout = {"compression": "none", "write_statistics": False}
     data = bytearray(write(path, [None] * 30 + ["a"] * 30 + ["b"] * 20, **layout).read_bytes())
@@ -274,26 +191,3 @@ def test_an_index_that_has_no_bits_is_left_to_arrow(tmp_path):
     path.write_bytes(data)
     with pytest.raises(DocumentError, match=r"a\.parquet: must be an intact Parquet file, got"):
         read(path)
-
-
-def test_pages_of_zstd_need_not_tell_their_size():
-    """As those of writers that compress as a stream."""
-    text = b"some text " * 100
-    folded = zstandard.ZstdCompressor(write_content_size=False).compress(text)
-    unfold = CODECS["ZSTD"]()
-    assert bytes(unfold(memoryview(folded), len(text))) == text
-    assert len(unfold(memoryview(folded), len(text) + 1)) == len(text)  # which the caller sees
-
-
-@pytest.mark.parametrize("codec", ["snappy", "zstd"])
-def test_a_page_that_holds_more_or_less_than_its_header_says_is_not_understood(codec):
-    """Memory that Arrow has reserved and not filled holds anything."""
-    text = b"some text " * 100
-    folded = memoryview(pa.Codec(codec).compress(text, asbytes=True))
-    unfold = CODECS[codec.upper()]()
-    assert bytes(unfold(folded, len(text))) == text
-    for size in (0, len(text) - 1, len(text) + 1):
-        with pytest.raises(NotUnderstood):
-            unfold(folded, size)
-    with pytest.raises((NotUnderstood, OSError, ValueError)):
-        unfold(folded[:-3], len(text))
