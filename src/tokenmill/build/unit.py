@@ -40,7 +40,7 @@ from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
 from tokenmill.store.layout import axis_of, token_keys
 from tokenmill.store.writer import ShardSeries
-from tokenmill.tables import as_json, read_json, read_table
+from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
 _PROGRESS = struct.Struct("<3q")
@@ -68,12 +68,12 @@ def run_unit(job: bytes, task: bytes) -> bytes:
 
     What it writes is a function of the input and the options alone. A process opens a job once.
     """
-    return msgspec.json.encode(run_task(_opened(job), read_json(Task, task, "task")))
+    return msgspec.json.encode(run_task(_opened(job), msgspec.json.decode(task, type=Task)))
 
 
 @lru_cache(maxsize=1)
 def _opened(job: bytes) -> OpenJob:
-    return open_job(read_json(Job, job, "job"))
+    return open_job(msgspec.json.decode(job, type=Job))
 
 
 def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:

@@ -27,9 +27,10 @@ from tokenmill.build.job import OpenJob
 from tokenmill.build.journal import UnitResult
 from tokenmill.build.unit import Task, run_task, run_unit
 from tokenmill.errors import TokenmillError
-from tokenmill.tables import read_table
 
 TICK_SECONDS = 0.2
+_ERROR = b"error "
+"""Begins an answer that is no result, but the name and message of an error."""
 ONE_CORE = {
     **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
@@ -140,13 +141,11 @@ class _Worker:
         line = self.answers.readline()
         if not line.endswith(b"\n"):
             return self._death()
-        answer = msgspec.json.decode(line)
-        if answer is None:
-            return None
-        if "error" in answer:
-            error: TokenmillError = getattr(errors, answer["error"])(answer["message"])
+        if line.startswith(_ERROR):
+            name, message = msgspec.json.decode(line.removeprefix(_ERROR), type=tuple[str, str])
+            error: TokenmillError = getattr(errors, name)(message)
             return error
-        return read_table(UnitResult, answer, "result")
+        return msgspec.json.decode(line, type=UnitResult | None)
 
     def close(self) -> None:
         """Wait until a killed process is gone."""
@@ -179,9 +178,9 @@ def main() -> None:
             try:
                 answer = run_unit(job, task)
             except TokenmillError as error:
-                answer = msgspec.json.encode({"error": type(error).__name__, "message": str(error)})
+                answer = _ERROR + msgspec.json.encode((type(error).__name__, str(error)))
             except Exception:  # a bug: the parent shows where
-                answer = msgspec.json.encode({"error": "TokenmillError", "message": traceback.format_exc()})
+                answer = _ERROR + msgspec.json.encode(("TokenmillError", traceback.format_exc()))
             channel.write(answer + b"\n")
 
 
