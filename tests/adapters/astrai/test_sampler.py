@@ -136,10 +136,10 @@ def test_a_state_is_small_json_and_the_same_on_every_rank(tmp_path, astrai):
         ({"samples": 9}, "samples must be that of the state, 9, got 10"),
         ({"data": "other"}, "data must be that of the state, 'other', got ''"),
         ({"version": 2}, "version must be that of the state, 2, got 1"),
-        ({"position": -1}, "position must lie within 0:10, got -1"),
+        ({"position": -1}, r"state.position: must be a whole number from 0 to 2\^40, got -1"),
         ({"position": 10}, "position must lie within 0:10, got 10"),
-        ({"epoch": 1.5}, "epoch must lie within 0:[0-9]+, got 1.5"),
-        ({"epochs": 1}, "a state must have keys .* got .*epochs; did you mean 'epoch'"),
+        ({"epoch": 1.5}, r"state.epoch: must be a whole number from 0 to 2\^40, got 1.5"),
+        ({"epochs": 1}, "state: keys must be known, got 'epochs'"),
     ],
 )
 def test_a_state_of_another_order_is_refused(change, message):
@@ -147,9 +147,9 @@ def test_a_state_of_another_order_is_refused(change, message):
     each = sampler(10)
     with pytest.raises(ResumeError, match=message):
         each.load_state_dict({**each.state_dict(), **change})
-    with pytest.raises(ResumeError, match=r"a state must have keys version, epoch, position, .* got epoch;"):
+    with pytest.raises(ResumeError, match=r"state: version must be given, got nothing; use"):
         each.load_state_dict({"epoch": 0})
-    with pytest.raises(ResumeError, match=r"a state must be the dict that state_dict\(\) gave, got NoneType; pass"):
+    with pytest.raises(ResumeError, match=r"state: must be a table, got None; use a state as state_dict"):
         each.load_state_dict(None)
     assert (each.epoch, each.iter) == (0, 0)
 
@@ -231,8 +231,8 @@ def test_the_items_of_a_step_are_the_same_for_any_number_of_ranks(world):
         ({"size": 3, "start_iter": -1}, "start_iter must be at least 0, got -1"),
         ({"size": 3, "start_epoch": -1}, "start_epoch must be at least 0, got -1"),
         ({"size": 3, "seed": -1}, "seed must lie within"),
-        ({"size": 3, "rank": 2, "world": 2}, "rank must lie within 0:2, got 2"),
-        ({"size": 3, "rank": -1, "world": 2}, "rank must lie within 0:2, got -1"),
+        ({"size": 3, "rank": 2, "world": 2}, "rank: must lie within 0 and the 2 ranks, got 2"),
+        ({"size": 3, "rank": -1, "world": 2}, "rank: must lie within 0 and the 2 ranks, got -1"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, message):

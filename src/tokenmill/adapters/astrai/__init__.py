@@ -2,10 +2,8 @@
 
 1. In: the path of a store of ours, of AstrAI's `.bin` files with their `meta.json`, or of its `.h5` files; for
    `Pipeline`, records and a recipe.
-2. Does: offers AstrAI's names: stores, datasets of the four training types, the sampler, the pipeline.
-   `formats` tells what is at a path and opens it, `positions` adds the positions that AstrAI wrote, `store` reads;
-   `dataset` makes windows, `records` pairs and groups, `factory` either, `collate` pads records; `sampler` says
-   which item is next; `pipeline` prepares.
+2. Does: offers AstrAI's names. `store` opens what is at a path and reads it; `dataset` makes windows and records
+   of it, and prepares such a store; `sampler` says which item is next.
 3. Out: items as dicts of tensors, for a plain DataLoader and any sampler.
 """
 

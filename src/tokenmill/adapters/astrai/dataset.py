@@ -1,26 +1,31 @@
-"""AstrAI's datasets of windows: seq and sft."""
+"""AstrAI's datasets: windows for seq and sft, records for dpo and grpo; the pipeline that makes their stores."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from operator import index as whole
-from typing import TYPE_CHECKING, ClassVar
+from operator import index as as_index
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from tokenmill.adapters.astrai.store import Store, StoreFactory, Value, check_name, detect_format, refuse_unknown
-from tokenmill.build import PrepareOptions, prepare
+from tokenmill.adapters.astrai.store import (
+    Store,
+    StoreFactory,
+    Value,
+    check_name,
+    detect_format,
+    dtype_of,
+    refuse_unknown,
+)
+from tokenmill.build import PrepareOptions, PrepareReport, prepare
 from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import check_positive
-from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
-
-if TYPE_CHECKING:
-    from tokenmill.build import PrepareReport
+from tokenmill.types import TRAINING_TYPES
 
 Item = dict[str, Value]
 
@@ -34,7 +39,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
     required_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, window_size: int, stride: int | None = None, **unknown: object) -> None:
-        refuse_unknown(type(self).__name__, unknown, ("window_size", "stride"))
+        refuse_unknown(type(self), unknown)
         self.window_size = window_size
         self.stride = window_size if stride is None else stride
         self.storage: Store | None = None
@@ -46,7 +51,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 
     def load(self, load_path: str | os.PathLike[str], storage_type: str | None = None, **unknown: object) -> None:
         """Open the store at a path; without a storage type, the one that `detect_format` names."""
-        refuse_unknown(f"{type(self).__name__}.load", unknown, ("load_path", "storage_type"))
+        refuse_unknown(self.load, unknown)
         store = StoreFactory.create(detect_format(load_path) if storage_type is None else storage_type)
         store.load(load_path)
         missing = [key for key in self.required_keys if key not in store.keys]
@@ -103,7 +108,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         return place * self.stride, place * self.stride + self.window_size
 
     def _checked(self, indices: Sequence[int]) -> list[int]:
-        size, places = len(self), [whole(index) for index in indices]
+        size, places = len(self), [as_index(index) for index in indices]
         for place in places:
             if not 0 <= place < size:
                 raise PlanError(
@@ -148,8 +153,6 @@ class SFTDataset(SEQDataset):
             item |= {"position_ids": position_ids, "loss_mask": loss_mask}
         return items
 
-
-# AstrAI's datasets of records: pairs for dpo, groups for grpo.
 
 _BLOCK = 1 << 18
 """Records whose lengths are looked at together."""
@@ -224,14 +227,11 @@ def _longest(store: Store, key: str) -> int:
     return max((int(np.diff(offsets).max()) for offsets in blocks), default=0)
 
 
-# Records of unequal length made one batch: padded with 0, and with masks that are false there.
-
-_DTYPES = {"ids": torch.int64, "mask": torch.bool, "positions": torch.int64, "rewards": torch.float32}
-"""By what an array holds."""
-
-
 def dpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
-    """Return pairs as tensors (B, T), where T is the longest of all, chosen or rejected."""
+    """Return pairs as tensors (B, T), where T is the longest of all, chosen or rejected.
+
+    Shorter ones are padded with 0, where their mask is false.
+    """
     length = max(len(item[key]) for item in batch for key in ("chosen", "rejected"))
     return _collate(batch, dict.fromkeys(TRAINING_TYPES["dpo"], (length,)))
 
@@ -255,23 +255,15 @@ def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
 
 
 def _collate(batch: Sequence[Item], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    whole = {}
+    out = {}
     for key, shape in shapes.items():
-        whole[key] = torch.zeros((len(batch), *shape), dtype=_DTYPES[STORED_ARRAYS[key].holds])
-        for row, item in zip(whole[key], batch, strict=True):
-            _fill(row, item[key])
-    return whole
-
-
-def _fill(row: torch.Tensor, values: Value) -> None:
-    if not isinstance(values, list):
-        row[: len(values)] = values
-        return
-    for line, value in zip(row, values, strict=False):  # a smaller group leaves lines of zeros
-        line[: len(value)] = value
-
-
-# From a training type and a path to a dataset.
+        out[key] = torch.from_numpy(np.zeros((len(batch), *shape), dtype_of(key)))
+        for row, item in zip(out[key], batch, strict=True):
+            values = item[key]
+            # A group of responses is a list; a smaller one leaves lines of zeros.
+            for line, value in zip(row, values, strict=False) if isinstance(values, list) else [(row, values)]:
+                line[: len(value)] = value
+    return out
 
 
 class DatasetFactory:
@@ -288,7 +280,7 @@ class DatasetFactory:
     def create(cls, train_type: str, window_size: int, stride: int | None = None, **unknown: object) -> BaseDataset:
         """Return a dataset that is yet to be loaded."""
         check_name("train_type", train_type, cls.datasets)
-        refuse_unknown("DatasetFactory.create", unknown, ("train_type", "window_size", "stride"))
+        refuse_unknown(cls.create, unknown)
         return cls.datasets[train_type](window_size, stride)
 
     @classmethod
@@ -305,14 +297,10 @@ class DatasetFactory:
 
         `window_size` is the longest input, `stride` the distance between windows, by default the same.
         """
-        known = ("train_type", "load_path", "window_size", "stride", "storage_type")
-        refuse_unknown("DatasetFactory.load", unknown, known)
+        refuse_unknown(cls.load, unknown)
         dataset = cls.create(train_type, window_size, stride)
         dataset.load(load_path, storage_type)
         return dataset
-
-
-# AstrAI's pipeline: records and a recipe in, a store out.
 
 
 class Pipeline:
@@ -331,7 +319,7 @@ class Pipeline:
         **unknown: object,
     ) -> None:
         """Check the recipe; `config` is its path, its table, or the name of a preset."""
-        refuse_unknown("Pipeline", unknown, ("config", "paths", "output_dir", "tokenizer_path"))
+        refuse_unknown(type(self), unknown)
         from tokenmill.encode.recipe import load_recipe
 
         self.config = os.fspath(config) if isinstance(config, os.PathLike) else config
@@ -347,7 +335,7 @@ class Pipeline:
 
         With `on_error="skip"` such records are left out, as in AstrAI; the report and the store count them.
         """
-        refuse_unknown("Pipeline.run", unknown, ("workers", "rebuild", "on_error"))
+        refuse_unknown(self.run, unknown)
         return prepare(
             self.paths,
             out=self.output_dir,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,30 @@ import torch
 
 from tokenmill.adapters.astrai.store import refuse_unknown
 from tokenmill.adapters.distributed import find_rank
-from tokenmill.errors import ConfigError, ResumeError, nearest
+from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.permute import permute_all
-from tokenmill.tables import MAX_NUMBER, check_seed
+from tokenmill.tables import Count, as_json, check_seed, read_table
 from tokenmill.types import Int64Array
 
 _BLOCK = 4096
 """Indices that are computed together."""
 _WHERE = "ResumableDistributedSampler"
-_PLACE = ("epoch", "position")
-_ORDER = ("version", "seed", "shuffle", "samples", "data")
-_OPTIONS = (
-    *("data_source", "start_epoch", "start_iter", "seed", "drop_last", "shuffle", "process_group", "replica"),
-)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerState:
+    """Where a sampler stands: the same on every rank."""
+
+    version: int
+    epoch: Count
+    position: Count
+    """Items of the epoch that all ranks together have drawn."""
+    seed: int
+    shuffle: bool
+    samples: int
+    data: str
+    """Fingerprint of the dataset; empty where it has none."""
 
 
 class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
@@ -51,14 +62,10 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         **unknown: object,
     ) -> None:
         super().__init__()
-        refuse_unknown(_WHERE, unknown, _OPTIONS)
+        refuse_unknown(type(self), unknown)
         check_seed(_WHERE, seed)
-        self.rank, self.num_replicas = find_rank(process_group) if replica is None else replica
-        if not 0 <= self.rank < self.num_replicas:
-            raise ConfigError(
-                f"{_WHERE}: rank must lie within 0:{self.num_replicas}, got {self.rank}; "
-                "give replica=(rank, number of ranks)"
-            )
+        rank, num_replicas = (None, None) if replica is None else replica
+        self.rank, self.num_replicas = find_rank(process_group, rank=rank, world_size=num_replicas)
         self.num_samples = len(data_source)
         self.seed, self.drop_last, self.shuffle = seed, drop_last, shuffle
         self._data = str(getattr(data_source, "fingerprint", ""))
@@ -146,42 +153,35 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         It counts what was drawn. A DataLoader with workers draws ahead: give it `start_iter` instead, the batches
         that were trained on times the batch size.
         """
+        state: dict[str, int | str | bool] = as_json(self._state())
+        return state
+
+    def _state(self) -> SamplerState:
         done = not self._rounds(self._position)
-        return {
-            "version": 1,
-            "epoch": self.epoch + done,
-            "position": 0 if done else self._position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "samples": self.num_samples,
-            "data": self._data,
-        }
+        return SamplerState(
+            version=1,
+            epoch=self.epoch + done,
+            position=0 if done else self._position,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            samples=self.num_samples,
+            data=self._data,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says, a running pass too; a state of other data, seed or shuffle is refused."""
-        mine = self.state_dict()
-        if not isinstance(state, Mapping):
+        way_out = "use a state as state_dict() gave it"
+        saved, own = read_table(SamplerState, state, "state", error=ResumeError, way_out=way_out), self._state()
+        for key in ("version", "seed", "shuffle", "samples", "data"):
+            if getattr(saved, key) != getattr(own, key):
+                raise ResumeError(
+                    f"{_WHERE}: {key} must be that of the state, {getattr(saved, key)!r}, got "
+                    f"{getattr(own, key)!r}; go on with the same data and options, or begin anew"
+                )
+        if saved.position >= self.num_samples:
             raise ResumeError(
-                f"{_WHERE}: a state must be the dict that state_dict() gave, got {type(state).__name__}; pass that"
+                f"{_WHERE}: position must lie within 0:{self.num_samples}, got {saved.position}; {way_out}"
             )
-        for key in (*mine, *state):
-            if key not in state or key not in mine:
-                raise ResumeError(
-                    f"{_WHERE}: a state must have keys {', '.join(mine)}, got {', '.join(map(str, state))}; "
-                    f"{nearest(str(key), mine)}"
-                )
-        for key in _ORDER:
-            if state[key] != mine[key]:
-                raise ResumeError(
-                    f"{_WHERE}: {key} must be that of the state, {state[key]!r}, got {mine[key]!r}; "
-                    "go on with the same data and options, or begin anew"
-                )
-        for key in _PLACE:
-            limit = self.num_samples if key == "position" else MAX_NUMBER
-            if type(state[key]) is not int or not 0 <= state[key] < limit:
-                raise ResumeError(
-                    f"{_WHERE}: {key} must lie within 0:{limit}, got {state[key]!r}; use the state as it was saved"
-                )
         self._moves += 1
-        done = not self._rounds(state["position"])
-        self._go_to(state["epoch"] + done, 0 if done else state["position"])
+        done = not self._rounds(saved.position)
+        self._go_to(saved.epoch + done, 0 if done else saved.position)

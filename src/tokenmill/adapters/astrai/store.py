@@ -3,174 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
-from operator import index as whole
+from operator import index as as_index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
+from typing import Any, ClassVar, TypeAlias, overload
 
 import msgspec
 import numpy as np
 import torch
 
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
+from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.files import Flat, files_of, find, flat_of, is_ours, real_file
 from tokenmill.store.layout import key_file
 from tokenmill.store.locate import locate
-from tokenmill.store.maps import FileRequest, MemoryRequest
-from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
+from tokenmill.store.maps import FileRequest, MemoryRequest, Request
+from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
-if TYPE_CHECKING:
-    from tokenmill.store.maps import Request
-    from tokenmill.store.reader import Store as Opened
-    from tokenmill.store.reader import Store as TokenStore
-
-
-# The positions that AstrAI writes beside its tokens: the engine leaves them aside, AstrAI delivers them.
-
-KEY = "position_ids"
+_KEY = "position_ids"
+"""What AstrAI writes beside the tokens and delivers; the engine counts positions itself."""
 _WAY_OUT = "write the store again, or prepare it from its records"
-
-
-def with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenStore:
-    """Return the store of AstrAI at a path with its positions as one more key; as it is where none were written."""
-    if store.manifest.kind != "sft":
-        return store
-    files = find(path, f"astrai-{storage_type}").files
-    found = [_bin_positions(file) if storage_type == "bin" else _h5_positions(file) for file in files]
-    if not any(found):
-        return store
-    flats = [flat for part in found for flat in part]
-    dtypes = {flat.dtype for flat in flats}
-    if not all(found) or len(dtypes) > 1:
-        raise StoreError(
-            f"{path}: all parts must have {KEY} of one dtype, got {len([part for part in found if part])} of "
-            f"{len(files)} with {sorted(dtype.name for dtype in dtypes)}; {_WAY_OUT}"
-        )
-    requests: dict[tuple[int, str], Request] = {
-        (shard, key_file(KEY)): request for shard, request in enumerate(_requests(store, flats, path))
-    }
-    keys = {**store.manifest.keys, KEY: flats[0].dtype.str}
-    return replace(store, manifest=replace(store.manifest, keys=keys), requests={**store.requests, **requests})
-
-
-def _requests(store: TokenStore, flats: Sequence[Flat], path: Path) -> list[FileRequest]:
-    """Find the positions of each shard, which is a dataset of the tokens: those of positions may be fewer."""
-    begins = np.cumsum([0, *(flat.count for flat in flats)]).tolist()
-    edges = store.token_begins.tolist()
-    if begins[-1] != edges[-1]:
-        raise StoreError(f"{path}: {KEY} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}")
-    requests = []
-    for begin, end in pairwise(edges):
-        number = int(np.searchsorted(begins[1:-1], begin, side="right"))
-        flat, size = flats[number], flats[number].dtype.itemsize
-        if end > begins[number + 1]:
-            raise StoreError(
-                f"{path}: a dataset of {KEY} must hold those of whole datasets of tokens, "
-                f"got one that ends at {begins[number + 1]} within {begin}:{end}; {_WAY_OUT}"
-            )
-        first = flat.begin + (begin - begins[number]) * size
-        requests.append(FileRequest(flat.path, flat.file_bytes, first, (end - begin) * size))
-    return requests
-
-
-def _bin_positions(meta: Path) -> list[Flat]:
-    # The engine has read this meta.json before: it is an object of objects, of a bounded size.
-    info = msgspec.json.decode(meta.read_bytes()).get(KEY)
-    if info is None:
-        return []
-    shape, dtype = info.get("shape"), info.get("dtype")
-    whole = isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0
-    if not whole or dtype not in ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64"):
-        raise StoreError(
-            f"{meta}: {KEY} must be whole numbers in one dimension, got {dtype!r} of shape {shape}; {_WAY_OUT}"
-        )
-    return [flat_of(meta.with_name(key_file(KEY)), np.dtype(dtype).newbyteorder("<"), count=shape[0])]
-
-
-def _h5_positions(file: Path) -> list[Flat]:
-    import h5py
-
-    real, size = real_file(file)
-    with h5py.File(real, "r", locking=False) as opened:
-        # The engine has looked at all groups before: datasets data_0, data_1, ... and no links.
-        group = opened.get(KEY, {})
-        return [_h5_flat(group[f"data_{number}"], real, size) for number in range(len(group))]
-
-
-def _h5_flat(dataset: Any, real: Path, size: int) -> Flat:  # noqa: ANN401 - h5py ships no types
-    count, begin, dtype = dataset.size, dataset.id.get_offset(), dataset.dtype
-    if dataset.ndim != 1 or dtype.kind not in "iu" or dataset.external or (count and begin is None):
-        raise StoreError(
-            f"{real}: {dataset.name} must be whole numbers in one piece inside the file, "
-            f"got {dtype.name} of shape {dataset.shape}; {_WAY_OUT}"
-        )
-    return Flat(path=real, file_bytes=size, begin=begin or 0, count=int(count), dtype=dtype)
-
-
-# Which of AstrAI's two storage types is at a path, and how it is opened.
-
-STORAGE_TYPES = ("h5", "bin")
-_H5 = (".h5", ".hdf5")
-
-
-def detect_format(load_path: str | os.PathLike[str]) -> str:
-    """Return `h5` or `bin`: how the store at a path is kept, ours or AstrAI's.
-
-    A folder is looked through at any depth. As in AstrAI, `.h5` files come first: where both are, `bin` has to be
-    said as the storage type.
-    """
-    path = Path(load_path)
-    if is_ours(path):
-        return read_manifest(path).storage
-    files = files_of(path)
-    if any(file.suffix.lower() in _H5 for file in files):
-        return "h5"
-    if any(file.name == "meta.json" for file in files) and (
-        path.is_file() or any(file.suffix == ".bin" for file in files)
-    ):
-        return "bin"
-    raise StoreMissingError(
-        f"{path}: must hold .h5 files, or .bin files with a meta.json, or be a store of tokenmill, "
-        f"got {_endings(files)}; make a store of records with Pipeline"
-    )
-
-
-def open_as(path: Path, storage_type: str) -> TokenStore:
-    """Open the store at a path, which must be of that storage type."""
-    check_name("storage_type", storage_type, STORAGE_TYPES)
-    if not is_ours(path):
-        return with_positions(open_store(path, format=f"astrai-{storage_type}"), path, storage_type)
-    store = open_store(path)
-    if store.manifest.storage != storage_type:
-        raise StoreError(
-            f"{path}: storage_type must be {store.manifest.storage!r}, as the store is kept, "
-            f"got {storage_type!r}; leave it out"
-        )
-    return store
-
-
-def check_name(where: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not known, with the nearest that is."""
-    names = tuple(known)
-    if name not in names:
-        raise ConfigError(f"{where}: must be one of {', '.join(names)}, got {name!r}; {nearest(name, names)}")
-
-
-def refuse_unknown(where: str, unknown: Mapping[str, object], known: Iterable[str] = ()) -> None:
-    """Refuse options that are not known: AstrAI drops them in silence."""
-    names = tuple(known)
-    for name in unknown:
-        way_out = nearest(name, names) if names else "leave it out"
-        raise ConfigError(f"{where}: options must be known, got {name!r}; {way_out}")
-
-
-def _endings(files: Iterable[Path]) -> str:
-    return ", ".join(sorted({file.suffix or file.name for file in files})[:6]) or "no files"
-
-
 Value: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 """One array of a record; of a group of responses, a list of tensors."""
 
@@ -185,22 +41,22 @@ class Store:
     """How the store must be kept; None: as it is found."""
 
     def __init__(self, **unknown: object) -> None:
-        refuse_unknown(type(self).__name__, unknown)
-        self._store: Opened | None = None
+        refuse_unknown(type(self), unknown)
+        self._store: TokenStore | None = None
         self._path = Path()
 
     def load(self, path: str | os.PathLike[str], **unknown: object) -> None:
         """Open what is at a path: a store of ours, or files of AstrAI in place."""
-        refuse_unknown(f"{type(self).__name__}.load", unknown, ("path",))
+        refuse_unknown(self.load, unknown)
         self._normalize(Path(path))
 
     def _normalize(self, path: Path) -> None:
         """Make shards of any kind one stream a key."""
-        self._store = open_as(path, self.storage_type or detect_format(path))
+        self._store = _open_as(path, self.storage_type or detect_format(path))
         self._path = path.absolute()
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> TokenStore:
         """The store of the engine."""
         if self._store is None:
             raise RuntimeError("Store not loaded")
@@ -284,12 +140,12 @@ class Store:
     def fetch_record(self, index: int, keys: list[str] | tuple[str, ...]) -> dict[str, Value]: ...
     def fetch_record(self, index: int, keys: str | list[str] | tuple[str, ...]) -> Value | dict[str, Value]:
         """Return one record, for one key or several; responses and their masks come as a list of tensors."""
-        found = self.fetch_records([index], [keys] if isinstance(keys, str) else keys)[0]
-        return found[keys] if isinstance(keys, str) else found
+        record = self.fetch_records([index], [keys] if isinstance(keys, str) else keys)[0]
+        return record[keys] if isinstance(keys, str) else record
 
     def fetch_records(self, indices: Sequence[int], keys: list[str] | tuple[str, ...]) -> list[dict[str, Value]]:
         """Return several records; where they are is found for all at once."""
-        wanted = np.array([whole(index) for index in indices], np.int64)
+        wanted = np.array([as_index(index) for index in indices], np.int64)
         for index in wanted[(wanted < 0) | (wanted >= self.num_records)].tolist():
             raise PlanError(
                 f"{self._path}: records must lie within 0:{self.num_records}, got {index}; count from 0"
@@ -349,13 +205,14 @@ class StoreFactory:
     def create(cls, storage_type: str, **unknown: object) -> Store:
         """Return a store that is yet to be loaded."""
         check_name("StoreFactory.create: storage_type", storage_type, cls.stores)
-        refuse_unknown("StoreFactory.create", unknown, ("storage_type",))
+        refuse_unknown(cls.create, unknown)
         return cls.stores[storage_type]()
 
 
 def dtype_of(key: str) -> type[np.generic]:
     """Return the dtype in which the values of a key are delivered."""
-    return np.bool_ if key in MASK_KEYS else np.float32 if key == "rewards" else np.int64
+    holds = STORED_ARRAYS[key].holds if key in STORED_ARRAYS else "ids"
+    return np.bool_ if holds == "mask" else np.float32 if holds == "rewards" else np.int64
 
 
 def to_tensor(key: str, values: AnyArray) -> torch.Tensor:
@@ -363,8 +220,137 @@ def to_tensor(key: str, values: AnyArray) -> torch.Tensor:
     return torch.from_numpy(values.astype(dtype_of(key)))
 
 
-def _bounds(store: Opened, axis: str, items: Int64Array) -> tuple[list[int], list[int]]:
+def _bounds(store: TokenStore, axis: str, items: Int64Array) -> tuple[list[int], list[int]]:
     """Return where items of an axis begin and end (exclusive) in the stream."""
     shards, first, lengths = locate(store, items, axis)
     begins = store.axes[axis].values[shards] + first
     return begins.tolist(), (begins + lengths).tolist()
+
+
+def detect_format(load_path: str | os.PathLike[str]) -> str:
+    """Return `h5` or `bin`: how the store at a path is kept, ours or AstrAI's.
+
+    A folder is looked through at any depth. As in AstrAI, `.h5` files come first: where both are, `bin` has to be
+    said as the storage type.
+    """
+    path = Path(load_path)
+    if is_ours(path):
+        return read_manifest(path).storage
+    files = files_of(path)
+    if any(file.suffix.lower() in (".h5", ".hdf5") for file in files):
+        return "h5"
+    if any(file.name == "meta.json" for file in files) and (
+        path.is_file() or any(file.suffix == ".bin" for file in files)
+    ):
+        return "bin"
+    endings = ", ".join(sorted({file.suffix or file.name for file in files})[:6])
+    raise StoreMissingError(
+        f"{path}: must hold .h5 files, or .bin files with a meta.json, or be a store of tokenmill, "
+        f"got {endings or 'no files'}; make a store of records with Pipeline"
+    )
+
+
+def _open_as(path: Path, storage_type: str) -> TokenStore:
+    """Open the store at a path, which must be of that storage type."""
+    check_name("storage_type", storage_type, StoreFactory.stores)
+    if not is_ours(path):
+        return _with_positions(open_store(path, format=f"astrai-{storage_type}"), path, storage_type)
+    store = open_store(path)
+    if store.manifest.storage != storage_type:
+        raise StoreError(
+            f"{path}: storage_type must be {store.manifest.storage!r}, as the store is kept, "
+            f"got {storage_type!r}; leave it out"
+        )
+    return store
+
+
+def check_name(where: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not known, with the nearest that is."""
+    names = tuple(known)
+    if name not in names:
+        raise ConfigError(f"{where}: must be one of {', '.join(names)}, got {name!r}; {nearest(name, names)}")
+
+
+def refuse_unknown(called: Callable[..., object], unknown: Mapping[str, object]) -> None:
+    """Refuse options that a class or function does not have: AstrAI drops them in silence."""
+    for name in unknown:
+        kinds = signature(called).parameters
+        known = [known for known, each in kinds.items() if each.kind is not each.VAR_KEYWORD and known != "self"]
+        way_out = nearest(name, known) if known else "leave it out"
+        raise ConfigError(f"{called.__qualname__}: options must be known, got {name!r}; {way_out}")
+
+
+def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenStore:
+    """Return the store of AstrAI at a path with its positions as one more key; as it is where none were written."""
+    if store.manifest.kind != "sft":
+        return store
+    files = find(path, f"astrai-{storage_type}").files
+    parts = [_bin_positions(file) if storage_type == "bin" else _h5_positions(file) for file in files]
+    if not any(parts):
+        return store
+    flats = [flat for part in parts for flat in part]
+    dtypes = {flat.dtype for flat in flats}
+    if not all(parts) or len(dtypes) > 1:
+        raise StoreError(
+            f"{path}: all parts must have {_KEY} of one dtype, got {len([part for part in parts if part])} of "
+            f"{len(files)} with {sorted(dtype.name for dtype in dtypes)}; {_WAY_OUT}"
+        )
+    requests: dict[tuple[int, str], Request] = {
+        (shard, key_file(_KEY)): request for shard, request in enumerate(_requests(store, flats, path))
+    }
+    keys = {**store.manifest.keys, _KEY: flats[0].dtype.str}
+    return replace(store, manifest=replace(store.manifest, keys=keys), requests={**store.requests, **requests})
+
+
+def _requests(store: TokenStore, flats: Sequence[Flat], path: Path) -> list[FileRequest]:
+    """Find the positions of each shard, which is a dataset of the tokens: those of positions may be fewer."""
+    begins = np.cumsum([0, *(flat.count for flat in flats)]).tolist()
+    edges = store.token_begins.tolist()
+    if begins[-1] != edges[-1]:
+        raise StoreError(f"{path}: {_KEY} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}")
+    requests = []
+    for begin, end in pairwise(edges):
+        number = int(np.searchsorted(begins[1:-1], begin, side="right"))
+        flat, size = flats[number], flats[number].dtype.itemsize
+        if end > begins[number + 1]:
+            raise StoreError(
+                f"{path}: a dataset of {_KEY} must hold those of whole datasets of tokens, "
+                f"got one that ends at {begins[number + 1]} within {begin}:{end}; {_WAY_OUT}"
+            )
+        first = flat.begin + (begin - begins[number]) * size
+        requests.append(FileRequest(flat.path, flat.file_bytes, first, (end - begin) * size))
+    return requests
+
+
+def _bin_positions(meta: Path) -> list[Flat]:
+    # The engine has read this meta.json before: it is an object of objects, of a bounded size.
+    info = msgspec.json.decode(meta.read_bytes()).get(_KEY)
+    if info is None:
+        return []
+    shape, dtype = info.get("shape"), info.get("dtype")
+    whole = isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0
+    if not whole or dtype not in ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64"):
+        raise StoreError(
+            f"{meta}: {_KEY} must be whole numbers in one dimension, got {dtype!r} of shape {shape}; {_WAY_OUT}"
+        )
+    return [flat_of(meta.with_name(key_file(_KEY)), np.dtype(dtype).newbyteorder("<"), count=shape[0])]
+
+
+def _h5_positions(file: Path) -> list[Flat]:
+    import h5py
+
+    real, size = real_file(file)
+    with h5py.File(real, "r", locking=False) as opened:
+        # The engine has looked at all groups before: datasets data_0, data_1, ... and no links.
+        group = opened.get(_KEY, {})
+        return [_h5_flat(group[f"data_{number}"], real, size) for number in range(len(group))]
+
+
+def _h5_flat(dataset: Any, real: Path, size: int) -> Flat:  # noqa: ANN401 - h5py ships no types
+    count, begin, dtype = dataset.size, dataset.id.get_offset(), dataset.dtype
+    if dataset.ndim != 1 or dtype.kind not in "iu" or dataset.external or (count and begin is None):
+        raise StoreError(
+            f"{real}: {dataset.name} must be whole numbers in one piece inside the file, "
+            f"got {dtype.name} of shape {dataset.shape}; {_WAY_OUT}"
+        )
+    return Flat(path=real, file_bytes=size, begin=begin or 0, count=int(count), dtype=dtype)
