@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.template import load_template
-from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.chat.tokens import ChatEncoder
 from tokenmill.encode.engines import open_tokenizer
 
 TEMPLATES = {"chatml": ("qwen3", "chatml"), "llama3": ("llama3_1", "tokenizer"), "qwen3": ("qwen3", "tokenizer")}

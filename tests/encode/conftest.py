@@ -13,7 +13,8 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tokenmill.encode.engines import ADVERSARIAL, ENGINES, kind_of, open_tokenizer
+from tokenmill.encode.engines import ADVERSARIAL, ENGINES, open_tokenizer
+from tokenmill.encode.files import kind_of
 
 O200K = "fb374d419588a4632f3f557e76b4b70aebbca790"
 CL100K = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.engines import ENGINES, kind_of, open_tokenizer
+from tokenmill.encode.engines import ENGINES, open_tokenizer
+from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import POLICIES, with_policy
 from tokenmill.errors import ConfigError
 

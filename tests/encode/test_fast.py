@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmill.encode.engines import DIVERGENT, ENGINES, kind_of, open_tokenizer
+from tokenmill.encode.engines import DIVERGENT, ENGINES, open_tokenizer
+from tokenmill.encode.files import kind_of
 from tokenmill.errors import TokenizerError
 
 PAIRS = ["tiny", "r50k", "cl100k", "o200k"]

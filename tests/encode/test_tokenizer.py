@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join, refuse_surrogates
 from tokenmill.errors import TokenizerError
+from tokenmill.tables import read_table
 
 IDENTITY = TokenizerIdentity(
     kind="tiktoken",
@@ -27,7 +28,7 @@ IDENTITY = TokenizerIdentity(
 
 
 def test_identity_survives_json():
-    assert TokenizerIdentity.from_json(IDENTITY.to_json()) == IDENTITY
+    assert read_table(TokenizerIdentity, IDENTITY.to_json(), "tokenizer") == IDENTITY
 
 
 @pytest.mark.parametrize(
@@ -56,21 +57,21 @@ def test_digest_is_the_same_on_every_machine():
     ("key", "value", "message"),
     [
         ("vocab_sise", 3, r"got 'vocab_sise'; did you mean 'vocab_size'\?"),
-        ("vocab_size", True, "vocab_size has another type, got True"),
-        ("bos_id", "97", "bos_id has another type, got '97'"),
-        ("add_bos", 1, "add_bos has another type, got 1"),
+        ("vocab_size", True, "tokenizer.vocab_size: must be a whole number, got True"),
+        ("bos_id", "97", "tokenizer.bos_id: must be a whole number, got '97'"),
+        ("add_bos", 1, "tokenizer.add_bos: must be true or false, got 1"),
     ],
 )
 def test_a_foreign_json_is_refused(key, value, message):
     with pytest.raises(TokenizerError, match=message):
-        TokenizerIdentity.from_json({**IDENTITY.to_json(), key: value})
+        read_table(TokenizerIdentity, {**IDENTITY.to_json(), key: value}, "tokenizer", error=TokenizerError)
 
 
 def test_a_missing_key_is_named():
     value = IDENTITY.to_json()
     del value["eos_id"]
-    with pytest.raises(TokenizerError, match="'eos_id' must be there"):
-        TokenizerIdentity.from_json(value)
+    with pytest.raises(TokenizerError, match="tokenizer: eos_id must be given, got nothing"):
+        read_table(TokenizerIdentity, value, "tokenizer", error=TokenizerError)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenmill.encode.tokenizer import Vocabulary, Wanted, identify, well_known
+from tokenmill.encode.tokenizer import Framing, Vocabulary, identify, well_known
 from tokenmill.errors import TokenizerError
 
 SPECIAL = {"<s>": 0, "</s>": 1, "<|im_end|>": 2}
@@ -43,7 +43,7 @@ def vocabulary(bos="<s>", eos="</s>", pad=None):
     ],
 )
 def test_policy(bos, eos, wanted, ids, added):
-    identity = identify(vocabulary(bos, eos), Wanted(**wanted))
+    identity = identify(vocabulary(bos, eos), Framing(**wanted))
     assert (identity.bos_id, identity.eos_id) == ids
     assert (identity.add_bos, identity.add_eos) == added
 
@@ -51,7 +51,7 @@ def test_policy(bos, eos, wanted, ids, added):
 def test_both_asked_for_with_one_id_is_refused():
     """T2.b."""
     with pytest.raises(TokenizerError, match="two in a row"):
-        identify(vocabulary("</s>", "</s>"), Wanted(add_bos=True, add_eos=True))
+        identify(vocabulary("</s>", "</s>"), Framing(add_bos=True, add_eos=True))
 
 
 @pytest.mark.parametrize("name", ["bos", "eos"])
@@ -59,7 +59,7 @@ def test_asking_for_what_is_not_there_names_the_way_out(name):
     with pytest.raises(
         TokenizerError, match=rf"got add_{name}=True; name it with {name}_token=..., one of <s>, </s>"
     ):
-        identify(vocabulary(None, None), Wanted(**{f"add_{name}": True}))
+        identify(vocabulary(None, None), Framing(**{f"add_{name}": True}))
 
 
 @pytest.mark.parametrize("role", ["bos_token", "eos_token"])
@@ -67,12 +67,12 @@ def test_a_name_outside_the_vocabulary_gets_the_nearest(role):
     with pytest.raises(
         TokenizerError, match=rf"'web.json': {role} .*got '<im_end>'; did you mean '<\|im_end\|>'\?"
     ):
-        identify(vocabulary(), Wanted(**{role: "<im_end>"}))
+        identify(vocabulary(), Framing(**{role: "<im_end>"}))
 
 
 @pytest.mark.parametrize(("pad", "pad_id"), [(None, None), ("<|im_end|>", 2), ("[PAD]", None)])
 def test_a_pad_that_is_not_in_the_vocabulary_is_no_pad(pad, pad_id):
-    assert identify(vocabulary(pad=pad), Wanted()).pad_id == pad_id
+    assert identify(vocabulary(pad=pad), Framing()).pad_id == pad_id
 
 
 def test_the_first_known_name_is_taken():

@@ -14,7 +14,7 @@ from tokenmill.build.job import PrepareOptions
 from tokenmill.build.journal import Journal, entry_digest
 from tokenmill.documents import file_digest, find_files
 from tokenmill.documents.inputs import PREFIX, parse
-from tokenmill.encode.engines import kind_of
+from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import content_digest
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.fingerprint import digest

@@ -1,4 +1,4 @@
-"""From what names a tokenizer to an open one."""
+"""What runs a tokenizer: the fast engine, the reference engines, and the proof that they agree."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import filterfalse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.encode.files import JsonFile, RankFile, read_json_file, read_rank_file, refuse_other_ids, text_of
+from tokenmill.encode.files import JsonFile, RankFile, kind_of, read_tokenizer_file, refuse_other_ids, text_of
 from tokenmill.encode.tokenizer import (
     ByteTokenizer,
+    Framing,
     Tokenizer,
     TokenizerIdentity,
-    Wanted,
     bytes_vocabulary,
     checked_ids,
     engine_errors,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 # fastokens 0.3.5 splits texts that hold these unlike the references: the first is white space to its PCRE2 and
 # to nobody else, the second is an 's' to the references where a pattern ignores case, as o200k does after an
 # apostrophe. The first was found by comparing every character below U+323B0 under the patterns of nine known
-# tokenizers, the second by random texts; there may be more, which is what `agreement` is for. Such texts are left
+# tokenizers, the second by random texts; there may be more, which is what `trusted` is for. Such texts are left
 # to the reference: to look for them costs next to nothing, and else one of them would make a whole job slow.
 DIVERGENT = ("\u180e", "\u017f")
 
@@ -92,50 +91,49 @@ def _is_divergent(text: str) -> bool:
     return any(character in text for character in DIVERGENT)
 
 
-def open_fast_json(
-    file: JsonFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
+def _open_fast(
+    file: JsonFile | RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
 ) -> FastTokenizer:
-    """Give a `tokenizer.json` to fastokens; what it does not support raises `TokenizerError`."""
+    """Give a file to fastokens; what it does not support (a gap in the ranks) raises `TokenizerError`."""
+    try:
+        from fastokens import Tokenizer as Native
+    except ImportError as error:
+        raise TokenizerError(
+            f"fastokens: must be installed for engine='fastokens', got {error}; pip install fastokens, "
+            f"or {_REFERENCE}"
+        ) from error
     engine = fast_engine()
-    native_type = _native_type()
+    reference = _once(open_reference, identity)
     with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
-        native = native_type.from_json_str(file.text)
-        # What the file says of cutting and padding is for inference; here no token may be lost or invented.
-        native.no_truncation()
-        native.no_padding()
-        given = {token["content"]: token["id"] for token in native.added_tokens()}
-    refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
-    reference = _kept(open_reference, identity)
+        if isinstance(file, RankFile):
+            encoding = file.encoding
+            pattern = {"encoding": encoding.preset} if encoding.preset else {"pattern": encoding.pattern}
+            special_ids = dict(encoding.special_ids)
+            native = Native.from_tiktoken(str(file.path), special_tokens=special_ids, **pattern)
+        else:
+            native = Native.from_json_str(file.text)
+            # What the file says of cutting and padding is for inference; here no token may be lost or invented.
+            native.no_truncation()
+            native.no_padding()
+            given = {token["content"]: token["id"] for token in native.added_tokens()}
+            refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
     return FastTokenizer(
         identity=identity,
         special_ids=file.vocabulary.special_ids,
         engine=engine,
         native=native,
         reference=reference,
-        # Decoding is for people and may be slow; fastokens joins tokens otherwise where a file has no decoder.
-        to_text=lambda ids: reference().decode(ids),
+        to_text=_decoder(file, reference),
     )
 
 
-def open_fast_ranks(
-    file: RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
-) -> FastTokenizer:
-    """Give a rank file to fastokens; what it does not support (a gap in the ranks) raises `TokenizerError`."""
-    engine = fast_engine()
-    native_type = _native_type()
-    special_ids = dict(file.encoding.special_ids)
-    pattern = {"encoding": file.encoding.preset} if file.encoding.preset else {"pattern": file.encoding.pattern}
-    strings = cache(file.strings)  # tens of MB that only decoding needs
-    with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
-        native = native_type.from_tiktoken(str(file.path), special_tokens=special_ids, **pattern)
-    return FastTokenizer(
-        identity=identity,
-        special_ids=special_ids,
-        engine=engine,
-        native=native,
-        reference=_kept(open_reference, identity),
-        to_text=lambda ids: text_of(ids, strings()),
-    )
+def _decoder(file: JsonFile | RankFile, reference: Callable[[], Tokenizer]) -> Callable[[AnyArray], str]:
+    """Return what decodes ids, which is for people and may be slow."""
+    if isinstance(file, RankFile):
+        strings = cache(file.strings)  # tens of MB that only decoding needs
+        return lambda ids: text_of(ids, strings())
+    # fastokens joins tokens otherwise where a file has no decoder.
+    return lambda ids: reference().decode(ids)
 
 
 def fast_engine() -> str:
@@ -146,18 +144,7 @@ def fast_engine() -> str:
         return "fastokens (not installed)"
 
 
-def _native_type() -> Any:  # noqa: ANN401 - fastokens ships no types
-    try:
-        from fastokens import Tokenizer as Native
-    except ImportError as error:
-        raise TokenizerError(
-            f"fastokens: must be installed for engine='fastokens', got {error}; pip install fastokens, "
-            f"or {_REFERENCE}"
-        ) from error
-    return Native
-
-
-def _kept(open_reference: Callable[[], Tokenizer], identity: TokenizerIdentity) -> Callable[[], Tokenizer]:
+def _once(open_reference: Callable[[], Tokenizer], identity: TokenizerIdentity) -> Callable[[], Tokenizer]:
     """Return a function that opens the reference once, and only if it is still the same tokenizer."""
 
     @cache
@@ -246,8 +233,7 @@ class TiktokenTokenizer:
         return text_of(checked_ids(ids, self.identity), self.strings)
 
 
-def open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingFaceTokenizer:
-    """Give a `tokenizer.json` to Hugging Face tokenizers."""
+def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingFaceTokenizer:
     try:
         import tokenizers
     except ImportError as error:
@@ -259,7 +245,6 @@ def open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingF
     with engine_errors(engine, f"load {file.vocabulary.where!r}", "is it a file of this kind, and whole?"):
         native = tokenizers.Tokenizer.from_str(file.text)
         native.encode_special_tokens = True
-        # What the file says of cutting and padding is for inference; here no token may be lost or invented.
         native.no_truncation()
         native.no_padding()
         given = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
@@ -269,8 +254,7 @@ def open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingF
     )
 
 
-def open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> TiktokenTokenizer:
-    """Give a rank file to tiktoken."""
+def _open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> TiktokenTokenizer:
     try:
         import tiktoken
     except ImportError as error:
@@ -295,14 +279,14 @@ def open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> Tiktoke
     )
 
 
-# The engines of each kind: the fast one, which "auto" stands for, then the reference.
+# From what names a tokenizer to an open one.
+
 ENGINES: dict[str, tuple[str, ...]] = {
     "bytes": ("bytes",),
     "tokenizer.json": ("fastokens", "tokenizers"),
     "tiktoken": ("fastokens", "tiktoken"),
 }
-
-_TIKTOKEN = "tiktoken:"
+"""The engines of each kind: the fast one, which "auto" stands for, then the reference."""
 
 
 def open_tokenizer(
@@ -317,7 +301,7 @@ def open_tokenizer(
     """Open a tokenizer: `bytes`, a `tokenizer.json`, a folder holding one, or `tiktoken:<rank file>`.
 
     `tiktoken:<rank file>?encoding=cl100k_base` says which encoding a rank file is where neither its hash nor
-    its name does. The fast engine is taken on trust here; `agreement.trusted` proves it.
+    its name does. The fast engine is taken on trust here; `trusted` proves it.
     """
     kind = kind_of(spec)
     name = ENGINES[kind][0] if engine == "auto" else engine
@@ -327,30 +311,25 @@ def open_tokenizer(
             f"tokenizer {spec!r}: its engine must be one of {', '.join(known)}, got {engine!r}; "
             f"{nearest(engine, known)}"
         )
-    wanted = Wanted(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
-    if kind == "bytes":
-        return ByteTokenizer(identity=identify(bytes_vocabulary(), wanted))
-    if kind == "tiktoken":
-        return _open_ranks(spec, wanted, name)
-    return _open_json(spec, wanted, name)
+    framing = Framing(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
+    return _open(spec, framing, name)
 
 
-def kind_of(spec: str) -> str:
-    """Return the kind of tokenizer that a spec names, without opening anything."""
-    if spec == "bytes":
-        return "bytes"
-    return "tiktoken" if spec.startswith(_TIKTOKEN) else "tokenizer.json"
-
-
-def _open_json(spec: str, wanted: Wanted, engine: str) -> Tokenizer:
-    file = read_json_file(_json_path(spec), spec)
-    identity = identify(file.vocabulary, wanted)
+def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
+    if engine == "bytes":
+        return ByteTokenizer(identity=identify(bytes_vocabulary(), framing))
+    file = read_tokenizer_file(spec)
+    identity = identify(file.vocabulary, framing)
     tokenizer: Tokenizer
-    if engine == "tokenizers":
-        tokenizer = open_reference_json(file, identity)
+    if engine == "fastokens":
+        _, reference = ENGINES[identity.kind]
+        tokenizer = _open_fast(file, identity, partial(_open, spec, framing, reference))
+    elif isinstance(file, RankFile):
+        tokenizer = _open_reference_ranks(file, identity)
     else:
-        tokenizer = open_fast_json(file, identity, partial(_open_json, spec, wanted, "tokenizers"))
-    _refuse_spelled(tokenizer, _controls(file, identity), spec)
+        tokenizer = _open_reference_json(file, identity)
+    if isinstance(file, JsonFile):
+        _refuse_spelled(tokenizer, _controls(file, identity), spec)
     return tokenizer
 
 
@@ -363,44 +342,6 @@ def _controls(file: JsonFile, identity: TokenizerIdentity) -> dict[str, int]:
     if file.unknown is not None and controls.get(file.unknown) not in framing:
         controls.pop(file.unknown, None)
     return controls
-
-
-def _open_ranks(spec: str, wanted: Wanted, engine: str) -> Tokenizer:
-    name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
-    path = Path(name)
-    if not path.is_file():
-        raise TokenizerError(
-            f"tokenizer {spec!r}: must name a rank file, got {name!r}, which is no file; "
-            "write tiktoken:<path of the .tiktoken file>"
-        )
-    file = read_rank_file(path, encoding if mark else None, spec)
-    identity = identify(file.vocabulary, wanted)
-    if engine == "tiktoken":
-        return open_reference_ranks(file, identity)
-    return open_fast_ranks(file, identity, partial(_open_ranks, spec, wanted, "tiktoken"))
-
-
-def _json_path(spec: str) -> Path:
-    path = Path(spec)
-    if path.suffix == ".tiktoken":
-        raise TokenizerError(
-            f"tokenizer {spec!r}: a rank file must be named as one, got a bare path; write 'tiktoken:{spec}'"
-        )
-    if path.is_dir():
-        if not (path / "tokenizer.json").is_file():
-            held = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-            raise TokenizerError(
-                f"tokenizer {spec!r}: the folder must hold a tokenizer.json, got {held}; save it with "
-                "tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
-            )
-        return path / "tokenizer.json"
-    if not path.is_file():
-        raise TokenizerError(
-            f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a folder holding one, or "
-            "'tiktoken:<rank file>', got a path that does not exist; nothing is downloaded: "
-            "save the tokenizer to a folder first"
-        )
-    return path
 
 
 def _refuse_spelled(tokenizer: Tokenizer, controls: dict[str, int], spec: str) -> None:
@@ -484,12 +425,6 @@ class Disagreement:
     reference_ids: tuple[int, ...]
 
 
-def find_disagreement(fast: Tokenizer, reference: Tokenizer, sample: Sequence[str]) -> Disagreement | None:
-    """Return the first text that two engines encode differently; see `texts_to_compare`."""
-    texts = texts_to_compare(reference, sample)
-    return _first_difference(texts, fast.encode(texts), reference.encode(texts))
-
-
 def texts_to_compare(tokenizer: Tokenizer, sample: Sequence[str]) -> list[str]:
     """Return the sample, `ADVERSARIAL`, and the tokenizer's own control strings, bare and inside text."""
     own = [shown for name in tokenizer.special_ids for shown in (name, f"see {name}{name}in text", f"x {name} y")]
@@ -525,22 +460,24 @@ def trusted(
     expected = reference.encode(texts)
     try:
         fast = opened(fast_name)
-        found = _first_difference(texts, fast.encode(texts), expected)
+        difference = first_difference(texts, fast.encode(texts), expected)
     except TokenizerError as error:
         return reference, (
             f"tokenizer {spec!r}: {fast_engine()} cannot be used ({error.__cause__ or error}), "
             f"so the slower engine {reference.engine} is used"
         )
-    if found is None:
+    if difference is None:
         return fast, None
+    text, fast_ids, reference_ids = difference.text, difference.fast_ids, difference.reference_ids
     return reference, (
-        f"tokenizer {spec!r}: {fast.engine} and {reference.engine} differ on the text {_shortened(found.text)} "
-        f"from token {found.index} ({list(found.fast_ids)} instead of {list(found.reference_ids)}), "
+        f"tokenizer {spec!r}: {fast.engine} and {reference.engine} differ on the text {_shortened(text)} "
+        f"from token {difference.index} ({list(fast_ids)} instead of {list(reference_ids)}), "
         f"so the slower engine {reference.engine} is used"
     )
 
 
-def _first_difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> Disagreement | None:
+def first_difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> Disagreement | None:
+    """Return the first text that two engines encode differently."""
     for document, text in enumerate(texts):
         ours = fast.ids[fast.offsets[document] : fast.offsets[document + 1]]
         theirs = reference.ids[reference.offsets[document] : reference.offsets[document + 1]]

@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` and the files beside it say: vocabulary, control strings, BOS, EOS and PAD."""
+"""The files that define a tokenizer: a `tokenizer.json` and what stands beside it, or a tiktoken rank file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,67 @@ from typing import Any
 import msgspec
 
 from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, well_known
-from tokenmill.errors import TokenizerError, nearest
+from tokenmill.errors import TokenizerError, TokenmillError, nearest
 from tokenmill.types import AnyArray
 
-# Beside the tokenizer, in order of authority.
-SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")
+CONFIG = "tokenizer_config.json"
+SIBLINGS = (CONFIG, "special_tokens_map.json")
+"""Beside a `tokenizer.json`, in order of authority."""
+_TIKTOKEN = "tiktoken:"
+
+
+def kind_of(spec: str) -> str:
+    """Return the kind of tokenizer that a spec names, without opening anything."""
+    if spec == "bytes":
+        return "bytes"
+    return "tiktoken" if spec.startswith(_TIKTOKEN) else "tokenizer.json"
+
+
+def read_tokenizer_file(spec: str) -> JsonFile | RankFile:
+    """Read the file that a spec names; `bytes` has none."""
+    if kind_of(spec) == "tokenizer.json":
+        return read_json_file(_json_path(spec), spec)
+    name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
+    path = Path(name)
+    if not path.is_file():
+        raise TokenizerError(
+            f"tokenizer {spec!r}: must name a rank file, got {name!r}, which is no file; "
+            "write tiktoken:<path of the .tiktoken file>"
+        )
+    return read_rank_file(path, encoding if mark else None, spec)
+
+
+def _json_path(spec: str) -> Path:
+    path = Path(spec)
+    if path.suffix == ".tiktoken":
+        raise TokenizerError(
+            f"tokenizer {spec!r}: a rank file must be named as one, got a bare path; write 'tiktoken:{spec}'"
+        )
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+            raise TokenizerError(
+                f"tokenizer {spec!r}: the folder must hold a tokenizer.json, got {names}; save it with "
+                "tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
+            )
+        return path / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a folder holding one, or "
+            "'tiktoken:<rank file>', got a path that does not exist; nothing is downloaded: "
+            "save the tokenizer to a folder first"
+        )
+    return path
+
+
+# A `tokenizer.json`.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonFile:
     """A `tokenizer.json`, read but not yet given to an engine."""
 
+    path: Path
     text: str
     vocabulary: Vocabulary
     added_ids: Mapping[str, int]
@@ -37,7 +87,7 @@ class JsonFile:
 def read_json_file(path: Path, where: str) -> JsonFile:
     """Read a `tokenizer.json`; whatever would make its ids ambiguous raises `TokenizerError`."""
     data = path.read_bytes()
-    value = _parse_json(data, path)
+    value = read_object(data, path)
     model = value.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list) or not model["vocab"]:
         raise TokenizerError(
@@ -53,6 +103,7 @@ def read_json_file(path: Path, where: str) -> JsonFile:
     added_ids, special_ids = _added_ids(value, path)
     named = _siblings(path)
     return JsonFile(
+        path=path,
         text=data.decode(),
         vocabulary=Vocabulary(
             where=where,
@@ -84,13 +135,14 @@ def refuse_other_ids(path: str, engine: str, file_ids: Mapping[str, int], engine
             )
 
 
-def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
+def read_object(data: bytes, path: Path, refusal: type[TokenmillError] = TokenizerError) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
     try:
         value = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: must be JSON, got {error}; is the download whole?") from error
+        raise refusal(f"{path}: must be JSON, got {error}; is the download whole?") from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: must be a JSON object, got {type(value).__name__}; is it the right file?")
+        raise refusal(f"{path}: must be a JSON object, got {type(value).__name__}; is it the right file?")
     return value
 
 
@@ -130,7 +182,7 @@ def _siblings(path: Path) -> dict[str, str | None]:
         sibling = path.parent / name
         if not sibling.is_file():
             continue
-        value = _parse_json(sibling.read_bytes(), sibling)
+        value = read_object(sibling.read_bytes(), sibling)
         for role in ("bos_token", "eos_token", "pad_token"):
             if role in named or role not in value:
                 continue
@@ -145,7 +197,7 @@ def _siblings(path: Path) -> dict[str, str | None]:
     return named
 
 
-# What a tiktoken rank file says, and what it leaves to be known: the pattern and the control strings.
+# A tiktoken rank file, and what it leaves to be known: the pattern and the control strings.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

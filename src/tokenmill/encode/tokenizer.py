@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
@@ -73,41 +73,10 @@ class TokenizerIdentity:
         """Return it as a JSON object, as a store's manifest holds it."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, object]) -> TokenizerIdentity:
-        """Read what `to_json` wrote; a missing, unknown or mistyped key raises `TokenizerError`."""
-        known = [field.name for field in fields(cls)]
-        for key in value:
-            if key not in known:
-                raise TokenizerError(f"tokenizer identity: keys must be known, got {key!r}; {nearest(key, known)}")
-        for name in known:
-            if name not in value:
-                raise TokenizerError(
-                    f"tokenizer identity: {name!r} must be there, got {sorted(value)}; write it with to_json()"
-                )
-            if type(value[name]) not in _JSON_TYPES[name]:
-                raise TokenizerError(
-                    f"tokenizer identity: {name} has another type, got {value[name]!r}; write it with to_json()"
-                )
-        return cls(**value)  # type: ignore[arg-type]  # each type was checked by name above
-
     @property
     def digest(self) -> str:
         """32 hex digits that stand for the whole identity."""
         return digest(self.to_json())
-
-
-_ID: tuple[type, ...] = (int, type(None))
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "kind": (str,),
-    "content": (str,),
-    "vocab_size": (int,),
-    "bos_id": _ID,
-    "eos_id": _ID,
-    "pad_id": _ID,
-    "add_bos": (bool,),
-    "add_eos": (bool,),
-}
 
 
 class Tokenizer(Protocol):
@@ -249,7 +218,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class Framing:
     """What the caller says of BOS and EOS; None leaves it to the tokenizer."""
 
     add_bos: bool | None = None
@@ -263,16 +232,16 @@ def well_known(names: Iterable[str], special_ids: Mapping[str, int]) -> str | No
     return next((name for name in names if name in special_ids), None)
 
 
-def identify(vocabulary: Vocabulary, wanted: Wanted) -> TokenizerIdentity:
+def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
     """Settle BOS, EOS and PAD: what the caller wants, else what the tokenizer has.
 
     By default a document gets the BOS and the EOS that there are. Where both are one id only EOS is added, or
     only BOS if that is asked for: never two in a row.
     """
-    bos_id = _id_of("bos_token", wanted.bos_token or vocabulary.bos, vocabulary)
-    eos_id = _id_of("eos_token", wanted.eos_token or vocabulary.eos, vocabulary)
+    bos_id = _id_of("bos_token", framing.bos_token or vocabulary.bos, vocabulary)
+    eos_id = _id_of("eos_token", framing.eos_token or vocabulary.eos, vocabulary)
     one_id = bos_id is not None and bos_id == eos_id
-    add_bos, add_eos = wanted.add_bos, wanted.add_eos
+    add_bos, add_eos = framing.add_bos, framing.add_eos
     if add_eos is None:
         add_eos = eos_id is not None and not (one_id and add_bos)
     if add_bos is None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from tokenmill.build.unit import sample_texts
 from tokenmill.documents import InputFile, ReadOptions, file_digest, find_files
-from tokenmill.encode.engines import ENGINES, kind_of, trusted
+from tokenmill.encode.engines import ENGINES, trusted
+from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
 from tokenmill.fingerprint import digest

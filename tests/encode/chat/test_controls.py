@@ -10,9 +10,10 @@ from tests.encode.chat.stock import STOCK
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFace
 
+from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.template import Controls, Habit, load_template
-from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.chat.template import StripRule, load_template
+from tokenmill.encode.chat.tokens import ChatEncoder, Controls
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError
 
@@ -106,10 +107,10 @@ def test_the_config_beside_a_tokenizer_counts_as_it_does_for_transformers(tmp_pa
         for name in PHI3
     }
     before = load_template("chatml", tokenizer=str(tmp_path))
-    assert dict(before.habits) == {"<|user|>": Habit(rstrip=True)}
+    assert dict(before.strip_rules) == {"<|user|>": StripRule(rstrip=True)}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
     after = load_template("chatml", tokenizer=str(tmp_path))
-    assert dict(after.habits) == {"<|end|>": Habit(rstrip=True)}
+    assert dict(after.strip_rules) == {"<|end|>": StripRule(rstrip=True)}
     assert before.to_json() != after.to_json(), "ids depend on it, and the tokenizer's identity does not hold it"
     done = encoder(tmp_path).encode([talk("s", "q", "a")])
     assert open_tokenizer(str(tmp_path)).decode(done.encoded.ids) == (
@@ -200,7 +201,8 @@ def test_an_answer_of_nothing_but_white_space_that_goes_away_is_refused(tmp_path
 
 
 def test_two_control_strings_share_the_white_space_between_them():
-    controls = Controls.of({"<a>": 1, "<b>": 2}, {"<a>": Habit(rstrip=True), "<b>": Habit(lstrip=True)}, "test")
+    rules = {"<a>": StripRule(rstrip=True), "<b>": StripRule(lstrip=True)}
+    controls = Controls.of({"<a>": 1, "<b>": 2}, rules, "test")
     text = " <b> <a>  <b>\x1c <b>x"
     found = controls.find(text, [(0, len(text))])
     assert [text[one.begin : one.end] for one in found] == [" <b>", "<a>  ", "<b>", " <b>"]

@@ -6,11 +6,12 @@ import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
-from tokenmill.encode.chat import spans
-from tokenmill.encode.chat.render import Scene, render
+from tokenmill.encode.chat import render as rendering
+from tokenmill.encode.chat.render import render
+from tokenmill.encode.chat.sample import _edges_of_sample
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.turns import _look
+from tokenmill.encode.chat.trace import Renderer
 from tokenmill.encode.refusal import Refusal
 
 UNMARKED = [name for name in STOCK if "endgeneration" not in stock_source(name)]
@@ -31,7 +32,7 @@ def the_long_way(monkeypatch):
 
     def found(*given):
         with monkeypatch.context() as patch:
-            patch.setattr(spans, "shown_by_sample", lambda *_: None)
+            patch.setattr(rendering, "edges_by_sample", lambda *_: None)
             return outcome(*given)
 
     return found
@@ -114,7 +115,7 @@ def test_a_prompt_that_depends_on_what_was_said_long_before_is_still_told_from_t
     assert leads == {True, False}
 
 
-def test_a_name_of_a_field_is_not_looked_for_in_texts():
+def test_a_name_of_a_field_is_not_edges_of_sampleed_for_in_texts():
     assert compiled("{{ 'image' in part }}{{ part.type }}{{ '<image>' in part }}", "a").literals == ("<image>",)
     assert compiled("{{ 'image' in part }}{{ part.strip() }}", "b").literals == ("image",)
     assert compiled("{{ x.split('a', 'b')[0].lstrip('\n').strip('<') }}{% set y = '[c]' %}", "c").literals == (
@@ -133,12 +134,12 @@ def long_talk(count: int, word: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma", "phi3", "qwen2_5"])
 def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
     renders = []
-    run = Scene._run
+    run = Renderer._run
     monkeypatch.setattr(
-        Scene, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
+        Renderer, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
     )
     template = stock_template(name)
-    _look.cache_clear()
+    _edges_of_sample.cache_clear()
     render(template, long_talk(16, "first"))
     assert len(renders) > 2
     assert max(renders[2:]) == 3, "samples are short"
@@ -160,9 +161,9 @@ def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):
         asked.append({"role": "tool", "tool_call_id": f"call{index}", "content": f"result {index}"})
     asked.append({"role": "assistant", "content": "answer"})
     renders = []
-    run = Scene._run
+    run = Renderer._run
     monkeypatch.setattr(
-        Scene, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
+        Renderer, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
     )
     found = render(stock_template("qwen3"), asked)
     assert sorted(renders)[-3:] == [5, len(asked), len(asked)]
@@ -174,5 +175,5 @@ def test_the_order_of_conversations_changes_nothing():
     given = [shaped("qwen3", shape) for shape in SHAPES if not shape.startswith("tools")]
     template = stock_template("qwen3")
     straight = [outcome(template, one, None, ("assistant",)) for one in given]
-    _look.cache_clear()
+    _edges_of_sample.cache_clear()
     assert [outcome(template, one, None, ("assistant",)) for one in reversed(given)] == straight[::-1]

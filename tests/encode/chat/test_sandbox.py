@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-import tokenmill.encode.chat.render as render_module
+from tokenmill.encode.chat import trace
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
@@ -106,9 +106,7 @@ BOMBS = [
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_template_cannot_take_all_time_or_memory(source, monkeypatch):
     """[S.c]"""
-    monkeypatch.setattr(
-        render_module, "budget", partial(budget, 100_000)
-    )  # the limit itself takes seconds to reach
+    monkeypatch.setattr(trace, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
     with pytest.raises(Refusal) as caught:
         rendered(source)
     assert caught.value.reason in ("too_many_steps", "too_large", "template_error")

@@ -34,7 +34,7 @@ def test_the_built_in_template_is_known_by_name():
     assert dict(template.special_tokens) == {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 
 
-def test_the_template_of_a_folder_is_found_where_other_libraries_look(folder):
+def test_the_template_of_a_folder_is_found_where_other_libraries_edges_of_sample(folder):
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
     write(
         folder,
@@ -85,10 +85,10 @@ def test_the_fingerprint_holds_what_decides_the_text(tmp_path):
     write(tmp_path, "a.jinja", CHATML)
     one, other = load_template("chatml", tokenizer=None), load_template(str(tmp_path / "a.jinja"), tokenizer=None)
     assert one.to_json() == other.to_json(), "the same template by another name is the same"
-    assert len(one.content) == 32
+    assert len(one.to_json()["content"]) == 32
     assert load_template("chatml", tokenizer="bytes").to_json() != one.to_json()
     write(tmp_path, "a.jinja", CHATML + " ")
-    assert load_template(str(tmp_path / "a.jinja"), tokenizer=None).content != one.content
+    assert load_template(str(tmp_path / "a.jinja"), tokenizer=None).to_json() != one.to_json()
 
 
 def test_the_fingerprint_is_the_same_in_every_process():
@@ -110,10 +110,15 @@ def test_the_fingerprint_is_the_same_in_every_process():
     assert shown == {f"{load_template('chatml', tokenizer='bytes').to_json()}\n"}
 
 
-def test_jinja_is_loaded_with_the_first_template():
+def test_jinja_is_loaded_with_the_first_recipe_that_has_a_template():
     program = (
-        "import sys, tokenmill.encode.chat.tokens, tokenmill.encode.chat.template as t\n"
-        "print('jinja2' in sys.modules); t.load_template('chatml', tokenizer=None); print('jinja2' in sys.modules)"
+        "import sys\n"
+        "from tokenmill.encode.engines import open_tokenizer\n"
+        "from tokenmill.encode.recipe import load_recipe, open_encoder\n"
+        "recipe = load_recipe({'preset': 'chat', 'chat_template': 'chatml'})\n"
+        "print('jinja2' in sys.modules)\n"
+        "open_encoder(recipe, open_tokenizer('bytes'), tokenizer_spec='bytes')\n"
+        "print('jinja2' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\nTrue\n"

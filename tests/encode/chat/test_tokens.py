@@ -6,8 +6,7 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tokenmill.encode.chat.render import Rendered
-from tokenmill.encode.chat.template import Controls
-from tokenmill.encode.chat.tokens import encode_all, pieces_of
+from tokenmill.encode.chat.tokens import Controls, encode_all, segments_of
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.refusal import Refusal
 
@@ -16,7 +15,7 @@ SPECIAL = {"<s>": 1, "<s>x": 2, "[A]": 3}
 
 def cut(text: str, authored: list[tuple[int, int]], supervised: list[tuple[int, int]] = []) -> list:  # noqa: B006
     rendered = Rendered(text=text, supervised=tuple(supervised), authored=tuple(authored))
-    return pieces_of(rendered, Controls.of(SPECIAL, {}, "test"))
+    return segments_of(rendered, Controls.of(SPECIAL, {}, "test"))
 
 
 def shown(pieces: list) -> list[tuple[str, int | None]]:
@@ -30,7 +29,7 @@ def test_control_strings_are_found_only_where_the_template_wrote_all_of_them():
     assert shown(cut("<s>x", [(0, 4)])) == [("<s>x", 2)], "the longest of those that start there"
     assert cut("", []) == []
     plain = Rendered(text="a<s>", supervised=(), authored=((0, 4),))
-    assert shown(pieces_of(plain, Controls.of({}, {}, "test"))) == [("a<s>", None)]
+    assert shown(segments_of(plain, Controls.of({}, {}, "test"))) == [("a<s>", None)]
 
 
 def test_an_edge_inside_a_control_string_is_refused():

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.template import load_template
-from tokenmill.encode.chat.tokens import ChatEncoder, Conversation
+from tokenmill.encode.chat.tokens import ChatEncoder
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import load_recipe
 from tokenmill.errors import ConfigError

@@ -1,204 +1,41 @@
-"""A conversation as one text, with what is trained on and who wrote each part."""
+"""A conversation as one text, with what is trained on and who wrote each part.
+
+What the assistant has to produce is found by `{% generation %}` blocks, or by comparing renders, and then proven:
+no character of another message is trained on, and none of a trained one is left out.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, Tracked, authored, budget, placed, runs_of
-from tokenmill.encode.refusal import Refusal
-from tokenmill.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jinja2.environment import Template
-
-    from tokenmill.encode.chat.sandbox import Compiled
-    from tokenmill.encode.chat.template import ChatTemplate
-
-
-# A conversation as templates are given it: checked, and with every string marked by where it stood.
-
-ROLES = (
-    *("system", "developer", "user", "assistant", "tool", "function"),
-    *("ipython", "observation", "model", "chatbot"),
+from tokenmill.encode.chat.conversation import (
+    NO_OPTIONS,
+    REASONING,
+    MarkedConversation,
+    Message,
+    flattened,
+    has_parts,
+    mark_conversation,
+    with_reasoning,
 )
-"""What chat templates know: they write the role into their control strings, so a role is no free text."""
-SETTING = -1
-"""The message of a character of the tools or options."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
-_PARTS: Mapping[str, tuple[str, ...]] = {
-    "text": ("content",),
-    "reasoning": REASONING,
-    "tool calls": ("tool_calls",),
-}
-_LABELS = frozenset(("name", "id", "type", "tool_call_id"))
-_MAX_DEPTH = 64
-
-
-@dataclass(kw_only=True, slots=True)
-class Record:
-    """The strings of one conversation, numbered from 1 through all of their characters."""
-
-    given: Sequence[Mapping[str, Any]]
-    """The messages before their strings were marked."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    tools: list[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    roles: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """First mark of each string."""
-    owners: list[int] = field(default_factory=list)
-    """Message that each string belongs to, or `SETTING`."""
-    labels: list[bool] = field(default_factory=list)
-    """Whether a string is a name or id, which templates may write again elsewhere, as for a tool's answer."""
-    fields: list[str] = field(default_factory=list)
-    """Field of the message that each string stands in, or `tools` or `options`; empty for white space and for the
-    names of the fields."""
-    firsts: list[int] = field(default_factory=list)
-    """First string of each message."""
-    size: int = 1
-
-    def string_of(self, mark: int) -> int:
-        """Return which string a mark of the record belongs to."""
-        return bisect_right(self.starts, mark) - 1
-
-    def end_of(self, string: int) -> int:
-        """Return one more than the last mark of a string."""
-        return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
-
-    def parts_of(self, message: int) -> tuple[str, ...]:
-        """Say what a message has to show, white space aside: some of text, reasoning, tool calls."""
-        fields = self.given[message]
-        return tuple(name for name, keys in _PARTS.items() if any(_text(fields.get(key)) for key in keys))
-
-    def named(self, owner: int) -> str:
-        """Name a message for people, from 1: `message 2 of 3 (assistant, with tool calls)`."""
-        if owner == SETTING:
-            return "the tools or options"
-        more = [part for part in self.parts_of(owner) if part != "text"]
-        role = ", with ".join([self.given[owner]["role"], *([" and ".join(more)] if more else [])])
-        return f"{_numbered(self.given, owner)} ({role})"
-
-
-def _numbered(messages: Sequence[object], index: int) -> str:
-    return f"message {index + 1} of {len(messages)}"
-
-
-def _text(value: object, depth: int = 0) -> bool:
-    if isinstance(value, str):
-        return bool(value.strip())
-    if not isinstance(value, Mapping | list | tuple):
-        return value is not None
-    items = [value[key] for key in value if key != "type"] if isinstance(value, Mapping) else value
-    return depth <= _MAX_DEPTH and any(_text(item, depth + 1) for item in items)
-
-
-def with_reasoning(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Give reasoning each name that templates read, as transformers does: data often has another."""
-    if not isinstance(messages, list | tuple):
-        return messages
-    return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    if reasoning is None:
-        return message
-    # Columns of a table give a null to every name that a message does not use.
-    own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
-    return {"thinking": reasoning, **own, "reasoning_content": reasoning}
-
-
-def read_record(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    options: Mapping[str, Any],
-    trained_roles: Sequence[str],
-) -> Record:
-    """Check a conversation and mark its strings; what is not text is refused."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise Refusal("no_messages", _shown(messages))
-    record = Record(given=messages)
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise Refusal("role", f"{_numbered(messages, index)}: {_shown(message)}")
-        role = message["role"]
-        if role not in ROLES and role not in trained_roles:
-            raise Refusal("role", f"{_numbered(messages, index)} with the unknown role {role[:64]!r}")
-        _refuse_media(record, index)
-        record.firsts.append(len(record.starts))
-        marked_message = _marked(record, {key: message[key] for key in message if key != "role"}, index, ())
-        record.messages.append({"role": authored(role), **marked_message})
-        record.roles.append(role)
-    if tools is not None:
-        record.tools = _marked(record, list(tools), SETTING, ("tools",))
-    record.options = {key: _marked(record, value, SETTING, ("options",)) for key, value in options.items()}
-    return record
-
-
-def _refuse_media(record: Record, index: int) -> None:
-    content = record.given[index].get("content")
-    for part in content if isinstance(content, list | tuple) else ():
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind != "text":
-            raise Refusal("media", f"a part of type {_shown(kind)} in {record.named(index)}")
-
-
-def _marked(
-    record: Record,
-    value: Any,  # noqa: ANN401 - any JSON value
-    owner: int,
-    path: tuple[str, ...],
-    depth: int = 0,
-) -> Any:  # noqa: ANN401
-    if isinstance(value, str):
-        return _marked_string(record, value, owner, path)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if depth > _MAX_DEPTH:
-        raise Refusal("not_json", f"values nested deeper than {_MAX_DEPTH} in {record.named(owner)}")
-    if isinstance(value, Mapping):
-        made: dict[Tracked, Any] = {}
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise Refusal("not_json", f"the key {_shown(key)} in {record.named(owner)}")
-            # A key of arguments is text that the assistant wrote; others are words of the format.
-            name = _marked_string(record, key, owner, path if "arguments" in path else (*path, "name"))
-            made[name] = _marked(record, item, owner, (*path, key), depth + 1)
-        return made
-    if isinstance(value, list | tuple):
-        return [_marked(record, item, owner, path, depth + 1) for item in value]
-    raise Refusal("not_json", f"a value of type {type(value).__name__} in {record.named(owner)}")
-
-
-def _marked_string(record: Record, text: str, owner: int, path: tuple[str, ...]) -> Tracked:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise Refusal("not_unicode", f"a lone surrogate in {record.named(owner)}") from error
-    if not text:
-        return authored("")
-    record.starts.append(record.size)
-    record.owners.append(owner)
-    record.fields.append(path[0] if path and not text.isspace() else "")
-    record.labels.append(bool(path) and path[-1] in _LABELS and "arguments" not in path)
-    first = record.size
-    record.size += len(text)
-    return placed(text, first)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+from tokenmill.encode.chat.sample import edges_by_sample
+from tokenmill.encode.chat.sandbox import compiled
+from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.trace import (
+    Range,
+    Renderer,
+    Trace,
+    closing_of,
+    closings,
+    empty_turn,
+    header_end,
+    header_ends,
+    own_range,
+)
+from tokenmill.encode.chat.tracked import runs_of
+from tokenmill.encode.refusal import Refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,19 +43,19 @@ class Rendered:
     """The text of a conversation; ranges are (first character, one after the last), sorted and disjoint."""
 
     text: str
-    supervised: tuple[tuple[int, int], ...]
+    supervised: tuple[Range, ...]
     """What is trained on."""
-    authored: tuple[tuple[int, int], ...]
+    authored: tuple[Range, ...]
     """What the template wrote: control strings are control tokens there, and ordinary text elsewhere."""
     lost: tuple[str, ...] = ()
-    """What the conversation has and the text has not, by the names of `losses`."""
+    """What the conversation has and the text lacks: tools, or tool calls, reasoning or content of some message."""
     unsaid: int = 0
     """Characters of contents, and of their parts, of which none is in the text."""
 
 
 def render(
     template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     *,
     tools: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] = NO_OPTIONS,
@@ -234,222 +71,176 @@ def render(
     Reasoning is given under each name that templates read.
     """
 
-    def rendered(given: Sequence[Mapping[str, Any]]) -> Rendered:
-        record = read_record(with_reasoning(given), tools, kwargs, train_on)
-        return _rendered(template, record, add_generation_prompt, train_on, last_only)
+    def rendered(given: Sequence[Message]) -> Rendered:
+        conversation = mark_conversation(with_reasoning(given), tools, kwargs, train_on)
+        return _rendered(template, conversation, add_generation_prompt, train_on, last_only)
 
     texts = flattened(messages)
     if texts is None:
         return rendered(messages)
-    made: list[Rendered] = []
+    forms: list[Rendered] = []
     refused: list[Refusal] = []
     for given in (messages, texts):
         try:
-            made.append(rendered(given))
+            forms.append(rendered(given))
         except Refusal as error:
             refused.append(error)
-        if made and not made[-1].unsaid:
-            return made[-1]
-    if not made:
+        if forms and not forms[-1].unsaid:
+            return forms[-1]
+    if not forms:
         raise refused[0]
     # A template may leave out a message however it is given; that form is right in which it leaves out less.
-    return min(made, key=lambda one: one.unsaid)
+    return min(forms, key=lambda form: form.unsaid)
 
 
 def _rendered(
-    template: ChatTemplate, record: Record, add_generation_prompt: bool, train_on: Sequence[str], last_only: bool
+    template: ChatTemplate,
+    conversation: MarkedConversation,
+    add_generation_prompt: bool,
+    train_on: Sequence[str],
+    last_only: bool,
 ) -> Rendered:
-    from tokenmill.encode.chat.sandbox import compiled
-    from tokenmill.encode.chat.spans import find_ranges
-
-    scene = Scene(
+    renderer = Renderer(
         compiled=compiled(template.source, template.where),
         where=template.where,
         special_tokens=template.special_tokens,
-        record=record,
+        conversation=conversation,
     )
-    full = scene.trace(len(record.messages), add_generation_prompt)
-    scene.refuse_other_text(full, add_generation_prompt)
-    losses = losses_of(record, full)
+    trace = renderer.trace(len(conversation.messages), add_generation_prompt)
+    renderer.refuse_other_text(trace, add_generation_prompt)
+    lost, unsaid = _losses(trace)
     return Rendered(
-        text=full.text,
-        supervised=() if add_generation_prompt else find_ranges(scene, train_on, last_only),
-        authored=tuple(full.authored()),
-        lost=losses.names,
-        unsaid=losses.unsaid,
+        text=trace.text,
+        supervised=() if add_generation_prompt else find_ranges(renderer, train_on, last_only),
+        authored=tuple(trace.authored()),
+        lost=lost,
+        unsaid=unsaid,
     )
 
 
-# One conversation under one template, rendered whole or in part, with the origin of every character.
-
-Range: TypeAlias = tuple[int, int]
-"""First character and the one after the last."""
+# What is trained on.
 
 
-class Fragment(NamedTuple):
-    """Characters of a render that stand together in one string of the record."""
-
-    begin: int
-    end: int
-    origin: int
-    """The first character's number in the record."""
-    step: int
-    """1 where each further character has the next number; 0 where all have one, as what an escape makes of it."""
-    string: int
-    owner: int
-    """Which message, or `SETTING`."""
-
-    @property
-    def last_origin(self) -> int:
-        """The last character's number in the record."""
-        return self.origin + (self.end - self.begin - 1) * self.step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
-    """A render; what is in no fragment the template wrote."""
-
-    text: str
-    fragments: list[Fragment]
-    """In the order of the text."""
-    begins: list[int]
-    """Of each fragment."""
-    of_message: Mapping[int, list[Fragment]]
-    generation: list[Range]
-    """What generation blocks wrote; ranges do not touch."""
-
-    def before(self, at: int) -> list[Fragment]:
-        """Return the fragments that begin before a character."""
-        return self.fragments[: bisect_left(self.begins, at)]
-
-    def within(self, begin: int, end: int) -> list[Fragment]:
-        """Return the fragments that have a character in a range."""
-        if begin >= end:
-            return []
-        first = bisect_right(self.begins, begin)
-        first -= first > 0 and self.fragments[first - 1].end > begin
-        return self.fragments[first : bisect_left(self.begins, end)]
-
-    def authored(self) -> list[Range]:
-        """Return what the template wrote."""
-        edges = [0, *(edge for one in self.fragments for edge in (one.begin, one.end)), len(self.text)]
-        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
+def find_ranges(renderer: Renderer, trained_roles: Sequence[str], last_only: bool) -> tuple[Range, ...]:
+    """Return the sorted, disjoint ranges that are trained on; what cannot be proven is refused."""
+    roles = renderer.conversation.roles
+    trace = renderer.trace(len(roles), False)
+    trained = [index for index, role in enumerate(roles) if role in trained_roles]
+    if not trained:
+        raise Refusal("no_trained_message", f"no message is of the roles {list(trained_roles)}, only {roles}")
+    trained = trained[-1:] if last_only else trained
+    by_block = [index for index in trained if renderer.compiled.has_generation and roles[index] == "assistant"]
+    for index in by_block:
+        _refuse_missing(trace, index)
+    ranges = _block_ranges(trace, by_block[-1], last_only) if by_block else []
+    for index in trained:
+        if index not in by_block:
+            begin, end = _turn_range(renderer, trace, index)
+            ranges += [(begin, end)] if begin < end else []
+    ranges = _merged(ranges)
+    _prove(trace, ranges, set(trained))
+    return tuple(ranges)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scene:
-    """A conversation to render."""
-
-    compiled: Compiled
-    where: str
-    special_tokens: Mapping[str, str]
-    record: Record
-    striking: list[list[int]] = field(default_factory=list)
-    """Kept by `sample`, once it is known: messages with what the template may look for."""
-    _kept: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
-
-    def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        """Render the first messages and follow every character; each render is done once."""
-        key = (num_messages, add_generation_prompt)
-        if key not in self._kept:
-            try:
-                self._kept[key] = self._traced(*key)
-            except Refusal as error:
-                self._kept[key] = error
-        kept = self._kept[key]
-        if isinstance(kept, Refusal):
-            raise kept
-        return kept
-
-    def try_trace(self, num_messages: int, add_generation_prompt: bool) -> Trace | None:
-        """Render the first messages, if the template takes a conversation that ends there."""
-        try:
-            return self.trace(num_messages, add_generation_prompt)
-        except Refusal:
-            return None
-
-    def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
-        """Refuse if plain strings, which every other library renders with, give another text."""
-        names = self._names(len(self.record.messages), add_generation_prompt, str)
-        text = self._run(self.compiled.plain, {name: bare(value) for name, value in names.items()})
-        if text != trace.text:
-            raise Refusal("changed", "the text is another one when its characters are followed")
-
-    def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        rendered = self._run(self.compiled.tracked, self._names(num_messages, add_generation_prompt, authored))
-        text = str.__str__(rendered)
-        fragments: list[Fragment] = []
-        generation: list[Range] = []
-        of_message: dict[int, list[Fragment]] = {}
-        at = 0
-        for size, first, step in runs_of(rendered):
-            if first == UNKNOWN:
-                raise Refusal("untracked", f"the template makes {text[at : at + 40]!r} in a way not followed")
-            if first & GENERATION:
-                begin = generation.pop()[0] if generation and generation[-1][1] == at else at
-                generation.append((begin, at + size))
-            origin = first & (GENERATION - 1)
-            if origin:
-                string = self.record.string_of(origin)
-                owner = self.record.owners[string]
-                fragments.append(Fragment(at, at + size, origin, step, string, owner))
-                of_message.setdefault(owner, []).append(fragments[-1])
-            at += size
-        return Trace(
-            text=text,
-            fragments=fragments,
-            begins=[one.begin for one in fragments],
-            of_message=of_message,
-            generation=generation,
-        )
-
-    def _names(self, num_messages: int, prompt: bool, own: Callable[[str], str]) -> dict[str, Any]:
-        """Return what the template may refer to; `own` makes a string the template's."""
-        record = self.record
-        return {
-            **{name: own(token) for name, token in self.special_tokens.items()},
-            "strftime_now": lambda form: own(self._now().strftime(form)),
-            **record.options,
-            "messages": record.messages[:num_messages],
-            "tools": record.tools,
-            "documents": None,
-            "add_generation_prompt": prompt,
-        }
-
-    def _run(self, template: Template, names: dict[str, Any]) -> str:
-        with budget():
-            try:
-                return template.render(names)
-            except (Refusal, ConfigError):
-                raise
-            except Exception as error:
-                # A template may fail in any way that Python can; here it costs the record, not the job.
-                text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
-                raise Refusal("template_error", f"the template fails with {text}") from error
-
-    def _now(self) -> datetime:
-        given = self.record.options.get("now")
-        if given is None:
-            raise ConfigError(
-                f"chat template {self.where}: it writes today's date, and data must not depend on the clock, "
-                'got no date; give one among the options of the template: now = "2025-01-31"'
-            )
-        try:
-            return datetime.fromisoformat(str.__str__(given))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"chat template {self.where}: now must be a date in ISO form, got {given!r}; "
-                'write it as "2025-01-31"'
-            ) from error
+def _merged(ranges: list[Range]) -> list[Range]:
+    merged: list[Range] = []
+    for begin, end in sorted(ranges):
+        if merged and begin < merged[-1][1]:
+            raise Refusal("overlap", f"a turn from character {begin}, where the one before it has not ended")
+        if merged and begin == merged[-1][1]:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged
 
 
-def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a value with plain strings in place of tracked ones."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, dict):
-        return {str.__str__(key): bare(item) for key, item in value.items()}
-    return [bare(item) for item in value] if isinstance(value, list) else value
+def _prove(trace: Trace, ranges: list[Range], trained: set[int]) -> None:
+    """Refuse ranges that hold a character of another message, or leave out one of a trained message."""
+    if not ranges:
+        raise Refusal("no_supervision", "nothing in the render is trained on")
+    for begin, end in ranges:
+        for each in trace.within(begin, end):
+            if each.owner not in trained:
+                shown = trace.shown(max(begin, each.begin))
+                raise Refusal("foreign", f"what is trained on would hold {shown} of another message")
+    outside = [0, *(edge for both in ranges for edge in both), len(trace.text)]
+    for begin, end in zip(outside[::2], outside[1::2], strict=True):
+        for each in trace.within(begin, end):
+            if each.owner in trained and not trace.conversation.labels[each.string]:
+                shown = trace.shown(max(begin, each.begin))
+                raise Refusal("uncovered", f"what is trained on would leave out {shown}")
+
+
+def _block_ranges(trace: Trace, last: int, last_only: bool) -> list[Range]:
+    """Return what generation blocks wrote: all, or only what is of the last message."""
+    blocks = trace.generation
+    if not blocks:
+        raise Refusal("no_generation", "the template has generation blocks, and this conversation reached none")
+    if not last_only:
+        return list(blocks)
+    own = trace.of_message.get(last)
+    earlier = max((each.end - 1 for each in trace.fragments if 0 <= each.owner < last), default=-1)
+    answers = earlier >= 0 and trace.conversation.roles[last - 1] != "assistant" and last - 1 in trace.of_message
+    ranges = []
+    for begin, end in blocks:
+        owners = {each.owner for each in trace.within(begin, end)}
+        if last in owners or (own and begin > own[0].begin):
+            ranges.append((begin, end))
+        elif not owners and begin > earlier:
+            if not answers and earlier >= 0:
+                raise Refusal("no_proof", f"the block with {trace.shown(begin)} may be of either of two messages")
+            ranges.append((begin, end))
+    return ranges
+
+
+def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
+    """Return from where to where a message has to be produced, its end of turn included."""
+    conversation = trace.conversation
+    asks = conversation.roles[index] == "assistant"
+    own = own_range(trace, index)
+    if own is None:
+        _refuse_missing(trace, index)
+        if not asks:
+            return (0, 0)
+        begin = empty_turn(renderer, trace, index)
+        return begin, begin + len(_closing(trace, closings(renderer, index, None), index, begin))
+    first, after = own
+    if any(each.owner != index for each in trace.within(first, after)):
+        raise Refusal("interleaved", f"{conversation.named(index)} in parts, with others between them")
+    # What a sample shows counts where the render has the same; else renders of the conversation itself decide.
+    known = edges_by_sample(renderer, index)
+    begin, end = first, None
+    if asks:
+        ends = header_ends(trace, known.header, first) if known and known.header else []
+        shown = known is not None and bool(ends) and trace.text[ends[-1] : first] in ("", *known.leads)
+        begin = ends[-1] if shown else header_end(renderer, trace, index, first)
+    last = trace.origin_at(after - 1)
+    if known is not None and known.last == last:
+        end = closing_of(trace, known.tails, after)
+    if end is None:
+        end = _closing(trace, closings(renderer, index, last), index, after)
+    return begin, after + len(end)
+
+
+def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> str:
+    end = closing_of(trace, tails, after)
+    if end is None:
+        raise Refusal("end_of_turn", f"{trace.shown(after)} behind {trace.conversation.named(index)}")
+    return end
+
+
+def _refuse_missing(trace: Trace, index: int) -> None:
+    if index in trace.of_message:
+        return
+    named = trace.conversation.named(index)
+    match trace.conversation.parts_of(index):
+        case ():
+            return
+        case ("text", *_):
+            detail = f"the template writes nothing of {named}"
+        case parts:
+            detail = f"the template writes no {' and no '.join(parts)}, and {named} has nothing else"
+    raise Refusal("missing", detail)
 
 
 # What a conversation holds and its render does not, without being refused.
@@ -463,47 +254,40 @@ _NAMES: Mapping[str, str] = {
 """Field -> what it is called that a message, or the record, has it and no character of it was written."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Losses:
-    """What the template was given and did not write."""
+def _losses(trace: Trace) -> tuple[tuple[str, ...], int]:
+    """Return what was lost, by name, and how many characters of contents.
 
-    names: tuple[str, ...]
-    """Of tools, and of tool calls, reasoning or content of some message."""
-    unsaid: int
-    """Characters of contents, and of their parts, of which none was written."""
-
-
-def losses_of(record: Record, full: Trace) -> Losses:
-    """Find what no character was written of; where a list of texts is written as a list the record is refused.
-
-    Reasoning counts in a field of its own and at the start of a content, before `</think>`.
+    A list of texts that is written as a list is refused. Reasoning counts in a field of its own and at the start of
+    a content, before `</think>`.
     """
-    written = {one.string for one in full.fragments}
-    found: dict[tuple[int, str], bool] = {}
+    conversation = trace.conversation
+    written = {each.string for each in trace.fragments}
+    is_written: dict[tuple[int, str], bool] = {}
     unsaid = 0
-    for string, (owner, name) in enumerate(zip(record.owners, record.fields, strict=True)):
+    for string, (owner, name) in enumerate(zip(conversation.owners, conversation.fields, strict=True)):
         if name == "content":
-            if not record.labels[string]:
-                unsaid += 0 if string in written else record.end_of(string) - record.starts[string]
-            elif string in written and _flat(record.given[owner]) is not record.given[owner]:
-                raise Refusal("parts", f"the template writes the list itself in {record.named(owner)}")
+            if not conversation.labels[string]:
+                size = conversation.end_of(string) - conversation.starts[string]
+                unsaid += 0 if string in written else size
+            elif string in written and has_parts(conversation.given[owner]):
+                raise Refusal("parts", f"the template writes the list itself in {conversation.named(owner)}")
         elif name in _NAMES:
             # The fields for reasoning are names of one thing: to write one of them is to write it.
             key = (owner, _NAMES[name])
-            found[key] = found.get(key, False) or string in written
-    lost = {name for (_, name), shown in found.items() if not shown}
+            is_written[key] = is_written.get(key, False) or string in written
+    lost = {name for (_, name), shown in is_written.items() if not shown}
     lost |= {"content_not_written"} if unsaid else set()
-    for index, begin, end in _thoughts(record):
-        fragments = full.of_message.get(index, ())
-        if not any(one.origin < end and one.last_origin >= begin for one in fragments):
+    for index, begin, end in _thoughts(conversation):
+        fragments = trace.of_message.get(index, ())
+        if not any(each.origin < end and each.last_origin >= begin for each in fragments):
             lost.add(_DROPPED)
-    return Losses(names=tuple(sorted(lost)), unsaid=unsaid)
+    return tuple(sorted(lost)), unsaid
 
 
-def _thoughts(record: Record) -> Iterator[tuple[int, int, int]]:
+def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]]:
     """Yield message, first mark and last, exclusive, of what stands before `</think>` in an answer."""
-    for index, message in enumerate(record.messages):
-        content = message.get("content") if record.roles[index] == "assistant" else None
+    for index, message in enumerate(conversation.messages):
+        content = message.get("content") if conversation.roles[index] == "assistant" else None
         if isinstance(content, str) and "</think>" in content:
             text = str.__str__(content)
             end = text.index("</think>")
@@ -514,26 +298,3 @@ def _thoughts(record: Record) -> Iterator[tuple[int, int, int]]:
                 first = runs_of(content)[0][1] + begin
                 blank = len(thought) - len(thought.lstrip())
                 yield index, first + blank, first + len(thought.rstrip())
-
-
-def flattened(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Return messages in which every list of texts is one text; None where there is no such list."""
-    if not isinstance(messages, list | tuple):
-        return None
-    made = [_flat(message) for message in messages]
-    return made if any(one is not given for one, given in zip(made, messages, strict=True)) else None
-
-
-def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    parts = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(parts, list | tuple):
-        return message
-    texts = [_loss_text(part) for part in parts]
-    strings = [text for text in texts if text is not None]
-    return {**message, "content": "".join(strings)} if len(strings) == len(texts) else message
-
-
-def _loss_text(part: object) -> str | None:
-    if isinstance(part, Mapping) and part.get("type", "text") == "text":
-        part = part.get("text")
-    return part if isinstance(part, str) else None

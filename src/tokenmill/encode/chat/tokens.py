@@ -1,28 +1,102 @@
-"""The ids and the mask of rendered conversations: control ids only where the template wrote them."""
+"""The ids and the mask of conversations: control ids only where the template wrote them."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenmill.encode.chat.render import NO_OPTIONS, Rendered, render
-from tokenmill.encode.chat.template import ChatTemplate, Controls, Ids
+from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
+from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.template import ChatTemplate, StripRule
+from tokenmill.encode.chat.trace import MARKUP
 from tokenmill.encode.refusal import Refusal
 from tokenmill.encode.tokenizer import Tokenizer, join
 from tokenmill.errors import ConfigError
-from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array
+from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
 
-Mask: TypeAlias = "Uint8Array"
+# Control strings in a rendered text, and the white space around them that goes with them.
+
+BLANKS = frozenset("\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | set(
+    map(chr, range(0x2000, 0x200B))
+)
+"""White space to Hugging Face tokenizers; Python takes four control characters for it as well."""
+
+
+class Control(NamedTuple):
+    """A control string that stands in a text, with the white space that it takes away."""
+
+    begin: int
+    end: int
+    at: int
+    """First character of the string itself."""
+    stop: int
+    """One after its last."""
+    ids: Uint32Array
+    """Its id."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Controls:
+    """Finds the control strings of a tokenizer."""
+
+    ids: Mapping[str, Uint32Array]
+    rules: Mapping[str, StripRule]
+    where: str
+    _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # The first that stands somewhere, and of those that start together the longest, as Hugging Face does.
+        odd = [name for name, rule in self.rules.items() if rule.unlike]
+        names = sorted({*self.ids, *odd} - {""}, key=lambda name: (-len(name), name))
+        object.__setattr__(self, "_pattern", re.compile("|".join(map(re.escape, names))) if names else None)
+
+    @classmethod
+    def of(cls, special_ids: Mapping[str, int], rules: Mapping[str, StripRule], where: str) -> Controls:
+        """Make one for a tokenizer."""
+        ids = {name: np.array([id_], np.uint32) for name, id_ in special_ids.items()}
+        return cls(ids=ids, rules=rules, where=where)
+
+    def find(self, text: str, ranges: Iterable[tuple[int, int]]) -> list[Control]:
+        """Return the control strings that lie within one of the ranges; white space around them may go beyond."""
+        controls: list[Control] = []
+        if self._pattern is None:
+            return controls
+        done = 0
+        for first, last in ranges:
+            for match in self._pattern.finditer(text, first, last):
+                (begin, end), name = match.span(), match.group()
+                if name in self.rules:
+                    begin, end = self._with_blanks(text, done, match, self.rules[name])
+                controls.append(Control(begin, end, *match.span(), self.ids[name]))
+                done = end
+        return controls
+
+    def _with_blanks(self, text: str, done: int, match: re.Match[str], rule: StripRule) -> tuple[int, int]:
+        if rule.unlike:
+            raise ConfigError(
+                f"chat template {self.where}: what it writes must have the ids that transformers gives, got "
+                f"{match.group()!r}, which by the tokenizer's files {rule.unlike}; "
+                "change that in a copy of the files, and use the copy wherever the model is used"
+            )
+        begin, end = match.span()
+        while rule.lstrip and begin > done and text[begin - 1] in BLANKS:
+            begin -= 1
+        while rule.rstrip and end < len(text) and text[end] in BLANKS:
+            end += 1
+        return begin, end
+
+
+# A rendered text cut at its control strings, and encoded.
 
 
 @dataclass(kw_only=True, slots=True)
-class Piece:
+class Segment:
     """A control string, or the ordinary text between two of them."""
 
     text: str
@@ -30,20 +104,21 @@ class Piece:
     """Characters inside an ordinary text where what is trained on begins or ends."""
     trained: bool
     """Whether its first character is trained on; it changes at every edge."""
-    parts: list[Ids] = field(default_factory=list)
+    parts: list[Uint32Array] = field(default_factory=list)
     """The ids, of a text in as many parts as its edges make."""
 
 
-def pieces_of(rendered: Rendered, controls: Controls) -> list[Piece]:
+def segments_of(rendered: Rendered, controls: Controls) -> list[Segment]:
     """Cut a text at the control strings that the template wrote; those of the record are ordinary text."""
     text = rendered.text
     bounds = [edge for both in rendered.supervised for edge in both]
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
 
     def add_text(begin: int, end: int) -> None:
         if begin < end:
-            edges = [edge - begin for edge in bounds[bisect_right(bounds, begin) : bisect_left(bounds, end)]]
-            pieces.append(Piece(text=text[begin:end], edges=edges, trained=bisect_right(bounds, begin) % 2 == 1))
+            first = bisect_right(bounds, begin)
+            edges = [edge - begin for edge in bounds[first : bisect_left(bounds, end)]]
+            segments.append(Segment(text=text[begin:end], edges=edges, trained=first % 2 == 1))
 
     done = 0
     for control in controls.find(text, rendered.authored):
@@ -51,76 +126,76 @@ def pieces_of(rendered: Rendered, controls: Controls) -> list[Piece]:
         before, shown = bisect_right(bounds, control.at), text[control.at : control.stop]
         if before < len(bounds) and bounds[before] < control.stop:
             raise Refusal("straddles", f"what is trained on begins or ends inside {shown!r}")
-        pieces.append(Piece(text=shown, edges=(), trained=before % 2 == 1, parts=[control.ids]))
+        segments.append(Segment(text=shown, edges=(), trained=before % 2 == 1, parts=[control.ids]))
         done = control.end
     add_text(done, len(text))
-    return pieces
+    return segments
 
 
 def encode_all(
     rendered: Sequence[Rendered], tokenizer: Tokenizer, controls: Controls
-) -> list[tuple[Ids, Mask] | Refusal]:
+) -> list[tuple[Uint32Array, Uint8Array] | Refusal]:
     """Encode several conversations in one call of the tokenizer, and once more where a token straddles an edge."""
-    cut: list[list[Piece] | Refusal] = []
-    for one in rendered:
+    cut: list[list[Segment] | Refusal] = []
+    for each in rendered:
         try:
-            cut.append(pieces_of(one, controls))
+            cut.append(segments_of(each, controls))
         except Refusal as error:
             cut.append(error)
-    texts = [piece for pieces in cut if isinstance(pieces, list) for piece in pieces if not piece.parts]
+    texts = [segment for segments in cut if isinstance(segments, list) for segment in segments if not segment.parts]
     _encode_whole(texts, tokenizer)
-    _encode_parts([piece for piece in texts if not piece.parts], tokenizer)
-    return [pieces if isinstance(pieces, Refusal) else _joined(pieces) for pieces in cut]
+    _encode_parts([segment for segment in texts if not segment.parts], tokenizer)
+    return [segments if isinstance(segments, Refusal) else _joined(segments) for segments in cut]
 
 
-def _joined(pieces: list[Piece]) -> tuple[Ids, Mask] | Refusal:
-    ids: list[Ids] = [np.empty(0, np.uint32)]
+def _joined(segments: list[Segment]) -> tuple[Uint32Array, Uint8Array] | Refusal:
+    ids: list[Uint32Array] = [np.empty(0, np.uint32)]
     trained: list[bool] = [False]
-    for piece in pieces:
-        if not piece.parts:
-            shown = piece.text[max(0, piece.edges[0] - 8) : piece.edges[0] + 8]
+    for segment in segments:
+        if not segment.parts:
+            shown = segment.text[max(0, segment.edges[0] - 8) : segment.edges[0] + 8]
             return Refusal("straddles", f"a token lies across an edge of what is trained on, in {shown!r}")
-        ids += piece.parts
-        trained += [(at % 2 == 0) == piece.trained for at in range(len(piece.parts))]
+        ids += segment.parts
+        trained += [(at % 2 == 0) == segment.trained for at in range(len(segment.parts))]
     return np.concatenate(ids), np.repeat(np.array(trained, np.uint8), [part.size for part in ids])
 
 
-def _encode_whole(pieces: list[Piece], tokenizer: Tokenizer) -> None:
+def _encode_whole(segments: list[Segment], tokenizer: Tokenizer) -> None:
     """Encode texts as a whole, and what stands before each edge; those where a token straddles are left out."""
-    texts = [piece.text[:end] for piece in pieces for end in (*piece.edges, len(piece.text))]
+    texts = [segment.text[:end] for segment in segments for end in (*segment.edges, len(segment.text))]
     ids = _encode(texts, tokenizer)
     at = 0
-    for piece in pieces:
-        *before, whole = ids[at : at + len(piece.edges) + 1]
+    for segment in segments:
+        *before, whole = ids[at : at + len(segment.edges) + 1]
         at += len(before) + 1
         if all(np.array_equal(part, whole[: part.size]) for part in before):
             ends = [0, *(part.size for part in before), whole.size]
-            piece.parts = [whole[begin:end] for begin, end in pairwise(ends)]
+            segment.parts = [whole[begin:end] for begin, end in pairwise(ends)]
 
 
-def _encode_parts(pieces: list[Piece], tokenizer: Tokenizer) -> None:
+def _encode_parts(segments: list[Segment], tokenizer: Tokenizer) -> None:
     """Encode both sides of an edge on their own where a token would straddle it, as the model meets them.
 
     A tokenizer that puts a mark before every text would add a blank there; such texts are left out.
     """
     texts = [
         text
-        for piece in pieces
+        for segment in segments
         for text in (
-            piece.text,
-            *(piece.text[begin:end] for begin, end in pairwise((0, *piece.edges, len(piece.text)))),
+            segment.text,
+            *(segment.text[begin:end] for begin, end in pairwise((0, *segment.edges, len(segment.text)))),
         )
     ]
     ids = _encode(texts, tokenizer)
     at = 0
-    for piece in pieces:
-        whole, *sides = ids[at : at + len(piece.edges) + 2]
+    for segment in segments:
+        whole, *sides = ids[at : at + len(segment.edges) + 2]
         at += len(sides) + 1
         if tokenizer.decode(np.concatenate(sides)) == tokenizer.decode(whole):
-            piece.parts = sides
+            segment.parts = sides
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Ids]:
+def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Uint32Array]:
     if not texts:
         return []
     encoded = tokenizer.encode(texts)
@@ -134,33 +209,18 @@ _TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
-    """The messages of a record, and what its template is told besides."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Any] | None = None
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
-    """Names that the template reads; they go before those of the encoder."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChatEncoded:
     """The conversations that could be encoded, and those that could not."""
 
     encoded: Encoded
     """Ids as uint32."""
-    masks: Mask
+    masks: Uint8Array
     """One a token: 1 where it is trained on."""
     kept: Int64Array
     """Which of the conversations that were given these are, in order."""
     refused: Sequence[Refused]
     lost: Sequence[tuple[str, ...]]
-    """Of each that was kept, what the template did not write of it, by the names of `losses`."""
-
-    @property
-    def notes(self) -> Mapping[str, int]:
-        """What a user should know, by name: of how many conversations it is true."""
-        return dict(sorted(Counter(name for names in self.lost for name in names).items()))
+    """Of each that was kept, what the template did not write of it, by the names of `Rendered.lost`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +238,7 @@ class ChatEncoder:
     _controls: Controls = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        controls = Controls.of(self.tokenizer.special_ids, self.template.habits, self.template.where)
+        controls = Controls.of(self.tokenizer.special_ids, self.template.strip_rules, self.template.where)
         object.__setattr__(self, "_controls", controls)
         identity = self.tokenizer.identity
         if identity.kind == "tokenizer.json" and self.template.tokenizer != identity.content:
@@ -205,8 +265,6 @@ class ChatEncoder:
         The text of a record can spell it as well, and so seem to end a turn. Empty where all is well, and where the
         template takes no plain question and answer.
         """
-        from tokenmill.encode.chat.turns import MARKUP
-
         for content in ("a", [{"type": "text", "text": "a"}]):
             messages = [{"role": role, "content": content} for role in ("user", "assistant")]
             try:
@@ -219,54 +277,43 @@ class ChatEncoder:
             return tuple(name for name in ends if name not in self.tokenizer.special_ids)
         return ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all that decides ids and masks, but for the tokenizer, which has an identity of its own."""
-        return {
-            "template": self.template.to_json(),
-            "train_on": sorted(self.train_on),
-            "last_only": self.last_only,
-            "kwargs": dict(self.kwargs),
-        }
-
     def encode(self, conversations: Sequence[Conversation]) -> ChatEncoded:
         """Render, cut and encode conversations; what cannot be proven right is refused, the rest kept.
 
         A template that asks for today's date and was given none raises `ConfigError`.
         """
-        rendered: list[Rendered] = []
-        places: list[int] = []
-        refused: list[Refused] = []
+        rendered: dict[int, Rendered] = {}
+        refused: dict[int, Refusal] = {}
         for index, conversation in enumerate(conversations):
             try:
-                rendered.append(self._rendered(conversation))
-                places.append(index)
+                rendered[index] = self._rendered(conversation)
             except Refusal as error:
-                refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
-        kept: list[int] = []
-        lost: list[tuple[str, ...]] = []
-        ids: list[Ids] = []
-        masks: list[Mask] = [np.empty(0, np.uint8)]
-        results = encode_all(rendered, self.tokenizer, self._controls)
-        for index, shown, result in zip(places, rendered, results, strict=True):
+                refused[index] = error
+        ids: list[Uint32Array] = []
+        masks: list[Uint8Array] = [np.empty(0, np.uint8)]
+        results = encode_all(list(rendered.values()), self.tokenizer, self._controls)
+        for index, result in zip(rendered, results, strict=True):
             try:
                 if isinstance(result, Refusal):
                     raise result
-                one, mask = self._with_one_bos(*result)
+                own, mask = self._with_one_bos(*result)
                 if not mask.any():
                     raise Refusal("no_supervision", "no token is left of what is trained on, only white space")
             except Refusal as error:
-                refused.append(Refused(index=index, reason=error.reason, detail=error.detail))
+                refused[index] = error
                 continue
-            kept.append(index)
-            lost.append(shown.lost)
-            ids.append(one)
+            ids.append(own)
             masks.append(mask)
+        kept = [index for index in rendered if index not in refused]
         return ChatEncoded(
             encoded=join(ids),
             masks=np.concatenate(masks),
             kept=np.array(kept, np.int64),
-            refused=sorted(refused, key=lambda one: one.index),
-            lost=lost,
+            refused=[
+                Refused(index=index, reason=error.reason, detail=error.detail)
+                for index, error in sorted(refused.items())
+            ],
+            lost=[rendered[index].lost for index in kept],
         )
 
     def _rendered(self, conversation: Conversation) -> Rendered:
@@ -286,7 +333,7 @@ class ChatEncoder:
         """Return an option that would replace what the template is given; None if none does."""
         return next((name for name in options if name in (*_TAKEN, *self.template.special_tokens)), None)
 
-    def _with_one_bos(self, ids: Ids, mask: Mask) -> tuple[Ids, Mask]:
+    def _with_one_bos(self, ids: Uint32Array, mask: Uint8Array) -> tuple[Uint32Array, Uint8Array]:
         """See that a conversation starts with one BOS if the template writes it or the tokenizer adds it.
 
         What the template wrote stands, so only a BOS that is missing is put in front, and of several at the start
@@ -309,7 +356,7 @@ class ChatEncoder:
             self._refuse_late_bos(ids, is_bos)
         return ids, mask
 
-    def _refuse_late_bos(self, ids: Ids, is_bos: BoolArray) -> None:
+    def _refuse_late_bos(self, ids: Uint32Array, is_bos: BoolArray) -> None:
         """Refuse a BOS that the template wrote behind white space, after the one that was put in front."""
         others = np.flatnonzero(is_bos[1:])
         if others.size and not self.tokenizer.decode(ids[1 : 1 + int(others[0])]).strip():

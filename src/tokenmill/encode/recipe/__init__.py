@@ -1,8 +1,8 @@
 """Recipes: how the fields of a record become tokens and masks.
 
 1. In: what names a recipe (a preset, a JSON or TOML file, a table); records, as mappings of fields.
-2. Does: reads and checks the recipe (`schema`, `check`), takes the texts and messages of each record (`extract`),
-   encodes all of a batch in one call of the tokenizer and lays tokens and masks end to end (`ragged`, `encoder`).
+2. Does: reads and checks the recipe (`recipe`, `presets`), takes the texts and messages of each record (`extract`),
+   encodes a batch in one call of the tokenizer (`encoder`) and lays tokens and masks end to end (`ragged`).
 3. Out: `Records` of one training type, with the records that were refused and why; and the recipe as
    canonical JSON, which says when two stores were made alike.
 """

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenmill.encode.chat import ChatEncoder, Conversation
+from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.frame import frame, token_dtype, with_second_bos
 from tokenmill.encode.recipe.extract import PlainItems, Record, VariantReader, choose, look_up, tools_of
 from tokenmill.encode.recipe.ragged import (
@@ -30,6 +31,9 @@ from tokenmill.encode.refusal import Refusal
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, TokenizerError
 from tokenmill.types import STORED_ARRAYS, AnyArray, Encoded, Int64Array, Records, Refused, token_arrays
+
+if TYPE_CHECKING:
+    from tokenmill.encode.chat.tokens import ChatEncoder
 
 ANSWERS = "answers"
 """Conversations of a group, each a prompt and one of its responses; they are cut into those two."""
@@ -77,7 +81,8 @@ def open_encoder(recipe: Recipe, tokenizer: Tokenizer, *, tokenizer_spec: str) -
 
 
 def _open_chat(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> ChatEncoder:
-    from tokenmill.encode.chat.template import load_template
+    from tokenmill.encode.chat.template import load_template  # late: jinja2 takes time to load
+    from tokenmill.encode.chat.tokens import ChatEncoder
 
     assert recipe.chat_template is not None
     group = recipe.kind == "grpo"

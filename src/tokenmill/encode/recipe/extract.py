@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
-import orjson
 
 from tokenmill.encode.recipe.recipe import Recipe, Section, Source, Variant
 from tokenmill.encode.refusal import Refusal
@@ -78,8 +78,8 @@ def tools_of(value: object, field: str) -> Sequence[Message] | None:
     """Return the definitions of tools that a field holds, as a list or as the JSON of one; None: there are none."""
     if isinstance(value, str):
         try:
-            value = orjson.loads(value) if value.strip() else None
-        except ValueError as error:
+            value = msgspec.json.decode(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
             raise Refusal("tools", f"field {field!r}: {error}") from None
     if not value:
         return None

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-import orjson
+import msgspec
 from msgspec import Meta
 
-from tokenmill.encode.chat import ROLES
+from tokenmill.encode.chat.conversation import ROLES
 from tokenmill.encode.recipe.presets import PRESETS
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_keys, read_table
@@ -286,8 +286,8 @@ def _read_file(path: Path) -> object:
     except OSError as error:
         raise ConfigError(f"{path}: a recipe must be a readable file, got {error.strerror}; fix the path") from None
     try:
-        return orjson.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
-    except (orjson.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # of either library
         raise ConfigError(f"{path}: must be {path.suffix[1:].upper()}, got {error}; fix that line") from None
 
 

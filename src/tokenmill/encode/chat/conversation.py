@@ -1,0 +1,222 @@
+"""A conversation as templates are given it: checked, and with every string marked by where it stood."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from tokenmill.encode.chat.tracked import Tracked, authored, placed
+from tokenmill.encode.refusal import Refusal
+
+Message: TypeAlias = Mapping[str, Any]
+
+ROLES = (
+    *("system", "developer", "user", "assistant", "tool", "function"),
+    *("ipython", "observation", "model", "chatbot"),
+)
+"""What chat templates know: they write the role into their control strings, so a role is no free text."""
+SETTING = -1
+"""The message of a character of the tools or options."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "text": ("content",),
+    "reasoning": REASONING,
+    "tool calls": ("tool_calls",),
+}
+_LABELS = frozenset(("name", "id", "type", "tool_call_id"))
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The messages of a record, and what its template is told besides."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
+    """Names that the template reads; they go before those of the encoder."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MarkedConversation:
+    """The strings of one conversation, numbered from 1 through all of their characters."""
+
+    given: Sequence[Message]
+    """The messages before their strings were marked."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    roles: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """First mark of each string."""
+    owners: list[int] = field(default_factory=list)
+    """Message that each string belongs to, or `SETTING`."""
+    labels: list[bool] = field(default_factory=list)
+    """Whether a string is a name or id, which templates may write again elsewhere, as for a tool's answer."""
+    fields: list[str] = field(default_factory=list)
+    """Field of the message that each string stands in, or `tools` or `options`; empty for white space and for the
+    names of the fields."""
+    firsts: list[int] = field(default_factory=list)
+    """First string of each message."""
+    size: int = 1
+
+    def string_of(self, mark: int) -> int:
+        """Return which string a mark belongs to."""
+        return bisect_right(self.starts, mark) - 1
+
+    def end_of(self, string: int) -> int:
+        """Return one more than the last mark of a string."""
+        return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
+
+    def parts_of(self, message: int) -> tuple[str, ...]:
+        """Say what a message has to show, white space aside: some of text, reasoning, tool calls."""
+        fields = self.given[message]
+        return tuple(name for name, keys in _PARTS.items() if any(_has_text(fields.get(key)) for key in keys))
+
+    def named(self, owner: int) -> str:
+        """Name a message for people, from 1: `message 2 of 3 (assistant, with tool calls)`."""
+        if owner == SETTING:
+            return "the tools or options"
+        more = [part for part in self.parts_of(owner) if part != "text"]
+        role = ", with ".join([self.given[owner]["role"], *([" and ".join(more)] if more else [])])
+        return f"{_numbered(self.given, owner)} ({role})"
+
+    def add_message(self, message: Message) -> None:
+        """Mark the strings of the next message; one that holds other things than text is refused."""
+        index = len(self.messages)
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind != "text":
+                raise Refusal("media", f"a part of type {_shortened(kind)} in {self.named(index)}")
+        self.firsts.append(len(self.starts))
+        marked = self.mark({key: message[key] for key in message if key != "role"}, index, ())
+        self.messages.append({"role": authored(message["role"]), **marked})
+        self.roles.append(message["role"])
+
+    def mark(self, value: Any, owner: int, path: tuple[str, ...], depth: int = 0) -> Any:  # noqa: ANN401 - any JSON
+        """Return a JSON value with its strings marked."""
+        if isinstance(value, str):
+            return self._mark_string(value, owner, path)
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if depth > _MAX_DEPTH:
+            raise Refusal("not_json", f"values nested deeper than {_MAX_DEPTH} in {self.named(owner)}")
+        if isinstance(value, Mapping):
+            marked: dict[Tracked, Any] = {}
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise Refusal("not_json", f"the key {_shortened(key)} in {self.named(owner)}")
+                # A key of arguments is text that the assistant wrote; others are words of the format.
+                name = self._mark_string(key, owner, path if "arguments" in path else (*path, "name"))
+                marked[name] = self.mark(item, owner, (*path, key), depth + 1)
+            return marked
+        if isinstance(value, list | tuple):
+            return [self.mark(item, owner, path, depth + 1) for item in value]
+        raise Refusal("not_json", f"a value of type {type(value).__name__} in {self.named(owner)}")
+
+    def _mark_string(self, text: str, owner: int, path: tuple[str, ...]) -> Tracked:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise Refusal("not_unicode", f"a lone surrogate in {self.named(owner)}") from error
+        if not text:
+            return authored("")
+        first = self.size
+        self.starts.append(first)
+        self.owners.append(owner)
+        self.fields.append(path[0] if path and not text.isspace() else "")
+        self.labels.append(bool(path) and path[-1] in _LABELS and "arguments" not in path)
+        self.size += len(text)
+        return placed(text, first)
+
+
+def mark_conversation(
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    trained_roles: Sequence[str],
+) -> MarkedConversation:
+    """Check a conversation and mark its strings; what is not text is refused."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise Refusal("no_messages", _shortened(messages))
+    conversation = MarkedConversation(given=messages)
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise Refusal("role", f"{_numbered(messages, index)}: {_shortened(message)}")
+        role = message["role"]
+        if role not in ROLES and role not in trained_roles:
+            raise Refusal("role", f"{_numbered(messages, index)} with the unknown role {role[:64]!r}")
+        conversation.add_message(message)
+    if tools is not None:
+        conversation.tools = conversation.mark(list(tools), SETTING, ("tools",))
+    for key, value in options.items():
+        conversation.options[key] = conversation.mark(value, SETTING, ("options",))
+    return conversation
+
+
+def _numbered(messages: Sequence[object], index: int) -> str:
+    return f"message {index + 1} of {len(messages)}"
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _has_text(value: object, depth: int = 0) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    if not isinstance(value, Mapping | list | tuple):
+        return value is not None
+    items = [value[key] for key in value if key != "type"] if isinstance(value, Mapping) else value
+    return depth <= _MAX_DEPTH and any(_has_text(item, depth + 1) for item in items)
+
+
+# Other forms of the same conversation.
+
+
+def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give reasoning each name that templates read, as transformers does: data often has another."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _with_reasoning(message: Message) -> Message:
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    # Columns of a table give a null to every name that a message does not use.
+    own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
+    return {"thinking": reasoning, **own, "reasoning_content": reasoning}
+
+
+def flattened(messages: Sequence[Message]) -> list[Message] | None:
+    """Return messages in which every list of texts is one text; None where there is no such list."""
+    if not isinstance(messages, list | tuple) or not any(map(has_parts, messages)):
+        return None
+    return [
+        {**message, "content": "".join(_texts(message))} if has_parts(message) else message for message in messages
+    ]
+
+
+def has_parts(message: Message) -> bool:
+    """Say whether the content of a message is a list of texts."""
+    is_list = isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+    return is_list and None not in _texts(message)
+
+
+def _texts(message: Message) -> list[Any]:
+    """Return the text of each part of a content; None for a part that is no text."""
+    parts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        for part in message["content"]
+    ]
+    return [part if isinstance(part, str) else None for part in parts]

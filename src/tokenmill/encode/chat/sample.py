@@ -1,0 +1,303 @@
+"""A short conversation of the same kind as another up to some message, which shows how that message is written.
+
+To compare renders for every message of a conversation takes time that grows with the square of its length. What a
+template writes around a message hardly depends on what the messages say, so a sample shows it, in which a letter
+stands for every text, once for all conversations that have the same sample. It counts only where the whole render
+has it, in the same place; a text that holds a string which the template may look for keeps it in the sample.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tokenmill.encode.chat.conversation import MarkedConversation, mark_conversation
+from tokenmill.encode.chat.sandbox import Compiled
+from tokenmill.encode.chat.trace import (
+    Header,
+    Renderer,
+    Trace,
+    asked,
+    bare,
+    closings,
+    header_end,
+    header_ends,
+    own_range,
+)
+from tokenmill.encode.refusal import Refusal
+
+_TEXT = "Q"
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _TEXT,
+        "description": _TEXT,
+        "parameters": {"type": "object", "properties": {_TEXT: {"type": "string"}}, "required": [_TEXT]},
+    },
+}
+_MAX_MESSAGES = 64
+_MAX_LITERALS = 8
+"""That one text of a sample may hold."""
+_MAX_BLANKS = 16
+"""White space at an end of a text that a sample repeats."""
+
+
+class _Place(NamedTuple):
+    """A character, said without the lengths of texts."""
+
+    message: int
+    string: int
+    """Which of the message's."""
+    back: int
+    """How far from the end of the string."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SampleEdges:
+    """What a sample shows of the message that it is about."""
+
+    header: str | None
+    """What asks for it; None if that could not be told."""
+    after: _Place | None
+    """The character that the header follows."""
+    leads: tuple[str, ...]
+    """What the template writes between the header and the message, at the end of a conversation and inside one."""
+    last: _Place
+    """The message's last character."""
+    tails: tuple[str, ...]
+    """What may end its turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnEdges:
+    """The same in terms of the conversation."""
+
+    header: Header | None
+    leads: tuple[str, ...]
+    last: int | None
+    tails: tuple[str, ...]
+
+
+class _NoSample(Exception):
+    """A conversation that no short sample stands for."""
+
+
+def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
+    """Return what a sample shows of how a message is written; None if there is none that does."""
+    conversation = renderer.conversation
+    repeated = _repeated(renderer, index)
+    if len(repeated) > _MAX_MESSAGES:
+        return None
+    texts = _SampleTexts(compiled=renderer.compiled, labels={})
+    try:
+        messages = [
+            {**texts.of(conversation.messages[at], ()), "role": conversation.roles[at]}
+            for at in (*repeated, *range(index + 1, len(conversation.roles))[:1])
+        ]
+    except _NoSample:
+        return None
+    tools = None if conversation.tools is None else [_TOOL] if conversation.tools else []
+    options = bare(conversation.options)
+    special_tokens = renderer.special_tokens
+    shown = _edges_of_sample(
+        _Sample(
+            key=repr((messages, tools is None or len(tools), options, sorted(special_tokens.items()))),
+            index=len(repeated) - 1,
+            compiled=renderer.compiled,
+            special_tokens=special_tokens,
+            messages=messages,
+            tools=tools,
+            options=options,
+        )
+    )
+    if shown is None:
+        return None
+    after = None if shown.after is None else _origin(conversation, repeated, shown.after)
+    return TurnEdges(
+        header=None if shown.header is None or after is None else Header(after=after, text=shown.header),
+        leads=shown.leads,
+        last=_origin(conversation, repeated, shown.last),
+        tails=shown.tails,
+    )
+
+
+def _repeated(renderer: Renderer, index: int) -> list[int]:
+    """Return the messages that a sample repeats: what sets the scene, the last question, the last call of tools.
+
+    And all exchanges that hold a string which the template may look for.
+    """
+    roles = renderer.conversation.roles
+    asked_at = next((at for at in range(index - 1, -1, -1) if roles[at] == "user"), None)
+    if asked_at is None:
+        return list(range(index + 1))
+    called_at = next((at for at in range(index - 1, asked_at, -1) if roles[at] == "assistant"), asked_at + 1)
+    if renderer.striking is None:
+        renderer.striking = _striking(renderer)
+    striking = renderer.striking[: bisect_left(renderer.striking, index)]
+    opening = [0] if asked_at > 0 and roles[0] in ("system", "developer") else []
+    return sorted({*opening, *striking, asked_at, *range(called_at, index + 1)})
+
+
+def _striking(renderer: Renderer) -> list[int]:
+    """Return the messages of all exchanges in which a text holds what the template may look for."""
+    exchanges: list[list[int]] = []
+    for index, role in enumerate(renderer.conversation.roles):
+        if role == "user" or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(index)
+    messages = renderer.conversation.messages
+    return [
+        index
+        for exchange in exchanges
+        if any(_strikes(messages[at], renderer.compiled) for at in exchange)
+        for index in exchange
+    ]
+
+
+def _strikes(value: object, compiled: Compiled) -> bool:
+    if isinstance(value, str):
+        core = value.strip()
+        return bool(core) and (core in compiled.words or any(literal in value for literal in compiled.literals))
+    if isinstance(value, dict):
+        return any(_strikes(item, compiled) for key, item in value.items() if key not in ("role", "type", "name"))
+    return isinstance(value, list) and any(_strikes(item, compiled) for item in value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sample:
+    """A sample, known by its key and template."""
+
+    key: str
+    index: int
+    """The message that it is about; at most one follows it."""
+    compiled: Compiled
+    special_tokens: Mapping[str, str] = field(compare=False)
+    messages: list[dict[str, Any]] = field(compare=False)
+    tools: list[Any] | None = field(compare=False)
+    options: Mapping[str, Any] = field(compare=False)
+
+
+@lru_cache(maxsize=4096)
+def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
+    """Render a sample; None if the template does not take it or writes nothing of the message."""
+    index = sample.index
+    roles = [message["role"] for message in sample.messages]
+    try:
+        conversation = mark_conversation(sample.messages, sample.tools, sample.options, roles)
+        renderer = Renderer(
+            compiled=sample.compiled,
+            where="sample",
+            special_tokens=sample.special_tokens,
+            conversation=conversation,
+        )
+        trace = renderer.trace(index + 1, False)
+        own = own_range(trace, index)
+        last = None if own is None else trace.origin_at(own[1] - 1)
+        if own is None or last is None:
+            return None
+        header = asked(renderer, index) if roles[index] == "assistant" else None
+        # The message at the end of the conversation and, if there is another, inside one.
+        more = renderer.try_trace(index + 2, False) if index + 1 < len(roles) else None
+        ends = [trace] if more is None else [trace, more]
+        leads = [_lead(renderer, each, header, index) for each in ends] if header else []
+        return _SampleEdges(
+            header=header.text if header and None not in leads else None,
+            after=_place(conversation, header.after) if header and header.after else None,
+            leads=tuple(lead for lead in leads if lead is not None),
+            last=_place(conversation, last),
+            tails=closings(renderer, index, last),
+        )
+    except Refusal:
+        return None
+
+
+def _lead(renderer: Renderer, trace: Trace, header: Header, index: int) -> str | None:
+    """Return what stands between a header and its message; None if the message does not begin after the header."""
+    own = own_range(trace, index)
+    if own is None or header.after is None:
+        return None
+    ends = header_ends(trace, header, own[0])
+    follows = trace.conversation.owners[trace.conversation.string_of(header.after)] == index - 1
+    begins = header_end(renderer, trace, index, own[0])
+    return trace.text[begins : own[0]] if follows and ends and ends[-1] == begins else None
+
+
+def _place(conversation: MarkedConversation, origin: int) -> _Place:
+    string = conversation.string_of(origin)
+    message = conversation.owners[string]
+    first = conversation.firsts[message] if message >= 0 else 0
+    return _Place(message=message, string=string - first, back=conversation.end_of(string) - 1 - origin)
+
+
+def _origin(conversation: MarkedConversation, repeated: list[int], place: _Place) -> int | None:
+    """Return the number of a character in the conversation; None if it is not of a message."""
+    if place.message < 0:
+        return None
+    string = conversation.firsts[repeated[place.message]] + place.string
+    origin = conversation.end_of(string) - 1 - place.back
+    return origin if origin >= conversation.starts[string] else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SampleTexts:
+    """Makes the values of a sample: of each text only what a template may look for is left."""
+
+    compiled: Compiled
+    labels: dict[str, str]
+    """Names and ids, and what stands for each: as long, and the same where they are the same."""
+
+    def of(self, value: Any, path: tuple[str, ...]) -> Any:  # noqa: ANN401 - any JSON value
+        """Return what stands for a value; one that cannot be kept short raises `_NoSample`."""
+        if isinstance(value, str):
+            text = str.__str__(value)
+            if path[-1] == "type":
+                return text
+            return self._label(text) if path[-1] in ("id", "tool_call_id", "name") else self._text(text)
+        if isinstance(value, dict):
+            return {
+                str.__str__(key): self.of(item, (*path, key))
+                for key, item in value.items()
+                if key != "role" or path
+            }
+        return [self.of(item, path) for item in value] if isinstance(value, list) else value
+
+    def _label(self, text: str) -> str:
+        if text in self.compiled.words or not text:
+            return text
+        if text not in self.labels:
+            label = f"{len(self.labels)}{_TEXT * len(text)}"[: len(text)]
+            if label in self.labels.values():
+                raise _NoSample
+            self.labels[text] = label
+        return self.labels[text]
+
+    def _text(self, text: str) -> str:
+        core = text.strip()
+        if not core:
+            return self._blank(text)
+        if core in self.compiled.words:
+            return text
+        literals = [literal for literal in self.compiled.literals if literal in text]
+        if not literals:
+            return self._outline(text)
+        pieces = re.split(f"({'|'.join(map(re.escape, literals))})", text)
+        if len(pieces) > 2 * _MAX_LITERALS + 1:
+            raise _NoSample
+        return "".join(self._outline(piece) if at % 2 == 0 else piece for at, piece in enumerate(pieces))
+
+    def _outline(self, text: str) -> str:
+        core = text.strip()
+        if not core:
+            return self._blank(text)
+        begin = text.index(core[0])
+        return self._blank(text[:begin]) + _TEXT + self._blank(text[begin + len(core) :])
+
+    @staticmethod
+    def _blank(text: str) -> str:
+        if len(text) > _MAX_BLANKS:
+            raise _NoSample
+        return text

@@ -1,0 +1,360 @@
+"""Renders of one conversation with the origin of every character, and where a message begins and ends in them."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple, TypeAlias
+
+from jinja2.environment import Template
+
+from tokenmill.encode.chat.conversation import MarkedConversation
+from tokenmill.encode.chat.sandbox import Compiled
+from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of
+from tokenmill.encode.refusal import Refusal
+from tokenmill.errors import ConfigError
+
+Range: TypeAlias = tuple[int, int]
+"""First character and the one after the last."""
+
+
+class Fragment(NamedTuple):
+    """Characters of a render that stand together in one string of the conversation."""
+
+    begin: int
+    end: int
+    origin: int
+    """The first character's number in the conversation."""
+    step: int
+    """1 where each further character has the next number; 0 where all have one, as what an escape makes of it."""
+    string: int
+    owner: int
+    """Which message, or `SETTING`."""
+
+    @property
+    def last_origin(self) -> int:
+        """The last character's number in the conversation."""
+        return self.origin + (self.end - self.begin - 1) * self.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """A render; what is in no fragment the template wrote."""
+
+    conversation: MarkedConversation
+    text: str
+    fragments: list[Fragment]
+    """In the order of the text."""
+    begins: list[int]
+    """Of each fragment."""
+    of_message: Mapping[int, list[Fragment]]
+    generation: list[Range]
+    """What generation blocks wrote; ranges do not touch."""
+
+    def before(self, at: int) -> list[Fragment]:
+        """Return the fragments that begin before a character."""
+        return self.fragments[: bisect_left(self.begins, at)]
+
+    def within(self, begin: int, end: int) -> list[Fragment]:
+        """Return the fragments that have a character in a range."""
+        if begin >= end:
+            return []
+        first = bisect_right(self.begins, begin)
+        first -= first > 0 and self.fragments[first - 1].end > begin
+        return self.fragments[first : bisect_left(self.begins, end)]
+
+    def authored(self) -> list[Range]:
+        """Return what the template wrote."""
+        edges = [0, *(edge for each in self.fragments for edge in (each.begin, each.end)), len(self.text)]
+        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
+
+    def origin_at(self, at: int) -> int | None:
+        """Return the number of the character that stands somewhere; None where the template wrote it."""
+        fragments = self.within(at, at + 1)
+        return fragments[0].origin + (at - fragments[0].begin) * fragments[0].step if fragments else None
+
+    def shown(self, begin: int) -> str:
+        """Show the text from a character on."""
+        return repr(self.text[begin : begin + 24])
+
+
+@dataclass(kw_only=True, slots=True)
+class Renderer:
+    """Renders one conversation, whole or in part, with one template."""
+
+    compiled: Compiled
+    where: str
+    special_tokens: Mapping[str, str]
+    conversation: MarkedConversation
+    striking: list[int] | None = None
+    """Kept by `sample`, once it is known: messages with what the template may look for."""
+    _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
+
+    def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
+        """Render the first messages and follow every character; each render is done once."""
+        key = (num_messages, add_generation_prompt)
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._traced(*key)
+            except Refusal as error:
+                self._traces[key] = error
+        trace = self._traces[key]
+        if isinstance(trace, Refusal):
+            raise trace
+        return trace
+
+    def try_trace(self, num_messages: int, add_generation_prompt: bool) -> Trace | None:
+        """Render the first messages, if the template takes a conversation that ends there."""
+        try:
+            return self.trace(num_messages, add_generation_prompt)
+        except Refusal:
+            return None
+
+    def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
+        """Refuse if plain strings, which every other library renders with, give another text."""
+        names = self._names(len(self.conversation.messages), add_generation_prompt, str)
+        text = self._run(self.compiled.plain, {name: bare(value) for name, value in names.items()})
+        if text != trace.text:
+            raise Refusal("changed", "the text is another one when its characters are followed")
+
+    def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
+        rendered = self._run(self.compiled.tracked, self._names(num_messages, add_generation_prompt, authored))
+        text = str.__str__(rendered)
+        fragments: list[Fragment] = []
+        generation: list[Range] = []
+        of_message: dict[int, list[Fragment]] = {}
+        at = 0
+        for size, first, step in runs_of(rendered):
+            if first == UNKNOWN:
+                raise Refusal("untracked", f"the template makes {text[at : at + 40]!r} in a way not followed")
+            if first & GENERATION:
+                begin = generation.pop()[0] if generation and generation[-1][1] == at else at
+                generation.append((begin, at + size))
+            origin = first & (GENERATION - 1)
+            if origin:
+                string = self.conversation.string_of(origin)
+                owner = self.conversation.owners[string]
+                fragments.append(Fragment(at, at + size, origin, step, string, owner))
+                of_message.setdefault(owner, []).append(fragments[-1])
+            at += size
+        return Trace(
+            conversation=self.conversation,
+            text=text,
+            fragments=fragments,
+            begins=[each.begin for each in fragments],
+            of_message=of_message,
+            generation=generation,
+        )
+
+    def _names(self, num_messages: int, prompt: bool, own: Callable[[str], str]) -> dict[str, Any]:
+        """Return what the template may refer to; `own` makes a string the template's."""
+        conversation = self.conversation
+        return {
+            **{name: own(token) for name, token in self.special_tokens.items()},
+            "strftime_now": lambda form: own(self._now().strftime(form)),
+            **conversation.options,
+            "messages": conversation.messages[:num_messages],
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+
+    def _run(self, template: Template, names: dict[str, Any]) -> str:
+        with budget():
+            try:
+                return template.render(names)
+            except (Refusal, ConfigError):
+                raise
+            except Exception as error:
+                # A template may fail in any way that Python can; here it costs the record, not the job.
+                text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
+                raise Refusal("template_error", f"the template fails with {text}") from error
+
+    def _now(self) -> datetime:
+        given = self.conversation.options.get("now")
+        if given is None:
+            raise ConfigError(
+                f"chat template {self.where}: it writes today's date, and data must not depend on the clock, "
+                'got no date; give one among the options of the template: now = "2025-01-31"'
+            )
+        try:
+            return datetime.fromisoformat(str.__str__(given))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"chat template {self.where}: now must be a date in ISO form, got {given!r}; "
+                'write it as "2025-01-31"'
+            ) from error
+
+
+def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a value with plain strings in place of tracked ones."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, dict):
+        return {str.__str__(key): bare(item) for key, item in value.items()}
+    return [bare(item) for item in value] if isinstance(value, list) else value
+
+
+# Where a message begins and ends in a render, as shown by other renders that stop before or behind it.
+
+# A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
+# writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
+# here is left to the prompt where the turn has it as well, and refused where the turn does without.
+_REASONING = re.compile(
+    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
+    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*\Z"
+)
+MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
+"""What control strings look like."""
+
+
+class Header(NamedTuple):
+    """What asks for a message, as a render that stops before it shows."""
+
+    after: int | None
+    """The conversation's character that it follows; None if nothing of the conversation is before it."""
+    text: str
+
+
+def own_range(trace: Trace, index: int) -> Range | None:
+    """Return from where to where a message stands, None if nowhere; a name that is written again does not count."""
+    conversation = trace.conversation
+    by_string: dict[int, list[Range]] = {}
+    last_origins: dict[int, int] = {}
+    for each in trace.of_message.get(index, ()):
+        ranges = by_string.setdefault(each.string, [])
+        if ranges and ranges[-1][1] != each.begin and conversation.labels[each.string]:
+            last_origins[each.string] = -1
+        elif ranges and not conversation.labels[each.string]:
+            last = last_origins[each.string]
+            if each.origin < last or (each.origin == last and ranges[-1][1] != each.begin):
+                shown = f"{trace.shown(each.begin)} of {conversation.named(index)}"
+                raise Refusal("rewritten", f"{shown}, twice or out of order")
+        if last_origins.get(each.string) != -1:
+            ranges.append((each.begin, each.end))
+            last_origins[each.string] = each.last_origin
+    own = [both for ranges in by_string.values() for both in ranges]
+    return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
+
+
+def asked(renderer: Renderer, index: int) -> Header | None:
+    """Return what asks for a message; None if the template cannot be asked there."""
+    prompt = renderer.try_trace(index, True)
+    if prompt is None:
+        return None
+    last = prompt.fragments[-1] if prompt.fragments else None
+    text = _REASONING.sub("", prompt.text[last.end if last else 0 :])
+    return Header(after=last.last_origin if last else None, text=text)
+
+
+def header_ends(trace: Trace, header: Header, before: int) -> list[int]:
+    """Return where a header ends in a render, at or before a character; nothing if it is not there."""
+    begins = [0]
+    if header.after is not None:
+        conversation = trace.conversation
+        owner = conversation.owners[conversation.string_of(header.after)]
+        begins = [
+            place + 1
+            for each in trace.of_message.get(owner, ())
+            if each.origin <= header.after <= each.last_origin
+            for place in (
+                [each.begin + header.after - each.origin] if each.step else range(each.begin, min(each.end, before))
+            )
+            if place < before
+        ]
+    ends = [begin + len(header.text) for begin in begins if trace.text.startswith(header.text, begin)]
+    return [end for end in ends if end <= before and not trace.within(end - len(header.text), end)]
+
+
+def header_end(renderer: Renderer, trace: Trace, index: int, before: int) -> int:
+    """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
+    header = asked(renderer, index)
+    ends = header_ends(trace, header, before) if header else []
+    end = ends[-1] if ends else None
+    if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
+        return end
+    # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
+    text = _REASONING.sub("", _generation_prompt(renderer, index) or "")
+    least = end
+    if least is None:
+        least = max((min(each.end, before) for each in trace.before(before) if each.owner != index), default=0)
+    at = trace.text.rfind(text, least, before) if text.strip() else -1
+    if at >= 0:
+        return at + len(text)
+    if end is None:
+        raise Refusal("header", f"{trace.conversation.named(index)}, and {text!r} is not before it")
+    return end
+
+
+def empty_turn(renderer: Renderer, trace: Trace, index: int) -> int:
+    """Return where a turn of the assistant without any text begins."""
+    header = asked(renderer, index)
+    ends = header_ends(trace, header, len(trace.text)) if header else []
+    if len(ends) != 1:
+        raise Refusal("header", f"{trace.conversation.named(index)}, which is empty")
+    return ends[0]
+
+
+def _generation_prompt(renderer: Renderer, index: int) -> str | None:
+    """Return what a template adds to ask for a message: for this one, else for another of the conversation.
+
+    Behind a message of the assistant a template may write another end when it is asked for more, so such a place
+    counts only if nothing but the prompt is added.
+    """
+    roles = renderer.conversation.roles
+    for num_messages in (index, *range(1, len(roles) + 1)):
+        longer, shorter = renderer.try_trace(num_messages, True), renderer.try_trace(num_messages, False)
+        if longer is None or shorter is None:
+            continue
+        prompt = _difference(longer.text, shorter.text)
+        after_assistant = num_messages > 0 and roles[num_messages - 1] == "assistant"
+        if prompt.strip() and (not after_assistant or longer.text.startswith(shorter.text)):
+            return prompt
+    return None
+
+
+def _difference(longer: str, shorter: str) -> str:
+    """Return what a text has after what it has in common with another; markup is not split."""
+    if longer.startswith(shorter):
+        common = len(shorter)
+    else:
+        pairs = enumerate(zip(longer, shorter, strict=False))
+        common = next((at for at, (left, right) in pairs if left != right), min(len(longer), len(shorter)))
+    for match in MARKUP.finditer(longer, max(0, common - 66), common + 66):
+        if match.start() < common < match.end():
+            common = match.start()
+    return longer[common:]
+
+
+def closings(renderer: Renderer, index: int, after: int | None) -> tuple[str, ...]:
+    """Return what the template may write behind a message to end its turn; `after` is its last character, if any.
+
+    A template may write an end behind the last message that no other has (EOS after the conversation, or another
+    end of turn), so two renders that end with the message are looked at: as it is, and asking for one more.
+    """
+    ended = _tail(renderer, renderer.try_trace(index + 1, False), index, after)
+    more = _tail(renderer, renderer.try_trace(index + 1, True), index, after)
+    tails = [tail for tail in (ended,) if tail is not None]
+    if more is not None and (ended is None or not more.startswith(ended)):
+        prompt = _generation_prompt(renderer, index)
+        tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
+    return tuple(tails)
+
+
+def closing_of(trace: Trace, tails: tuple[str, ...], after: int) -> str | None:
+    """Return the tail that the whole render has, without the white space after it; None if it has none."""
+    fitting = [tail for tail in tails if trace.text.startswith(tail, after)]
+    return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
+
+
+def _tail(renderer: Renderer, trace: Trace | None, index: int, after: int | None) -> str | None:
+    """Return what a render that ends with a message has behind it; None if it is not the same message there."""
+    if trace is None:
+        return None
+    own = own_range(trace, index)
+    if own is None:
+        return trace.text[empty_turn(renderer, trace, index) :]
+    return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
