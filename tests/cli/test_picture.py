@@ -132,10 +132,6 @@ def test_the_bands_are_the_shares_of_the_plan_at_every_edge_and_along_a_ramp(eve
     assert len([piece for piece in found if piece.first != piece.last]) <= POINTS
 
 
-def test_what_only_skips_steps_is_no_edge_of_a_band(eventful):
-    assert 40 not in {piece.begin for piece in pieces(eventful[0])}
-
-
 def test_a_band_stands_only_where_its_source_is_drawn(eventful):
     plan, facts, _ = eventful
     gone = next(source.gone_from for source in facts.sources if source.name == "books")

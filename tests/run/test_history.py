@@ -135,12 +135,32 @@ def test_an_old_record_without_a_config_is_read_and_completed(load, folder):
     first = load(BASE)
     file = folder / ".tokenmill" / "plans" / f"{digits(first)}.json"
     record = json.loads(file.read_text())
+    assert list(record) == ["version", "contract", "stages", "config"]
     assert record.pop("config")["run"]["seed"] == 3
     file.write_text(json.dumps(record))
     load(BASE | SKIP)
     assert read_history(folder, "run")[1].first_step == 12
     load(BASE, name="again")
     assert json.loads(file.read_text())["config"]["run"]["seed"] == 3
+
+
+def test_a_line_of_an_earlier_version_is_read(load, folder):
+    """It does not say that a run was not forked."""
+    plan = digits(load(BASE))
+    file = folder / ".tokenmill" / "history" / "run.jsonl"
+    line = {"time": "2026-11-01T08:00:00Z", "plan": "77" * 8, "before": None, "first_step": None}
+    change = {"path": "quarantine[0].documents", "old": None, "new": [3, 4], "step": 5}
+    edit = {"changes": [change], "reasons": ["quarantine documents 3, 4 of web from step 5"]}
+    later = {"time": "2026-11-02T08:00:00Z", "plan": plan, "before": "77" * 8, "first_step": 5}
+    old = [line | {"changes": [], "reasons": []}, later | edit]
+    file.write_text("".join(json.dumps(one) + "\n" for one in old))
+    assert [(edit.plan, edit.first_step, edit.forked_from) for edit in read_history(folder, "run")] == [
+        ("77" * 8, None, None),
+        (plan, 5, None),
+    ]
+    assert read_history(folder, "run")[1].changes[0].new == (3, 4)
+    load(BASE)
+    assert len(file.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("left", [None, b"", b"{", b"[]", b'{"stages": 3}', b'{"stages": [{"seed": 1}]}'])

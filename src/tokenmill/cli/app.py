@@ -10,14 +10,11 @@ import typer
 from tokenmill.cli import console as ui
 from tokenmill.cli.batches import batches
 from tokenmill.cli.demo import demo
-from tokenmill.cli.diff import diff
-from tokenmill.cli.fork import fork
-from tokenmill.cli.import_ import import_
-from tokenmill.cli.inspect import inspect
+from tokenmill.cli.edits import diff, fork
+from tokenmill.cli.inspect import inspect, verify
 from tokenmill.cli.plan import plan
-from tokenmill.cli.prepare import prepare
+from tokenmill.cli.prepare import import_, prepare
 from tokenmill.cli.provenance import what, when
-from tokenmill.cli.verify import verify
 from tokenmill.errors import TokenmillError
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""`tokenmill inspect`: what is in a store, or behind a run."""
+"""`tokenmill inspect` and `tokenmill verify`: what is in a store, or behind a run, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from tokenmill.cli import console as ui
-from tokenmill.cli.verify import places_of
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.run.inspect import Audit, Example, StoreContents
     from tokenmill.run.run import Run
-    from tokenmill.store import ForeignOptions, Store
+    from tokenmill.store import ForeignOptions, Store, VerifyReport
 
 MAX_SKIPPED = 10
 """Skipped records that are listed."""
@@ -81,7 +81,7 @@ def _open_stores(path: Path, options: ForeignOptions) -> dict[str, Store]:
 
     names = {
         path.absolute().name if place == path else place.relative_to(path).as_posix(): place
-        for place in places_of(path)
+        for place in _places(path)
     }
     return {name: open_store(place, **asdict(options)) for name, place in names.items()}
 
@@ -211,3 +211,73 @@ def _show_examples(console: Console, examples: list[Example]) -> None:
             shown = f"{open_mark}{ui.printable(run)}{close_mark}" if trained else ui.printable(run)
             text.append(shown, "bold green" if trained else "dim")
         console.print(text, "…" if example.cut else "", sep="", soft_wrap=True)
+
+
+def verify(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or of several.")],
+    json: Annotated[bool, typer.Option(help="Print the result as JSON.")] = False,
+    dtype: ui.Dtype = None,
+    vocab_size: ui.VocabSize = None,
+    eos_id: ui.EosId = None,
+    bos_id: ui.BosId = None,
+    format: ui.Format = None,
+) -> None:
+    """Read every byte of a store, or of all stores in a folder; exit 1 and the file's name if anything is broken.
+
+    Files of other projects have no checksums; what was checked of them is said.
+    """
+    from tokenmill.store import ForeignOptions
+
+    options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
+    places = _places(store)
+    reports = []
+    for place in places:
+        reports.append(_check(place, options))
+        if not json:
+            _show_verified(place, reports[-1])
+    if json:
+        checked = [_to_json(report) for report in reports]
+        ui.print_json(checked[0] if places == [store] else {"path": str(store), "ok": True, "stores": checked})
+
+
+def _places(path: Path) -> list[Path]:
+    """Return the stores in a folder that is none itself, such as train and val; else the path alone."""
+    from tokenmill.store.foreign.files import is_ours, stores_below
+
+    return [path] if is_ours(path) or not path.is_dir() else stores_below(path) or [path]
+
+
+def _check(store: Path, options: ForeignOptions) -> VerifyReport:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from tokenmill.store import open_store, verify
+
+    manifest = open_store(store, **asdict(options)).manifest
+    total = sum(info.bytes for shard in manifest.shards for info in shard.files.values())
+    columns = ("verify", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as progress:
+        task = progress.add_task("verify", total=total)
+        return verify(store, progress=lambda count: progress.advance(task, count), options=options)
+
+
+def _to_json(report: VerifyReport) -> dict[str, object]:
+    return {
+        "path": str(report.path),
+        "ok": True,
+        "shards": report.shards,
+        "files": report.files,
+        "bytes": report.bytes,
+        "documents": report.documents,
+        "tokens": report.tokens,
+        "fingerprint": report.fingerprint,
+        **({} if report.format == "tokenmill" else {"format": report.format, "checked": report.checked}),
+    }
+
+
+def _show_verified(store: Path, report: VerifyReport) -> None:
+    ui.console.print(
+        f"[bold green]ok[/]  {escape(str(store))}: {report.files} files in {report.shards} shards, "
+        f"{ui.megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
+        f"{'' if report.format == 'tokenmill' else report.format + ': '}{escape(report.checked)}",
+        soft_wrap=True,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import numpy as np
 
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport
-from tokenmill.plan.stages import Stage
 from tokenmill.run.report import Quarantined
 
 WIDTH = 1000
@@ -62,27 +62,18 @@ class Piece(NamedTuple):
 
 def pieces(plan: Plan) -> list[Piece]:
     """Sample the shares of a plan: every edge exactly, ramps at some points."""
-    joined: list[Piece] = []
-    for piece in (piece for part in plan.stages for piece in _pieces(part, plan)):
-        before = joined[-1] if joined else None
-        # What only skips steps, or only renames the stage, is no edge.
-        if before is not None and before.first == before.last == piece.first == piece.last:
-            joined[-1] = before._replace(end=piece.end)
-        else:
-            joined.append(piece)
-    return joined
-
-
-def _pieces(part: Stage, plan: Plan) -> Iterator[Piece]:
-    begin, end = part.spec.start_step, part.end_step
-    points = min(part.num_steps, max(8, POINTS * part.num_steps // plan.steps)) if part.spec.ramp else 1
-    steps = np.unique(np.linspace(begin, end - 1, points).astype(np.int64)).tolist()
-    shares = [part.shares(step) for step in (steps[0], *steps, steps[-1])]
-    heights = [tuple(share.get(name, 0.0) for name in plan.sources) for share in shares]
-    # The share of a step stands at its middle.
-    places = [float(begin), *(step + 0.5 for step in steps), float(end)]
-    for (left, first), (right, last) in pairwise(zip(places, heights, strict=True)):
-        yield Piece(left, right, first, last)
+    sampled: list[Piece] = []
+    for part in plan.stages:
+        begin, end = part.spec.start_step, part.end_step
+        points = min(part.num_steps, max(8, POINTS * part.num_steps // plan.steps)) if part.spec.ramp else 1
+        steps = np.unique(np.linspace(begin, end - 1, points).astype(np.int64)).tolist()
+        shares = [part.shares(step) for step in (steps[0], *steps, steps[-1])]
+        heights = [tuple(share.get(name, 0.0) for name in plan.sources) for share in shares]
+        # The share of a step stands at its middle.
+        places = [float(begin), *(step + 0.5 for step in steps), float(end)]
+        edges = pairwise(zip(places, heights, strict=True))
+        sampled += [Piece(left, right, first, last) for (left, first), (right, last) in edges]
+    return sampled
 
 
 def outlines(pieces: Sequence[Piece], source: int) -> Iterator[list[tuple[float, float]]]:
@@ -110,11 +101,7 @@ def text_of(value: str) -> str:
     >>> text_of("a<b" + chr(27))
     'a&lt;b\ufffd'
     """
-    return escape("".join(c if c in "\t\n" or _is_allowed(ord(c)) else "\ufffd" for c in value))
-
-
-def _is_allowed(code: int) -> bool:
-    return 0x20 <= code < 0x7F or 0xA0 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or code >= 0x10000
+    return escape(re.sub("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))
 
 
 def number(value: float) -> str:
@@ -224,7 +211,7 @@ class _Chart:
 
 def timeline(plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Quarantined] = ()) -> str:
     """Draw a plan as an SVG that needs nothing else, for light and dark pages."""
-    chart = _Chart(plan=plan, report=report, events=sorted([*_used_up(report), *_edits(quarantined)]))
+    chart = _Chart(plan=plan, report=report, events=sorted(_events(report, quarantined)))
     legend = list(_legend(chart))
     height = number(chart.axis + 62 + LINE * len(legend))
     described = "; ".join(
@@ -243,20 +230,17 @@ def timeline(plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Qu
     return "\n".join([*parts, *(line for lines in drawn for line in lines), *legend, "</svg>\n"])
 
 
-def _used_up(report: PlanReport) -> Iterator[tuple[int, str, str]]:
+def _events(report: PlanReport, quarantined: Sequence[Quarantined]) -> Iterator[tuple[int, str, str]]:
     for source in report.sources:
-        step, name = source.gone_from, source.name
-        if step is not None:
-            yield step, f"{name} used up", f"source {name} has no row left from step {step:,} on"
-
-
-def _edits(quarantined: Sequence[Quarantined]) -> Iterator[tuple[int, str, str]]:
+        if source.gone_from is not None:
+            text = f"source {source.name} has no row left from step {source.gone_from:,} on"
+            yield source.gone_from, f"{source.name} used up", text
     for edit in quarantined:
-        what = "all" if edit.whole or edit.documents is None else f"{edit.documents:,}"
-        size = f"{edit.documents:,} documents ({edit.tokens:,} tokens)" if edit.documents is not None else "all"
+        number = "all" if edit.whole or edit.documents is None else f"{edit.documents:,}"
+        size = "all" if edit.documents is None else f"{edit.documents:,} documents ({edit.tokens:,} tokens)"
         why = f", {edit.reason}" if edit.reason else ""
         text = f"{size} of {edit.source} are quarantined{why}, from step {edit.from_step:,} on"
-        yield edit.from_step, f"{what} of {edit.source} quarantined", text
+        yield edit.from_step, f"{number} of {edit.source} quarantined", text
 
 
 def _heading(chart: _Chart, name: str) -> Iterator[str]:

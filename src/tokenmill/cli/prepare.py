@@ -1,8 +1,9 @@
-"""`tokenmill prepare`: files of text or records -> a store."""
+"""`tokenmill prepare` and `tokenmill import`: files of text or records, or of tokens -> a store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
     from tokenmill.build import PrepareReport
+    from tokenmill.store import ImportReport
 
 
 def prepare(
@@ -126,14 +128,14 @@ def prepare(
     if json:
         ui.print_json(report.to_json())
     else:
-        _show(out, report)
+        _show_prepared(out, report)
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
 
 
-def _show(out: Path, report: PrepareReport) -> None:
+def _show_prepared(out: Path, report: PrepareReport) -> None:
     rows: list[tuple[str, object]] = []
     if report.new_files < report.files:
         news = f"{report.new_files} files, {report.new_documents:,} documents, {report.new_tokens:,} tokens"
@@ -156,3 +158,60 @@ def _show(out: Path, report: PrepareReport) -> None:
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
         ui.console.print(ui.table("Stores", ("name", "documents", "tokens", "shards"), each))
+
+
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Token files: a file, folder, glob or prefix.")],
+    out: Annotated[Path, typer.Option(help="Folder of the store to write.")],
+    dtype: ui.Dtype = None,
+    vocab_size: ui.VocabSize = None,
+    eos_id: ui.EosId = None,
+    bos_id: ui.BosId = None,
+    format: ui.Format = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="What made the ids: bytes, a tokenizer.json, a folder, tiktoken:RANKFILE.")
+    ] = None,
+    max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
+    rebuild: Annotated[bool, typer.Option(help="Replace a finished store at OUT.")] = False,
+    json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
+) -> None:
+    """Convert token files of another project to a store with checksums, and compare it with them."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from tokenmill.store import ForeignOptions, import_store
+    from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
+
+    identity = None
+    if tokenizer is not None:
+        from tokenmill.encode.engines import open_tokenizer
+
+        identity = open_tokenizer(tokenizer).identity.to_json()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as bar:
+        tasks = {what: bar.add_task(what, total=None) for what in ("look", "write", "compare")}
+        report = import_store(
+            path,
+            out=out,
+            options=ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format),
+            tokenizer=identity,
+            rebuild=rebuild,
+            max_tokens_per_shard=MAX_TOKENS_PER_SHARD if max_tokens_per_shard is None else max_tokens_per_shard,
+            progress=lambda what, done, total: bar.update(tasks[what], completed=done, total=total),
+        )
+    if json:
+        ui.print_json(asdict(report))
+    else:
+        _show_imported(report)
+
+
+def _show_imported(report: ImportReport) -> None:
+    rows: list[tuple[str, object]] = [
+        ("format", report.format),
+        ("documents", report.documents),
+        ("tokens", report.tokens),
+        ("shards", report.shards),
+        ("arrays", ", ".join(f"{key} {dtype}" for key, dtype in report.keys.items())),
+        ("compared", f"{report.compared:,} numbers, all as in the files"),
+        ("fingerprint", report.fingerprint),
+    ]
+    ui.console.print(ui.table(f"Store {report.out}", ("what", "value"), rows))

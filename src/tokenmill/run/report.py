@@ -129,14 +129,14 @@ def _costs(run: Run, counted: PlanReport) -> Costs:
             keys = (token_keys(store.keys)[0], *_masks(store)[:1])
             read[share.stage] += tokens * sum(np.dtype(store.manifest.keys[key]).itemsize for key in keys)
     indexes = [rows.counted for part in plan.stages for rows in part.rows.values()]
-    held = [item for index in indexes if index is not None for item in index.index_arrays]
-    arrays = {id(array): (array.nbytes, mapped) for array, mapped in held}
+    arrays = [item for index in indexes if index is not None for item in index.index_arrays]
+    sizes = {id(array): (array.nbytes, mapped) for array, mapped in arrays}
     return Costs(
         read_bytes=sum(read.values()),
         read_bytes_exact=all(_is_stream(index) for index in indexes),
         read_bytes_a_step={s.name: read[s.name] // s.steps if s.steps else 0 for s in counted.stages},
-        index_bytes=sum(size for size, mapped in arrays.values() if not mapped),
-        mapped_index_bytes=sum(size for size, mapped in arrays.values() if mapped),
+        index_bytes=sum(size for size, mapped in sizes.values() if not mapped),
+        mapped_index_bytes=sum(size for size, mapped in sizes.values() if mapped),
         loader_bytes=(PREFETCH + 1) * max(_row_bytes(run, part) for part in plan.stages),
         compile_seconds=run.compile_seconds,
     )

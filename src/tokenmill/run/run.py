@@ -269,12 +269,12 @@ class Run:
         """Return what the config says that a batch delivers, or what the training type has."""
         from tokenmill.loader import usual_arrays
 
-        usual, said = usual_arrays(plan), self.config.run.arrays
+        usual, written = usual_arrays(plan), self.config.run.arrays
         if set(usual) & set(DEFAULT_ARRAYS):
-            return said
-        if said != DEFAULT_ARRAYS:
+            return written
+        if written != DEFAULT_ARRAYS:
             raise ConfigError(
-                f"run: arrays is for stores of sequences, got {list(said)} where a batch has {list(usual)}; "
+                f"run: arrays is for stores of sequences, got {list(written)} where a batch has {list(usual)}; "
                 "leave it out, or pass arrays to the loader"
             )
         return usual
@@ -320,9 +320,10 @@ def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:
 
     first, *others = tokenizers
     for other in others:
-        found = difference(tokenizers[first], tokenizers[other])
-        if found:
+        differing = difference(tokenizers[first], tokenizers[other])
+        if differing:
+            key, left, right, way_out = differing
             raise ConfigError(
                 f"sources: all must be prepared with one tokenizer, got {first!r} and {other!r} that differ in "
-                f"{found[0]}: {found[1]!r} and {found[2]!r}; {found[3]}"
+                f"{key}: {left!r} and {right!r}; {way_out}"
             )
