@@ -14,18 +14,21 @@ FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10
 # One more than the cores of a small machine: many tests wait for disks and for other processes.
 JOBS   ?= 3
 
-.PHONY: demo test test-deep lint types bench clean
+# The fast core: what most mistakes break, without frameworks, processes that are killed, and pages.
+CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config tests/documents tests/encode
+
+.PHONY: demo check test test-deep lint types bench clean
 
 demo: $(VENV)/core.stamp
-	$(BIN)/python tools/fresh_kernels.py
 	$(BIN)/tokenmill demo
 
+check: lint types
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep and not slow" $(CORE)
+
 test: lint types
-	$(BIN)/python tools/fresh_kernels.py
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep"
 
 test-deep: $(VENV)/dev.stamp
-	$(BIN)/python tools/fresh_kernels.py
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/dev.stamp

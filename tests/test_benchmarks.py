@@ -21,6 +21,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_runs(name, tmp_path):
     script, *options = (word.format(folder=tmp_path) for word in COMMANDS[name])

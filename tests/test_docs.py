@@ -20,7 +20,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))) if page.exists()]
+PAGES = [
+    page
+    for page in (
+        ROOT / "README.md",
+        ROOT / "docs" / "architecture.md",
+        *sorted((ROOT / "docs" / "guides").glob("*.md")),
+    )
+    if page.exists()
+]
 LINKED = [*PAGES, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 SHELLS = {"bash", "sh", "console"}
 SHOWN = {"", "text", "json", "toml"}
@@ -119,6 +127,7 @@ def run_here(words: list[str], folder: Path) -> None:
 def run_page(page: str, name: str, folder: Path) -> dict[str, Any]:
     """Run the blocks of a page in order, in the working directory `folder`; return what its Python has defined."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
     for block in blocks_of(page):
         if block.note.startswith("not run:"):
             assert block.note.removeprefix("not run:").strip(), f"{name}:{block.line}: say why it is not run"
@@ -130,7 +139,11 @@ def run_page(page: str, name: str, folder: Path) -> dict[str, Any]:
         elif block.language == "python":
             # So that an error names the line of the page.
             code = compile("\n" * (block.line - 1) + block.text, name, "exec")
-            exec(code, namespace)
+            with redirect_stdout(io.StringIO()) as output:
+                exec(code, namespace)
+            printed = output.getvalue()
+        elif block.note == "prints":
+            assert block.text == printed, f"{name}:{block.line}: the block before it prints\n{printed}"
         elif block.language in SHELLS:
             for command in commands_of(block):
                 run_command(command, folder)
@@ -170,6 +183,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_block_runs(page, workplace):
     """[A1.c]"""
