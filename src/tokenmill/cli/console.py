@@ -52,7 +52,7 @@ Dtype = Annotated[str | None, typer.Option(help="Of ids in files that do not say
 VocabSize = Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")]
 EosId = Annotated[int | None, typer.Option(help="Id that ends documents where the format has no boundaries.")]
 BosId = Annotated[int | None, typer.Option(help="Id that starts documents.")]
-Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: told by them.")]
+Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: recognised.")]
 
 
 # What commands read
