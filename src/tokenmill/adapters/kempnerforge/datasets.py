@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,8 +70,9 @@ class Chunked(Dataset[Sample]):
         self.begins = [0, *accumulate(store.num_tokens // length for store in stores)]
         """First sample of each store, and the end of the last."""
         self._pools: dict[int, BufferPool] = {}
+        self.__dict__.pop("fingerprint", None)  # that of other stores
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of what decides every sample."""
         return digest([[store.fingerprint for store in self.stores], self.length, self.eos_id])
