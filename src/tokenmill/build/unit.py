@@ -35,6 +35,7 @@ from tokenmill.build.journal import (
 from tokenmill.build.select import ROUTE, SURPLUS, select
 from tokenmill.documents import DocumentBatch, InputFile, ReadOptions, Unit, cut_files, read_unit
 from tokenmill.encode.frame import frame, with_second_bos
+from tokenmill.encode.recipe import Reading
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
@@ -268,8 +269,8 @@ def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[b
 def _encode(opened: OpenJob, batch: Joined, chosen: Int64Array | None) -> Records:
     """Turn the chosen records of a batch into arrays; None chooses all."""
     if opened.encoder is not None:
-        records = batch.records if chosen is None else [batch.records[index] for index in chosen.tolist()]
-        return opened.encoder.encode(records)
+        readings = batch.readings if chosen is None else [batch.readings[index] for index in chosen.tolist()]
+        return opened.encoder.encode(readings)
     texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
     identity = opened.tokenizer.identity
     encoded = frame(opened.tokenizer.encode(texts), identity)
@@ -290,7 +291,8 @@ def _contents(opened: OpenJob, batch: Joined) -> Sequence[str | None]:
     """Return of each record the text that filters, hashes and splits go by; None where it fits no recipe."""
     if opened.encoder is None:
         return batch.texts
-    return [opened.encoder.content(record) for record in batch.records]
+    batch.readings = [opened.encoder.read(record) for record in batch.records]
+    return [reading.content for reading in batch.readings]
 
 
 def _keys(opened: OpenJob, batch: Joined) -> Sequence[bytes]:
@@ -317,6 +319,8 @@ class Joined:
 
     texts: list[str] = field(default_factory=list)
     records: list[Mapping[str, Any]] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    """Which variant of the recipe reads each record, once `_contents` has asked."""
     bad: list[Bad] = field(default_factory=list)
     runs: list[tuple[int, DocumentBatch]] = field(default_factory=list)
     """Where each batch begins among the records, and the batch."""

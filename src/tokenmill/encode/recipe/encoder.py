@@ -185,10 +185,6 @@ class RecordEncoder:
         except Refusal as refusal:
             return Reading(record=record, reader=refusal)
 
-    def content(self, record: Record) -> str | None:
-        """Return the text of a record that is used; see `Reading.content`."""
-        return self.read(record).content
-
     def encode(self, records: Sequence[Record | Reading]) -> Records:
         """Encode records, or what `read` made of them; those that cannot be are refused, each with its reason."""
         names = list(token_arrays(self.recipe.kind))
