@@ -23,6 +23,7 @@ from tokenmill.encode.tokenizer import (
     identify,
     join,
     refuse_surrogates,
+    split,
 )
 from tokenmill.errors import TokenizerError, nearest
 from tokenmill.types import AnyArray, Encoded
@@ -63,10 +64,10 @@ class FastTokenizer:
             return self._encode(list(texts))
         odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
         refuse_surrogates(texts)
-        left = list(texts)
-        for index in odd:
-            left[index] = ""
-        return _spliced(self._encode(left), odd, self.reference().encode([texts[index] for index in odd]))
+        documents = split(self._encode(["" if _is_divergent(text) else text for text in texts]))
+        for index, ids in zip(odd, split(self.reference().encode([texts[index] for index in odd])), strict=True):
+            documents[index] = ids
+        return join(documents)
 
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids."""
@@ -158,22 +159,6 @@ def _once(open_reference: Callable[[], Tokenizer], identity: TokenizerIdentity) 
         return reference
 
     return opened
-
-
-def _spliced(most: Encoded, places: list[int], few: Encoded) -> Encoded:
-    """Put the documents of `few` into `most` at `places`, where `most` holds empty ones."""
-    lengths = np.diff(most.offsets)
-    lengths[places] = np.diff(few.offsets)
-    pieces: list[AnyArray] = []
-    start = 0
-    for index, place in enumerate(places):
-        pieces.append(most.ids[start : most.offsets[place]])
-        pieces.append(few.ids[few.offsets[index] : few.offsets[index + 1]])
-        start = int(most.offsets[place])
-    pieces.append(most.ids[start:])
-    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return Encoded(ids=np.concatenate(pieces), offsets=offsets)
 
 
 # The reference engines: Hugging Face tokenizers and tiktoken, slower, and right by definition.
@@ -478,9 +463,7 @@ def trusted(
 
 def first_difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> Disagreement | None:
     """Return the first text that two engines encode differently."""
-    for document, text in enumerate(texts):
-        ours = fast.ids[fast.offsets[document] : fast.offsets[document + 1]]
-        theirs = reference.ids[reference.offsets[document] : reference.offsets[document + 1]]
+    for text, ours, theirs in zip(texts, split(fast), split(reference), strict=True):
         if np.array_equal(ours, theirs):
             continue
         common = min(ours.size, theirs.size)

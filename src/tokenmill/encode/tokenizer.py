@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
@@ -123,6 +124,11 @@ def join(arrays: Sequence[AnyArray]) -> Encoded:
     return Encoded(ids=ids, offsets=offsets)
 
 
+def split(encoded: Encoded) -> list[AnyArray]:
+    """Return the ids of each document; what `join` was given."""
+    return [encoded.ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
+
+
 def checked_ids(ids: AnyArray, identity: TokenizerIdentity) -> AnyArray:
     """Return ids that `decode` may look up; one outside the vocabulary raises `TokenizerError`."""
     array = np.asarray(ids).reshape(-1)
@@ -166,37 +172,14 @@ def engine_errors(engine: str, doing: str, way_out: str) -> Iterator[None]:
 
 # In order of preference, where no file beside the tokenizer says it.
 BOS_NAMES = (
-    "<|begin_of_text|>",
-    "<s>",
-    "<bos>",
-    "<|bos|>",
-    "[BOS]",
-    "<BOS>",
-    "<｜begin▁of▁sentence｜>",
-    "<|startoftext|>",
-    "<sos>",
-    "<SOS>",
-)
+    "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<BOS>", "<｜begin▁of▁sentence｜>", "<|startoftext|>",
+    "<sos>", "<SOS>",
+)  # fmt: skip
 EOS_NAMES = (
-    "</s>",
-    "<|end_of_text|>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<EOS>",
-    "<｜end▁of▁sentence｜>",
-    "<|endoftext|>",
+    "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<｜end▁of▁sentence｜>", "<|endoftext|>",
     "<EOT>",
-)
-PAD_NAMES = (
-    "<pad>",
-    "<|pad|>",
-    "[PAD]",
-    "<PAD>",
-    "<｜▁pad▁｜>",
-    "<|finetune_right_pad_id|>",
-    "<|padding|>",
-)
+)  # fmt: skip
+PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<｜▁pad▁｜>", "<|finetune_right_pad_id|>", "<|padding|>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,17 +310,16 @@ class ControlTokenizer:
         plain = bare.ids.astype(np.uint32, copy=False)
         controls = [np.array([self.special_ids[name] for name in text[1::2]], np.uint32) for text in pieces]
         places = np.cumsum([0, *(len(text[::2]) for text in pieces)])
-        runs = [
-            np.insert(
-                plain[bare.offsets[first] : bare.offsets[last]],
-                bare.offsets[first + 1 : last] - bare.offsets[first],
-                names,
-            )
-            for first, last, names in zip(places[:-1], places[1:], controls, strict=True)
-        ]
-        offsets = np.zeros(len(runs) + 1, np.int64)
-        np.cumsum([run.size for run in runs], out=offsets[1:])
-        return Encoded(ids=np.concatenate(runs), offsets=offsets)
+        return join(
+            [
+                np.insert(
+                    plain[bare.offsets[first] : bare.offsets[last]],
+                    bare.offsets[first + 1 : last] - bare.offsets[first],
+                    names,
+                )
+                for first, last, names in zip(places[:-1], places[1:], controls, strict=True)
+            ]
+        )
 
     def _without(self, text: str) -> str:
         while self.pattern.search(text):  # taking one out may join the halves of another

@@ -15,8 +15,8 @@ from tokenmill.encode.chat.tracked import (
     generated,
     join,
     placed,
-    python_text,
     runs_of,
+    text_of,
     tojson,
 )
 
@@ -153,7 +153,7 @@ def test_json_is_that_of_the_standard_library(value, ascii_, indent, sort):
 @given(value=JSON)
 def test_printed_values_are_those_of_python(value):
     if not isinstance(value, str):
-        made = python_text(all_of_record(value))
+        made = text_of(all_of_record(value))
         assert made == str(value)
         assert UNKNOWN not in marks_of(made)
 
@@ -162,7 +162,7 @@ def test_escaped_characters_know_the_character_that_was_escaped():
     text = 'a"\n\U0001f600b'
     made = tojson(of_record(text), ensure_ascii=True)
     assert origin(made, text) == ["", "a", *['"'] * 2, *["\n"] * 2, *["\U0001f600"] * 12, "b", ""]
-    made = python_text([of_record('it\'s "x"\n')])
+    made = text_of([of_record('it\'s "x"\n')])
     assert made == str(['it\'s "x"\n'])
     assert origin(made, 'it\'s "x"\n')[3:7] == ["t", "'", "'", "s"]
 

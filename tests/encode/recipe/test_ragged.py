@@ -6,16 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.recipe.ragged import (
-    Ragged,
-    merged,
-    offsets_of,
-    same_as_first,
-    shortened,
-    sliced,
-    taken,
-    trained_run,
-)
+from tokenmill.encode.recipe.ragged import Ragged, offsets_of
 
 BOS = 9
 ITEMS = st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=6), max_size=8)
@@ -47,7 +38,7 @@ def test_lengths_positions_and_supervision_are_those_of_the_items(items):
 @given(ITEMS, st.data())
 def test_items_are_taken_in_any_order(items, data):
     chosen = data.draw(st.lists(st.integers(0, len(items) - 1), max_size=8)) if items else []
-    value = taken(ragged(items), np.array(chosen, np.int64))
+    value = ragged(items).taken(np.array(chosen, np.int64))
     assert items_of(value) == [items[index] for index in chosen]
     assert value.owners.tolist() == chosen
 
@@ -59,7 +50,7 @@ def test_two_are_merged_in_the_order_of_their_records(items, data):
     for wanted in (False, True):
         owners = [index for index, side in enumerate(sides) if side == wanted]
         halves.append(ragged([items[index] for index in owners], owners))
-    value = merged(*halves)
+    value = halves[0].merged(halves[1])
     assert items_of(value) == items
     assert value.owners.tolist() == list(range(len(items)))
 
@@ -74,7 +65,7 @@ def test_items_are_cut_at_the_wanted_end_and_keep_their_bos(items, most, keep_en
         return [(BOS, 0), *item[len(item) - most + 1 :]] if item[0][0] == BOS else item[-most:]
 
     before = ragged(items)
-    assert items_of(shortened(before, most, keep_end=keep_end, bos_id=BOS)) == [cut(item) for item in items]
+    assert items_of(before.shortened(most, keep_end=keep_end, bos_id=BOS)) == [cut(item) for item in items]
     assert items_of(before) == items
 
 
@@ -82,7 +73,7 @@ def test_items_are_cut_at_the_wanted_end_and_keep_their_bos(items, most, keep_en
 def test_the_trained_run_reaches_from_the_first_trained_token_to_the_last(items):
     items = [item for item in items if any(trained for _, trained in item)]
     value = ragged(items)
-    cut = sliced(value, np.arange(len(items)), *trained_run(value))
+    cut = value.sliced(np.arange(len(items)), *value.trained_run())
 
     def run(item):
         places = [place for place, (_, trained) in enumerate(item) if trained]
@@ -96,4 +87,4 @@ def test_items_are_compared_with_the_first_of_their_record(groups):
     words = [(owner, word, group[0]) for owner, group in enumerate(groups) for word in group]
     value = ragged([[(ord(letter) - 97, 0) for letter in word] for _, word, _ in words])
     value = replace(value, owners=np.array([owner for owner, _, _ in words], np.int64))
-    assert same_as_first(value).tolist() == [word == first for _, word, first in words]
+    assert value.same_as_first().tolist() == [word == first for _, word, first in words]

@@ -23,17 +23,7 @@ from tokenmill.encode.chat.conversation import (
 from tokenmill.encode.chat.sample import edges_by_sample
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.trace import (
-    Range,
-    Renderer,
-    Trace,
-    closing_of,
-    closings,
-    empty_turn,
-    header_end,
-    header_ends,
-    own_range,
-)
+from tokenmill.encode.chat.trace import Range, Renderer, Trace
 from tokenmill.encode.chat.tracked import runs_of
 from tokenmill.encode.refusal import Refusal
 
@@ -197,13 +187,13 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     """Return from where to where a message has to be produced, its end of turn included."""
     conversation = trace.conversation
     asks = conversation.roles[index] == "assistant"
-    own = own_range(trace, index)
+    own = trace.own_range(index)
     if own is None:
         _refuse_missing(trace, index)
         if not asks:
             return (0, 0)
-        begin = empty_turn(renderer, trace, index)
-        return begin, begin + len(_closing(trace, closings(renderer, index, None), index, begin))
+        begin = renderer.empty_turn(trace, index)
+        return begin, begin + len(_closing(trace, renderer.closings(index, None), index, begin))
     first, after = own
     if any(each.owner != index for each in trace.within(first, after)):
         raise Refusal("interleaved", f"{conversation.named(index)} in parts, with others between them")
@@ -211,19 +201,19 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     known = edges_by_sample(renderer, index)
     begin, end = first, None
     if asks:
-        ends = header_ends(trace, known.header, first) if known and known.header else []
+        ends = trace.header_ends(known.header, first) if known and known.header else []
         shown = known is not None and bool(ends) and trace.text[ends[-1] : first] in ("", *known.leads)
-        begin = ends[-1] if shown else header_end(renderer, trace, index, first)
+        begin = ends[-1] if shown else renderer.header_end(trace, index, first)
     last = trace.origin_at(after - 1)
     if known is not None and known.last == last:
-        end = closing_of(trace, known.tails, after)
+        end = trace.closing_of(known.tails, after)
     if end is None:
-        end = _closing(trace, closings(renderer, index, last), index, after)
+        end = _closing(trace, renderer.closings(index, last), index, after)
     return begin, after + len(end)
 
 
 def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> str:
-    end = closing_of(trace, tails, after)
+    end = trace.closing_of(tails, after)
     if end is None:
         raise Refusal("end_of_turn", f"{trace.shown(after)} behind {trace.conversation.named(index)}")
     return end

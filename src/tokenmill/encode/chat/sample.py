@@ -17,17 +17,7 @@ from typing import Any, NamedTuple
 
 from tokenmill.encode.chat.conversation import MarkedConversation, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.trace import (
-    Header,
-    Renderer,
-    Trace,
-    asked,
-    bare,
-    closings,
-    header_end,
-    header_ends,
-    own_range,
-)
+from tokenmill.encode.chat.trace import Header, Renderer, Trace, bare
 from tokenmill.encode.refusal import Refusal
 
 _TEXT = "Q"
@@ -195,11 +185,11 @@ def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
             conversation=conversation,
         )
         trace = renderer.trace(index + 1, False)
-        own = own_range(trace, index)
+        own = trace.own_range(index)
         last = None if own is None else trace.origin_at(own[1] - 1)
         if own is None or last is None:
             return None
-        header = asked(renderer, index) if roles[index] == "assistant" else None
+        header = renderer.asked(index) if roles[index] == "assistant" else None
         # The message at the end of the conversation and, if there is another, inside one.
         more = renderer.try_trace(index + 2, False) if index + 1 < len(roles) else None
         ends = [trace] if more is None else [trace, more]
@@ -209,7 +199,7 @@ def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
             after=_place(conversation, header.after) if header and header.after else None,
             leads=tuple(lead for lead in leads if lead is not None),
             last=_place(conversation, last),
-            tails=closings(renderer, index, last),
+            tails=renderer.closings(index, last),
         )
     except Refusal:
         return None
@@ -217,12 +207,12 @@ def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
 
 def _lead(renderer: Renderer, trace: Trace, header: Header, index: int) -> str | None:
     """Return what stands between a header and its message; None if the message does not begin after the header."""
-    own = own_range(trace, index)
+    own = trace.own_range(index)
     if own is None or header.after is None:
         return None
-    ends = header_ends(trace, header, own[0])
+    ends = trace.header_ends(header, own[0])
     follows = trace.conversation.owners[trace.conversation.string_of(header.after)] == index - 1
-    begins = header_end(renderer, trace, index, own[0])
+    begins = renderer.header_end(trace, index, own[0])
     return trace.text[begins : own[0]] if follows and ends and ends[-1] == begins else None
 
 

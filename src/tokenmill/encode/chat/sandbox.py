@@ -85,8 +85,8 @@ def _compiled(source: str) -> Compiled:
 
 
 def _strings(node: nodes.Node) -> set[str]:
-    found = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
-    return {one.value for one in found if isinstance(one.value, str)}
+    constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
+    return {constant.value for constant in constants if isinstance(constant.value, str)}
 
 
 def _objects(tree: nodes.Template) -> set[str]:
@@ -100,23 +100,23 @@ def _objects(tree: nodes.Template) -> set[str]:
 
 def _looked_for(tree: nodes.Template) -> set[str]:
     """Return the literals that a template may search a text for: with `in`, by a method, or under another name."""
-    found: set[str] = set()
+    literals: set[str] = set()
     objects = _objects(tree)
     for test in tree.find_all(nodes.Compare):
         if any(operand.op in ("in", "notin") for operand in test.ops):
             of_object = isinstance(test.ops[0].expr, nodes.Name) and test.ops[0].expr.name in objects
-            found |= {text for text in _strings(test) if not (of_object and text.isidentifier())}
+            literals |= {text for text in _strings(test) if not (of_object and text.isidentifier())}
     for call in tree.find_all(nodes.Call):
         name = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
         given = set[str]().union(*map(_strings, [*call.args, *call.kwargs]))
         # To strip white space is not to look for it; a macro or namespace may do anything with what it is given.
-        found |= {text for text in given if text.strip()} if name.endswith("strip") or not name else given
+        literals |= {text for text in given if text.strip()} if name.endswith("strip") or not name else given
     for filter_ in tree.find_all(nodes.Filter):
         if filter_.name in ("replace", "select", "reject"):
-            found |= set[str]().union(*map(_strings, filter_.args))
+            literals |= set[str]().union(*map(_strings, filter_.args))
     for assigned in tree.find_all((nodes.Assign, nodes.Macro)):
-        found |= {text for text in _strings(assigned) if len(text.strip()) > 1 and not text.isidentifier()}
-    return found - {""}
+        literals |= {text for text in _strings(assigned) if len(text.strip()) > 1 and not text.isidentifier()}
+    return literals - {""}
 
 
 class GenerationBlock(Extension):
@@ -136,7 +136,7 @@ class GenerationBlock(Extension):
         return generated(text) if isinstance(self.environment, TrackedEnvironment) else text
 
 
-class _Unfolded(CodeGenerator):
+class _NoConstantFolding(CodeGenerator):
     """Leaves all work to the time when it is counted; jinja would work out constants while it compiles."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:  # noqa: ANN401
@@ -151,7 +151,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
     It has no limits of its own: a template runs here only after it has run tracked.
     """
 
-    code_generator_class: type[CodeGenerator] = _Unfolded
+    code_generator_class: type[CodeGenerator] = _NoConstantFolding
 
     def __init__(self) -> None:
         super().__init__(
@@ -188,7 +188,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         """Leave `str.format` to `is_safe_attribute`, which refuses it."""
 
 
-class _Code(_Unfolded):
+class _Code(_NoConstantFolding):
     """Makes the literals of a template tracked, and counts loops."""
 
     environment: TrackedEnvironment
@@ -320,8 +320,8 @@ class Counted:
 
 
 def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict`
-    made: dict[Any, Any] = TrackedEnvironment.sized(dict(*args, **kwargs))
-    return made
+    value: dict[Any, Any] = TrackedEnvironment.sized(dict(*args, **kwargs))
+    return value
 
 
 def _raise(message: object) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP
 from tokenmill.encode.refusal import Refusal
-from tokenmill.encode.tokenizer import Tokenizer, join
+from tokenmill.encode.tokenizer import Tokenizer, join, split
 from tokenmill.errors import ConfigError
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
 
@@ -199,8 +199,7 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Uint32Array]:
     if not texts:
         return []
     encoded = tokenizer.encode(texts)
-    ids = encoded.ids.astype(np.uint32, copy=False)
-    return [ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
+    return split(replace(encoded, ids=encoded.ids.astype(np.uint32, copy=False)))
 
 
 # Conversations to ids and masks.

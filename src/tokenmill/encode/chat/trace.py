@@ -40,6 +40,25 @@ class Fragment(NamedTuple):
         return self.origin + (self.end - self.begin - 1) * self.step
 
 
+# A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
+# writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
+# here is left to the prompt where the turn has it as well, and refused where the turn does without.
+_REASONING = re.compile(
+    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
+    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*\Z"
+)
+MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
+"""What control strings look like."""
+
+
+class Header(NamedTuple):
+    """What asks for a message, as a render that stops before it shows."""
+
+    after: int | None
+    """The conversation's character that it follows; None if nothing of the conversation is before it."""
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """A render; what is in no fragment the template wrote."""
@@ -79,6 +98,51 @@ class Trace:
     def shown(self, begin: int) -> str:
         """Show the text from a character on."""
         return repr(self.text[begin : begin + 24])
+
+    def own_range(self, index: int) -> Range | None:
+        """Return from where to where a message stands, None if nowhere; a name written again does not count."""
+        conversation = self.conversation
+        by_string: dict[int, list[Range]] = {}
+        last_origins: dict[int, int] = {}
+        for each in self.of_message.get(index, ()):
+            ranges = by_string.setdefault(each.string, [])
+            if ranges and ranges[-1][1] != each.begin and conversation.labels[each.string]:
+                last_origins[each.string] = -1
+            elif ranges and not conversation.labels[each.string]:
+                last = last_origins[each.string]
+                if each.origin < last or (each.origin == last and ranges[-1][1] != each.begin):
+                    shown = f"{self.shown(each.begin)} of {conversation.named(index)}"
+                    raise Refusal("rewritten", f"{shown}, twice or out of order")
+            if last_origins.get(each.string) != -1:
+                ranges.append((each.begin, each.end))
+                last_origins[each.string] = each.last_origin
+        own = [both for ranges in by_string.values() for both in ranges]
+        return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
+
+    def header_ends(self, header: Header, before: int) -> list[int]:
+        """Return where a header ends in a render, at or before a character; nothing if it is not there."""
+        begins = [0]
+        if header.after is not None:
+            conversation = self.conversation
+            owner = conversation.owners[conversation.string_of(header.after)]
+            begins = [
+                place + 1
+                for each in self.of_message.get(owner, ())
+                if each.origin <= header.after <= each.last_origin
+                for place in (
+                    [each.begin + header.after - each.origin]
+                    if each.step
+                    else range(each.begin, min(each.end, before))
+                )
+                if place < before
+            ]
+        ends = [begin + len(header.text) for begin in begins if self.text.startswith(header.text, begin)]
+        return [end for end in ends if end <= before and not self.within(end - len(header.text), end)]
+
+    def closing_of(self, tails: tuple[str, ...], after: int) -> str | None:
+        """Return the tail that the whole render has, without the white space after it; None if it has none."""
+        fitting = [tail for tail in tails if self.text.startswith(tail, after)]
+        return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,132 +252,83 @@ class Renderer:
                 'write it as "2025-01-31"'
             ) from error
 
+    # Where a message begins and ends, as shown by other renders that stop before or behind it.
 
-def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a value with plain strings in place of tracked ones."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, dict):
-        return {str.__str__(key): bare(item) for key, item in value.items()}
-    return [bare(item) for item in value] if isinstance(value, list) else value
+    def asked(self, index: int) -> Header | None:
+        """Return what asks for a message; None if the template cannot be asked there."""
+        prompt = self.try_trace(index, True)
+        if prompt is None:
+            return None
+        last = prompt.fragments[-1] if prompt.fragments else None
+        text = _REASONING.sub("", prompt.text[last.end if last else 0 :])
+        return Header(after=last.last_origin if last else None, text=text)
 
-
-# Where a message begins and ends in a render, as shown by other renders that stop before or behind it.
-
-# A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
-# writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
-# here is left to the prompt where the turn has it as well, and refused where the turn does without.
-_REASONING = re.compile(
-    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
-    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*\Z"
-)
-MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
-"""What control strings look like."""
-
-
-class Header(NamedTuple):
-    """What asks for a message, as a render that stops before it shows."""
-
-    after: int | None
-    """The conversation's character that it follows; None if nothing of the conversation is before it."""
-    text: str
-
-
-def own_range(trace: Trace, index: int) -> Range | None:
-    """Return from where to where a message stands, None if nowhere; a name that is written again does not count."""
-    conversation = trace.conversation
-    by_string: dict[int, list[Range]] = {}
-    last_origins: dict[int, int] = {}
-    for each in trace.of_message.get(index, ()):
-        ranges = by_string.setdefault(each.string, [])
-        if ranges and ranges[-1][1] != each.begin and conversation.labels[each.string]:
-            last_origins[each.string] = -1
-        elif ranges and not conversation.labels[each.string]:
-            last = last_origins[each.string]
-            if each.origin < last or (each.origin == last and ranges[-1][1] != each.begin):
-                shown = f"{trace.shown(each.begin)} of {conversation.named(index)}"
-                raise Refusal("rewritten", f"{shown}, twice or out of order")
-        if last_origins.get(each.string) != -1:
-            ranges.append((each.begin, each.end))
-            last_origins[each.string] = each.last_origin
-    own = [both for ranges in by_string.values() for both in ranges]
-    return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
-
-
-def asked(renderer: Renderer, index: int) -> Header | None:
-    """Return what asks for a message; None if the template cannot be asked there."""
-    prompt = renderer.try_trace(index, True)
-    if prompt is None:
-        return None
-    last = prompt.fragments[-1] if prompt.fragments else None
-    text = _REASONING.sub("", prompt.text[last.end if last else 0 :])
-    return Header(after=last.last_origin if last else None, text=text)
-
-
-def header_ends(trace: Trace, header: Header, before: int) -> list[int]:
-    """Return where a header ends in a render, at or before a character; nothing if it is not there."""
-    begins = [0]
-    if header.after is not None:
-        conversation = trace.conversation
-        owner = conversation.owners[conversation.string_of(header.after)]
-        begins = [
-            place + 1
-            for each in trace.of_message.get(owner, ())
-            if each.origin <= header.after <= each.last_origin
-            for place in (
-                [each.begin + header.after - each.origin] if each.step else range(each.begin, min(each.end, before))
-            )
-            if place < before
-        ]
-    ends = [begin + len(header.text) for begin in begins if trace.text.startswith(header.text, begin)]
-    return [end for end in ends if end <= before and not trace.within(end - len(header.text), end)]
-
-
-def header_end(renderer: Renderer, trace: Trace, index: int, before: int) -> int:
-    """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
-    header = asked(renderer, index)
-    ends = header_ends(trace, header, before) if header else []
-    end = ends[-1] if ends else None
-    if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
+    def header_end(self, trace: Trace, index: int, before: int) -> int:
+        """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
+        header = self.asked(index)
+        ends = trace.header_ends(header, before) if header else []
+        end = ends[-1] if ends else None
+        if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
+            return end
+        # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
+        text = _REASONING.sub("", self._generation_prompt(index) or "")
+        least = end
+        if least is None:
+            least = max((min(each.end, before) for each in trace.before(before) if each.owner != index), default=0)
+        at = trace.text.rfind(text, least, before) if text.strip() else -1
+        if at >= 0:
+            return at + len(text)
+        if end is None:
+            raise Refusal("header", f"{trace.conversation.named(index)}, and {text!r} is not before it")
         return end
-    # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
-    text = _REASONING.sub("", _generation_prompt(renderer, index) or "")
-    least = end
-    if least is None:
-        least = max((min(each.end, before) for each in trace.before(before) if each.owner != index), default=0)
-    at = trace.text.rfind(text, least, before) if text.strip() else -1
-    if at >= 0:
-        return at + len(text)
-    if end is None:
-        raise Refusal("header", f"{trace.conversation.named(index)}, and {text!r} is not before it")
-    return end
 
+    def empty_turn(self, trace: Trace, index: int) -> int:
+        """Return where a turn of the assistant without any text begins."""
+        header = self.asked(index)
+        ends = trace.header_ends(header, len(trace.text)) if header else []
+        if len(ends) != 1:
+            raise Refusal("header", f"{trace.conversation.named(index)}, which is empty")
+        return ends[0]
 
-def empty_turn(renderer: Renderer, trace: Trace, index: int) -> int:
-    """Return where a turn of the assistant without any text begins."""
-    header = asked(renderer, index)
-    ends = header_ends(trace, header, len(trace.text)) if header else []
-    if len(ends) != 1:
-        raise Refusal("header", f"{trace.conversation.named(index)}, which is empty")
-    return ends[0]
+    def closings(self, index: int, after: int | None) -> tuple[str, ...]:
+        """Return what the template may write behind a message, whose last character is `after`, to end its turn.
 
+        A template may write an end behind the last message that no other has (EOS after the conversation, or
+        another end of turn), so two renders that end with the message count: as it is, and asking for one more.
+        """
+        ended = self._tail(self.try_trace(index + 1, False), index, after)
+        more = self._tail(self.try_trace(index + 1, True), index, after)
+        tails = [tail for tail in (ended,) if tail is not None]
+        if more is not None and (ended is None or not more.startswith(ended)):
+            prompt = self._generation_prompt(index)
+            tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
+        return tuple(tails)
 
-def _generation_prompt(renderer: Renderer, index: int) -> str | None:
-    """Return what a template adds to ask for a message: for this one, else for another of the conversation.
+    def _tail(self, trace: Trace | None, index: int, after: int | None) -> str | None:
+        """Return what a render that ends with a message has behind it; None if it is not the same message there."""
+        if trace is None:
+            return None
+        own = trace.own_range(index)
+        if own is None:
+            return trace.text[self.empty_turn(trace, index) :]
+        return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
 
-    Behind a message of the assistant a template may write another end when it is asked for more, so such a place
-    counts only if nothing but the prompt is added.
-    """
-    roles = renderer.conversation.roles
-    for num_messages in (index, *range(1, len(roles) + 1)):
-        longer, shorter = renderer.try_trace(num_messages, True), renderer.try_trace(num_messages, False)
-        if longer is None or shorter is None:
-            continue
-        prompt = _difference(longer.text, shorter.text)
-        after_assistant = num_messages > 0 and roles[num_messages - 1] == "assistant"
-        if prompt.strip() and (not after_assistant or longer.text.startswith(shorter.text)):
-            return prompt
-    return None
+    def _generation_prompt(self, index: int) -> str | None:
+        """Return what a template adds to ask for a message: for this one, else for another of the conversation.
+
+        Behind a message of the assistant a template may write another end when it is asked for more, so such a
+        place counts only if nothing but the prompt is added.
+        """
+        roles = self.conversation.roles
+        for num_messages in (index, *range(1, len(roles) + 1)):
+            longer, shorter = self.try_trace(num_messages, True), self.try_trace(num_messages, False)
+            if longer is None or shorter is None:
+                continue
+            prompt = _difference(longer.text, shorter.text)
+            after_assistant = num_messages > 0 and roles[num_messages - 1] == "assistant"
+            if prompt.strip() and (not after_assistant or longer.text.startswith(shorter.text)):
+                return prompt
+        return None
 
 
 def _difference(longer: str, shorter: str) -> str:
@@ -329,32 +344,10 @@ def _difference(longer: str, shorter: str) -> str:
     return longer[common:]
 
 
-def closings(renderer: Renderer, index: int, after: int | None) -> tuple[str, ...]:
-    """Return what the template may write behind a message to end its turn; `after` is its last character, if any.
-
-    A template may write an end behind the last message that no other has (EOS after the conversation, or another
-    end of turn), so two renders that end with the message are looked at: as it is, and asking for one more.
-    """
-    ended = _tail(renderer, renderer.try_trace(index + 1, False), index, after)
-    more = _tail(renderer, renderer.try_trace(index + 1, True), index, after)
-    tails = [tail for tail in (ended,) if tail is not None]
-    if more is not None and (ended is None or not more.startswith(ended)):
-        prompt = _generation_prompt(renderer, index)
-        tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
-    return tuple(tails)
-
-
-def closing_of(trace: Trace, tails: tuple[str, ...], after: int) -> str | None:
-    """Return the tail that the whole render has, without the white space after it; None if it has none."""
-    fitting = [tail for tail in tails if trace.text.startswith(tail, after)]
-    return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
-
-
-def _tail(renderer: Renderer, trace: Trace | None, index: int, after: int | None) -> str | None:
-    """Return what a render that ends with a message has behind it; None if it is not the same message there."""
-    if trace is None:
-        return None
-    own = own_range(trace, index)
-    if own is None:
-        return trace.text[empty_turn(renderer, trace, index) :]
-    return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
+def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a value with plain strings in place of tracked ones."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, dict):
+        return {str.__str__(key): bare(item) for key, item in value.items()}
+    return [bare(item) for item in value] if isinstance(value, list) else value

@@ -12,6 +12,45 @@ from typing import Any, SupportsIndex, TypeAlias
 
 from tokenmill.encode.refusal import Refusal
 
+# How much work a template may do for one render.
+
+MAX_STEPS = 2_000_000
+"""Loop rounds and blocks of 256 characters that one render may take; a call counts as 16."""
+MAX_CHARS = 1 << 24
+"""Characters that one string of a render may have."""
+
+_left: ContextVar[list[int]] = ContextVar("steps left")
+
+
+@contextmanager
+def budget(steps: int = MAX_STEPS) -> Iterator[None]:
+    """Give a render so many steps; nothing is counted outside of one."""
+    token = _left.set([steps])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def charge(steps: int = 1) -> None:
+    """Take steps from the budget; refuse when it is used up."""
+    # A list, so that to count is not to set a context variable, which costs more than the string it is for.
+    left = _left.get(None)
+    if left is not None:
+        left[0] -= steps
+        if left[0] < 0:
+            raise Refusal("too_many_steps", "the template takes more steps than a render may")
+
+
+def charge_size(num_chars: int, num_parts: int = 0) -> None:
+    """Take the cost of a string or list of this length, made of so many parts; refuse one that is too long."""
+    if num_chars > MAX_CHARS:
+        raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
+    charge(1 + num_parts + num_chars // 256)
+
+
+# Strings that are followed.
+
 Run: TypeAlias = tuple[int, int, int]
 """Characters that stand together: how many, the mark of the first, and what is added to it for the next: 0 or 1."""
 
@@ -119,23 +158,23 @@ class Tracked(str):
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        charge_join(len(self), len(parts))
-        found: list[str] = []
+        charge_size(len(self), len(parts))
+        located: list[str] = []
         at = 0
         for part in parts:
             at = self.find(part, at) if sep is None else at
-            found.append(self[at : at + len(part)])
+            located.append(self[at : at + len(part)])
             at += len(part) + (0 if sep is None else len(sep))
-        return found
+        return located
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         """As of `str`."""
-        found: list[str] = []
+        lines: list[str] = []
         at = 0
         for whole, bare in zip(str.splitlines(self, True), str.splitlines(self), strict=True):
-            found.append(self[at : at + len(whole if keepends else bare)])
+            lines.append(self[at : at + len(whole if keepends else bare)])
             at += len(whole)
-        return found
+        return lines
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
         """As of `str`."""
@@ -217,7 +256,7 @@ def placed(text: str, first: int) -> Tracked:
 def join(pieces: Iterable[str]) -> Tracked:
     """Lay strings end to end."""
     parts = list(pieces)
-    charge_join(sum(map(len, parts)), len(parts))
+    charge_size(sum(map(len, parts)), len(parts))
     text = "".join(parts)
     runs: list[Run] = []
     own = 0
@@ -254,29 +293,21 @@ def generated(text: str) -> Tracked:
 def widened(runs: Sequence[Run], widths: list[int]) -> list[Run]:
     """Return runs in which the characters stand as many times as the widths say, one for each."""
     charge(len(widths) - widths.count(1))
-    made: list[Run] = []
+    wide: list[Run] = []
     at = 0
     for size, first, step in runs:
         if step == 0:
-            made.append((sum(widths[at : at + size]), first, 0))
+            wide.append((sum(widths[at : at + size]), first, 0))
         else:
             begin = at
             for index in range(at, at + size):
                 if widths[index] != 1:
-                    made += [(index - begin, first + begin - at, 1)] if index > begin else []
-                    made += [(widths[index], first + index - at, 0)] if widths[index] else []
+                    wide += [(index - begin, first + begin - at, 1)] if index > begin else []
+                    wide += [(widths[index], first + index - at, 0)] if widths[index] else []
                     begin = index + 1
-            made += [(at + size - begin, first + begin - at, 1)] if at + size > begin else []
+            wide += [(at + size - begin, first + begin - at, 1)] if at + size > begin else []
         at += size
-    return made
-
-
-def text_of(value: object) -> Tracked:
-    """Return what a template prints for a value: `str`, with the characters of strings inside followed."""
-    if type(value) is Tracked:
-        return value
-
-    return python_text(value)
+    return wide
 
 
 def _runs_of(text: str) -> Sequence[Run] | None:
@@ -290,16 +321,16 @@ def _cut(runs: Sequence[Run], begin: int, end: int) -> Sequence[Run]:
     if len(runs) == 1:
         _, first, step = runs[0]
         return ((end - begin, first + begin * step, step),)
-    made: list[Run] = []
+    cut: list[Run] = []
     at = 0
     for size, first, step in runs:
         low, high = max(begin, at), min(end, at + size)
         if low < high:
-            made.append((high - low, first + (low - at) * step, step))
+            cut.append((high - low, first + (low - at) * step, step))
         at += size
         if at >= end:
             break
-    return made
+    return cut
 
 
 def _between(separator: str, values: Iterable[str]) -> Iterator[str]:
@@ -307,50 +338,6 @@ def _between(separator: str, values: Iterable[str]) -> Iterator[str]:
         if index:
             yield separator
         yield value
-
-
-# How much work a template may do for one render.
-
-MAX_STEPS = 2_000_000
-"""Loop rounds and blocks of 256 characters that one render may take; a call counts as 16."""
-MAX_CHARS = 1 << 24
-"""Characters that one string of a render may have."""
-
-_left: ContextVar[list[int]] = ContextVar("steps left")
-
-
-@contextmanager
-def budget(steps: int = MAX_STEPS) -> Iterator[None]:
-    """Give a render so many steps; nothing is counted outside of one."""
-    token = _left.set([steps])
-    try:
-        yield
-    finally:
-        _left.reset(token)
-
-
-def charge(steps: int = 1) -> None:
-    """Take steps from the budget; refuse when it is used up."""
-    # A list, so that to count is not to set a context variable, which costs more than the string it is for.
-    left = _left.get(None)
-    if left is not None:
-        left[0] -= steps
-        if left[0] < 0:
-            raise Refusal("too_many_steps", "the template takes more steps than a render may")
-
-
-def charge_size(num_chars: int) -> None:
-    """Take the cost of making a string or list of this length; refuse one that is too long."""
-    if num_chars > MAX_CHARS:
-        raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
-    charge(1 + num_chars // 256)
-
-
-def charge_join(num_chars: int, num_parts: int) -> None:
-    """Take the cost of a string that is made of parts, or of the parts of a string."""
-    if num_chars > MAX_CHARS:
-        raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
-    charge(1 + num_parts + num_chars // 256)
 
 
 # JSON and Python text of values, with the characters of the strings inside followed.
@@ -427,15 +414,18 @@ class _Json:
         return "\n" + " " * (self.indent * depth)
 
 
-def python_text(value: object) -> Tracked:
-    """Return `str(value)` of a value that a template prints; one whose text would hold an address is refused."""
-    from jinja2 import Undefined
+def text_of(value: object) -> Tracked:
+    """Return what a template prints for a value: `str`, with the characters of strings inside followed.
+
+    A value whose text would hold an address is refused.
+    """
+    if type(value) is Tracked:
+        return value
+    from jinja2 import Undefined  # late: conversations are marked where no template is opened
 
     if isinstance(value, str):
         return Tracked(value)
-    if isinstance(value, _SCALARS):
-        return authored(str(value))
-    if isinstance(value, Undefined):
+    if isinstance(value, (*_SCALARS, Undefined)):
         return authored(str(value))
     return join(_represented(value))
 

@@ -15,17 +15,7 @@ import numpy as np
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.frame import frame, token_dtype, with_second_bos
 from tokenmill.encode.recipe.extract import PlainItems, Record, VariantReader, choose, look_up, tools_of
-from tokenmill.encode.recipe.ragged import (
-    Ragged,
-    lay_out,
-    merged,
-    offsets_of,
-    same_as_first,
-    shortened,
-    sliced,
-    taken,
-    trained_run,
-)
+from tokenmill.encode.recipe.ragged import Ragged, lay_out, offsets_of
 from tokenmill.encode.recipe.recipe import DTYPES, Recipe
 from tokenmill.encode.refusal import Refusal
 from tokenmill.encode.tokenizer import Tokenizer
@@ -152,7 +142,7 @@ class _Batch:
 
     def kept_items(self, ragged: Ragged) -> Ragged:
         """Leave out the items of refused records."""
-        return taken(ragged, np.flatnonzero(~np.isin(ragged.owners, list(self.refused))))
+        return ragged.taken(np.flatnonzero(~np.isin(ragged.owners, list(self.refused))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +280,7 @@ class RecordEncoder:
         answers = chats.pop(ANSWERS)
         if answers.owners.size:
             chats["prompts"], chats["responses"] = _split(batch, batch.kept_items(answers))
-        return {name: merged(ragged, chats[name]) for name, ragged in items.items()}
+        return {name: ragged.merged(chats[name]) for name, ragged in items.items()}
 
     def _encode_texts(self, batch: _Batch) -> dict[str, Ragged]:
         """Encode the plain texts of all sources in one call, and lay out their items."""
@@ -356,7 +346,7 @@ class RecordEncoder:
         for name, each in batch.conversations.items():
             first, last = np.searchsorted(done.kept, [begin, begin + len(each)])
             begin += len(each)
-            items[name] = taken(ragged, np.arange(first, last))
+            items[name] = ragged.taken(np.arange(first, last))
         return items
 
     def _all_trained(self, ragged: Ragged) -> Ragged:
@@ -377,7 +367,7 @@ class RecordEncoder:
         if most is not None:
             batch.cut |= set(ragged.owners[ragged.lengths > most].tolist())
             keep_end = limits.truncation_mode == "keep_end"
-            cut = shortened(ragged, most, keep_end=keep_end, bos_id=self.tokenizer.identity.bos_id)
+            cut = ragged.shortened(most, keep_end=keep_end, bos_id=self.tokenizer.identity.bos_id)
         for item in np.flatnonzero(~cut.trained).tolist():
             owner, length = int(ragged.owners[item]), int(ragged.lengths[item])
             is_cut = most is not None and length > most
@@ -396,13 +386,13 @@ class RecordEncoder:
 
 def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
     """Cut conversations before the answer: the prompt of each record once, and all answers."""
-    first, last = trained_run(answers)
+    first, last = answers.trained_run()
     items = np.arange(answers.owners.size)
-    prompts = sliced(answers, items, answers.offsets[:-1], first)
+    prompts = answers.sliced(items, answers.offsets[:-1], first)
     detail = "the template writes something else before the answer than before the first one"
-    batch.refuse(answers.owners[~same_as_first(prompts)].tolist(), "prompts_differ", detail)
+    batch.refuse(answers.owners[~prompts.same_as_first()].tolist(), "prompts_differ", detail)
     _, once = np.unique(prompts.owners, return_index=True)
-    return taken(prompts, once), sliced(answers, items, first, last)
+    return prompts.taken(once), answers.sliced(items, first, last)
 
 
 def _is_unicode(text: str) -> bool:

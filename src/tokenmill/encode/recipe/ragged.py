@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,8 +47,67 @@ class Ragged:
     @property
     def positions(self) -> Uint32Array:
         """Of each token, how many of its item stand before it."""
-        lengths = self.lengths
-        return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], lengths)).astype("<u4")
+        return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], self.lengths)).astype("<u4")
+
+    def taken(self, items: Int64Array) -> Ragged:
+        """Return these items, in this order."""
+        if items.size == self.owners.size and np.array_equal(items, np.arange(items.size)):
+            return self
+        return self.sliced(items, self.offsets[items], self.offsets[items + 1])
+
+    def sliced(self, items: Int64Array, starts: Int64Array, ends: Int64Array) -> Ragged:
+        """Return a run of tokens of each of these items."""
+        offsets = offsets_of(ends - starts)
+        index = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(int(offsets[-1]))
+        return Ragged(ids=self.ids[index], mask=self.mask[index], offsets=offsets, owners=self.owners[items])
+
+    def merged(self, other: Ragged) -> Ragged:
+        """Bring the items of two into the order of their records."""
+        if not other.owners.size:
+            return self
+        if not self.owners.size:
+            return other
+        both = Ragged(
+            ids=np.concatenate([self.ids, other.ids]),
+            mask=np.concatenate([self.mask, other.mask]),
+            offsets=np.concatenate([self.offsets, other.offsets[1:] + self.offsets[-1]]),
+            owners=np.concatenate([self.owners, other.owners]),
+        )
+        return both.taken(np.argsort(both.owners, kind="stable"))
+
+    def shortened(self, most: int, *, keep_end: bool, bos_id: int | None) -> Ragged:
+        """Cut every item to `most` tokens; one that began with BOS still does."""
+        long = self.lengths > most
+        if not long.any():
+            return self
+        starts, ends = self.offsets[:-1], self.offsets[1:]
+        if not keep_end:
+            return self.sliced(np.arange(long.size), starts, np.minimum(ends, starts + most))
+        cut = self.sliced(np.arange(long.size), np.maximum(starts, ends - most), ends)
+        if bos_id is not None:
+            began = long & (self.ids[np.minimum(starts, self.ids.size - 1)] == bos_id)
+            cut.ids[cut.offsets[:-1][began]] = bos_id
+            cut.mask[cut.offsets[:-1][began]] = 0
+        return cut
+
+    def trained_run(self) -> tuple[Int64Array, Int64Array]:
+        """Return of each item where its first trained token is and where its last ends; each must have one."""
+        trained = np.flatnonzero(self.mask)
+        first = trained[np.searchsorted(trained, self.offsets[:-1])]
+        last = trained[np.searchsorted(trained, self.offsets[1:]) - 1]
+        return first, last + 1
+
+    def same_as_first(self) -> BoolArray:
+        """Say of each item whether it is, token for token, the first item of its record."""
+        _, first, inverse = np.unique(self.owners, return_index=True, return_inverse=True)
+        model = first[inverse.reshape(-1)]
+        same: BoolArray = np.equal(self.lengths, self.lengths[model])
+        own = np.flatnonzero(same)
+        left, right = self.taken(own), self.taken(model[own])
+        differs = np.zeros(left.ids.size + 1, np.int64)
+        np.cumsum(left.ids != right.ids, out=differs[1:])
+        same[own] = np.diff(differs[left.offsets]) == 0
+        return same
 
 
 def offsets_of(lengths: Int64Array) -> Int64Array:
@@ -79,73 +138,3 @@ def lay_out(encoded: Encoded, items: PlainItems, identity: TokenizerIdentity, *,
         offsets=np.concatenate([placed.offsets[:1], placed.offsets[last + 1]]),
         owners=np.array(items.owners, np.int64),
     )
-
-
-def merged(left: Ragged, right: Ragged) -> Ragged:
-    """Bring the items of two into the order of their records."""
-    if not right.owners.size:
-        return left
-    if not left.owners.size:
-        return right
-    both = Ragged(
-        ids=np.concatenate([left.ids, right.ids]),
-        mask=np.concatenate([left.mask, right.mask]),
-        offsets=np.concatenate([left.offsets, right.offsets[1:] + left.offsets[-1]]),
-        owners=np.concatenate([left.owners, right.owners]),
-    )
-    return taken(both, np.argsort(both.owners, kind="stable"))
-
-
-def taken(ragged: Ragged, items: Int64Array) -> Ragged:
-    """Return these items, in this order."""
-    if items.size == ragged.owners.size and np.array_equal(items, np.arange(items.size)):
-        return ragged
-    return replace(
-        sliced(ragged, items, ragged.offsets[items], ragged.offsets[items + 1]), owners=ragged.owners[items]
-    )
-
-
-def sliced(ragged: Ragged, items: Int64Array, starts: Int64Array, ends: Int64Array) -> Ragged:
-    """Return a run of tokens of each of these items."""
-    offsets = offsets_of(ends - starts)
-    index = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(int(offsets[-1]))
-    return Ragged(ids=ragged.ids[index], mask=ragged.mask[index], offsets=offsets, owners=ragged.owners[items])
-
-
-def shortened(ragged: Ragged, most: int, *, keep_end: bool, bos_id: int | None) -> Ragged:
-    """Cut every item to `most` tokens; one that began with BOS still does."""
-    long = ragged.lengths > most
-    if not long.any():
-        return ragged
-    starts, ends = ragged.offsets[:-1], ragged.offsets[1:]
-    if not keep_end:
-        return sliced(ragged, np.arange(long.size), starts, np.minimum(ends, starts + most))
-    cut = sliced(ragged, np.arange(long.size), np.maximum(starts, ends - most), ends)
-    if bos_id is not None:
-        began = long & (ragged.ids[np.minimum(starts, ragged.ids.size - 1)] == bos_id)
-        cut.ids[cut.offsets[:-1][began]] = bos_id
-        cut.mask[cut.offsets[:-1][began]] = 0
-    return cut
-
-
-def trained_run(ragged: Ragged) -> tuple[Int64Array, Int64Array]:
-    """Return of each item where its first trained token is and where its last ends; every item must have one."""
-    trained = np.flatnonzero(ragged.mask)
-    first = trained[np.searchsorted(trained, ragged.offsets[:-1])]
-    last = trained[np.searchsorted(trained, ragged.offsets[1:]) - 1]
-    return first, last + 1
-
-
-def same_as_first(ragged: Ragged) -> BoolArray:
-    """Say of each item whether it is, token for token, the first item of its record."""
-    _, first, inverse = np.unique(ragged.owners, return_index=True, return_inverse=True)
-    model = first[inverse.reshape(-1)]
-    lengths = ragged.lengths
-    same: BoolArray = np.equal(lengths, lengths[model])
-    own = np.flatnonzero(same)
-    left = sliced(ragged, own, ragged.offsets[own], ragged.offsets[own + 1])
-    right = sliced(ragged, own, ragged.offsets[model[own]], ragged.offsets[model[own] + 1])
-    differs = np.zeros(left.ids.size + 1, np.int64)
-    np.cumsum(left.ids != right.ids, out=differs[1:])
-    same[own] = np.diff(differs[left.offsets]) == 0
-    return same
