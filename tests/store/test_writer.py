@@ -221,7 +221,7 @@ def test_a_writer_that_fails_leaves_no_store_and_no_temporary_file(tmp_path):
 
     with pytest.raises(RuntimeError, match="stopped"):
         fail()
-    with pytest.raises(StoreMissingError, match=r"manifest.json, got none; if `tokenmill prepare` was interrupted"):
+    with pytest.raises(StoreMissingError, match=r"got an empty folder; run `tokenmill prepare` or fix the path"):
         open_store(tmp_path / "web")
     with pytest.raises(StoreMissingError):
         verify(tmp_path / "web")

@@ -27,17 +27,9 @@ from tokenmill.documents import InputFile, Unit, chunk_size, file_digest
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.store.durable import make_folder, sync_folder, write_atomically
-from tokenmill.store.layout import MANIFEST, is_shard_name
+from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, ROWS_FOLDER, TEMPORARY, is_shard_name
 from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest
-from tokenmill.store.writer import (
-    JOURNAL_FOLDER,
-    ROWS_FOLDER,
-    TEMPORARY,
-    check_sizes,
-    clear,
-    publish_shard,
-    refuse_foreign_shards,
-)
+from tokenmill.store.writer import check_sizes, clear, publish_shard, refuse_foreign_shards
 from tokenmill.tables import as_json, read_table
 
 MAX_LISTED = 1000

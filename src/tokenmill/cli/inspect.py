@@ -151,7 +151,7 @@ def _facts(store: StoreContents) -> list[tuple[str, object]]:
 
 
 def _tokenizer(identity: Mapping[str, Any]) -> str:
-    from tokenmill.store.foreign.files import GIVEN, UNKNOWN
+    from tokenmill.store.manifest import GIVEN, UNKNOWN
 
     kind, size, content = identity.get("kind", UNKNOWN), identity["vocab_size"], identity.get("content")
     if kind == UNKNOWN:
@@ -242,7 +242,7 @@ def verify(
 
 def _places(path: Path) -> list[Path]:
     """Return the stores in a folder that is none itself, such as train and val; else the path alone."""
-    from tokenmill.store.foreign.files import is_ours, stores_below
+    from tokenmill.store.layout import is_ours, stores_below
 
     return [path] if is_ours(path) or not path.is_dir() else stores_below(path) or [path]
 

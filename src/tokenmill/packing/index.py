@@ -35,8 +35,8 @@ from tokenmill.packing.window import (
     whole_fragments,
 )
 from tokenmill.store.durable import private_folder, sync_folder, writable
+from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.maps import FileRequest, map_file
-from tokenmill.store.writer import ROWS_FOLDER
 from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array
 
 if TYPE_CHECKING:

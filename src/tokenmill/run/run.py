@@ -316,11 +316,11 @@ def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
 
 def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse sources whose ids do not mean the same."""
-    from tokenmill.store.foreign.files import difference
+    from tokenmill.store.manifest import tokenizer_difference
 
     first, *others = tokenizers
     for other in others:
-        differing = difference(tokenizers[first], tokenizers[other])
+        differing = tokenizer_difference(tokenizers[first], tokenizers[other])
         if differing:
             key, left, right, way_out = differing
             raise ConfigError(

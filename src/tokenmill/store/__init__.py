@@ -8,7 +8,8 @@
 `docs/format.md` is the byte layout.
 """
 
-from tokenmill.store.foreign import ForeignOptions, ImportReport, detect_format, import_store
+from tokenmill.store.foreign.convert import ImportReport, import_store
+from tokenmill.store.foreign.files import ForeignOptions, detect_format
 from tokenmill.store.manifest import Manifest, ShardInfo, read_manifest
 from tokenmill.store.open import open_store
 from tokenmill.store.reader import Store

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
-from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES, IntegerArray, Uint32Array
+from tokenmill.store.durable import OWNER
+from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES, IntegerArray, Uint32Array, natural_key
 
 FORMAT = "tokenmill-store"
 VERSION = 2
 """The newest that is written; a store that needs nothing of it is written as version 1."""
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.bin"
+ROWS_FOLDER = ".rows"
+"""Where row indexes of the store are kept; they can always be made again."""
+JOURNAL_FOLDER = ".prepare"
+"""Where prepare keeps what it needs to add to the store later."""
+SHARDS_FOLDER = ".tmp-shards"
+TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
+"""What a build that was killed may leave in the folder of a store beside its shards."""
 ANCHOR_TOKENS = 1024
 """A shard's index names the document that holds every 1,024th token: one short search finds any other."""
 
@@ -58,6 +68,37 @@ def shard_name(index: int) -> str:
 def is_shard_name(name: str) -> bool:
     """Whether a name could have been given to a shard by the writer."""
     return re.fullmatch(r"shard-[0-9]{5,}(\.h5)?", name) is not None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a store of ours is at a path, finished or begun.
+
+    A manifest makes a folder a store. Without one, it is a store that was begun if it has what a build leaves:
+    shards, its journal or its temporary files, and nothing else but hidden files. An empty folder is no store.
+    """
+    if os.path.lexists(path / MANIFEST):
+        return True
+    names = os.listdir(path) if path.is_dir() else []
+    shards = [name for name in names if is_shard_name(name)]
+    begun = shards or JOURNAL_FOLDER in names or not TEMPORARY.isdisjoint(names)
+    return bool(begun) and len(shards) == len([name for name in names if not name.startswith(".")])
+
+
+def stores_below(folder: Path) -> list[Path]:
+    """List the stores of ours in a folder, at any depth; none within another, nor in hidden folders.
+
+    Beside a finished one, those that were not finished count too: whoever looks at all must not pass them over.
+    """
+    stores: list[Path] = []
+    any_finished = False
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if any(map(is_shard_name, [*folders, *names])) and is_ours(Path(place)):
+            stores.append(Path(place))
+            any_finished |= MANIFEST in names
+            folders.clear()
+    stores.sort(key=lambda store: natural_key(os.path.relpath(store, folder)))
+    return stores if any_finished else []
 
 
 def num_anchors(tokens: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
-from tokenmill.fingerprint import canonical, digest
+from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.store.layout import (
     DOCUMENTS,
     DTYPES,
@@ -38,6 +38,8 @@ from tokenmill.types import TOKEN_KEYS
 _MAX_COUNT = 2**53
 """No count of a manifest may be larger: up to here all readers of JSON agree on whole numbers."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_COUNT)]
+UNKNOWN, GIVEN = "unknown", "given"
+"""Kinds of tokenizers of foreign files: nothing is known, or the user gave the size of the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +120,7 @@ class Manifest:
         shards = [
             [s.documents, s.tokens, {name: [f.bytes, f.xxh3] for name, f in s.files.items()}] for s in self.shards
         ]
-        by_the_user = ("kind", "vocab_size") if self.tokenizer.get("kind") in ("unknown", "given") else ()
+        by_the_user = ("kind", "vocab_size") if self.tokenizer.get("kind") in (UNKNOWN, GIVEN) else ()
         tokenizer = {name: value for name, value in self.tokenizer.items() if name not in by_the_user}
         return digest([1, self.kind, dict(self.keys), tokenizer, shards])
 
@@ -250,3 +252,23 @@ def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) ->
     tokens = sum(shard.size_of(axis_of(kind, key))[1] for key in token_keys(keys))
     if tokens != shard.tokens:
         yield f"{shard.name} must have {tokens} tokens", shard.tokens
+
+
+def tokenizer_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, Any, Any, str] | None:
+    """Return the first thing in which two tokenizers differ, both sides and the way out; None if ids mean the same.
+
+    Foreign files do not say which tokenizer made them. Giving their vocab_size is the user's word that it was the
+    one of the other sources: then vocab_size must agree, and eos_id and bos_id where both say them. Without that
+    word they mix with nothing.
+    """
+    kinds = first.get("kind"), second.get("kind")
+    if UNKNOWN in kinds:
+        return "kind", *kinds, "give the vocab_size of files of other projects"
+    if GIVEN not in kinds:
+        difference = first_difference(dict(first), dict(second))
+        return (*difference, "prepare one of them again") if difference else None
+    for name in ("vocab_size", "eos_id", "bos_id"):
+        values = first.get(name), second.get(name)
+        if None not in values and values[0] != values[1]:
+            return name, *values, "fix what is said of the files of another project"
+    return None

@@ -64,6 +64,11 @@ class MemoryRequest:
     """The file it was made from, for messages."""
     data: Uint8Array
 
+    @property
+    def wanted(self) -> int:
+        """How many bytes there are."""
+        return self.data.size
+
 
 Request: TypeAlias = FileRequest | MemoryRequest
 
@@ -94,7 +99,7 @@ class MapCache:
             try:
                 for request in requests:
                     if isinstance(request, MemoryRequest):
-                        files.append(in_memory(request))
+                        files.append(map_file(request))
                         files[-1].borrowers += 1
                         continue
                     file = self._maps.get(request)
@@ -142,8 +147,13 @@ class MapCache:
         return False
 
 
-def map_file(request: FileRequest) -> MappedFile:
-    """Map a file or a part of it, after checking that it has the size that the manifest promises."""
+def map_file(request: Request) -> MappedFile:
+    """Map a file or a part of it, after checking that it has the size that the manifest promises.
+
+    What is in memory is handed out as if it were mapped.
+    """
+    if isinstance(request, MemoryRequest):
+        return MappedFile(request.path, request.data, int(request.data.ctypes.data) if request.data.size else 0)
     with _open_checked(request) as descriptor:
         if request.wanted == 0:
             return MappedFile(request.path, np.empty(0, np.uint8), 0)
@@ -155,11 +165,6 @@ def map_file(request: FileRequest) -> MappedFile:
             mapped.madvise(mmap.MADV_RANDOM)
         data = np.frombuffer(mapped, np.uint8, request.wanted, before)
     return MappedFile(request.path, data, int(data.ctypes.data))
-
-
-def in_memory(request: MemoryRequest) -> MappedFile:
-    """Hand out what is in memory as if it were mapped."""
-    return MappedFile(request.path, request.data, int(request.data.ctypes.data) if request.data.size else 0)
 
 
 def read_range(request: Request, begin: int, size: int) -> Uint8Array:

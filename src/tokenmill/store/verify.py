@@ -1,9 +1,9 @@
-"""Proving that a store is what its manifest says, byte for byte."""
+"""Proving that a store is what its manifest says, byte for byte, and of foreign files what can be proven."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.store.foreign.files import ForeignOptions, check_ours, is_ours
+from tokenmill.store.foreign.files import ForeignOptions
+from tokenmill.store.foreign.index import find_documents, index_bytes, mask_bytes
 from tokenmill.store.layout import (
     ANCHOR_DTYPE,
     ANCHOR_TOKENS,
@@ -20,15 +21,20 @@ from tokenmill.store.layout import (
     WAY_OUT,
     axes_of,
     index_file,
+    is_ours,
     is_shard_name,
     key_file,
     token_keys,
 )
-from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest
-from tokenmill.store.maps import FileRequest, map_file
-from tokenmill.types import AnyArray, Uint32Array, Uint64Array
+from tokenmill.store.manifest import Manifest, manifest_bytes
+from tokenmill.store.maps import FileRequest, Request, map_file
+from tokenmill.store.open import check_vocabulary, open_foreign, read_foreign, read_ours
+from tokenmill.store.reader import store_of
+from tokenmill.types import MASK_KEYS, AnyArray, Uint8Array, Uint32Array, Uint64Array
 
 _BLOCK = 1 << 24
+Progress = Callable[[int], None]
+"""Told the bytes that were read since its last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,42 +56,43 @@ class VerifyReport:
 def verify(
     path: str | os.PathLike[str],
     *,
-    progress: Callable[[int], None] = lambda _bytes: None,
+    progress: Progress = lambda _bytes: None,
     options: ForeignOptions | None = None,
 ) -> VerifyReport:
     """Read every byte of a store: checksums, sizes, order of offsets, ids below the vocabulary size.
 
     Files of another project, for which `options` are, have no checksums; the report says what was checked of them.
 
-    Raises StoreCorruptError with the file's name at the first thing that is wrong. `progress` is
-    told the bytes read since its last call. Memory does not grow with the store.
+    Raises StoreCorruptError with the file's name at the first thing that is wrong. Memory does not grow with the
+    store.
     """
-    store = Path(path)
-    if not is_ours(store):
-        from tokenmill.store.foreign.convert import verify_foreign
+    store, known = Path(path), options or ForeignOptions()
+    ours = is_ours(store) or known.format == "tokenmill"
+    return (_verify_ours if ours else _verify_foreign)(store, known, progress)
 
-        return verify_foreign(store, options or ForeignOptions(), progress=progress)
-    manifest = read_manifest(store)
-    check_ours(store, manifest, options or ForeignOptions())
-    if (store / MANIFEST).read_bytes() != manifest_bytes(manifest):
+
+def _verify_ours(path: Path, options: ForeignOptions, progress: Progress) -> VerifyReport:
+    manifest = read_ours(path, options)
+    if (path / MANIFEST).read_bytes() != manifest_bytes(manifest):
         raise StoreCorruptError(
-            f"{store / MANIFEST}: must be as tokenmill writes it, got other white space; {WAY_OUT}"
+            f"{path / MANIFEST}: must be as tokenmill writes it, got other white space; {WAY_OUT}"
         )
-    _check_names(store, manifest)
+    _check_names(path, manifest)
+    store = store_of(path, manifest, None)
     total = 0
-    for shard in manifest.shards:
+    for number, shard in enumerate(manifest.shards):
         if shard.container is not None:
-            whole = FileRequest(store / shard.name, shard.container.bytes, 0, shard.container.bytes)
+            whole = FileRequest(path / shard.name, shard.container.bytes, 0, shard.container.bytes)
             _check_checksum(whole, shard.container.xxh3, progress)
         for name, info in shard.files.items():
             total += info.bytes
-            _check_checksum(_request(store, shard, name), info.xxh3, progress)
+            _check_checksum(store.file(number, name), info.xxh3, progress)
         for axis in axes_of(manifest.kind, manifest.keys):
-            _check_index(_request(store, shard, index_file(axis)), *shard.size_of(axis))
+            _check_index(store.file(number, index_file(axis)), *shard.size_of(axis))
         for key in token_keys(manifest.keys):
-            _check_ids(_request(store, shard, key_file(key)), manifest.keys[key], manifest)
+            _check_ids(store.file(number, key_file(key)), manifest.keys[key], manifest)
     return VerifyReport(
-        path=store,
+        path=path,
         shards=len(manifest.shards),
         files=sum(len(shard.files) for shard in manifest.shards),
         bytes=total,
@@ -93,13 +100,6 @@ def verify(
         tokens=manifest.tokens,
         fingerprint=manifest.fingerprint,
     )
-
-
-def _request(store: Path, shard: ShardInfo, name: str) -> FileRequest:
-    info = shard.files[name]
-    if shard.container is None:
-        return FileRequest(store / shard.name / name, info.bytes)
-    return FileRequest(store / shard.name, shard.container.bytes, info.begin, info.bytes)
 
 
 def _check_names(store: Path, manifest: Manifest) -> None:
@@ -112,7 +112,7 @@ def _check_names(store: Path, manifest: Manifest) -> None:
             )
 
 
-def _check_checksum(request: FileRequest, expected: str, progress: Callable[[int], None]) -> None:
+def _check_checksum(request: Request, expected: str, progress: Progress) -> None:
     data = map_file(request).data
     state = xxhash.xxh3_128()
     for begin in range(0, data.size, _BLOCK):
@@ -123,7 +123,7 @@ def _check_checksum(request: FileRequest, expected: str, progress: Callable[[int
         raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {WAY_OUT}")
 
 
-def _check_index(request: FileRequest, items: int, values: int) -> None:
+def _check_index(request: Request, items: int, values: int) -> None:
     path = request.path
     data = map_file(request).data
     split = (items + 1) * OFFSET_DTYPE.itemsize
@@ -152,7 +152,7 @@ def _anchors_hold(offsets: Uint64Array, anchors: Uint32Array) -> bool:
     return True
 
 
-def _check_ids(request: FileRequest, dtype: str, manifest: Manifest) -> None:
+def _check_ids(request: Request, dtype: str, manifest: Manifest) -> None:
     ids: AnyArray = map_file(request).data.view(dtype)
     vocab_size = int(manifest.tokenizer["vocab_size"])
     for begin in range(0, ids.size, _BLOCK):
@@ -162,3 +162,51 @@ def _check_ids(request: FileRequest, dtype: str, manifest: Manifest) -> None:
                 f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
                 "prepare the store again with the right tokenizer"
             )
+
+
+# Files of another project, which have no checksums.
+
+
+def _verify_foreign(path: Path, options: ForeignOptions, progress: Progress) -> VerifyReport:
+    """Read every id of foreign files: sizes, boundaries, masks, ids below the vocabulary if one is given.
+
+    Ids that were changed into other ids are not noticed: `tokenmill import` makes a store that has checksums.
+    """
+    store = open_foreign(path, options)
+    format, files = read_foreign(path, options)
+    for number, shard in enumerate(files.shards):
+        documents = find_documents(shard, files.kind, options, look=True)
+        check_vocabulary(shard, documents.facts, options)
+        expected: dict[str, Iterable[Uint8Array]] = {
+            index_file(axis): [index_bytes(offsets)] for axis, offsets in documents.offsets.items()
+        }
+        masks = [key for key in shard.arrays if key in MASK_KEYS]
+        expected |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
+        for name, blocks in expected.items():
+            _compare(store.file(number, name), f"{name} of {shard.name}", blocks)
+        progress(sum(array.bytes for array in shard.arrays.values()))
+    vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
+    return VerifyReport(
+        path=path,
+        shards=store.num_shards,
+        files=sum(len(shard.arrays) + len(shard.beside) for shard in files.shards),
+        bytes=sum(array.bytes for shard in files.shards for array in shard.arrays.values()),
+        documents=store.num_documents,
+        tokens=store.manifest.tokens,
+        fingerprint=store.fingerprint,
+        checked=f"the format has no checksums; sizes and boundaries are right, {vocabulary}",
+        format=format,
+    )
+
+
+def _compare(request: Request, what: str, expected: Iterable[Uint8Array]) -> None:
+    """Compare what a store would read with what the data says, given in blocks."""
+    data = map_file(request).data
+    place = 0
+    for block in expected:
+        if not np.array_equal(data[place : place + block.size], block):
+            raise StoreCorruptError(
+                f"{request.path}: {what} must be what the data says, got other bytes; "
+                "delete the folder .tokenmill beside the data"
+            )
+        place += block.size

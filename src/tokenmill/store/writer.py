@@ -21,8 +21,12 @@ from tokenmill.store.durable import OWNER, lock_folder, make_folder, sync_folder
 from tokenmill.store.h5 import is_container, to_h5
 from tokenmill.store.layout import (
     DTYPES,
+    JOURNAL_FOLDER,
     MANIFEST,
     OFFSET_DTYPE,
+    ROWS_FOLDER,
+    SHARDS_FOLDER,
+    TEMPORARY,
     TOKEN_DTYPES,
     anchors_of,
     axes_of,
@@ -41,13 +45,6 @@ from tokenmill.types import AnyArray, Int64Array, IntegerArray
 MAX_TOKENS_PER_SHARD = 1 << 29
 """About a GiB of 16-bit ids: large enough that a big corpus needs few maps, small enough to copy about."""
 STORAGES = ("bin", "h5")
-ROWS_FOLDER = ".rows"
-"""Where row indexes of the store are kept; they can always be made again."""
-JOURNAL_FOLDER = ".prepare"
-"""Where prepare keeps what it needs to add to the store later."""
-SHARDS_FOLDER = ".tmp-shards"
-TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
-"""What a build that was killed may leave in the folder of a store beside its shards."""
 _POSITIONS = "position_ids"
 _BLOCK = 1 << 20
 

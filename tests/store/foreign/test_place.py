@@ -12,8 +12,7 @@ import pytest
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.run.run import Run
-from tokenmill.store import detect_format, import_store, open_store
-from tokenmill.store.foreign import ForeignOptions
+from tokenmill.store import ForeignOptions, detect_format, import_store, open_store
 from tokenmill.store.maps import FileRequest, MapCache
 
 

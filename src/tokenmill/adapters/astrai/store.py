@@ -18,8 +18,8 @@ import torch
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
-from tokenmill.store.foreign.files import Flat, files_of, find, flat_of, is_ours, real_file
-from tokenmill.store.layout import key_file
+from tokenmill.store.foreign.files import ForeignArray, array_of, files_of, find_files, real_file
+from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.locate import locate
 from tokenmill.store.maps import FileRequest, MemoryRequest, Request
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
@@ -284,7 +284,7 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
     """Return the store of AstrAI at a path with its positions as one more key; as it is where none were written."""
     if store.manifest.kind != "sft":
         return store
-    files = find(path, f"astrai-{storage_type}").files
+    files = find_files(path, f"astrai-{storage_type}")[1]
     parts = [_bin_positions(file) if storage_type == "bin" else _h5_positions(file) for file in files]
     if not any(parts):
         return store
@@ -302,7 +302,7 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
     return replace(store, manifest=replace(store.manifest, keys=keys), requests={**store.requests, **requests})
 
 
-def _requests(store: TokenStore, flats: Sequence[Flat], path: Path) -> list[FileRequest]:
+def _requests(store: TokenStore, flats: Sequence[ForeignArray], path: Path) -> list[FileRequest]:
     """Find the positions of each shard, which is a dataset of the tokens: those of positions may be fewer."""
     begins = np.cumsum([0, *(flat.count for flat in flats)]).tolist()
     edges = store.token_begins.tolist()
@@ -322,7 +322,7 @@ def _requests(store: TokenStore, flats: Sequence[Flat], path: Path) -> list[File
     return requests
 
 
-def _bin_positions(meta: Path) -> list[Flat]:
+def _bin_positions(meta: Path) -> list[ForeignArray]:
     # The engine has read this meta.json before: it is an object of objects, of a bounded size.
     info = msgspec.json.decode(meta.read_bytes()).get(_KEY)
     if info is None:
@@ -333,10 +333,10 @@ def _bin_positions(meta: Path) -> list[Flat]:
         raise StoreError(
             f"{meta}: {_KEY} must be whole numbers in one dimension, got {dtype!r} of shape {shape}; {_WAY_OUT}"
         )
-    return [flat_of(meta.with_name(key_file(_KEY)), np.dtype(dtype).newbyteorder("<"), count=shape[0])]
+    return [array_of(meta.with_name(key_file(_KEY)), np.dtype(dtype).newbyteorder("<"), count=shape[0])]
 
 
-def _h5_positions(file: Path) -> list[Flat]:
+def _h5_positions(file: Path) -> list[ForeignArray]:
     import h5py
 
     real, size = real_file(file)
@@ -346,11 +346,11 @@ def _h5_positions(file: Path) -> list[Flat]:
         return [_h5_flat(group[f"data_{number}"], real, size) for number in range(len(group))]
 
 
-def _h5_flat(dataset: Any, real: Path, size: int) -> Flat:  # noqa: ANN401 - h5py ships no types
+def _h5_flat(dataset: Any, real: Path, size: int) -> ForeignArray:  # noqa: ANN401 - h5py ships no types
     count, begin, dtype = dataset.size, dataset.id.get_offset(), dataset.dtype
     if dataset.ndim != 1 or dtype.kind not in "iu" or dataset.external or (count and begin is None):
         raise StoreError(
             f"{real}: {dataset.name} must be whole numbers in one piece inside the file, "
             f"got {dtype.name} of shape {dataset.shape}; {_WAY_OUT}"
         )
-    return Flat(path=real, file_bytes=size, begin=begin or 0, count=int(count), dtype=dtype)
+    return ForeignArray(path=real, file_bytes=size, begin=begin or 0, count=int(count), dtype=dtype)

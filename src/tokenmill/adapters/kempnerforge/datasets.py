@@ -23,8 +23,7 @@ from tokenmill.fingerprint import digest
 from tokenmill.loader import IGNORE
 from tokenmill.loader.buffers import BufferPool
 from tokenmill.store import Store, open_store
-from tokenmill.store.foreign.files import is_ours
-from tokenmill.store.layout import key_file
+from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.maps import MapCache
 from tokenmill.tables import Count
 from tokenmill.types import Int64Array

@@ -8,17 +8,3 @@
 
 `docs/guides/foreign.md` says what each format gives.
 """
-
-from tokenmill.store.foreign.convert import ImportReport, import_store, verify_foreign
-from tokenmill.store.foreign.files import FORMATS, ForeignOptions, detect_format
-from tokenmill.store.open import open_foreign
-
-__all__ = [
-    "FORMATS",
-    "ForeignOptions",
-    "ImportReport",
-    "detect_format",
-    "import_store",
-    "open_foreign",
-    "verify_foreign",
-]

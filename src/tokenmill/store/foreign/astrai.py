@@ -13,7 +13,16 @@ import msgspec
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
-from tokenmill.store.foreign.files import Flat, ForeignOptions, Part, Parts, flat_of, names_of, real_file
+from tokenmill.store.foreign.files import (
+    ForeignArray,
+    ForeignFiles,
+    ForeignOptions,
+    ForeignShard,
+    array_of,
+    names_of,
+    real_file,
+)
+from tokenmill.store.h5 import import_h5py
 from tokenmill.store.layout import axes_of, axis_of
 from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 
@@ -23,58 +32,53 @@ _DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int3
 _WAY_OUT = "copy the folder again from where it is intact"
 
 
-def read_astrai_bin(files: Sequence[Path], options: ForeignOptions) -> Parts:
+def read_astrai_bin(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     """Read folders of a meta.json (key -> shape, dtype, and for records their offsets) and a KEY.bin a key."""
-    kinds, parts = [], []
-    for meta, name in zip(files, names_of(list(files)), strict=True):
-        table = _meta(meta)
-        kind = _kind_of(meta, table)
-        arrays: dict[str, Flat] = {}
-        ends: dict[str, Callable[[], Int64Array]] = {}
+    kinds, shards = [], []
+    for meta, name in zip(files, names_of(files), strict=True):
+        table = _read_meta(meta)
+        kind = _training_type(meta, table)
+        arrays: dict[str, ForeignArray] = {}
+        ends: dict[str, Int64Array] = {}
         for key in _read_keys(kind, table):
-            flat = _bin_array(meta, key, table[key])
-            arrays[key] = flat
+            arrays[key] = _bin_array(meta, key, table[key])
             if "offsets" in table[key]:
-                offsets = _offsets(meta, key, table[key]["offsets"], flat.count)
-                axis = axis_of(kind, key)
-                if axis in ends and not np.array_equal(ends[axis](), offsets[1:]):
+                axis, starts = axis_of(kind, key), _offsets(meta, key, table[key]["offsets"], arrays[key].count)
+                if not np.array_equal(ends.setdefault(axis, starts[1:]), starts[1:]):
                     raise StoreCorruptError(
                         f"{meta}: offsets of {key!r} must be those of all arrays of {axis}, got others; {_WAY_OUT}"
                     )
-                ends[axis] = partial(_behind_first, offsets)
-        if kind == "dpo" and set(ends) != set(axes_of("dpo", TRAINING_TYPES["dpo"])):
+        if kind == "dpo" and set(ends) != set(axes_of(kind, arrays)):
             raise StoreError(
                 f"{meta}: records of DPO must have offsets for chosen and rejected, got {sorted(ends)}; "
                 "write the store again with record_keys, or as .h5"
             )
-        _check_lengths(meta, kind, arrays)
-        options.check_dtype(meta, arrays[_first(kind)].dtype)
+        _check(meta, kind, arrays, options)
         kinds.append(kind)
-        parts.append(Part(name=name.removesuffix("/meta.json"), arrays=arrays, ends=ends, beside=(meta,)))
-    return Parts(kind=_one_kind(files, kinds), parts=tuple(parts))
+        shards.append(
+            ForeignShard(
+                name=name.removesuffix("/meta.json"),
+                arrays=arrays,
+                ends={axis: partial(np.asarray, places) for axis, places in ends.items()},
+                beside=(meta,),
+            )
+        )
+    return _one_type(files, kinds, shards)
 
 
-def _behind_first(offsets: Int64Array) -> Int64Array:
-    return offsets[1:]
-
-
-def _meta(meta: Path) -> dict[str, dict[str, Any]]:
+def _read_meta(meta: Path) -> dict[str, dict[str, Any]]:
     if not meta.is_file():
         raise StoreMissingError(f"{meta}: must stand beside the .bin files, got nothing there; copy it as well")
     _, size = real_file(meta)
     try:
         if size > MAX_META:
             raise ValueError(f"{size} bytes")
-        table: dict[str, dict[str, Any]] = msgspec.json.decode(meta.read_bytes())
-        ok = isinstance(table, dict) and all(isinstance(value, dict) for value in table.values())
-        if not ok:
-            raise ValueError("something else")
+        return msgspec.json.decode(meta.read_bytes(), type=dict[str, dict[str, Any]])
     except (ValueError, RecursionError) as error:
         raise StoreCorruptError(f"{meta}: must be a JSON object of objects, got {error}; {_WAY_OUT}") from None
-    return table
 
 
-def _bin_array(meta: Path, key: str, info: Mapping[str, Any]) -> Flat:
+def _bin_array(meta: Path, key: str, info: Mapping[str, Any]) -> ForeignArray:
     shape, dtype = info.get("shape"), info.get("dtype")
     ok = isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0
     if not ok or dtype not in _DTYPES:
@@ -86,7 +90,7 @@ def _bin_array(meta: Path, key: str, info: Mapping[str, Any]) -> Flat:
     if not file.is_file():
         raise StoreMissingError(f"{file}: must exist, as {meta.name} lists it, got nothing there; {_WAY_OUT}")
     assert isinstance(shape, list)
-    return flat_of(file, np.dtype(dtype).newbyteorder("<"), count=shape[0])
+    return array_of(file, np.dtype(dtype).newbyteorder("<"), count=shape[0])
 
 
 def _offsets(meta: Path, key: str, value: object, count: int) -> Int64Array:
@@ -100,32 +104,27 @@ def _offsets(meta: Path, key: str, value: object, count: int) -> Int64Array:
     )
 
 
-def read_astrai_h5(files: Sequence[Path], options: ForeignOptions) -> Parts:
+def read_astrai_h5(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     """Read .h5 files with a group a key and a dataset a record: data_0, data_1, ..., in order of their numbers."""
-    kinds, parts = [], []
-    for file, name in zip(files, names_of(list(files)), strict=True):
-        kind, found = _h5_arrays(file)
+    kinds, shards = [], []
+    for file, name in zip(files, names_of(files), strict=True):
+        kind, datasets = _h5_arrays(file)
         kinds.append(kind)
-        for number, arrays in enumerate(found):
-            _check_lengths(file, kind, arrays)
-            options.check_dtype(file, arrays[_first(kind)].dtype)
-            parts.append(Part(name=name if len(found) == 1 else f"{name}/data_{number}", arrays=arrays))
-    return Parts(kind=_one_kind(files, kinds), parts=tuple(parts))
+        for number, arrays in enumerate(datasets):
+            _check(file, kind, arrays, options)
+            shard_name = name if len(datasets) == 1 else f"{name}/data_{number}"
+            shards.append(ForeignShard(name=shard_name, arrays=arrays))
+    return _one_type(files, kinds, shards)
 
 
-def _h5_arrays(file: Path) -> tuple[str, list[dict[str, Flat]]]:
-    try:
-        import h5py
-    except ImportError as error:
-        raise StoreError(
-            f"{file}: h5py must be installed to read it, got {error}; pip install 'tokenmill[h5]'"
-        ) from error
+def _h5_arrays(file: Path) -> tuple[str, list[dict[str, ForeignArray]]]:
+    h5py = import_h5py(file, "read")
     real, size = real_file(file)
-    with _damage_told(file), h5py.File(real, "r", locking=False) as opened:
+    with _damage_named(file), h5py.File(real, "r", locking=False) as opened:
         if opened.userblock_size:
             raise StoreError(f"{file}: must begin with HDF5, got a user block; write it without one")
         groups = {key: _members(h5py, opened, key, file) for key in opened}
-        kind = _kind_of(file, groups)
+        kind = _training_type(file, groups)
         keys = _read_keys(kind, groups)
         numbers = sorted(groups[keys[0]], key=_number)
         for key in keys:
@@ -134,12 +133,12 @@ def _h5_arrays(file: Path) -> tuple[str, list[dict[str, Flat]]]:
                     f"{file}: every key must have datasets data_0, data_1, ..., as many as the others, "
                     f"got {len(groups[key])} of {key!r}; {_WAY_OUT}"
                 )
-        flats = [{key: _h5_flat(h5py, opened[key][name], real, size) for key in keys} for name in numbers]
-    return kind, flats
+        arrays = [{key: _h5_array(h5py, opened[key][name], real, size) for key in keys} for name in numbers]
+    return kind, arrays
 
 
 @contextmanager
-def _damage_told(file: Path) -> Iterator[None]:
+def _damage_named(file: Path) -> Iterator[None]:
     """Turn what h5py raises over a damaged file, which can be almost anything, into an error of ours."""
     try:
         yield
@@ -167,7 +166,7 @@ def _members(h5py: Any, opened: Any, key: str, file: Path) -> dict[str, Any]:  #
     return dict.fromkeys(names)
 
 
-def _h5_flat(h5py: Any, dataset: Any, real: Path, size: int) -> Flat:  # noqa: ANN401 - h5py ships no types
+def _h5_array(h5py: Any, dataset: Any, real: Path, size: int) -> ForeignArray:  # noqa: ANN401 - h5py ships no types
     name, dtype = dataset.name, dataset.dtype
     if dataset.ndim != 1 or dtype.kind not in "iub" or dataset.is_virtual or dataset.external:
         raise StoreError(
@@ -183,14 +182,14 @@ def _h5_flat(h5py: Any, dataset: Any, real: Path, size: int) -> Flat:  # noqa: A
         raise StoreCorruptError(
             f"{real}: {name} must lie within {size} bytes, got {count * dtype.itemsize} from {begin} on; {_WAY_OUT}"
         )
-    return Flat(
+    return ForeignArray(
         path=real, file_bytes=size, begin=begin or 0, count=count, dtype=dtype, obstacle=obstacle, read=read
     )
 
 
 def _h5_reader(h5py: Any, real: Path, name: str) -> Callable[[int, int], AnyArray]:  # noqa: ANN401
     def read(begin: int, end: int) -> AnyArray:
-        with _damage_told(real), h5py.File(real, "r", locking=False) as opened:
+        with _damage_named(real), h5py.File(real, "r", locking=False) as opened:
             numbers: AnyArray = opened[name][begin:end]
         return numbers
 
@@ -201,7 +200,7 @@ def _number(name: str) -> int:
     return int(name.removeprefix("data_")[:12])
 
 
-def _kind_of(where: Path, keys: Mapping[str, object]) -> str:
+def _training_type(where: Path, keys: Mapping[str, object]) -> str:
     """Tell the training type by the keys."""
     if "sequence" in keys:
         kind = "sft" if "loss_mask" in keys else "seq"
@@ -217,7 +216,7 @@ def _kind_of(where: Path, keys: Mapping[str, object]) -> str:
             f"{where}: must have the key sequence, or chosen and rejected, got {sorted(keys)[:8]}; "
             "say another format if AstrAI did not write it"
         )
-    needed = {"seq": ["sequence"], "sft": ["sequence", "loss_mask"]}.get(kind, list(TRAINING_TYPES["dpo"]))
+    needed = _read_keys(kind, TRAINING_TYPES[kind])
     missing = [key for key in needed if key not in keys]
     if missing:
         raise StoreError(f"{where}: {kind} must have keys {needed}, got none of {missing}; write it again")
@@ -226,28 +225,24 @@ def _kind_of(where: Path, keys: Mapping[str, object]) -> str:
 
 def _read_keys(kind: str, keys: Mapping[str, object]) -> list[str]:
     """Return the keys that are read: positions are counted from the documents, so theirs are not."""
-    return [key for key in TRAINING_TYPES[kind] if key in keys and key != "position_ids"]
+    arrays = TRAINING_TYPES[kind]
+    return [key for key, array in arrays.items() if key in keys and array.holds != "positions"]
 
 
-def _first(kind: str) -> str:
-    return next(iter(TRAINING_TYPES[kind]))
+def _check(where: Path, kind: str, arrays: Mapping[str, ForeignArray], options: ForeignOptions) -> None:
+    """Refuse arrays of one axis that are not equally long, and a dtype that contradicts the ids."""
+    for axis in axes_of(kind, arrays):
+        lengths = {key: array.count for key, array in arrays.items() if axis_of(kind, key) == axis}
+        if len(set(lengths.values())) > 1:
+            raise StoreCorruptError(f"{where}: arrays of {axis} must be equally long, got {lengths}; {_WAY_OUT}")
+    options.check_dtype(where, next(iter(arrays.values())).dtype)
 
 
-def _one_kind(files: Sequence[Path], kinds: Sequence[str]) -> str:
+def _one_type(files: Sequence[Path], kinds: Sequence[str], shards: Sequence[ForeignShard]) -> ForeignFiles:
+    """Join the shards of all files, which must be of one training type."""
     for file, kind in zip(files, kinds, strict=True):
         if kind != kinds[0]:
             raise StoreError(
                 f"{file}: all parts must be of one training type, got {kind} after {kinds[0]}; name them apart"
             )
-    return kinds[0]
-
-
-def _check_lengths(where: Path, kind: str, arrays: Mapping[str, Flat]) -> None:
-    for axis, lengths in _lengths(kind, arrays):
-        if len(set(lengths.values())) > 1:
-            raise StoreCorruptError(f"{where}: arrays of {axis} must be equally long, got {lengths}; {_WAY_OUT}")
-
-
-def _lengths(kind: str, arrays: Mapping[str, Flat]) -> Iterator[tuple[str, dict[str, int]]]:
-    for axis in dict.fromkeys(axis_of(kind, key) for key in arrays):
-        yield axis, {key: flat.count for key, flat in arrays.items() if axis_of(kind, key) == axis}
+    return ForeignFiles(kind=kinds[0], shards=tuple(shards))

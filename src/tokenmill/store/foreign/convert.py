@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
-from tokenmill.store.foreign.files import ForeignOptions, Part, Parts, is_ours
-from tokenmill.store.foreign.index import Documents, Facts, find_documents, index_bytes, mask_bytes
-from tokenmill.store.layout import MANIFEST, axis_of, index_file, key_file
+from tokenmill.store.foreign.files import ForeignFiles, ForeignOptions, ForeignShard
+from tokenmill.store.foreign.index import Documents, Facts, find_documents
+from tokenmill.store.layout import MANIFEST, axis_of, is_ours
 from tokenmill.store.manifest import Manifest, read_manifest
-from tokenmill.store.open import check_vocabulary, open_foreign, read_parts, tokenizer_of
-from tokenmill.store.reader import Store, store_of
-from tokenmill.store.verify import VerifyReport
+from tokenmill.store.open import check_vocabulary, read_foreign, tokenizer_of
+from tokenmill.store.reader import store_of
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
-from tokenmill.types import MASK_KEYS, AnyArray, Int64Array, Uint8Array
+from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 BATCH_TOKENS = 1 << 22
 """Tokens that are copied together; a longer document is copied in one piece."""
@@ -43,18 +42,6 @@ class ImportReport:
     """Numbers of all arrays that were read back and are those of the files."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """Parts, whose documents are found one part at a time."""
-
-    parts: Parts
-    options: ForeignOptions
-
-    def __iter__(self) -> Iterator[tuple[Part, Documents]]:
-        for part in self.parts.parts:
-            yield part, find_documents(part, self.parts.kind, self.options, look=False)
-
-
 def import_store(
     path: str | os.PathLike[str],
     *,
@@ -71,30 +58,35 @@ def import_store(
     store can then be mixed with others of that tokenizer.
     """
     source = Path(path)
-    if is_ours(source):
-        raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")
     known = _with_tokenizer(options or ForeignOptions(), tokenizer)
-    format, parts = read_parts(source, known)
-    total = sum(flat.count for part in parts.parts for flat in part.arrays.values())
+    if is_ours(source) or known.format == "tokenmill":
+        raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")
+    format, files = read_foreign(source, known)
+    total = sum(array.count for shard in files.shards for array in shard.arrays.values())
     looked = _counted(progress, "look", total)
     facts = []
-    for part in parts.parts:
-        # Only what is small is kept: where documents are is found again for each part when it is needed.
-        facts.append(find_documents(part, parts.kind, known, look=True).facts)
-        check_vocabulary(part, facts[-1], known)
-        looked(sum(flat.count for flat in part.arrays.values()))
-    keys = _keys(parts, facts, known)
+    for shard in files.shards:
+        # Only what is small is kept: where documents are is found again for each shard when it is needed.
+        facts.append(find_documents(shard, files.kind, known, look=True).facts)
+        check_vocabulary(shard, facts[-1], known)
+        looked(sum(array.count for array in shard.arrays.values()))
+    keys = _keys(files, facts, known)
     spec = StoreSpec(
-        kind=parts.kind,
+        kind=files.kind,
         keys=keys,
         tokenizer=_identity(tokenizer, tokenizer_of(keys, facts, known)),
-        recipe={"imported": format, "options": known.given, **parts.facts},
+        recipe={"imported": format, "options": known.given, **files.facts},
         max_tokens_per_shard=max_tokens_per_shard,
     )
-    found = _Found(parts=parts, options=known)
-    manifest = _write(Path(out), spec, found, rebuild=rebuild, progress=_counted(progress, "write", total))
+
+    def shards() -> Iterator[tuple[ForeignShard, Documents]]:
+        for shard in files.shards:
+            yield shard, find_documents(shard, files.kind, known, look=False)
+
+    with StoreWriter(out, spec, rebuild=rebuild) as writer:
+        manifest = _write(writer, shards(), _counted(progress, "write", total))
     try:
-        compared = _compare(Path(out), found, _counted(progress, "compare", total))
+        compared = _compare(Path(out), shards(), _counted(progress, "compare", total))
     except BaseException:
         (Path(out) / MANIFEST).unlink()  # what is not proven is no store
         raise
@@ -116,9 +108,9 @@ def _with_tokenizer(options: ForeignOptions, tokenizer: Mapping[str, Any] | None
     if tokenizer is None:
         return options
     for name in ("vocab_size", "eos_id", "bos_id"):
-        said, known = getattr(options, name), tokenizer.get(name)
-        if said is not None and said != known:
-            raise ConfigError(f"{name}: must be that of the tokenizer, {known!r}, got {said!r}; leave it out")
+        given, known = getattr(options, name), tokenizer.get(name)
+        if given is not None and given != known:
+            raise ConfigError(f"{name}: must be that of the tokenizer, {known!r}, got {given!r}; leave it out")
     return replace(options, **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")})
 
 
@@ -129,13 +121,15 @@ def _identity(tokenizer: Mapping[str, Any] | None, found: Mapping[str, Any]) -> 
     return {**tokenizer, "add_bos": found["add_bos"], "add_eos": found["add_eos"]}
 
 
-def _keys(parts: Parts, facts: list[Facts], options: ForeignOptions) -> dict[str, str]:
+def _keys(files: ForeignFiles, facts: Sequence[Facts], options: ForeignOptions) -> dict[str, str]:
     """Return key -> the smallest dtype that holds the vocabulary, or else the ids that there are."""
-    bound = options.vocab_size or 1 + max((found.largest for found in facts), default=0)
+    bound = options.vocab_size or 1 + max((shard.largest for shard in facts), default=0)
     if bound > 1 << 32:
-        raise StoreError(f"{parts.parts[0].name}: ids must be below 2**32, got {bound - 1}; these are no token ids")
+        raise StoreError(
+            f"{files.shards[0].name}: ids must be below 2**32, got {bound - 1}; these are no token ids"
+        )
     ids = "|u1" if bound <= 1 << 8 else "<u2" if bound <= 1 << 16 else "<u4"
-    return {key: "|u1" if key in MASK_KEYS else ids for key in parts.parts[0].arrays}
+    return {key: "|u1" if key in MASK_KEYS else ids for key in files.shards[0].arrays}
 
 
 def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
@@ -150,32 +144,20 @@ def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]
 
 
 def _write(
-    out: Path,
-    spec: StoreSpec,
-    found: _Found,
-    *,
-    rebuild: bool,
-    progress: Callable[[int], None],
+    writer: StoreWriter, shards: Iterable[tuple[ForeignShard, Documents]], progress: Callable[[int], None]
 ) -> Manifest:
+    spec = writer.spec
     inputs = []
-    with StoreWriter(out, spec, rebuild=rebuild) as writer:
-        for part, documents in found:
-            for begin, end in _batches(documents):
-                starts = {axis: offsets[begin : end + 1] for axis, offsets in documents.offsets.items()}
-                arrays = {
-                    key: _cast(part, key, starts[axis_of(spec.kind, key)], spec.keys[key]) for key in spec.keys
-                }
-                writer.append(arrays, {axis: offsets - offsets[0] for axis, offsets in starts.items()})
-                progress(sum(array.size for array in arrays.values()))
-            counts = {axis: int(offsets[-1]) for axis, offsets in documents.offsets.items()}
-            inputs.append(
-                {
-                    "name": part.name,
-                    "documents": documents.facts.items[next(iter(counts))],
-                    "tokens": sum(counts.values()),
-                }
-            )
-        return writer.commit(inputs=inputs)
+    for shard, documents in shards:
+        for begin, end in _batches(documents):
+            starts = {axis: offsets[begin : end + 1] for axis, offsets in documents.offsets.items()}
+            arrays = {key: _cast(shard, key, starts[axis_of(spec.kind, key)], spec.keys[key]) for key in spec.keys}
+            writer.append(arrays, {axis: offsets - offsets[0] for axis, offsets in starts.items()})
+            progress(sum(array.size for array in arrays.values()))
+        tokens = sum(int(offsets[-1]) for offsets in documents.offsets.values())
+        items = next(iter(documents.facts.items.values()))
+        inputs.append({"name": shard.name, "documents": items, "tokens": tokens})
+    return writer.commit(inputs=inputs)
 
 
 def _batches(documents: Documents) -> Iterator[tuple[int, int]]:
@@ -189,33 +171,33 @@ def _batches(documents: Documents) -> Iterator[tuple[int, int]]:
         begin = max(begin + 1, end)
 
 
-def _cast(part: Part, key: str, starts: Int64Array, dtype: str) -> AnyArray:
-    numbers = part.arrays[key].numbers(int(starts[0]), int(starts[-1]))
+def _cast(shard: ForeignShard, key: str, starts: Int64Array, dtype: str) -> AnyArray:
+    numbers = shard.arrays[key].numbers(int(starts[0]), int(starts[-1]))
     cast = numbers.astype(dtype)
     if not (cast == numbers).all() or (key in MASK_KEYS and int(cast.max(initial=0)) > 1):
         rule = "0 or 1" if key in MASK_KEYS else "ids below the vocabulary"
         raise StoreError(
-            f"{part.arrays[key].path}: {key} must be {rule}, got others from {int(starts[0])} on; repair the file"
+            f"{shard.arrays[key].path}: {key} must be {rule}, got others from {int(starts[0])} on; repair the file"
         )
     return cast
 
 
-def _compare(out: Path, found: _Found, progress: Callable[[int], None]) -> int:
+def _compare(out: Path, shards: Iterable[tuple[ForeignShard, Documents]], progress: Callable[[int], None]) -> int:
     """Read a store back and compare every number and boundary with the files; return how many numbers."""
     store = store_of(out, read_manifest(out), None)
     documents = dict.fromkeys(store.axes, 0)
     places = dict.fromkeys(store.keys, 0)
-    for part, part_documents in found:
-        for axis, offsets in part_documents.offsets.items():
+    for shard, shard_documents in shards:
+        for axis, offsets in shard_documents.offsets.items():
             first, last = documents[axis], documents[axis] + offsets.size - 1
-            base = places[next(key for key in part.arrays if store.axis(key) == axis)]
+            base = places[next(key for key in shard.arrays if store.axis(key) == axis)]
             if last > first and not np.array_equal(store.offsets(axis, first, last), offsets + base):
-                raise _differs(out, f"boundaries of {axis}", part.name)
+                raise _differs(out, f"boundaries of {axis}", shard.name)
             documents[axis] = last
-        for key, flat in part.arrays.items():
-            for block in flat.blocks():
+        for key, array in shard.arrays.items():
+            for block in array.blocks():
                 if not np.array_equal(store.fetch(places[key], places[key] + block.size, key), block):
-                    raise _differs(out, key, part.name)
+                    raise _differs(out, key, shard.name)
                 places[key] += block.size
                 progress(block.size)
     if store.num_documents != next(iter(documents.values())):
@@ -228,52 +210,3 @@ def _differs(out: Path, what: str, name: str) -> StoreCorruptError:
         f"{out}: {what} must be read back as written, got other numbers than in {name}; "
         "check the disk, then import again"
     )
-
-
-# Proving what can be proven of foreign files, which have no checksums.
-
-
-def verify_foreign(
-    path: Path, options: ForeignOptions, *, progress: Callable[[int], None] = lambda _bytes: None
-) -> VerifyReport:
-    """Read every id of foreign files: sizes, boundaries, masks, ids below the vocabulary if one is given.
-
-    There are no checksums to compare with, so ids that were changed into other ids are not noticed:
-    `tokenmill import` makes a store that has some.
-    """
-    store = open_foreign(path, options)
-    format, parts = read_parts(path, options)
-    for number, part in enumerate(parts.parts):
-        found = find_documents(part, parts.kind, options, look=True)
-        check_vocabulary(part, found.facts, options)
-        for axis, offsets in found.offsets.items():
-            _compare_index(store, number, part, index_file(axis), [index_bytes(offsets)])
-        for key in [key for key in MASK_KEYS if key in part.arrays]:
-            _compare_index(store, number, part, key_file(key), mask_bytes(part.arrays[key], key))
-        progress(sum(flat.bytes for flat in part.arrays.values()))
-    vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
-    return VerifyReport(
-        path=path,
-        shards=store.num_shards,
-        files=sum(len(part.arrays) + len(part.beside) for part in parts.parts),
-        bytes=sum(flat.bytes for part in parts.parts for flat in part.arrays.values()),
-        documents=store.num_documents,
-        tokens=store.manifest.tokens,
-        fingerprint=store.fingerprint,
-        checked=f"the format has no checksums; sizes and boundaries are right, {vocabulary}",
-        format=format,
-    )
-
-
-def _compare_index(store: Store, shard: int, part: Part, name: str, expected: Iterable[Uint8Array]) -> None:
-    """Compare what a store would read with what the data says, given in blocks."""
-    request = store.file(shard, name)
-    place = 0
-    with store.maps.borrow([request]) as (mapped,):
-        for block in expected:
-            if not np.array_equal(mapped.data[place : place + block.size], block):
-                raise StoreCorruptError(
-                    f"{request.path}: {name} of {part.name} must be what the data says, got other bytes; "
-                    "delete the folder .tokenmill beside the data"
-                )
-            place += block.size

@@ -1,4 +1,4 @@
-"""From what a user names to the files it stands for, in an order that any machine agrees on."""
+"""Files of other projects: which a path stands for, of what format they are, and the arrays in them."""
 
 from __future__ import annotations
 
@@ -6,138 +6,38 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from glob import glob, has_magic
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, nearest
-from tokenmill.fingerprint import first_difference
-from tokenmill.store.layout import MANIFEST, is_shard_name
+from tokenmill.store.h5 import H5_MAGIC
+from tokenmill.store.layout import MANIFEST, is_ours, stores_below
 from tokenmill.store.maps import FileRequest, map_file
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
 
-if TYPE_CHECKING:
-    from tokenmill.store.manifest import Manifest
-
+META = "meta.json"
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "tokenmill": (),
+    "npy": (".npy",),
+    "bin": (".bin",),
+    "nanogpt": (".bin",),
+    "llmc": (".bin",),
+    "megatron": (".bin", ".idx"),
+    "datatrove": (".ds",),
+    "olmo": (".npy",),
+    "astrai-bin": (META,),
+    "astrai-h5": (".h5", ".hdf5"),
+}
+"""Every format that can be opened, with the endings of its files; the first is ours."""
+DTYPE_NAMES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 MAX_NAMED = 8
 """Stores that an error lists by name."""
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a path is, or was to become, a store of ours."""
-    if os.path.lexists(path / MANIFEST):
-        return True
-    if not path.is_dir():
-        return False
-    # Without a manifest it may be one that was not finished: then nothing but shards can be seen in it.
-    return all(is_shard_name(name) for name in os.listdir(path) if not name.startswith("."))
-
-
-def files_of(path: Path) -> list[Path]:
-    """List the files that a path stands for: itself, all below a folder, matches of a glob, or PREFIX.bin and .idx.
-
-    Hidden files and folders are left alone.
-    """
-    text = os.fspath(path)
-    if re.match(r"[a-z0-9]{2,}:/", text):
-        raise StoreError(f"{path}: must be a path on this machine, got an address; download the files first")
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        _refuse_stores(path, stores_below(path))
-        return sorted(_below(path), key=lambda file: natural_key(os.path.relpath(file, path)))
-    prefixed = [Path(f"{text}{ending}") for ending in (".bin", ".idx")]
-    if all(file.is_file() for file in prefixed):
-        return [prefixed[0]]
-    matches = [Path(match) for match in glob(text, recursive=True)] if has_magic(text) else []
-    stores = [store for match in matches if match.is_dir() for store in stores_below(match)]
-    _refuse_stores(path, list(dict.fromkeys(stores)))
-    found: dict[Path, None] = {}
-    for match in matches:
-        found.update(dict.fromkeys(_below(match) if match.is_dir() else [match]))
-    if not found:
-        raise StoreMissingError(_missing(path))
-    folder = os.path.commonpath([file.parent.absolute() for file in found])
-    return sorted(found, key=lambda file: natural_key(os.path.relpath(file.absolute(), folder)))
-
-
-def stores_below(folder: Path) -> list[Path]:
-    """List the stores of ours in a folder, at any depth; none within another, nor in hidden folders.
-
-    Beside a finished one, those that were not finished count too: whoever looks at all must not pass them over.
-    """
-    finished: list[Path] = []
-    unfinished: list[Path] = []
-    for here, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(map(is_shard_name, [*folders, *names])):
-            if MANIFEST in names:
-                finished.append(Path(here))
-            elif is_ours(Path(here)):
-                unfinished.append(Path(here))
-            else:
-                continue
-            folders.clear()
-    stores = [*finished, *unfinished] if finished else []
-    return sorted(stores, key=lambda store: natural_key(os.path.relpath(store, folder)))
-
-
-def _missing(path: Path) -> str:
-    if path.suffix or has_magic(os.fspath(path)):
-        return f"{path}: must be a store, or a file, folder or glob of token files, got nothing there; fix the path"
-    return (
-        f"{path}: a store must be a folder with {MANIFEST}, or token files of another project, got nothing there; "
-        "run `tokenmill prepare` or fix the path"
-    )
-
-
-def _refuse_stores(path: Path, stores: list[Path]) -> None:
-    """Refuse to take stores of ours for files of other projects, or several for one."""
-    if not stores:
-        return
-    names = [os.path.relpath(store, path) if path.is_dir() else os.fspath(store) for store in stores[:MAX_NAMED]]
-    more = [f"{len(stores) - MAX_NAMED} more"] if len(stores) > MAX_NAMED else []
-    raise StoreError(
-        f"{path}: must be one store, got the store{'s' * (len(stores) > 1)} {', '.join(names + more)} in it; "
-        f"name one of them, such as {stores[0]}"
-    )
-
-
-def _below(folder: Path) -> list[Path]:
-    found: list[Path] = []
-    for here, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found.extend(Path(here) / name for name in names if not name.startswith("."))
-    return found
-
-
-def names_of(files: list[Path]) -> list[str]:
-    """Return what to call files: their paths below the folder that they share."""
-    folder = os.path.commonpath([file.parent.absolute() for file in files])
-    return [PurePath(os.path.relpath(file.absolute(), folder)).as_posix() for file in files]
-
-
-# What a user may say of token files that do not say it themselves.
-
-DTYPE_NAMES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-FORMATS = (
-    "tokenmill",
-    "npy",
-    "bin",
-    "nanogpt",
-    "llmc",
-    "megatron",
-    "datatrove",
-    "olmo",
-    "astrai-bin",
-    "astrai-h5",
-)
-"""Every format that can be opened; the first is ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +56,11 @@ class ForeignOptions:
     """One of `FORMATS`; None: told by the files."""
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
-            raise ConfigError(
-                f"dtype: must be one of {', '.join(DTYPE_NAMES)}, got {self.dtype!r}; "
-                f"{nearest(self.dtype, DTYPE_NAMES)}"
-            )
-        if self.format is not None and self.format not in FORMATS:
-            raise ConfigError(
-                f"format: must be one of {', '.join(FORMATS)}, got {self.format!r}; {nearest(self.format, FORMATS)}"
-            )
+        for name, value, choices in (("dtype", self.dtype, DTYPE_NAMES), ("format", self.format, tuple(FORMATS))):
+            if value is not None and value not in choices:
+                raise ConfigError(
+                    f"{name}: must be one of {', '.join(choices)}, got {value!r}; {nearest(value, choices)}"
+                )
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 1 << 32:
             raise ConfigError(
                 f"vocab_size: must be from 1 to 2**32, got {self.vocab_size}; it is one more than the largest id"
@@ -180,107 +76,133 @@ class ForeignOptions:
     @property
     def given(self) -> dict[str, int | str]:
         """What was said, by name."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
-    def check_dtype(self, where: Path, found: np.dtype[Any]) -> None:
+    def check_dtype(self, where: Path, dtype: np.dtype[Any]) -> None:
         """Refuse a dtype that the file itself contradicts."""
-        if self.dtype is not None and np.dtype(self.dtype) != found.newbyteorder("="):
+        if self.dtype is not None and np.dtype(self.dtype) != dtype.newbyteorder("="):
             raise ConfigError(
-                f"{where}: dtype must be that of the file, {found.name}, got {self.dtype}; leave it out"
+                f"{where}: dtype must be that of the file, {dtype.name}, got {self.dtype}; leave it out"
             )
 
 
-def check_ours(path: Path, manifest: Manifest, options: ForeignOptions) -> None:
-    """Refuse what contradicts the manifest of a store of ours."""
-    tokenizer = manifest.tokenizer
-    said: dict[str, object] = {
-        "format": "tokenmill",
-        "dtype": np.dtype(manifest.keys[manifest.token_key]).name,
-        **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")},
-    }
-    for name, value in options.given.items():
-        if value != said[name]:
-            raise ConfigError(
-                f"{path}: {name} must be as the manifest says, {said[name]!r}, got {value!r}; leave it out"
+# From a path to files of one format.
+
+
+def detect_format(path: str | os.PathLike[str]) -> str:
+    """Name the format of what is at a path: a file, folder, glob, or the prefix of a Megatron dataset.
+
+    Reads the first bytes of files at most. What is not known is an error that lists what is there.
+    """
+    return "tokenmill" if is_ours(Path(path)) else find_files(Path(path))[0]
+
+
+def find_files(path: Path, format: str | None = None) -> tuple[str, list[Path]]:
+    """Return the one format of what is at a path, and its files in an order that any machine agrees on.
+
+    `format` is the user's word, which is not questioned here.
+    """
+    files = files_of(path)
+    if format is not None:
+        named = [file for file in files if file.name.lower().endswith(FORMATS[format])]
+        chosen = named or (files if len(files) == 1 else [])
+    else:
+        formats = {file: _format_of(file) for file in files}
+        names = sorted({name for name in formats.values() if name is not None})
+        if len(names) > 1:
+            raise StoreError(
+                f"{path}: must hold files of one format, got {', '.join(names)}; name a file, a glob, or the format"
             )
+        format = names[0] if names else ""
+        chosen = [file for file, name in formats.items() if name is not None]
+    if not chosen:
+        endings = Counter(file.suffix or file.name for file in files).most_common(6)
+        got = ", ".join(f"{count} of {ending}" for ending, count in endings)
+        raise StoreError(f"{path}: must hold token files of a known format, got {got}; known: {', '.join(FORMATS)}")
+    if format == "megatron":  # a dataset is named once, by its .bin
+        chosen = list(dict.fromkeys(file.with_suffix(".bin") for file in chosen))
+    elif format == "astrai-bin":
+        chosen = list(dict.fromkeys(file.with_name(META) for file in chosen))
+    elif format == "nanogpt" and len({file.parent for file in chosen}) < len(chosen):
+        raise StoreError(
+            f"{path}: must name one split of nanoGPT, as one folder holds what is trained on and what is not, "
+            f"got {', '.join(file.name for file in chosen[:4])}; name the file"
+        )
+    return format, chosen
 
 
-# Which project wrote some files: told by their content, never by their size.
+def files_of(path: Path) -> list[Path]:
+    """List the files that a path stands for: itself, all below a folder, matches of a glob, or PREFIX.bin and .idx.
+
+    Hidden files and folders are left alone.
+    """
+    text = os.fspath(path)
+    if re.match(r"[a-z0-9]{2,}:/", text):
+        raise StoreError(f"{path}: must be a path on this machine, got an address; download the files first")
+    if path.is_file():
+        return [path]
+    prefixed = [Path(f"{text}{ending}") for ending in (".bin", ".idx")]
+    if path.is_dir():
+        matches = [path]
+    elif all(file.is_file() for file in prefixed):
+        return [prefixed[0]]
+    else:
+        matches = [Path(match) for match in glob(text, recursive=True)] if has_magic(text) else []
+    folders = [match for match in matches if match.is_dir()]
+    _refuse_stores(path, list(dict.fromkeys(store for folder in folders for store in stores_below(folder))))
+    files: dict[Path, None] = {}
+    for match in matches:
+        files.update(dict.fromkeys(_files_below(match) if match.is_dir() else [match]))
+    if not files:
+        raise StoreMissingError(_missing(path))
+    named = zip(names_of(list(files)), files, strict=True)
+    return [file for _, file in sorted(named, key=lambda pair: natural_key(pair[0]))]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place) / name for name in names if not name.startswith("."))
+
+
+def _missing(path: Path) -> str:
+    if path.is_dir():
+        got = "an empty folder"
+    elif path.suffix or has_magic(os.fspath(path)):
+        return f"{path}: must be a store, or a file, folder or glob of token files, got nothing there; fix the path"
+    else:
+        got = "nothing there"
+    return (
+        f"{path}: a store must be a folder with {MANIFEST}, or token files of another project, got {got}; "
+        "run `tokenmill prepare` or fix the path"
+    )
+
+
+def _refuse_stores(path: Path, stores: list[Path]) -> None:
+    """Refuse to take stores of ours for files of other projects, or several for one."""
+    if not stores:
+        return
+    names = [os.path.relpath(store, path) if path.is_dir() else os.fspath(store) for store in stores[:MAX_NAMED]]
+    more = [f"{len(stores) - MAX_NAMED} more"] if len(stores) > MAX_NAMED else []
+    raise StoreError(
+        f"{path}: must be one store, got the store{'s' * (len(stores) > 1)} {', '.join(names + more)} in it; "
+        f"name one of them, such as {stores[0]}"
+    )
+
+
+def names_of(files: Sequence[Path]) -> list[str]:
+    """Return what to call files: their paths below the folder that they share."""
+    folder = os.path.commonpath([file.parent.absolute() for file in files])
+    return [PurePath(os.path.relpath(file.absolute(), folder)).as_posix() for file in files]
+
+
+# Which project wrote a file: told by its content, never by its size.
 
 LLMC_HEADER = 1024
 LLMC_MAGICS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """(Magic number, version) -> dtype of the tokens."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 NPY_MAGIC = b"\x93NUMPY"
-H5_MAGIC = b"\x89HDF\r\n\x1a\n"
-META = "meta.json"
-_SUFFIXES = {
-    "npy": (".npy",),
-    "olmo": (".npy",),
-    "bin": (".bin",),
-    "nanogpt": (".bin",),
-    "llmc": (".bin",),
-    "megatron": (".bin", ".idx"),
-    "datatrove": (".ds",),
-    "astrai-bin": (META,),
-    "astrai-h5": (".h5", ".hdf5"),
-}
-"""Which files of a folder belong to a format."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """Files of one format, in order."""
-
-    format: str
-    files: tuple[Path, ...]
-
-
-def detect_format(path: str | os.PathLike[str]) -> str:
-    """Name the format of what is at a path: a file, folder, glob, or the prefix of a Megatron dataset.
-
-    Reads the first bytes of files at most. What is not known is an error that lists what was found.
-    """
-    return "tokenmill" if is_ours(Path(path)) else find(Path(path)).format
-
-
-def find(path: Path, format: str | None = None) -> Found:
-    """Find the files of the one format at a path; `format` is the user's word, which is not questioned here."""
-    files = files_of(path)
-    if format is not None:
-        named = [file for file in files if file.name.lower().endswith(_SUFFIXES[format])]
-        chosen = named or (files if len(files) == 1 else [])
-    else:
-        formats = [(file, _format_of(file)) for file in files]
-        told = sorted({name for _, name in formats if name is not None})
-        if len(told) > 1:
-            raise StoreError(
-                f"{path}: must hold files of one format, got {', '.join(told)}; name a file, a glob, or the format"
-            )
-        format = told[0] if told else ""
-        chosen = [file for file, name in formats if name is not None]
-    if not chosen:
-        raise StoreError(
-            f"{path}: must hold token files of a known format, got {_listed(files)}; known: {', '.join(FORMATS)}"
-        )
-    chosen = _as_named(format, chosen)
-    if format == "nanogpt" and len({file.parent for file in chosen}) < len(chosen):
-        names = ", ".join(file.name for file in chosen[:4])
-        raise StoreError(
-            f"{path}: must name one split of nanoGPT, as one folder holds what is trained on and what is not, "
-            f"got {names}; name the file"
-        )
-    return Found(format=format, files=tuple(chosen))
-
-
-def _as_named(format: str, files: list[Path]) -> list[Path]:
-    """Name a Megatron dataset once, by its .bin, and files of AstrAI by their meta.json."""
-    if format == "megatron":
-        return list(dict.fromkeys(file.with_suffix(".bin") for file in files))
-    if format == "astrai-bin":
-        return list(dict.fromkeys(file.with_name(META) for file in files))
-    return files
 
 
 def _format_of(file: Path) -> str | None:
@@ -300,7 +222,7 @@ def _format_of(file: Path) -> str | None:
 
 
 def _format_of_bin(file: Path) -> str:
-    if file.with_suffix(".idx").is_file() and head(file.with_suffix(".idx"), 9) == MEGATRON_MAGIC:
+    if head(file.with_suffix(".idx"), 9) == MEGATRON_MAGIC:
         return "megatron"
     start = head(file, 8)
     if (int.from_bytes(start[:4], "little"), int.from_bytes(start[4:], "little")) in LLMC_MAGICS:
@@ -321,12 +243,7 @@ def head(file: Path, size: int) -> bytes:
         return opened.read(size)
 
 
-def _listed(files: Sequence[Path]) -> str:
-    endings = Counter(file.suffix or file.name for file in files)
-    return ", ".join(f"{count} of {ending}" for ending, count in endings.most_common(6)) or "an empty folder"
-
-
-# The nouns that all readers of foreign files speak in: flat arrays, and parts made of them.
+# The nouns that all readers of foreign files speak in: arrays, and shards made of them.
 
 BLOCK = 1 << 22
 """Numbers that are looked at together."""
@@ -336,7 +253,7 @@ IMPORT = "convert it with `tokenmill import`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flat:
+class ForeignArray:
     """One array of a foreign file, in one dimension."""
 
     path: Path
@@ -379,12 +296,12 @@ class Flat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ForeignShard:
     """What becomes one shard: arrays of equal length on each axis, and where their documents end."""
 
     name: str
     """Path below the folder that was named."""
-    arrays: Mapping[str, Flat]
+    arrays: Mapping[str, ForeignArray]
     """Key -> array."""
     ends: Mapping[str, Callable[[], Int64Array]] = field(default_factory=dict)
     """Axis -> where each of its documents ends, ascending; an axis that is not here has no boundaries."""
@@ -393,11 +310,12 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """What a reader found."""
+class ForeignFiles:
+    """What a reader of a format returns."""
 
-    kind: str
-    parts: tuple[Part, ...]
+    kind: str = "seq"
+    """Training type."""
+    shards: tuple[ForeignShard, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the files say of how they were made."""
 
@@ -410,7 +328,7 @@ def real_file(path: Path) -> tuple[Path, int]:
     return real, real.stat().st_size
 
 
-def flat_of(path: Path, dtype: np.dtype[Any], *, begin: int = 0, count: int | None = None) -> Flat:
+def array_of(path: Path, dtype: np.dtype[Any], *, begin: int = 0, count: int | None = None) -> ForeignArray:
     """Describe an array that fills a file from `begin` on; `count` is what a header claims."""
     real, size = real_file(path)
     room = size - begin
@@ -421,7 +339,7 @@ def flat_of(path: Path, dtype: np.dtype[Any], *, begin: int = 0, count: int | No
             f"got {room} bytes there; copy the file again, or fix dtype"
         )
     obstacle = "its numbers are big-endian" if dtype.byteorder == ">" else ""
-    return Flat(
+    return ForeignArray(
         path=real, file_bytes=size, begin=begin, count=room // dtype.itemsize, dtype=dtype, obstacle=obstacle
     )
 
@@ -451,44 +369,19 @@ def sample_blocks(path: Path, begin: int, size: int) -> Iterator[tuple[int, byte
         os.close(descriptor)
 
 
-def stored_dtype(key: str, flat: Flat) -> tuple[str, str]:
+def stored_dtype(key: str, array: ForeignArray) -> tuple[str, str]:
     """Return the dtype under which a key is offered, and why it cannot be mapped under it, or nothing.
 
     A signed array is mapped as unsigned; that none of its numbers is negative is proven elsewhere.
     """
-    kind, size = flat.dtype.kind, flat.dtype.itemsize
+    kind, size = array.dtype.kind, array.dtype.itemsize
     if key in MASK_KEYS:
-        return "|u1", flat.obstacle or ("" if size == 1 else "its mask has more than a byte a token")
+        return "|u1", array.obstacle or ("" if size == 1 else "its mask has more than a byte a token")
     if kind not in "iu":
-        return "", f"its ids are {flat.dtype.name}"
+        return "", f"its ids are {array.dtype.name}"
     if size > 4:
-        return "", flat.obstacle or f"its ids are {flat.dtype.name}, 8 bytes each"
+        return "", array.obstacle or f"its ids are {array.dtype.name}, 8 bytes each"
     dtype = {1: "|u1", 2: "<u2", 4: "<u4"}[size]
-    if not flat.obstacle and flat.begin % size:
+    if not array.obstacle and array.begin % size:
         return dtype, "its ids do not begin at a multiple of their size"
-    return dtype, flat.obstacle
-
-
-# Whether the ids of two stores can be taken to mean the same.
-
-UNKNOWN, GIVEN = "unknown", "given"
-"""Kinds of tokenizers of foreign files: nothing is known, or the user gave the size of the vocabulary."""
-
-
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any, str] | None:
-    """Return the first thing in which two tokenizers differ, both sides and the way out; None if ids mean the same.
-
-    Foreign files do not say which tokenizer made them. Giving their vocab_size is the user's word that it was the
-    one of the other sources: then vocab_size must agree, and eos_id and bos_id where both say them. Without that
-    word they mix with nothing.
-    """
-    kinds = one.get("kind"), other.get("kind")
-    if UNKNOWN in kinds:
-        return "kind", *kinds, "give the vocab_size of files of other projects"
-    if GIVEN not in kinds:
-        found = first_difference(dict(one), dict(other))
-        return (*found, "prepare one of them again") if found else None
-    found = first_difference({"vocab_size": one["vocab_size"]}, {"vocab_size": other["vocab_size"]})
-    names = [name for name in ("eos_id", "bos_id") if one.get(name) is not None and other.get(name) is not None]
-    found = found or first_difference({name: one[name] for name in names}, {name: other[name] for name in names})
-    return (*found, "fix what is said of the files of another project") if found else None
+    return dtype, array.obstacle

@@ -1,4 +1,4 @@
-"""Readers of files that are nothing but tokens, or tokens behind a short header: raw, numpy's, llm.c's, OLMo's."""
+"""Readers of token files: raw, numpy's, llm.c's, OLMo's, Megatron's and datatrove's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import io
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, TextIO
@@ -22,133 +23,100 @@ from tokenmill.store.foreign.files import (
     LLMC_MAGICS,
     MEGATRON_MAGIC,
     NPY_MAGIC,
-    Flat,
+    ForeignArray,
+    ForeignFiles,
     ForeignOptions,
-    Part,
-    Parts,
-    flat_of,
+    ForeignShard,
+    array_of,
     head,
     names_of,
     real_file,
+    sample_blocks,
 )
-from tokenmill.store.foreign.index import proven_dtype
 from tokenmill.store.maps import FileRequest, map_file
 from tokenmill.types import AnyArray, Int64Array
 
-_HEADER = 1 << 14
+_NPY_HEADER = 1 << 14
 """Bytes in which a header of numpy must end; its own reader takes no more either."""
 _LINE = 1 << 16
 """Characters that a line of metadata may have."""
+_WAY_OUT = "copy all its files again from where they are intact"
 
 
-def read_raw(files: Sequence[Path], options: ForeignOptions) -> Parts:
+def _sequences(files: Sequence[Path], array: Callable[[Path], ForeignArray]) -> ForeignFiles:
+    """Make a shard without boundaries of each file."""
+    named = zip(files, names_of(files), strict=True)
+    return ForeignFiles(
+        shards=tuple(ForeignShard(name=name, arrays={"sequence": array(file)}) for file, name in named)
+    )
+
+
+# Tokens without a header.
+
+
+def read_raw(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     """Read files of tokens without a header; the dtype is given, or proven by the vocabulary."""
-    dtype = np.dtype(options.dtype).newbyteorder("<") if options.dtype else proven_dtype(files, options.vocab_size)
-    return _parts(files, lambda file: flat_of(file, dtype))
+    dtype = np.dtype(options.dtype).newbyteorder("<") if options.dtype else _proven_dtype(files, options.vocab_size)
+    return _sequences(files, lambda file: array_of(file, dtype))
 
 
-def read_olmo(files: Sequence[Path], options: ForeignOptions) -> Parts:
+def _proven_dtype(files: Sequence[Path], vocab_size: int | None) -> np.dtype[Any]:
+    """Return the one dtype that files can have if all ids are below `vocab_size`; refuse if it is not the only one.
+
+    A size proves nothing: half the files of 16-bit ids are as long as a file of 32-bit ids. An id outside the
+    vocabulary disproves a dtype; so does a vocabulary that it cannot hold. A sample of every file is looked at;
+    that the whole obeys what is left is checked when documents are found.
+    """
+    where = files[0] if len(files) == 1 else files[0].parent
+    if vocab_size is None:
+        raise StoreError(
+            f"{where}: the dtype of files without a header must be said, got none; add dtype = uint16 or uint32, "
+            "or vocab_size, which may prove it"
+        )
+    bounds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}
+    least = next(bound for bound in bounds.values() if vocab_size <= bound)
+    disproofs: dict[str, str] = {}
+    for name, bound in bounds.items():
+        if bound < least:
+            disproofs[name] = f"cannot hold {vocab_size} ids"
+        else:
+            disproofs[name] = next((why for file in files if (why := _disproof(file, name, vocab_size))), "")
+    possible = [name for name, why in disproofs.items() if not why]
+    if len(possible) != 1:
+        reasons = "; ".join(f"{name} {why or 'is possible'}" for name, why in disproofs.items())
+        raise StoreError(
+            f"{where}: vocab_size {vocab_size} must leave one dtype possible to prove it, "
+            f"got {len(possible)} ({reasons}); say dtype"
+        )
+    return np.dtype(possible[0]).newbyteorder("<")
+
+
+def _disproof(file: Path, name: str, vocab_size: int) -> str:
+    """Say why a file cannot hold ids of this dtype; nothing if it can."""
+    real, size = real_file(file)
+    dtype = np.dtype(name).newbyteorder("<")
+    if size % dtype.itemsize:
+        return f"does not divide the {size} bytes of {file.name}"
+    for place, data in sample_blocks(real, 0, size):
+        ids: AnyArray = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
+        if ids.size and int(ids.max()) >= vocab_size:
+            return f"gives id {int(ids.max())} at byte {place + int(ids.argmax()) * dtype.itemsize} of {file.name}"
+    return ""
+
+
+def read_olmo(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     """Read raw files named .npy; where a .csv.gz stands beside one, its rows (start, end, ...) are documents."""
-    real = next((file for file in files if head(file, 6) == NPY_MAGIC), None)
-    if real is not None:
-        raise StoreError(f"{real}: a file of OLMo must have no header, got one of numpy's; use format = npy")
-    raw = read_raw(files, options)
-    parts = []
-    for file, part in zip(files, raw.parts, strict=True):
+    for file in files:
+        if head(file, 6) == NPY_MAGIC:
+            raise StoreError(f"{file}: a file of OLMo must have no header, got one of numpy's; use format = npy")
+    shards = []
+    for file, shard in zip(files, read_raw(files, options).shards, strict=True):
         table = file.with_name(f"{file.name.removesuffix('.npy')}.csv.gz")
         if table.is_file():
-            count = part.arrays["sequence"].count
-            ends = {"documents": lambda table=table, count=count: _ends_of_table(table, count)}
-            part = Part(name=part.name, arrays=part.arrays, ends=ends, beside=(table,))  # noqa: PLW2901
-        parts.append(part)
-    return Parts(kind="seq", parts=tuple(parts))
-
-
-def read_llmc(files: Sequence[Path], options: ForeignOptions) -> Parts:
-    """Read files with the header of llm.c: 256 numbers of 32 bits, of which magic, version and tokens are used."""
-
-    def flat(file: Path) -> Flat:
-        start = head(file, LLMC_HEADER)
-        magic, version, count = (int.from_bytes(start[4 * i : 4 * i + 4], "little") for i in range(3))
-        if len(start) < LLMC_HEADER or (magic, version) not in LLMC_MAGICS:
-            raise StoreCorruptError(
-                f"{file}: must begin with the header of llm.c, got magic {magic} version {version} "
-                f"in {len(start)} bytes; copy the file again, or say another format"
-            )
-        dtype = np.dtype(LLMC_MAGICS[magic, version])
-        options.check_dtype(file, dtype)
-        return flat_of(file, dtype, begin=LLMC_HEADER, count=count)
-
-    return _parts(files, flat)
-
-
-def read_npy(files: Sequence[Path], options: ForeignOptions) -> Parts:
-    """Read arrays of numpy with one dimension, or two: then every row is a document."""
-    names = names_of(list(files))
-    parts = [_npy_part(file, name, options) for file, name in zip(files, names, strict=True)]
-    return Parts(kind="seq", parts=tuple(parts))
-
-
-def _npy_part(file: Path, name: str, options: ForeignOptions) -> Part:
-    shape, fortran, dtype, begin = _npy_header(file)
-    options.check_dtype(file, dtype)
-    if dtype.kind not in "iu" or len(shape) not in (1, 2):
-        raise StoreError(
-            f"{file}: must be whole numbers in one or two dimensions, got {dtype} of shape {shape}; save it anew"
-        )
-    count = int(np.prod([int(size) for size in shape], dtype=object))
-    flat = flat_of(file, dtype, begin=begin, count=count)
-    if fortran and min(shape, default=0) > 1 and len(shape) == 2:
-        flat = _rows_of_columns(flat, shape[0], shape[1])
-    if len(shape) == 1:
-        return Part(name=name, arrays={"sequence": flat})
-    rows, length = shape
-    ends = {"documents": lambda: np.arange(1, rows + 1, dtype=np.int64) * length}
-    return Part(name=name, arrays={"sequence": flat}, ends=ends)
-
-
-def _npy_header(file: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Return shape, whether columns come first, dtype and size of a header; objects are never loaded."""
-    opened = io.BytesIO(head(file, _HEADER))  # whatever length a header claims
-    try:
-        version = np.lib.format.read_magic(opened)
-        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, fortran, dtype = readers[version](opened)
-    except (ValueError, KeyError, EOFError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
-        raise StoreCorruptError(
-            f"{file}: must begin with a header of numpy, version 1 or 2, got {type(error).__name__}: "
-            f"{str(error)[:200]}; copy the file again, or say dtype and format if it has none"
-        ) from None
-    if min(shape, default=0) < 0:
-        raise StoreCorruptError(f"{file}: sizes must not be negative, got {shape}; copy the file again")
-    return tuple(shape), bool(fortran), dtype, opened.tell()
-
-
-def _rows_of_columns(flat: Flat, rows: int, length: int) -> Flat:
-    def read(begin: int, end: int) -> AnyArray:
-        whole = np.memmap(flat.path, flat.dtype, "r", flat.begin, (rows, length), "F")
-        first = begin // length
-        return whole[first : -(-end // length)].ravel()[begin - first * length : end - first * length]
-
-    return Flat(
-        path=flat.path,
-        file_bytes=flat.file_bytes,
-        begin=flat.begin,
-        count=flat.count,
-        dtype=flat.dtype,
-        obstacle="its columns come first (Fortran order)",
-        read=read,
-    )
-
-
-def _parts(files: Sequence[Path], flat: Callable[[Path], Flat]) -> Parts:
-    names = names_of(list(files))
-    return Parts(
-        kind="seq",
-        parts=tuple(
-            Part(name=name, arrays={"sequence": flat(file)}) for file, name in zip(files, names, strict=True)
-        ),
-    )
+            ends = {"documents": partial(_ends_of_table, table, shard.arrays["sequence"].count)}
+            shard = replace(shard, ends=ends, beside=(table,))  # noqa: PLW2901
+        shards.append(shard)
+    return ForeignFiles(shards=tuple(shards))
 
 
 def _ends_of_table(table: Path, count: int) -> Int64Array:
@@ -186,11 +154,80 @@ def _lines(opened: TextIO) -> Iterator[str]:
         yield line
 
 
-# Reader of Megatron's indexed datasets: tokens in .bin, sequences and documents in .idx.
+# Tokens behind a header: llm.c and numpy.
+
+
+def read_llmc(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
+    """Read files with the header of llm.c: 256 numbers of 32 bits, of which magic, version and tokens are used."""
+
+    def array(file: Path) -> ForeignArray:
+        start = head(file, LLMC_HEADER)
+        magic, version, count = (int.from_bytes(start[4 * i : 4 * i + 4], "little") for i in range(3))
+        if len(start) < LLMC_HEADER or (magic, version) not in LLMC_MAGICS:
+            raise StoreCorruptError(
+                f"{file}: must begin with the header of llm.c, got magic {magic} version {version} "
+                f"in {len(start)} bytes; copy the file again, or say another format"
+            )
+        dtype = np.dtype(LLMC_MAGICS[magic, version])
+        options.check_dtype(file, dtype)
+        return array_of(file, dtype, begin=LLMC_HEADER, count=count)
+
+    return _sequences(files, array)
+
+
+def read_npy(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
+    """Read arrays of numpy with one dimension, or two: then every row is a document."""
+    named = zip(files, names_of(files), strict=True)
+    return ForeignFiles(shards=tuple(_npy_shard(file, name, options) for file, name in named))
+
+
+def _npy_shard(file: Path, name: str, options: ForeignOptions) -> ForeignShard:
+    shape, fortran, dtype, begin = _npy_header(file)
+    options.check_dtype(file, dtype)
+    if dtype.kind not in "iu" or len(shape) not in (1, 2):
+        raise StoreError(
+            f"{file}: must be whole numbers in one or two dimensions, got {dtype} of shape {shape}; save it anew"
+        )
+    count = int(np.prod([int(size) for size in shape], dtype=object))
+    array = array_of(file, dtype, begin=begin, count=count)
+    if len(shape) == 1:
+        return ForeignShard(name=name, arrays={"sequence": array})
+    rows, length = shape
+    if fortran and min(shape) > 1:
+        obstacle = "its columns come first (Fortran order)"
+        array = replace(array, obstacle=obstacle, read=partial(_read_rows, array, rows, length))
+    ends = {"documents": lambda: np.arange(1, rows + 1, dtype=np.int64) * length}
+    return ForeignShard(name=name, arrays={"sequence": array}, ends=ends)
+
+
+def _npy_header(file: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """Return shape, whether columns come first, dtype and size of a header; objects are never loaded."""
+    opened = io.BytesIO(head(file, _NPY_HEADER))  # whatever length a header claims
+    try:
+        version = np.lib.format.read_magic(opened)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran, dtype = readers[version](opened)
+    except (ValueError, KeyError, EOFError, SyntaxError, TokenError, RecursionError, MemoryError) as error:
+        raise StoreCorruptError(
+            f"{file}: must begin with a header of numpy, version 1 or 2, got {type(error).__name__}: "
+            f"{str(error)[:200]}; copy the file again, or say dtype and format if it has none"
+        ) from None
+    if min(shape, default=0) < 0:
+        raise StoreCorruptError(f"{file}: sizes must not be negative, got {shape}; copy the file again")
+    return tuple(shape), bool(fortran), dtype, opened.tell()
+
+
+def _read_rows(array: ForeignArray, rows: int, length: int, begin: int, end: int) -> AnyArray:
+    """Read numbers of an array in the order of its rows, where the file has that of its columns."""
+    whole = np.memmap(array.path, array.dtype, "r", array.begin, (rows, length), "F")
+    first = begin // length
+    return whole[first : -(-end // length)].ravel()[begin - first * length : end - first * length]
+
+
+# Megatron's indexed datasets: tokens in .bin, sequences and documents in .idx.
 
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_WAY_OUT = "copy both files again from where they are intact"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,20 +247,20 @@ class _Index:
         return map_file(FileRequest(self.real, self.bytes, begin, size)).data.view(dtype)
 
 
-def read_megatron(files: Sequence[Path], options: ForeignOptions) -> Parts:
+def read_megatron(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     """Read pairs of .bin and .idx, named by their .bin; a document may be made of several sequences."""
-    parts = []
-    for file, name in zip(files, names_of(list(files)), strict=True):
+    shards = []
+    for file, name in zip(files, names_of(files), strict=True):
         index = _index(file.with_suffix(".idx"))
         options.check_dtype(index.path, index.dtype)
         if not file.is_file():
             raise StoreMissingError(
                 f"{file}: must stand beside {index.path.name}, got nothing there; copy it as well"
             )
-        flat = flat_of(file, index.dtype)
-        ends = {"documents": lambda index=index, count=flat.count: _ends(index, count)}
-        parts.append(Part(name=name, arrays={"sequence": flat}, ends=ends, beside=(index.real,)))
-    return Parts(kind="seq", parts=tuple(parts))
+        array = array_of(file, index.dtype)
+        ends = {"documents": partial(_sequence_ends, index, array.count)}
+        shards.append(ForeignShard(name=name, arrays={"sequence": array}, ends=ends, beside=(index.real,)))
+    return ForeignFiles(shards=tuple(shards))
 
 
 def _index(path: Path) -> _Index:
@@ -253,7 +290,7 @@ def _index(path: Path) -> _Index:
     return _Index(path=path, real=real, bytes=size, dtype=np.dtype(_DTYPES[code]), sequences=sequences, marks=marks)
 
 
-def _ends(index: _Index, count: int) -> Int64Array:
+def _sequence_ends(index: _Index, count: int) -> Int64Array:
     """Return where documents end, after proving that sequences lie one behind the other in the .bin.
 
     Sequences behind the last mark, which a writer leaves that did not end its last document, are one more document.
@@ -286,58 +323,46 @@ def _ends(index: _Index, count: int) -> Int64Array:
     return ends
 
 
-# Reader of the tokenized files of datatrove and nanotron: .ds with .ds.index, .ds.metadata and .ds.loss.
+# The tokenized files of datatrove and nanotron: .ds with .ds.index, .ds.metadata and .ds.loss.
 
-_SIZES = {"2": "<u2", "4": "<u4"}
-_INDEX_WAY_OUT = "copy the files again from where they are intact"
+_TOKEN_SIZES = {"2": "<u2", "4": "<u4"}
 
 
-def read_datatrove(files: Sequence[Path], options: ForeignOptions) -> Parts:
+def read_datatrove(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     """Read .ds files; the size of a token is in .metadata, else the dtype is given or proven by the vocabulary."""
-    names = names_of(list(files))
-    losses = [_beside(file, ".loss").is_file() for file in files]
-    if len(set(losses)) > 1:
-        without = files[losses.index(False)]
+    with_loss = [_beside(file, ".loss").is_file() for file in files]
+    if len(set(with_loss)) > 1:
+        without = files[with_loss.index(False)]
         raise StoreError(
             f"{without}: all files must have a .loss or none, got none here; name those with and without apart"
         )
-    known = [_metadata(file) for file in files]
-    unsaid = [file for file, said in zip(files, known, strict=True) if said is None]
-    if unsaid and options.dtype is None:
-        default = proven_dtype(unsaid, options.vocab_size)
+    metadata = [_metadata(file) for file in files]
+    silent = [file for file, known in zip(files, metadata, strict=True) if known is None]
+    if silent and options.dtype is None:
+        default = _proven_dtype(silent, options.vocab_size)
     else:
         default = np.dtype(options.dtype or "<u2").newbyteorder("<")
-    parts = [
-        _part(file, name, said, default, options) for file, name, said in zip(files, names, known, strict=True)
-    ]
-    tokenizers = sorted({said[0] for said in known if said is not None})
-    return Parts(kind="sft" if losses[0] else "seq", parts=tuple(parts), facts={"tokenizers": tokenizers})
+    shards, tokenizers = [], set()
+    for file, name, known in zip(files, names_of(files), metadata, strict=True):
+        dtype, count = default, None
+        if known is not None:
+            tokenizer, dtype, count = known
+            tokenizers.add(tokenizer)
+            options.check_dtype(file, dtype)
+        shards.append(_datatrove_shard(file, name, array_of(file, dtype, count=count)))
+    kind = "sft" if with_loss[0] else "seq"
+    return ForeignFiles(kind=kind, shards=tuple(shards), facts={"tokenizers": sorted(tokenizers)})
 
 
-def _part(
-    file: Path,
-    name: str,
-    said: tuple[str, np.dtype[Any], int] | None,
-    default: np.dtype[Any],
-    options: ForeignOptions,
-) -> Part:
-    if said is not None:
-        options.check_dtype(file, said[1])
-    flat = flat_of(file, said[1] if said else default, count=said[2] if said else None)
-    arrays: dict[str, Flat] = {"sequence": flat}
-    loss = _beside(file, ".loss")
+def _datatrove_shard(file: Path, name: str, array: ForeignArray) -> ForeignShard:
+    arrays = {"sequence": array}
+    loss, index = _beside(file, ".loss"), _beside(file, ".index")
     if loss.is_file():
-        arrays["loss_mask"] = flat_of(loss, np.dtype("|u1"), count=flat.count)
-    index = _beside(file, ".index")
+        arrays["loss_mask"] = array_of(loss, np.dtype("|u1"), count=array.count)
     if not index.is_file():
-        return Part(name=name, arrays=arrays)
-    ends = flat_of(index, np.dtype("<u8"))
-    return Part(
-        name=name,
-        arrays=arrays,
-        ends={"documents": lambda: _document_ends(index, ends, flat.count)},
-        beside=(index,),
-    )
+        return ForeignShard(name=name, arrays=arrays)
+    ends = {"documents": partial(_document_ends, index, array_of(index, np.dtype("<u8")), array.count)}
+    return ForeignShard(name=name, arrays=arrays, ends=ends, beside=(index,))
 
 
 def _beside(file: Path, ending: str) -> Path:
@@ -345,21 +370,21 @@ def _beside(file: Path, ending: str) -> Path:
 
 
 def _metadata(file: Path) -> tuple[str, np.dtype[Any], int] | None:
-    """Return tokenizer, dtype and number of tokens; None where the file does not exist."""
+    """Return tokenizer, dtype and number of tokens; None where there is no .metadata."""
     path = _beside(file, ".metadata")
     if not path.is_file():
         return None
     text = head(path, 1 << 16).decode("utf-8", "replace")
     lines = text.splitlines()
     name, _, size = lines[0].rpartition("|") if lines else ("", "", "")
-    if size not in _SIZES or len(lines) < 2 or not (lines[1].isascii() and lines[1].isdigit()):
+    if size not in _TOKEN_SIZES or len(lines) < 2 or not (lines[1].isascii() and lines[1].isdigit()):
         raise StoreCorruptError(
             f"{path}: must be TOKENIZER|2 or TOKENIZER|4, then the number of tokens, got {text[:80]!r}; {_WAY_OUT}"
         )
-    return name, np.dtype(_SIZES[size]), int(lines[1][:20])
+    return name, np.dtype(_TOKEN_SIZES[size]), int(lines[1][:20])
 
 
-def _document_ends(path: Path, index: Flat, count: int) -> Int64Array:
+def _document_ends(path: Path, index: ForeignArray, count: int) -> Int64Array:
     ends = index.mapped
     last = int(ends[-1]) if ends.size else 0
     if last != count or (ends[1:] < ends[:-1]).any():

@@ -1,10 +1,10 @@
-"""Where the documents of a part are, and what one look at all its ids proves."""
+"""Where the documents of a foreign shard are, and what one look at all its ids proves: found once, then kept."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,27 +18,39 @@ from tokenmill.fingerprint import digest
 from tokenmill.store.durable import private_folder, private_path, sync_folder, writable
 from tokenmill.store.foreign.files import (
     BLOCK,
-    Flat,
+    ForeignArray,
     ForeignOptions,
-    Part,
-    real_file,
-    sample_blocks,
+    ForeignShard,
     sample_digest,
     stored_dtype,
 )
-from tokenmill.store.layout import ANCHOR_DTYPE, ANCHOR_TOKENS, OFFSET_DTYPE, axis_of, token_keys
+from tokenmill.store.layout import (
+    OFFSET_DTYPE,
+    anchors_of,
+    axis_of,
+    document_file_bytes,
+    index_file,
+    key_file,
+    token_keys,
+)
+from tokenmill.store.manifest import Count
 from tokenmill.store.maps import FileRequest, MemoryRequest, Request, map_file
-from tokenmill.types import MASK_KEYS, AnyArray, Int64Array, Uint8Array
+from tokenmill.tables import read_json
+from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array
 
 VERSION = 1
-"""Of what is found and how it is kept; another one makes caches be built again."""
+"""Of what is found and how it is kept; another one makes indexes be built again."""
+IN_MEMORY_BYTES = 1 << 16
+"""A larger index goes to a file: there may be thousands of shards."""
+CHEAP_BYTES = 1 << 20
+"""What takes longer to look at is looked at once, and the result is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a part once its documents are found."""
+    """What is known of a shard once its documents are found."""
 
-    items: Mapping[str, int]
+    items: Mapping[str, Count]
     """Axis -> documents."""
     largest: int
     """The largest id; -1 where nobody looked."""
@@ -48,141 +60,154 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """A part with its documents found."""
+    """Where the documents of a shard are."""
 
     offsets: Mapping[str, Int64Array]
     """Axis -> where each document starts, and the end of the last."""
     facts: Facts
 
 
-def description(part: Part, kind: str, options: ForeignOptions, *, look: bool) -> dict[str, Any]:
-    """Return all that decides what is found in a part: its bytes, by size and sample, and the options for that."""
-    return {
-        "version": VERSION,
-        "kind": kind,
-        "name": part.name.rsplit("/", 1)[-1],
-        "arrays": {key: [flat.begin, flat.count, flat.dtype.str, flat.sample] for key, flat in part.arrays.items()},
-        "beside": [
-            [file.name, file.stat().st_size, sample_digest(file, 0, file.stat().st_size)] for file in part.beside
-        ],
-        "ids": [options.eos_id, options.bos_id],
-        "look": look,
-    }
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardIndex:
+    """What a store needs of a foreign shard beside its own arrays: `documents.bin`, and masks of a byte a token."""
+
+    facts: Facts
+    requests: Mapping[str, Request]
+    """File name -> its bytes, in memory or in a file of ours."""
+    digests: Mapping[str, str]
+    """File name -> XXH3-128."""
 
 
-def must_look(part: Part, options: ForeignOptions) -> bool:
-    """Whether all ids of a part have to be looked at before it may be read."""
-    signed = any(part.arrays[key].dtype.kind == "i" for key in token_keys(part.arrays))
-    return signed or options.vocab_size is not None
+def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIndex:
+    """Return the index of a shard: kept from before, or made now."""
+    # All ids have to be looked at before they may be read as unsigned numbers, or as below a vocabulary size.
+    signed = any(shard.arrays[key].dtype.kind == "i" for key in token_keys(shard.arrays))
+    look = signed or options.vocab_size is not None
+    description = _description(shard, kind, options, look=look)
+    beside = shard.arrays[token_keys(shard.arrays)[0]].path
+    masks = _converted_masks(shard)
+    kept = _read_kept(beside, description)
+    if kept is not None and _fits(kept, shard, kind):
+        return kept
+    documents = find_documents(shard, kind, options, look=look)
+    indexes = {index_file(axis): index_bytes(offsets) for axis, offsets in documents.offsets.items()}
+    sections: dict[str, Iterable[Uint8Array]] = {name: [data] for name, data in indexes.items()}
+    sections |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
+    size = sum(data.size for data in indexes.values()) + sum(shard.arrays[key].count for key in masks)
+    if size > IN_MEMORY_BYTES or sum(array.bytes for array in shard.arrays.values()) > CHEAP_BYTES:
+        return _keep(beside, description, documents.facts, sections)
+    data = {name: np.concatenate([np.empty(0, np.uint8), *blocks]) for name, blocks in sections.items()}
+    return ShardIndex(
+        facts=documents.facts,
+        requests={name: MemoryRequest(beside, section) for name, section in data.items()},
+        digests={name: xxhash.xxh3_128_hexdigest(section.data) for name, section in data.items()},
+    )
 
 
-def find_documents(part: Part, kind: str, options: ForeignOptions, *, look: bool) -> Documents:
-    """Find the documents of a part: by its own boundaries, else by EOS, else by BOS, else it is one document.
+def _fits(index: ShardIndex, shard: ForeignShard, kind: str) -> bool:
+    """Whether what was kept has the sizes of the shard: kernels read by address, so no other may get near them."""
+    sizes = {key_file(key): shard.arrays[key].count for key in _converted_masks(shard)}
+    for key in token_keys(shard.arrays):
+        axis = axis_of(kind, key)
+        sizes[index_file(axis)] = document_file_bytes(index.facts.items.get(axis, -1), shard.arrays[key].count)
+    return sizes == {name: request.wanted for name, request in index.requests.items()}
+
+
+# Finding documents.
+
+
+def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, look: bool) -> Documents:
+    """Find the documents of a shard: by its own boundaries, else by EOS, else by BOS, else it is one document.
 
     With `look` all ids are looked at, which costs one reading of the file; a negative one is refused.
     """
     offsets: dict[str, Int64Array] = {}
     largest = -1
     bos = eos = True
-    for key in token_keys(part.arrays):
-        flat, axis = part.arrays[key], axis_of(kind, key)
-        by_ids = axis not in part.ends and kind in ("seq", "sft")
-        cuts, found = (
-            _look(flat, key, options, cut=by_ids)
-            if look or (by_ids and options.given.keys() & _CUTS)
-            else (None, -1)
-        )
-        largest = max(largest, found)
-        ends = part.ends[axis]() if axis in part.ends else cuts
-        offsets[axis] = _offsets(ends, flat.count)
-        bos = bos and _all_are(flat, offsets[axis][:-1], offsets[axis], options.bos_id)
-        eos = eos and _all_are(flat, offsets[axis][1:] - 1, offsets[axis], options.eos_id)
+    for key in token_keys(shard.arrays):
+        array, axis = shard.arrays[key], axis_of(kind, key)
+        cut = axis not in shard.ends and kind in ("seq", "sft") and (options.eos_id, options.bos_id) != (None, None)
+        ends = np.empty(0, np.int64)
+        if look or cut:
+            ends, largest_id = _look(array, key, options, cut=cut)
+            largest = max(largest, largest_id)
+        if axis in shard.ends:
+            ends = shard.ends[axis]()
+        # What stands behind the last end is one more document.
+        last = int(ends[-1]) if ends.size else 0
+        tail = np.array([array.count] if last < array.count else [], np.int64)
+        offsets[axis] = np.concatenate([np.zeros(1, np.int64), ends, tail])
+        bos = bos and _all_are(array, offsets[axis][:-1], offsets[axis], options.bos_id)
+        eos = eos and _all_are(array, offsets[axis][1:] - 1, offsets[axis], options.eos_id)
     counts = {axis: starts.size - 1 for axis, starts in offsets.items()}
     if len(set(counts.values())) > 1:
         raise StoreCorruptError(
-            f"{part.name}: every axis must have as many records as the others, got {counts}; write the file again"
+            f"{shard.name}: every axis must have as many records as the others, got {counts}; write the file again"
         )
     return Documents(
         offsets=offsets, facts=Facts(items=counts, largest=largest, starts_with_bos=bos, ends_with_eos=eos)
     )
 
 
-_CUTS = {"eos_id", "bos_id"}
-
-
-def _look(flat: Flat, key: str, options: ForeignOptions, *, cut: bool) -> tuple[Int64Array | None, int]:
-    """Return where documents end by the ids alone, None if they do not say, and the largest id."""
-    mark = options.eos_id if options.eos_id is not None else options.bos_id
-    behind = 1 if options.eos_id is not None else 0
-    found: list[Int64Array] = []
+def _look(array: ForeignArray, key: str, options: ForeignOptions, *, cut: bool) -> tuple[Int64Array, int]:
+    """Return where documents end by their EOS, or else by their BOS, if they are to be cut; and the largest id."""
+    mark, behind = (options.eos_id, 1) if options.eos_id is not None else (options.bos_id, 0)
+    ends: list[Int64Array] = [np.empty(0, np.int64)]
     begin, largest = 0, -1
-    for block in flat.blocks():
+    for block in array.blocks():
         largest = max(largest, int(block.max()))
-        if flat.dtype.kind == "i" and int(block.min()) < 0:
+        if array.dtype.kind == "i" and int(block.min()) < 0:
             place = begin + int(block.argmin())
             raise StoreError(
-                f"{flat.path}: ids of {key} must not be negative, got {int(block.min())} at number {place}; "
+                f"{array.path}: ids of {key} must not be negative, got {int(block.min())} at number {place}; "
                 "replace padding such as -100 first"
             )
-        if cut and mark is not None:
-            found.append(np.flatnonzero(block == mark) + (begin + behind))
+        if cut:
+            ends.append(np.flatnonzero(block == mark) + (begin + behind))
         begin += block.size
-    if not cut or mark is None:
-        return None, largest
-    ends = np.concatenate(found or [np.empty(0, np.int64)])
-    return ends[ends > 0], largest
+    joined = np.concatenate(ends)
+    return joined[joined > 0], largest
 
 
-def _offsets(ends: Int64Array | None, count: int) -> Int64Array:
-    """Return the starts of documents and the end of the last; what stands behind that is one more document."""
-    if ends is None:
-        ends = np.empty(0, np.int64)
-    last = int(ends[-1]) if ends.size else 0
-    tail = [count] if last < count else []
-    return np.concatenate([np.zeros(1, np.int64), ends, np.array(tail, np.int64)])
-
-
-def _all_are(flat: Flat, places: Int64Array, offsets: Int64Array, wanted: int | None) -> bool:
+def _all_are(array: ForeignArray, places: Int64Array, offsets: Int64Array, wanted: int | None) -> bool:
     """Whether the ids at one place of each document that is not empty are all the wanted one."""
     chosen = places[offsets[1:] > offsets[:-1]]
     if wanted is None or not chosen.size:
         return False
-    if flat.read is None:
-        ids = flat.mapped
+    if array.read is None:
+        ids = array.mapped
         parts = (chosen[begin : begin + BLOCK] for begin in range(0, chosen.size, BLOCK))
         return all(bool((ids[part] == wanted).all()) for part in parts)
-    for begin in range(0, flat.count, BLOCK):
+    for begin in range(0, array.count, BLOCK):
         inside = chosen[(chosen >= begin) & (chosen < begin + BLOCK)] - begin
-        if not (flat.numbers(begin, min(flat.count, begin + BLOCK))[inside] == wanted).all():
+        if not (array.numbers(begin, min(array.count, begin + BLOCK))[inside] == wanted).all():
             return False
     return True
 
 
 def index_bytes(offsets: Int64Array) -> Uint8Array:
     """Return the bytes of `documents.bin`: offsets, and the document that holds every 1,024th token."""
-    marks = np.arange(0, int(offsets[-1]), ANCHOR_TOKENS, dtype=np.int64)
-    anchors = (np.searchsorted(offsets, marks, side="right") - 1).astype(ANCHOR_DTYPE)
-    return np.concatenate([offsets.astype(OFFSET_DTYPE).view(np.uint8), anchors.view(np.uint8)])
+    return np.concatenate([offsets.astype(OFFSET_DTYPE).view(np.uint8), anchors_of(offsets).view(np.uint8)])
 
 
-def converted_masks(part: Part) -> list[str]:
+def _converted_masks(shard: ForeignShard) -> list[str]:
     """Return the masks that have to be copied with a byte a token before they can be mapped."""
-    return [key for key, flat in part.arrays.items() if key in MASK_KEYS and stored_dtype(key, flat)[1]]
+    return [key for key, array in shard.arrays.items() if key in MASK_KEYS and stored_dtype(key, array)[1]]
 
 
-def mask_bytes(flat: Flat, key: str) -> Iterator[Uint8Array]:
+def mask_bytes(array: ForeignArray, key: str) -> Iterator[Uint8Array]:
     """Yield a mask as bytes; anything but 0 and 1 is refused."""
-    for block in flat.blocks():
+    for block in array.blocks():
         flags = block.astype(np.uint8)
         if not (flags == block).all() or int(flags.max(initial=0)) > 1:
             odd = block[(block != 0) & (block != 1)][:1]
             raise StoreError(
-                f"{flat.path}: {key} must be 0 or 1, got {odd.tolist()}; write 1 where a token is trained on"
+                f"{array.path}: {key} must be 0 or 1, got {odd.tolist()}; write 1 where a token is trained on"
             )
         yield flags
 
 
-# What was found in foreign files, kept in files of ours: found once, mapped ever after.
+# Indexes kept in files of ours.
 #
 # A file is written under a name of its own, synced and renamed, so what has the final name is whole. Its name is a
 # digest of everything that decides its content: of sizes, samples and options. Where two processes make it at once,
@@ -200,50 +225,52 @@ _END = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """Sections of bytes, in memory or in a file, and what is known of them."""
+class _Footer:
+    """What stands at the end of a kept index, as JSON."""
 
-    facts: Mapping[str, Any]
-    requests: Mapping[str, Request]
-    digests: Mapping[str, str]
-    """XXH3-128 of each section."""
-
-
-def in_memory(path: Path, facts: Mapping[str, Any], sections: Mapping[str, Uint8Array]) -> Kept:
-    """Keep sections in this process alone."""
-    return Kept(
-        facts=facts,
-        requests={name: MemoryRequest(path, data) for name, data in sections.items()},
-        digests={name: xxhash.xxh3_128_hexdigest(data.data) for name, data in sections.items()},
-    )
+    format: str
+    description: Mapping[str, Any]
+    facts: Facts
+    sections: Mapping[str, tuple[Count, Count, str]]
+    """File name -> first byte, number of bytes, XXH3-128."""
 
 
-def read_kept(beside: Path, description: Mapping[str, Any]) -> Kept | None:
+def _description(shard: ForeignShard, kind: str, options: ForeignOptions, *, look: bool) -> dict[str, Any]:
+    """Return all that decides what is found in a shard: its bytes, by size and sample, and the options for that."""
+    sizes = [(file, file.stat().st_size) for file in shard.beside]
+    return {
+        "version": VERSION,
+        "kind": kind,
+        "name": shard.name.rsplit("/", 1)[-1],
+        "arrays": {key: [a.begin, a.count, a.dtype.str, a.sample] for key, a in shard.arrays.items()},
+        "beside": [[file.name, size, sample_digest(file, 0, size)] for file, size in sizes],
+        "ids": [options.eos_id, options.bos_id],
+        "look": look,
+    }
+
+
+def _read_kept(beside: Path, description: Mapping[str, Any]) -> ShardIndex | None:
     """Return what is kept under a description; None where there is nothing, or something cut or changed."""
-    name = f"{digest(dict(description))}.index"
     for folder in (beside.parent / FOLDER, private_path(PURPOSE)):
-        found = _read(folder / name, description)
-        if found is not None:
-            return found
+        index = _read(folder / f"{digest(description)}.index", description)
+        if index is not None:
+            return index
     return None
 
 
-def keep(
-    beside: Path,
-    description: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    sections: Mapping[str, Iterable[Uint8Array]],
-) -> Kept:
+def _keep(
+    beside: Path, description: Mapping[str, Any], facts: Facts, sections: Mapping[str, Iterable[Uint8Array]]
+) -> ShardIndex:
     """Write sections, given in blocks, to a file beside the data or in a folder of this user's; return them."""
     folder = writable(beside.parent / FOLDER) or private_folder(PURPOSE)
-    file = folder / f"{digest(dict(description))}.index"
+    file = folder / f"{digest(description)}.index"
     descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=folder)
     try:
         os.fchmod(descriptor, 0o644)  # others may read the data, so they may read its index
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
             places = {name: _write(out, blocks) for name, blocks in sections.items()}
             footer = msgspec.json.encode(
-                {"format": FORMAT, "description": dict(description), "facts": dict(facts), "sections": places}
+                _Footer(format=FORMAT, description=description, facts=facts, sections=places)
             )
             out.write(footer)
             out.write(len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
@@ -254,91 +281,47 @@ def keep(
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    found = _read(file, description)
-    if found is None:
+    index = _read(file, description)
+    if index is None:
         raise StoreError(f"{file}: must be a whole index once it is written, got none; check the disk")
-    return found
+    return index
 
 
-def _write(out: BinaryIO, blocks: Iterable[Uint8Array]) -> list[int | str]:
+def _write(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
     out.write(b"\0" * (-out.tell() % 8))
     begin = out.tell()
     state = xxhash.xxh3_128()
     for block in blocks:
         state.update(block.data)
         out.write(block.data)
-    return [begin, out.tell() - begin, state.hexdigest()]
+    return begin, out.tell() - begin, state.hexdigest()
 
 
-def _read(file: Path, description: Mapping[str, Any]) -> Kept | None:
+def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
+    real = Path(os.path.realpath(file))
     try:
-        real = Path(os.path.realpath(file))
-        size = real.stat().st_size
-        data = map_file(FileRequest(real, size)).data
+        data = map_file(FileRequest(real, real.stat().st_size)).data
+        footer = _read_footer(real, data)
     except (OSError, StoreError):
         return None
-    length = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if size >= _END else size
-    text = data[max(0, size - _END - length) : -_END].tobytes()
-    if len(text) != length or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
+    if footer.format != FORMAT or footer.description != description:
         return None
-    footer = msgspec.json.decode(text)
-    if footer["format"] != FORMAT or footer["description"] != dict(description):
-        return None
-    for begin, wanted, checksum in footer["sections"].values():
-        part = data[begin : begin + wanted]
-        if part.size != wanted or (wanted <= CHECKED_BYTES and xxhash.xxh3_128_hexdigest(part.data) != checksum):
+    for begin, size, checksum in footer.sections.values():
+        section = data[begin : begin + size]
+        if section.size != size or (size <= CHECKED_BYTES and xxhash.xxh3_128_hexdigest(section.data) != checksum):
             return None
-    return Kept(
-        facts=footer["facts"],
+    return ShardIndex(
+        facts=footer.facts,
         requests={
-            name: FileRequest(real, size, begin, wanted) for name, (begin, wanted, _) in footer["sections"].items()
+            name: FileRequest(real, data.size, begin, size) for name, (begin, size, _) in footer.sections.items()
         },
-        digests={name: checksum for name, (_, _, checksum) in footer["sections"].items()},
+        digests={name: checksum for name, (_, _, checksum) in footer.sections.items()},
     )
 
 
-# Proving what raw files hold by what their numbers can be.
-
-
-def proven_dtype(files: Sequence[Path], vocab_size: int | None) -> np.dtype[Any]:
-    """Return the one dtype that files can have if all ids are below `vocab_size`; refuse if it is not the only one.
-
-    A size proves nothing: half the files of 16-bit ids are as long as a file of 32-bit ids. An id outside the
-    vocabulary disproves a dtype; so does a vocabulary that it cannot hold. A sample of every file is looked at;
-    that the whole obeys what is left is checked when documents are found.
-    """
-    where = files[0] if len(files) == 1 else files[0].parent
-    if vocab_size is None:
-        raise StoreError(
-            f"{where}: the dtype of files without a header must be said, got none; add dtype = uint16 or uint32, "
-            "or vocab_size, which may prove it"
-        )
-    widths = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}
-    least = next(bound for bound in widths.values() if vocab_size <= bound)
-    found: dict[str, str] = {}
-    for name, bound in widths.items():
-        if bound < least:
-            found[name] = f"cannot hold {vocab_size} ids"
-        else:
-            found[name] = next((why for file in files if (why := _disproof(file, name, vocab_size))), "")
-    possible = [name for name, why in found.items() if not why]
-    if len(possible) != 1:
-        told = "; ".join(f"{name} {why or 'is possible'}" for name, why in found.items())
-        raise StoreError(
-            f"{where}: vocab_size {vocab_size} must leave one dtype possible to prove it, "
-            f"got {len(possible)} ({told}); say dtype"
-        )
-    return np.dtype(possible[0]).newbyteorder("<")
-
-
-def _disproof(file: Path, name: str, vocab_size: int) -> str:
-    """Say why a file cannot hold ids of this dtype; nothing if it can."""
-    real, size = real_file(file)
-    dtype = np.dtype(name).newbyteorder("<")
-    if size % dtype.itemsize:
-        return f"does not divide the {size} bytes of {file.name}"
-    for place, data in sample_blocks(real, 0, size):
-        ids: AnyArray = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
-        if ids.size and int(ids.max()) >= vocab_size:
-            return f"gives id {int(ids.max())} at byte {place + int(ids.argmax()) * dtype.itemsize} of {file.name}"
-    return ""
+def _read_footer(file: Path, data: Uint8Array) -> _Footer:
+    size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if data.size >= _END else data.size
+    text = data[max(0, data.size - _END - size) : -_END].tobytes()
+    if len(text) != size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
+        raise StoreCorruptError(f"{file}: must end with its own checksum, got another; delete it")
+    return read_json(_Footer, text, f"{file}:", error=StoreCorruptError)
