@@ -29,12 +29,17 @@ from typing import IO, Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
-from numba.core import caching
+from numba.core import caching, cgutils, types
+from numba.extending import intrinsic
+
+from tokenmill.types import AnyArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _numba: Any = numba
 _caching: Any = caching
+_ir: Any = cgutils.ir  # type: ignore[attr-defined]  # of llvmlite, which is numba's own dependency
+_types: Any = types
 
 PACKAGE = Path(__file__).parent
 MAX_WAIT_SECONDS = 60.0
@@ -62,6 +67,63 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """Put the few lines of a function in the place of each call, before anything is compiled."""
     return cast(Callable[P, R], _numba.njit(inline="always", **_OPTIONS)(function))
+
+
+# Memory by address, inside kernels.
+#
+# A batch draws rows from many shards. Handing a kernel one address per span lets a single call serve them all;
+# handing it a list of arrays would cost a Python call per shard (benchmarks/loader.py). The addresses come from
+# `MapCache.borrow`, which has checked the file's size, and spans are checked against the shard's number of tokens
+# before they get here.
+
+
+def _reader(bits: int) -> Callable[[int, int], int]:
+    """Make a function of (address, index) that returns an unsigned number of so many bits."""
+
+    def read(typing_context: Any, address: Any, index: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+            pointer = builder.inttoptr(arguments[0], _ir.IntType(bits).as_pointer())
+            value = builder.load(builder.gep(pointer, [arguments[1]]))
+            return value if bits == 64 else builder.zext(value, _ir.IntType(64))
+
+        return _types.int64(_types.int64, _types.int64), generate
+
+    return cast(Callable[[int, int], int], intrinsic(read))
+
+
+def _writer(bits: int) -> Callable[[int, int, int], None]:
+    """Make a procedure of (address, index, value) that writes a number of so many bits."""
+
+    def write(typing_context: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: ANN401, ARG001
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+            pointer = builder.inttoptr(arguments[0], _ir.IntType(bits).as_pointer())
+            value = arguments[2] if bits == 64 else builder.trunc(arguments[2], _ir.IntType(bits))
+            builder.store(value, builder.gep(pointer, [arguments[1]]))
+            return context.get_dummy_value()
+
+        return _types.void(_types.int64, _types.int64, _types.int64), generate
+
+    return cast(Callable[[int, int, int], None], intrinsic(write))
+
+
+read_uint8, read_uint16, read_uint32, read_int64 = (_reader(bits) for bits in (8, 16, 32, 64))
+write_int8, write_int32, write_int64 = (_writer(bits) for bits in (8, 32, 64))
+
+
+@intrinsic
+def _address_of(typing_context: Any, array: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.ptrtoint(data, _ir.IntType(64))
+
+    return _types.int64(array), generate
+
+
+address_of = cast(Callable[[AnyArray], int], _address_of)
+"""Returns the address of the first value of an array."""
+
+
+# Where kernels are kept.
 
 
 @cache
@@ -193,8 +255,10 @@ def _parts(function: Callable[..., Any], seen: set[object]) -> Iterator[str]:
         yield code.co_code.hex()
         yield repr([constant for constant in code.co_consts if not isinstance(constant, CodeType)])
         yield repr((code.co_names, code.co_varnames, code.co_freevars))
-    for name in sorted({name for code in codes for name in code.co_names}):
-        value = function.__globals__.get(name)
+    known = {name: function.__globals__.get(name) for code in codes for name in code.co_names}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    known |= {name: cell.cell_contents for name, cell in cells}
+    for name, value in sorted(known.items()):
         called = getattr(value, "py_func", None) or getattr(value, "_defn", None)
         if called is not None:
             yield repr(getattr(value, "targetoptions", None))

@@ -5,17 +5,21 @@ A segment is what attends to itself: a span, the rest of a document with the BOS
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from tokenmill.compiled import inlined, kernel
-from tokenmill.store.locate import view_uint8, view_uint16, view_uint32
+from tokenmill.compiled import (
+    address_of,
+    inlined,
+    inner,
+    int64,
+    kernel,
+    read_uint8,
+    read_uint16,
+    read_uint32,
+    write_int32,
+    write_int64,
+)
 from tokenmill.types import BoolArray, Int32Array, Int64Array
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
 
 IGNORE = -100
 """The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
@@ -26,18 +30,14 @@ its row, and the address of its loss mask or 0."""
 SPAN_COLUMNS = 5
 
 
-@kernel
 def describe_spans(out: Int64Array, joined: BoolArray, lengths: Int64Array, width: int) -> None:
     """Write what is known of spans before their shards are mapped."""
-    for i in range(lengths.size):
-        out[i, ADDRESS] = 0
-        out[i, WIDTH] = width
-        out[i, LENGTH] = lengths[i]
-        out[i, JOINED] = joined[i]
-        out[i, MASK] = 0
+    out[:, ADDRESS] = out[:, MASK] = 0
+    out[:, WIDTH] = width
+    out[:, LENGTH] = lengths
+    out[:, JOINED] = joined
 
 
-@kernel
 def point_spans(
     out: Int64Array,
     places: tuple[Int64Array, Int64Array],
@@ -48,13 +48,13 @@ def point_spans(
 ) -> None:
     """Write the address of every span at (shard, token); 0 where its shard is not among `shards`."""
     span_shards, tokens = places
-    for i in range(tokens.size):
-        local = np.searchsorted(shards, span_shards[i])
-        here = local < shards.size and shards[local] == span_shards[i]
-        out[i, column] = bases[local] + tokens[i] * width if here else 0
+    if not tokens.size:
+        return
+    local = np.minimum(np.searchsorted(shards, span_shards), shards.size - 1) if shards.size > 1 else 0
+    here = shards[local] == span_shards
+    out[: tokens.size, column] = np.where(here, bases[local] + tokens * width, 0)
 
 
-@kernel
 def copy_rows(
     rows: Int64Array,
     spans: Int64Array,
@@ -71,138 +71,134 @@ def copy_rows(
     leaves its tokens alone.
     """
     begin, crossing, continuous, pad = shape
-    count = max(input_ids.shape[0], labels.shape[0], position_ids.shape[0], doc_ids.shape[0])
-    for i in range(count):
-        first = rows[begin + i, 0]
-        last = first + rows[begin + i, 1]
-        if input_ids.size or labels.size:
-            _copy_tokens(spans[first:last], _row(input_ids, i), _row(labels, i), (crossing, pad))
-        if loss_mask.size:
-            flags, row_labels = loss_mask[i], labels[i]
-            for k in range(flags.size):
-                flags[k] = row_labels[k] != IGNORE
-        if position_ids.size:
-            _count_positions(spans[first:last] if not continuous else spans[:0], position_ids[i])
-        if doc_ids.size:
-            _count_documents(spans[first:last], doc_ids[i])
+    if input_ids.size or labels.size:
+        _copy_tokens(rows, spans, begin, crossing, pad, input_ids, labels)
+    if loss_mask.size:
+        np.not_equal(labels, IGNORE, out=loss_mask)
+    if position_ids.size or doc_ids.size:
+        _number_tokens(rows, spans, begin, continuous, position_ids, doc_ids)
+
+
+@kernel
+def _copy_tokens(
+    rows: Int64Array,
+    spans: Int64Array,
+    begin: int,
+    crossing: int,
+    pad: int,
+    input_ids: Int64Array,
+    labels: Int64Array,
+) -> None:
+    """Fill inputs and labels, or one of them; the label of a column is the token of the next one."""
+    with_ids, with_labels = input_ids.size > 0, labels.size > 0
+    num_rows, seq_len = input_ids.shape if with_ids else labels.shape
+    ids_address, labels_address = address_of(input_ids), address_of(labels)
+    for i in range(num_rows):
+        span = rows[begin + i, 0]
+        last = span + rows[begin + i, 1]
+        column = int64(0)
+        while span < last:
+            # Neighbours in memory are copied as one run: a row of `concat` is one, whatever its documents.
+            first = span
+            address, width, length = spans[span, ADDRESS], spans[span, WIDTH], spans[span, LENGTH]
+            span += 1
+            while span < last and address and spans[span, ADDRESS] == address + length * width:
+                length += spans[span, LENGTH]
+                span += 1
+            if address and with_ids:
+                _widen(address, width, least(length, seq_len - column), ids_address + 8 * column)
+            if address and with_labels:
+                skipped = int64(column == 0)  # the first token of a row is no label
+                count = least(length, seq_len + 1 - column) - skipped
+                _widen(address + skipped * width, width, count, labels_address + 8 * (column + skipped - 1))
+            if with_labels:
+                _mark_labels(spans, first, span, labels_address, column, seq_len, crossing)
+            column += length
+        if with_ids:
+            for k in range(column, seq_len):
+                write_int64(ids_address, k, pad)
+            ids_address += 8 * seq_len
+        if with_labels:
+            for k in range(column - (column > 0), seq_len):
+                write_int64(labels_address, k, IGNORE)
+            labels_address += 8 * seq_len
 
 
 @inlined
-def _row(array: Int64Array, row: int) -> Int64Array:
-    return array[row] if array.size else array[0:0].ravel()
+def least(a: int, b: int) -> int:
+    """Return the smaller of two numbers; numba takes longer to compile `min`."""
+    return a if a < b else b
 
 
-@kernel
-def _copy_tokens(spans: Int64Array, ids: Int64Array, labels: Int64Array, shape: tuple[int, int]) -> None:
-    crossing, pad = shape
-    column = 0
-    span = 0
-    while span < spans.shape[0]:
-        # Neighbours in memory are copied as one run: a row of `concat` is one, whatever its documents.
-        start = span
-        address = spans[span, ADDRESS]
-        width = spans[span, WIDTH]
-        length = spans[span, LENGTH]
-        span += 1
-        while span < spans.shape[0] and address and spans[span, ADDRESS] == address + length * width:
-            length += spans[span, LENGTH]
-            span += 1
-        if address:
-            copy_run(np.uint64(address), width, length, ids[column:], labels[column:])
-        if labels.size:
-            _mark_labels(spans, (start, span), labels, column, crossing)
-        column += length
-    for k in range(column, ids.size):
-        ids[k] = pad
-    for k in range(max(0, column - 1), labels.size):
-        labels[k] = IGNORE
-
-
-@kernel
-def copy_run(address: np.uint64, width: int, length: int, ids: Int64Array, labels: Int64Array) -> None:
-    """Copy a run of tokens as inputs, and as the labels of the tokens before them."""
+@inner
+def _widen(source: int, width: int, count: int, target: int) -> None:
+    """Copy so many tokens of `width` bytes each as numbers of 64 bits."""
     if width == 2:
-        _widen(view_uint16(address, length), ids, labels)
+        for k in range(count):
+            write_int64(target, k, read_uint16(source, k))
     elif width == 4:
-        _widen(view_uint32(address, length), ids, labels)
+        for k in range(count):
+            write_int64(target, k, read_uint32(source, k))
     else:
-        _widen(view_uint8(address, length), ids, labels)
+        for k in range(count):
+            write_int64(target, k, read_uint8(source, k))
 
 
-@kernel
-def _widen(tokens: npt.NDArray[np.unsignedinteger], ids: Int64Array, labels: Int64Array) -> None:
-    for k in range(min(ids.size, tokens.size)):
-        ids[k] = tokens[k]
-    # Labels begin one token after the inputs; the label of a run's last token is in the next run, if anywhere.
-    following = tokens[1:]
-    for k in range(min(labels.size, following.size)):
-        labels[k] = following[k]
+@inner
+def copy_run(address: np.uint64, width: int, length: int, ids: Int64Array, labels: Int64Array) -> None:  # noqa: ARG001
+    """Copy a run of tokens."""
+    _widen(int64(address), width, least(length, ids.size), address_of(ids))
 
 
-@kernel
+@inner
 def _mark_labels(
-    spans: Int64Array,
-    run: tuple[int, int],
-    labels: Int64Array,
-    column: int,
-    crossing: int,
+    spans: Int64Array, first: int, last: int, labels: int, column: int, seq_len: int, crossing: int
 ) -> None:
-    """Correct the labels of a run of spans: at its joints, and where its loss mask says 0."""
-    first, last = run
+    """Take back the labels of a run of spans at its joints, and where its loss mask says 0."""
     for number in range(first, last):
-        length = spans[number, LENGTH]
-        joined = spans[number, JOINED]
-        if column:
-            if not (joined or crossing):
-                labels[column - 1] = IGNORE
-            elif number == first and spans[number, ADDRESS]:
-                labels[column - 1] = _first_token(np.uint64(spans[number, ADDRESS]), spans[number, WIDTH])
-        if spans[number, MASK]:
-            mask = view_uint8(np.uint64(spans[number, MASK]), length)
-            # The token at column c is the label at column c - 1.
-            for k in range(0 if column else 1, min(length, labels.size + 1 - column)):
-                if mask[k] == 0:
-                    labels[column + k - 1] = IGNORE
+        length, mask = spans[number, LENGTH], spans[number, MASK]
+        if column and not (spans[number, JOINED] or crossing):
+            write_int64(labels, column - 1, IGNORE)
+        if mask:
+            for k in range(column == 0, least(length, seq_len + 1 - column)):
+                if read_uint8(mask, k) == 0:
+                    write_int64(labels, column + k - 1, IGNORE)
         column += length
 
 
 @kernel
-def _first_token(address: np.uint64, width: int) -> int:
-    if width == 2:
-        return int(np.int64(view_uint16(address, 1)[0]))
-    if width == 4:
-        return int(np.int64(view_uint32(address, 1)[0]))
-    return int(np.int64(view_uint8(address, 1)[0]))
-
-
-@kernel
-def _count_positions(spans: Int64Array, positions: Int64Array) -> None:
-    """Count from 0 in every segment."""
-    column = 0
-    base = 0
-    for number in range(spans.shape[0]):
-        if not spans[number, JOINED]:
-            base = column
-        part = positions[column : column + spans[number, LENGTH]]
-        begin = column - base
-        for k in range(part.size):
-            part[k] = begin + k
-        column += spans[number, LENGTH]
-    for k in range(column, positions.size):
-        positions[k] = k - column
-
-
-@kernel
-def _count_documents(spans: Int64Array, documents: Int32Array) -> None:
-    """Give the segments of a row their numbers; padding is -1."""
-    column = 0
-    document = -1
-    for number in range(spans.shape[0]):
-        if not spans[number, JOINED]:
-            document += 1
-        documents[column : column + spans[number, LENGTH]] = document
-        column += spans[number, LENGTH]
-    documents[column:] = -1
+def _number_tokens(
+    rows: Int64Array, spans: Int64Array, begin: int, continuous: int, position_ids: Int64Array, doc_ids: Int32Array
+) -> None:
+    """Count positions from 0 in every segment or in the row, and give segments their numbers; padding is -1."""
+    with_positions, with_documents = position_ids.size > 0, doc_ids.size > 0
+    num_rows, seq_len = position_ids.shape if with_positions else doc_ids.shape
+    positions, documents = address_of(position_ids), address_of(doc_ids)
+    for i in range(num_rows):
+        column = base = int64(0)
+        document = int64(-1)
+        first = rows[begin + i, 0]
+        for number in range(first, first + rows[begin + i, 1] + 1):
+            end = seq_len
+            if number < first + rows[begin + i, 1]:
+                end = least(seq_len, column + spans[number, LENGTH])
+                if not spans[number, JOINED]:
+                    base = column
+                    document += 1
+            else:
+                base = column
+                document = int64(-1)
+            if continuous:
+                base = int64(0)
+            if with_positions:
+                for k in range(column, end):
+                    write_int64(positions, k, k - base)
+            if with_documents:
+                for k in range(column, end):
+                    write_int32(documents, k, document)
+            column = end
+        positions += 8 * seq_len
+        documents += 4 * seq_len
 
 
 @kernel
