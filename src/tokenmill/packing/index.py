@@ -37,7 +37,7 @@ from tokenmill.packing.window import (
 from tokenmill.store.durable import private_folder, sync_folder, writable
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.maps import FileRequest, map_file
-from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array, Uint16Array, Uint32Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
@@ -67,6 +67,12 @@ class WindowIndex:
     def num_rows(self) -> int:
         """Number of rows of all windows."""
         return int(self.table[-1, ROW])
+
+    def section(self, window: int) -> tuple[Uint32Array, Uint16Array]:
+        """Return (first piece of each row, pieces) of a window."""
+        begin, num_pieces = (int(self.table[window, column]) for column in (BYTE, PIECES))
+        middle = begin + 4 * int(self.table[window + 1, ROW] - self.table[window, ROW])
+        return self.data[begin:middle].view(np.uint32), self.data[middle : middle + 2 * num_pieces].view(np.uint16)
 
     def broken(self, windows: Int64Array) -> int | None:
         """Return a window among those given whose bytes are not what its checksum says, each checked once."""
@@ -265,7 +271,7 @@ def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
     raw = data[max(0, begin) : data.size - _END - size].tobytes()
     if begin < 0 or xxhash.xxh3_64_hexdigest(raw) != footer["table"]:
         return None
-    table = np.frombuffer(raw, np.int64).reshape(-1, 5)
+    table = np.frombuffer(raw, np.int64).reshape(-1, 5).copy()  # as one that was built: kernels know no other
     if begin - int(table[-1, 1]) not in range(8):
         return None
     counts = np.zeros(NUM_COUNTS, np.int64)

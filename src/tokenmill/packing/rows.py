@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
@@ -61,7 +61,6 @@ from tokenmill.types import (
     Int32Array,
     Int64Array,
     Spans,
-    Uint8Array,
     Uint16Array,
     Uint32Array,
 )
@@ -160,8 +159,9 @@ class PackedRows:
         window, local = divmod(document, MAX_DOCUMENTS)
         if self.index.broken(np.array([window])) is not None:
             raise self._corrupt(f"other bytes than its checksum says in window {window}")
-        begin, end = int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW])
-        return begin + np.flatnonzero(_rows_with(self.index.table[window], end - begin, self.index.data, local))
+        starts, pieces = self.index.section(window)
+        holding = np.searchsorted(starts, np.flatnonzero(pieces & ID_MASK == local), side="right") - 1
+        return int(self.index.table[window, ROW]) + np.unique(holding)
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their loss mask, where the store has one."""
@@ -179,10 +179,11 @@ class PackedRows:
         if broken is not None:
             raise self._corrupt(f"other bytes than its checksum says in window {broken}")
         first, count = np.empty((2, rows.size), np.int64)
+        words, halves = self.index.data.view(np.uint32), self.index.data.view(np.uint16)
         capacity = 4 * rows.size + 64
         while True:
             found = np.empty((3, capacity), np.int64)
-            needed = int(_find_pieces(rows, windows, self.index.table, self.index.data, (first, count, found)))
+            needed = _find_pieces(rows, windows, self.index.table, words, halves, first, count, found)
             if needed < 0:
                 raise self._corrupt(f"a broken window {-1 - needed}")
             if needed <= capacity:
@@ -192,8 +193,10 @@ class PackedRows:
         if needed and int(document.max()) >= self.store.num_documents:
             raise self._corrupt("documents past the last one")
         shard, token, whole = locate(self.store, document)
-        if not _finish(start, length, token, whole):
+        length = np.where(length < 0, whole, length)
+        if (start + length > whole).any():
             raise self._corrupt("pieces past the ends of documents")
+        token += start
         return Spans(
             first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
         )
@@ -266,59 +269,55 @@ def _index(
 
 
 @kernel
-def _section(line: Int64Array, num_rows: int, data: Uint8Array) -> tuple[Uint32Array, Uint16Array, Uint32Array]:
-    """Return (first piece of each row, pieces, cuts) of a window."""
-    begin = line[BYTE]
-    rows = data[begin : begin + 4 * num_rows].view(np.uint32)
-    begin += 4 * num_rows
-    pieces = data[begin : begin + 2 * line[PIECES]].view(np.uint16)
-    begin += 2 * (line[PIECES] + (line[PIECES] & 1))
-    return rows, pieces, data[begin : begin + 12 * line[CUTS]].view(np.uint32)
-
-
-@kernel
 def _find_pieces(
     rows: Int64Array,
     windows: Int64Array,
     table: Int64Array,
-    data: Uint8Array,
-    out: tuple[Int64Array, Int64Array, Int64Array],
+    words: Uint32Array,
+    halves: Uint16Array,
+    first: Int64Array,
+    count: Int64Array,
+    found: Int64Array,
 ) -> int:
     """Write (document, first token, number of tokens or -1 for all) of every piece; return how many there are.
 
-    A negative number says that the section of a window cannot be right: -1 less the window.
+    `words` and `halves` are the index as numbers of 32 and of 16 bits. A negative number says that the section of a
+    window cannot be right: -1 less the window.
     """
-    first, count, found = out
-    filled = 0
+    filled = int64(0)
     for i in range(rows.size):
-        window = windows[i]
-        num_rows = table[window + 1, ROW] - table[window, ROW]
-        starts, pieces, cuts = _section(table[window], num_rows, data)
-        row = rows[i] - table[window, ROW]
-        begin = int(np.int64(starts[row]))
-        end = int(np.int64(starts[row + 1])) if row + 1 < num_rows else pieces.size
-        if begin > end or end > pieces.size:
-            return -1 - int(window)
+        window = int64(windows[i])
+        row, num_rows = rows[i] - table[window, ROW], table[window + 1, ROW] - table[window, ROW]
+        num_pieces, num_cuts = table[window, PIECES], table[window, CUTS]
+        starts = table[window, BYTE] >> 2
+        pieces = 2 * (starts + num_rows)
+        cuts = (pieces + num_pieces + 1) >> 1
+        if row < 0 or row >= num_rows or starts < 0 or num_pieces < 0 or cuts + 3 * num_cuts > words.size:
+            return -1 - window
+        begin = int64(words[starts + row])
+        end = int64(words[starts + row + 1]) if row + 1 < num_rows else num_pieces
+        if begin > end or end > num_pieces:
+            return -1 - window
         first[i] = filled
-        cut = _first_cut(cuts, begin)
+        cut = cuts + 3 * _first_cut(words, cuts, num_cuts, begin)
         for number in range(begin, end):
-            piece = pieces[number]
+            piece = int64(halves[pieces + number])
             document = window * MAX_DOCUMENTS + (piece & ID_MASK)
-            start, length = 0, -1
+            start, length = int64(0), int64(-1)
             if piece & CUT:
-                if 3 * cut + 2 >= cuts.size or cuts[3 * cut] != number:
-                    return -1 - int(window)
-                start, length = int(np.int64(cuts[3 * cut + 1])), int(np.int64(cuts[3 * cut + 2]))
-                cut += 1
+                if cut >= cuts + 3 * num_cuts or words[cut] != number:
+                    return -1 - window
+                start, length = int64(words[cut + 1]), int64(words[cut + 2])
+                cut += 3
             if piece & BOS:
-                filled = _put(found, filled, document, 0, 1)
+                filled = _put(found, filled, document, int64(0), int64(1))
             if length:
                 filled = _put(found, filled, document, start, length)
         count[i] = filled - first[i]
     return filled
 
 
-@kernel
+@inner
 def _put(found: Int64Array, filled: int, document: int, start: int, length: int) -> int:
     if filled < found.shape[1]:
         found[0, filled] = document
@@ -327,48 +326,17 @@ def _put(found: Int64Array, filled: int, document: int, start: int, length: int)
     return filled + 1
 
 
-@kernel
-def _finish(
-    starts: Int64Array,
-    lengths: Int64Array,
-    tokens: Int64Array,
-    documents: Int64Array,
-) -> bool:
-    """Put whole documents for -1, and first tokens of pieces for those of documents; False if one is too long."""
-    for i in range(starts.size):
-        if lengths[i] < 0:
-            lengths[i] = documents[i]
-        if starts[i] + lengths[i] > documents[i]:
-            return False
-        tokens[i] += starts[i]
-    return True
-
-
-@kernel
-def _first_cut(cuts: Uint32Array, piece: int) -> int:
+@inner
+def _first_cut(words: Uint32Array, cuts: int, num_cuts: int, piece: int) -> int:
     """Return the index of the first cut whose piece is not before `piece`."""
-    low, high = 0, cuts.size // 3
+    low, high = int64(0), num_cuts
     while low < high:
         middle = (low + high) >> 1
-        if cuts[3 * middle] < piece:
+        if int64(words[cuts + 3 * middle]) < piece:
             low = middle + 1
         else:
             high = middle
     return low
-
-
-@kernel
-def _rows_with(line: Int64Array, num_rows: int, data: Uint8Array, document: int) -> BoolArray:
-    """Say for each row of a window whether it holds a piece of a document."""
-    starts, pieces, _ = _section(line, num_rows, data)
-    found = np.zeros(num_rows, np.bool_)
-    row = 0
-    for number in range(pieces.size):
-        while row + 1 < num_rows and starts[row + 1] <= number:
-            row += 1
-        if pieces[number] & ID_MASK == document:
-            found[row] = True
-    return found
 
 
 # What a stage leaves of a source when the next one packs it otherwise: the rest, packed anew, then epochs.

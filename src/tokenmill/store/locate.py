@@ -9,7 +9,7 @@ from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tokenmill.compiled import inlined, kernel
+from tokenmill.compiled import inlined, kernel, read_int64
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import index_file
 from tokenmill.types import Int64Array, Uint8Array, Uint16Array, Uint32Array, Uint64Array
@@ -70,21 +70,21 @@ def locate(
         shards = np.zeros(documents.size, np.int64)
     else:
         shards = np.searchsorted(items, documents, side="right") - 1
-    begins = np.empty(documents.size, np.int64)
-    lengths = np.empty(documents.size, np.int64)
-    needed = np.unique(shards) if store.num_shards > 1 else np.zeros(1, np.int64)
+    begins, lengths = np.empty((2, documents.size), np.int64)
+    needed = np.flatnonzero(np.bincount(shards)) if store.num_shards > 1 else np.zeros(1, np.int64)
     size = store.maps.limit // 4
+    addresses = np.zeros(store.num_shards, np.int64)
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
         with store.maps.borrow([store.file(int(shard), name) for shard in group]) as files:
-            addresses = np.array([file.address for file in files], np.uint64)
-            _gather(documents, shards, group, addresses, items, begins, lengths)
-    wrong = int(_first_wrong(shards, begins, lengths, values))
-    if wrong >= 0:
-        raise StoreCorruptError(
-            f"{store.file(int(shards[wrong]), name).path}: offsets must not decrease nor pass the shard, "
-            "got others; run `tokenmill verify`, then copy or prepare the store again"
-        )
+            addresses[group] = [file.address for file in files]
+            wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
+            addresses[group] = 0
+        if wrong >= 0:
+            raise StoreCorruptError(
+                f"{store.file(int(shards[wrong]), name).path}: offsets must not decrease nor pass the shard, "
+                "got others; run `tokenmill verify`, then copy or prepare the store again"
+            )
     return shards, begins, lengths
 
 
@@ -92,32 +92,21 @@ def locate(
 def _gather(
     documents: Int64Array,
     shards: Int64Array,
-    group: Int64Array,
-    addresses: Uint64Array,
-    document_begins: Int64Array,
+    addresses: Int64Array,
+    items: Int64Array,
+    values: Int64Array,
     begins: Int64Array,
     lengths: Int64Array,
-) -> None:
+) -> int:
+    """Read where documents are whose shard has an address; return the first that cannot be there, or -1."""
     for i in range(documents.size):
         shard = shards[i]
-        local = np.searchsorted(group, shard)
-        if local < group.size and group[local] == shard:
-            document = documents[i] - document_begins[shard]
-            offsets = view_uint64(addresses[local], document + 2)
-            begins[i] = np.int64(offsets[document])
-            lengths[i] = np.int64(offsets[document + 1]) - begins[i]
-
-
-@kernel
-def _first_wrong(
-    shards: Int64Array,
-    begins: Int64Array,
-    lengths: Int64Array,
-    token_begins: Int64Array,
-) -> int:
-    """Return the first document that cannot be where its shard says, or -1."""
-    for i in range(shards.size):
-        tokens = token_begins[shards[i] + 1] - token_begins[shards[i]]
-        if begins[i] < 0 or lengths[i] < 0 or begins[i] + lengths[i] > tokens:
-            return i
+        if addresses[shard]:
+            document = documents[i] - items[shard]
+            begin = read_int64(addresses[shard], document)
+            length = read_int64(addresses[shard], document + 1) - begin
+            if begin < 0 or length < 0 or begin + length > values[shard + 1] - values[shard]:
+                return i
+            begins[i] = begin
+            lengths[i] = length
     return -1
