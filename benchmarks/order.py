@@ -36,6 +36,11 @@ class Rows:
     num_rows: int
     seq_len: int = 2048
     num_rest: int = 0
+    cross_document_labels: bool = False
+
+    @property
+    def counted(self):
+        return self
 
     @property
     def description(self):

@@ -69,6 +69,12 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
     return cast(Callable[P, R], _numba.njit(inline="always", **_OPTIONS)(function))
 
 
+@inlined
+def least(a: int, b: int) -> int:
+    """Return the smaller of two numbers; numba takes longer to compile `min`."""
+    return a if a < b else b
+
+
 # Memory by address, inside kernels.
 #
 # A batch draws rows from many shards. Handing a kernel one address per span lets a single call serve them all;
@@ -121,6 +127,21 @@ def _address_of(typing_context: Any, array: Any) -> Any:  # noqa: ANN401, ARG001
 
 address_of = cast(Callable[[AnyArray], int], _address_of)
 """Returns the address of the first value of an array."""
+
+
+def _zeros(count: str) -> Callable[[np.uint64], int]:
+    """Make a function that counts the zeros at one end of 64 bits: 64 where all are."""
+
+    def zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+            return getattr(builder, count)(arguments[0], _ir.IntType(1)(0))
+
+        return _types.int64(_types.uint64), generate
+
+    return cast(Callable[[np.uint64], int], intrinsic(zeros))
+
+
+leading_zeros, trailing_zeros = _zeros("ctlz"), _zeros("cttz")
 
 
 # Where kernels are kept.

@@ -9,10 +9,10 @@ import numpy as np
 
 from tokenmill.compiled import (
     address_of,
-    inlined,
     inner,
     int64,
     kernel,
+    least,
     read_uint8,
     read_uint16,
     read_uint32,
@@ -122,12 +122,6 @@ def _copy_tokens(
             for k in range(column - (column > 0), seq_len):
                 write_int64(labels_address, k, IGNORE)
             labels_address += 8 * seq_len
-
-
-@inlined
-def least(a: int, b: int) -> int:
-    """Return the smaller of two numbers; numba takes longer to compile `min`."""
-    return a if a < b else b
 
 
 @inner

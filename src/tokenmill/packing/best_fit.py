@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
-from tokenmill.compiled import inlined, inner, int64, kernel
+from tokenmill.compiled import inlined, inner, int64, kernel, leading_zeros, trailing_zeros
 from tokenmill.packing.window import (
     CUT,
     CUT_DOCUMENTS,
@@ -170,26 +166,6 @@ def _emit_bins(
 # so that even a set of 10^5 numbers is searched in a few steps.
 
 
-@intrinsic
-def _trailing_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
-    """Return the index of the lowest set bit of a value that is not 0."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
-        return builder.cttz(arguments[0], _context.get_constant(types.boolean, True))
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def _leading_zeros(typing_context: Any, value: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
-    """Return how many zeros stand before the highest set bit of a value that is not 0."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
-        return builder.ctlz(arguments[0], _context.get_constant(types.boolean, True))
-
-    return types.uint64(types.uint64), generate
-
-
 def empty_set(size: int) -> Uint64Array:
     """Make an empty set for numbers below `size`."""
     words = (size + 63) >> 6
@@ -237,9 +213,9 @@ def at_least(members: Uint64Array, number: int) -> int:
             if at >= members.size:
                 return -1
             value = members[at]
-        word = ((at - 1 - words) << 6) + int64(_trailing_zeros(value))  # type: ignore[call-arg]
+        word = ((at - 1 - words) << 6) + trailing_zeros(value)
         value = members[1 + word]
-    return (word << 6) + int64(_trailing_zeros(value))  # type: ignore[call-arg]
+    return (word << 6) + trailing_zeros(value)
 
 
 @inner
@@ -262,6 +238,6 @@ def at_most(members: Uint64Array, number: int) -> int:
             if at <= words:
                 return -1
             value = members[at]
-        word = ((at - 1 - words) << 6) + 63 - int64(_leading_zeros(value))  # type: ignore[call-arg]
+        word = ((at - 1 - words) << 6) + 63 - leading_zeros(value)
         value = members[1 + word]
-    return (word << 6) + 63 - int64(_leading_zeros(value))  # type: ignore[call-arg]
+    return (word << 6) + 63 - leading_zeros(value)

@@ -25,7 +25,7 @@ from math import floor, gcd, lcm
 
 import numpy as np
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError
 from tokenmill.types import Int64Array
 
@@ -223,36 +223,32 @@ def build_tree(weights: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(left, right, parents.get(number, -1)) for number, (left, right) in enumerate(children)]
 
 
-@kernel
-def draw(position: int, nodes: Int64Array) -> tuple[int, int]:
-    """Return (source, how often it was drawn before) at a position."""
-    node = nodes.shape[0] - 1
-    if node < 0:
-        return 0, position
+@inner
+def draw(position: int, nodes: Int64Array, first: int, count: int) -> tuple[int, int]:
+    """Return (source, how often it was drawn before) at a position, by a tree of `count` nodes from `first` on."""
+    if count == 0:
+        return int64(0), position
+    node = first + count - 1
     here = np.uint64(position)
     while True:
         total = np.uint64(nodes[node, TOTAL])
         left_weight = np.uint64(nodes[node, LEFT_WEIGHT])
         offset = np.uint64(nodes[node, OFFSET])
-        if here < _SMALL:
-            scaled = here * left_weight + offset
-            to_left = scaled // total
-            rest = scaled - to_left * total
-        else:
-            # here = rounds * total + the rest, so that no product leaves 64 bits.
-            rounds = here // total
-            scaled = (here - rounds * total) * left_weight + offset
-            more = scaled // total
-            to_left = rounds * left_weight + more
-            rest = scaled - more * total
-        if rest + left_weight >= total:
+        rounds = np.uint64(0)
+        if here >= _SMALL:
+            rounds = here // total  # so that no product leaves 64 bits
+        scaled = (here - rounds * total) * left_weight + offset
+        more = scaled // total
+        to_left = rounds * left_weight + more
+        if scaled - more * total + left_weight >= total:
             here = to_left
-            node = nodes[node, LEFT]
+            child = nodes[node, LEFT]
         else:
             here -= to_left
-            node = nodes[node, RIGHT]
-        if node < 0:
-            return ~node, int(np.int64(here))
+            child = nodes[node, RIGHT]
+        if child < 0:
+            return ~child, int64(here)
+        node = first + child
 
 
 @kernel
@@ -283,7 +279,7 @@ def draw_all(positions: Int64Array, nodes: Int64Array) -> tuple[Int64Array, Int6
     sources = np.empty_like(positions)
     drawn = np.empty_like(positions)
     for i in range(positions.size):
-        sources[i], drawn[i] = draw(positions[i], nodes)
+        sources[i], drawn[i] = draw(positions[i], nodes, 0, nodes.shape[0])
     return sources, drawn
 
 

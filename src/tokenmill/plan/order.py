@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import inner, int64, kernel
 from tokenmill.plan.mixture import draw
 from tokenmill.plan.permute import derive
 from tokenmill.plan.shuffle import shuffle_row, unshuffle_rows
@@ -37,19 +37,18 @@ def rows_in_order(stage: Stage, positions: Int64Array) -> tuple[Int64Array, Int6
 
 
 def _rows_at(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -> tuple[Int64Array, Int64Array]:
-    sources = np.empty(steps.size, np.int64)
-    rows = np.empty(steps.size, np.int64)
+    out = np.empty((2, steps.size), np.int64)
     if not steps.size:
-        return sources, rows
+        return out[0], out[1]
     batch = stage.spec.global_batch_size
     first, last = (
         stage.origin + (int(step) - stage.spec.start_step) * batch for step in (steps.min(), steps.max() + 1)
     )
     found = stage.mixture.segments(first, last)
+    nodes = found.nodes.reshape(-1, found.nodes.shape[2])
     shape = (stage.spec.start_step, batch, int(rotate), stage.origin)
-    tables = (stage.table, stage.keys, stage.rotation_key)
-    _rows(steps, slots, shape, (found.starts, found.nodes, found.bases), tables, sources, rows)
-    return sources, rows
+    _rows(steps, slots, shape, (found.starts, nodes, found.bases), stage.table, stage.keys, stage.rotation_key, out)
+    return out[0], out[1]
 
 
 @kernel
@@ -58,58 +57,54 @@ def _rows(
     slots: Int64Array,
     shape: tuple[int, int, int, int],
     segments: tuple[Int64Array, Int64Array, Int64Array],
-    tables: tuple[Int64Array, Uint64Array, np.uint64],
-    sources: Int64Array,
-    rows: Int64Array,
+    table: Int64Array,
+    keys: Uint64Array,
+    rotation_key: np.uint64,
+    out: Int64Array,
 ) -> None:
     start_step, batch, rotate, origin = shape
-    starts, trees, bases = segments
-    table, keys, rotation_key = tables
-    turned_step = np.int64(-1)
-    turn = np.int64(0)
-    segment = 0
-    nodes = trees[0]
+    starts, nodes, bases = segments
+    tree_nodes = nodes.shape[0] // starts.size
+    turned_step = int64(-1)
+    turn = segment = int64(0)
     for i in range(steps.size):
-        step = steps[i]
-        slot = slots[i]
+        step, slot = steps[i], slots[i]
         if rotate:
             if step != turned_step:
                 turned_step = step
-                turn = np.int64(derive(rotation_key, step) % np.uint64(batch))
+                turn = int64(derive(rotation_key, step) % np.uint64(batch))
             slot += turn
             if slot >= batch:
                 slot -= batch
         position = origin + (step - start_step) * batch + slot
-        before = segment
         while segment > 0 and position < starts[segment]:
             segment -= 1
         while segment + 1 < starts.size and position >= starts[segment + 1]:
             segment += 1
-        if segment != before:
-            nodes = trees[segment]
-        line, drawn = draw(position - starts[segment], nodes)
-        drawn += bases[segment, line]
-        ordinal = table[line, CARRY] + drawn
-        sources[i] = table[line, SOURCE]
-        size = table[line, SIZE]
-        if size == 0:
-            rows[i] = ordinal
-            continue
-        first = np.int64(0)
-        epoch = (ordinal - table[line, REST]) // size
-        place = ordinal - table[line, REST] - epoch * size
-        if ordinal < table[line, REST]:
-            first = size
-            size = table[line, REST]
-            epoch = np.int64(-1)
-            place = ordinal
-        if epoch == table[line, OLD_EPOCH]:
-            key = derive(keys[line, 1], epoch)
-            mode, block, window = table[line, OLD_MODE], table[line, OLD_BLOCK_ROWS], table[line, OLD_WINDOW_BLOCKS]
-        else:
-            key = derive(keys[line, 0], epoch)
-            mode, block, window = table[line, MODE], table[line, BLOCK_ROWS], table[line, WINDOW_BLOCKS]
-        rows[i] = first + shuffle_row(place, size, key, mode, block, window)
+        line, drawn = draw(position - starts[segment], nodes, segment * tree_nodes, tree_nodes)
+        out[0, i] = table[line, SOURCE]
+        out[1, i] = _row_of(table[line, CARRY] + bases[segment, line] + drawn, line, table, keys)
+
+
+@inner
+def _row_of(ordinal: int, line: int, table: Int64Array, keys: Uint64Array) -> int:
+    """Return the row of a source that is drawn after so many others."""
+    size, rest = table[line, SIZE], table[line, REST]
+    if size == 0:
+        return ordinal
+    first = int64(0)
+    epoch = (ordinal - rest) // size
+    place = ordinal - rest - epoch * size
+    if ordinal < rest:
+        first, size, epoch, place = size, rest, int64(-1), ordinal
+    old = int64(epoch == table[line, OLD_EPOCH])
+    shift = old * (OLD_MODE - MODE)
+    mode, block, window = (
+        table[line, MODE + shift],
+        table[line, BLOCK_ROWS + shift],
+        table[line, WINDOW_BLOCKS + shift],
+    )
+    return first + shuffle_row(place, size, derive(keys[line, old], epoch), mode, block, window)
 
 
 def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
@@ -119,27 +114,14 @@ def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
     """
     line = stage.names.index(name)
     rows = np.empty(len(draws), np.int64)
-    _source_rows(stage.carry(name) + draws.start, stage.table[line], stage.keys[line], rows)
+    _source_rows(stage.carry(name) + draws.start, line, stage.table, stage.keys, rows)
     return rows
 
 
 @kernel
-def _source_rows(first: int, facts: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
+def _source_rows(first: int, line: int, table: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
     for i in range(rows.size):
-        ordinal = first + i
-        start = np.int64(0)
-        size = facts[SIZE]
-        epoch = (ordinal - facts[REST]) // size
-        place = ordinal - facts[REST] - epoch * size
-        if ordinal < facts[REST]:
-            start, size, epoch, place = size, facts[REST], np.int64(-1), ordinal
-        if epoch == facts[OLD_EPOCH]:
-            mode, block, window = facts[OLD_MODE], facts[OLD_BLOCK_ROWS], facts[OLD_WINDOW_BLOCKS]
-            key = derive(keys[1], epoch)
-        else:
-            mode, block, window = facts[MODE], facts[BLOCK_ROWS], facts[WINDOW_BLOCKS]
-            key = derive(keys[0], epoch)
-        rows[i] = start + shuffle_row(place, size, key, mode, block, window)
+        rows[i] = _row_of(first + i, line, table, keys)
 
 
 def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:

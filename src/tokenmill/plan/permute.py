@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenmill.compiled import inlined, kernel
+from tokenmill.compiled import inlined, int64, kernel, leading_zeros
 from tokenmill.types import Int64Array
 
 ROUNDS = 6
@@ -38,17 +38,11 @@ def derive(key: np.uint64, number: int) -> np.uint64:
     return mix(key + (np.uint64(number) + _ONE) * _GOLDEN)
 
 
-@kernel
+@inlined
 def num_bits(size: int) -> np.uint64:
     """Return how many bits the numbers below `size` need, at least MIN_BITS."""
-    value = np.uint64(size - 1)
-    bits = np.uint64(0)
-    for shift in (32, 16, 8, 4, 2, 1):
-        if value >> np.uint64(shift):
-            value >>= np.uint64(shift)
-            bits += np.uint64(shift)
-    bits += value
-    return max(bits, np.uint64(MIN_BITS))
+    bits = 64 - leading_zeros(np.uint64(size - 1))
+    return np.uint64(bits if bits > MIN_BITS else MIN_BITS)
 
 
 @inlined
@@ -75,7 +69,7 @@ def permute(index: int, size: int, key: np.uint64) -> int:
             high ^= _round(low, key, number + 1) & high_mask
         value = (high << low_bits) | low
         if value < np.uint64(size):
-            return int(np.int64(value))
+            return int64(value)
 
 
 @kernel
@@ -94,7 +88,7 @@ def unpermute(image: int, size: int, key: np.uint64) -> int:
             low ^= _round(high, key, number) & low_mask
         value = (high << low_bits) | low
         if value < np.uint64(size):
-            return int(np.int64(value))
+            return int64(value)
 
 
 @kernel

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill.compiled import inlined, kernel
+from tokenmill.compiled import inlined, inner, int64, kernel, least
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.plan.permute import derive, permute, unpermute
 from tokenmill.types import Int64Array
@@ -44,26 +44,27 @@ class Shuffle:
         return {"mode": self.mode, "block_rows": self.block_rows, "window_blocks": self.window_blocks}
 
 
-@kernel
+@inner
 def shuffle_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the row that stands at `place` of an epoch."""
     if mode == NONE or size == 1:
         return place
+    first, count, window_key = int64(0), size, key
+    if mode == BLOCK:
+        window = place // (block_rows * window_blocks)
+        first = window * block_rows * window_blocks
+        count = least(block_rows * window_blocks, size - first)
+        window_key = derive(key, window)
+    row = first + permute(place - first, count, window_key)
     if mode == FULL:
-        return permute(place, size, key)
-    window_rows = block_rows * window_blocks
-    window = place // window_rows
-    base = window * window_rows
-    inner = permute(place - base, min(window_rows, size - base), derive(key, window))
-    slot = (base + inner) // block_rows
-    offset = (base + inner) % block_rows
-    num_blocks = size // block_rows
+        return row
+    slot, num_blocks = row // block_rows, size // block_rows
     # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
     block = permute(slot, num_blocks, derive(key, -2)) if slot < num_blocks else slot
-    return (block * block_rows + offset + _turn(key, size)) % size
+    return (row + (block - slot) * block_rows + _turn(key, size)) % size
 
 
-@kernel
+@inner
 def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the place of an epoch at which `row` stands."""
     if mode == NONE or size == 1:
@@ -79,12 +80,12 @@ def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: in
     inner = slot * block_rows + offset
     window = inner // window_rows
     base = window * window_rows
-    return base + unpermute(inner - base, min(window_rows, size - base), derive(key, window))
+    return base + unpermute(inner - base, least(window_rows, size - base), derive(key, window))
 
 
 @inlined
 def _turn(key: np.uint64, size: int) -> int:
-    return int(np.int64(derive(key, -3) % np.uint64(size)))
+    return int64(derive(key, -3) % np.uint64(size))
 
 
 @kernel
