@@ -1,4 +1,6 @@
-"""Identity: what makes two token ids mean the same."""
+"""Identity: what makes two token ids mean the same; control strings; the tokenizer of bytes."""
+
+from __future__ import annotations
 
 import subprocess
 import sys
@@ -10,9 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.engines import open_tokenizer
-from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join, refuse_surrogates
-from tokenmill.errors import TokenizerError
+from tokenmill.encode.engines import ENGINES, open_tokenizer
+from tokenmill.encode.files import kind_of
+from tokenmill.encode.tokenizer import (
+    POLICIES,
+    Framing,
+    TokenizerIdentity,
+    Vocabulary,
+    checked_ids,
+    engine_errors,
+    identify,
+    join,
+    refuse_surrogates,
+    well_known,
+    with_policy,
+)
+from tokenmill.errors import ConfigError, TokenizerError
 from tokenmill.tables import read_table
 
 IDENTITY = TokenizerIdentity(
@@ -132,3 +147,180 @@ def test_an_interrupt_is_not_taken_for_a_failure_of_the_engine():
     with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
         with engine_errors("engine 1", "encode", "go away"):
             raise KeyboardInterrupt
+
+
+SPECIAL = {"<s>": 0, "</s>": 1, "<|im_end|>": 2}
+
+
+def vocabulary(bos="<s>", eos="</s>", pad=None):
+    return Vocabulary(
+        where="web.json",
+        kind="tokenizer.json",
+        content="0" * 32,
+        vocab_size=10,
+        ids={**SPECIAL, "word": 9},
+        special_ids=SPECIAL,
+        bos=bos,
+        eos=eos,
+        pad=pad,
+    )
+
+
+@pytest.mark.parametrize(
+    ("bos", "eos", "wanted", "ids", "added"),
+    [
+        ("<s>", "</s>", {}, (0, 1), (True, True)),
+        ("<s>", None, {}, (0, None), (True, False)),
+        (None, "</s>", {}, (None, 1), (False, True)),
+        (None, None, {}, (None, None), (False, False)),
+        ("<s>", "</s>", {"add_bos": False}, (0, 1), (False, True)),
+        ("<s>", "</s>", {"add_eos": False}, (0, 1), (True, False)),
+        # One id for both, T2.b: EOS alone, unless BOS is asked for.
+        ("</s>", "</s>", {}, (1, 1), (False, True)),
+        ("</s>", "</s>", {"add_bos": True}, (1, 1), (True, False)),
+        ("</s>", "</s>", {"add_eos": False}, (1, 1), (True, False)),
+        ("</s>", "</s>", {"add_bos": False, "add_eos": False}, (1, 1), (False, False)),
+        # Named by the caller, which wins.
+        ("<s>", "</s>", {"eos_token": "<|im_end|>"}, (0, 2), (True, True)),
+        (None, "</s>", {"bos_token": "<s>"}, (0, 1), (True, True)),
+        (None, None, {"bos_token": "word"}, (9, None), (True, False)),
+    ],
+)
+def test_policy(bos, eos, wanted, ids, added):
+    identity = identify(vocabulary(bos, eos), Framing(**wanted))
+    assert (identity.bos_id, identity.eos_id) == ids
+    assert (identity.add_bos, identity.add_eos) == added
+
+
+def test_both_asked_for_with_one_id_is_refused():
+    """T2.b."""
+    with pytest.raises(TokenizerError, match="two in a row"):
+        identify(vocabulary("</s>", "</s>"), Framing(add_bos=True, add_eos=True))
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_asking_for_what_is_not_there_names_the_way_out(name):
+    with pytest.raises(
+        TokenizerError, match=rf"got add_{name}=True; name it with {name}_token=..., one of <s>, </s>"
+    ):
+        identify(vocabulary(None, None), Framing(**{f"add_{name}": True}))
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
+def test_a_name_outside_the_vocabulary_gets_the_nearest(role):
+    with pytest.raises(
+        TokenizerError, match=rf"'web.json': {role} .*got '<im_end>'; did you mean '<\|im_end\|>'\?"
+    ):
+        identify(vocabulary(), Framing(**{role: "<im_end>"}))
+
+
+@pytest.mark.parametrize(("pad", "pad_id"), [(None, None), ("<|im_end|>", 2), ("[PAD]", None)])
+def test_a_pad_that_is_not_in_the_vocabulary_is_no_pad(pad, pad_id):
+    assert identify(vocabulary(pad=pad), Framing()).pad_id == pad_id
+
+
+def test_the_first_known_name_is_taken():
+    assert well_known(("<bos>", "</s>", "<s>"), SPECIAL) == "</s>"
+    assert well_known(("<bos>",), SPECIAL) is None
+
+
+BYTE_TOKENIZER = open_tokenizer("bytes")
+NAMES = list(BYTE_TOKENIZER.special_ids)
+
+
+def encoded_by(policy, texts, tokenizer=BYTE_TOKENIZER):
+    found = with_policy(tokenizer, policy).encode(texts)
+    return [found.ids[a:b].tolist() for a, b in zip(found.offsets[:-1], found.offsets[1:], strict=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_control_string_is_treated_as_the_policy_says(specs, policy):
+    """[T2.b, S.i]"""
+    for spec in specs.values():
+        tokenizer = open_tokenizer(spec, engine=ENGINES[kind_of(spec)][-1])
+        for name, control in tokenizer.special_ids.items():
+            texts = [name, f"a {name}{name} b", "nothing", ""]
+            found = encoded_by(policy, texts, tokenizer)
+            counts = [ids.count(control) for ids in found]
+            assert counts == ([1, 2, 0, 0] if policy == "encode" else [0, 0, 0, 0]), (spec, name)
+            if policy == "drop":
+                assert found == encoded_by("text", ["", "a  b", "nothing", ""], tokenizer)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["a", "ü ", "<|", "|>", "eos", *NAMES]), max_size=8).map("".join), max_size=5)
+)
+def test_encoded_control_strings_are_the_text_with_ids_in_their_places(texts):
+    found = encoded_by("encode", texts)
+    assert [BYTE_TOKENIZER.decode(np.array(ids, np.int64)) for ids in found] == texts
+    for ids, text in zip(found, texts, strict=True):
+        assert [i for i in ids if i >= 256] == [BYTE_TOKENIZER.special_ids[n] for n in _names_in(text)]
+
+
+def _names_in(text):
+    import re
+
+    return re.findall("|".join(map(re.escape, NAMES)), text)
+
+
+def test_what_is_taken_out_cannot_join_to_another():
+    assert encoded_by("drop", ["<|eo<|bos|>s|>x"]) == [[ord("x")]]
+
+
+def test_an_unknown_policy_names_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"control_strings: must be one of text, encode, drop, got 'encod'; did you"
+    ):
+        with_policy(BYTE_TOKENIZER, "encod")
+
+
+TOKENIZER = open_tokenizer("bytes")
+
+
+@given(st.lists(st.text()))
+def test_ids_are_the_bytes_of_each_text_and_decode_to_it(texts):
+    encoded = TOKENIZER.encode(texts)
+    ends = encoded.offsets.tolist()
+    documents = [encoded.ids[a:b] for a, b in pairwise(ends)]
+    assert [document.tolist() for document in documents] == [list(text.encode()) for text in texts]
+    assert [TOKENIZER.decode(document) for document in documents] == texts
+
+
+@given(st.lists(st.integers(0, 258)))
+def test_decode_never_raises_on_valid_ids(ids):
+    text = TOKENIZER.decode(np.array(ids, dtype=np.uint16))
+    assert text.count("<|pad|>") >= ids.count(258)
+
+
+def test_identity_is_259_ids_with_bos_eos_and_pad_on_top():
+    identity = TOKENIZER.identity
+    assert (identity.kind, identity.vocab_size) == ("bytes", 259)
+    assert (identity.bos_id, identity.eos_id, identity.pad_id) == (256, 257, 258)
+    assert (identity.add_bos, identity.add_eos) == (True, True)
+
+
+def test_control_ids_are_shown_as_their_strings():
+    ids = np.array([256, 104, 105, 257, 258], dtype=np.uint16)
+    assert TOKENIZER.decode(ids) == "<|bos|>hi<|eos|><|pad|>"
+
+
+def test_a_control_id_inside_a_character_leaves_replacements_on_both_sides():
+    assert TOKENIZER.decode(np.array([0xC3, 257, 0xA9])) == "\ufffd<|eos|>\ufffd"
+
+
+def test_invalid_utf8_becomes_the_replacement_character():
+    assert TOKENIZER.decode(np.array([97, 0xFF, 98])) == "a\ufffdb"
+
+
+def test_no_texts_give_no_ids():
+    encoded = TOKENIZER.encode([])
+    assert (encoded.ids.tolist(), encoded.offsets.tolist()) == ([], [0])
+
+
+def test_ids_are_uint8():
+    assert TOKENIZER.encode(["a"]).ids.dtype == np.uint8
+
+
+def test_a_lone_surrogate_is_refused_with_its_text():
+    with pytest.raises(TokenizerError, match="text 1 of the batch"):
+        TOKENIZER.encode(["fine", "\ud800"])

@@ -1,15 +1,21 @@
+"""Conversations as one text: what is trained on, and what a template does not write."""
+
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 
 import jinja2
 import pytest
-from tests.encode.chat.shapes import FEW, SHAPES, TURNS, reference, searched, shaped, tools_of
+from tests.encode.chat.shapes import FEW, SHAPES, TOOLS, TURNS, reference, searched, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.conversation import Conversation, flattened
+from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.template import CHATML, ChatTemplate, load_template
+from tokenmill.encode.chat.tokens import ChatEncoder
 from tokenmill.encode.refusal import Refusal
 
 MARKED = [name for name in STOCK if "endgeneration" in stock_source(name)]
@@ -190,7 +196,7 @@ def test_other_roles_can_be_trained_on():
     assert [found.text[a:b] for a, b in found.supervised] == ["USER0.<|im_end|>", "USER1.<|im_end|>"]
 
 
-def one(source: str) -> ChatTemplate:
+def template_of(source: str) -> ChatTemplate:
     return ChatTemplate(source=source, where="test")
 
 
@@ -224,7 +230,7 @@ def test_what_cannot_be_proven_is_refused_with_the_reason(source, reason):
     """[T1.b]"""
     messages = [{"role": "user", "content": "question here"}, {"role": "assistant", "content": "answer"}]
     with pytest.raises(Refusal) as caught:
-        render(one(source), messages)
+        render(template_of(source), messages)
     assert caught.value.reason == reason
 
 
@@ -262,14 +268,14 @@ OPENER = (
 def test_an_opener_of_reasoning_that_is_not_known_is_never_taken_for_a_header_that_is_missing():
     """[T1.b]"""
     # Where every turn has it, the prompt gives it to the model, so that it is not trained on.
-    found = render(one(OPENER), SHAPES["2 turns"], kwargs={"all": True})
+    found = render(template_of(OPENER), SHAPES["2 turns"], kwargs={"all": True})
     assert [found.text[a:b] for a, b in found.supervised] == ["ANSWER0.<|end|>", "ANSWER1.<|end|>"]
     # Where an earlier turn does without, nothing shows how that turn was asked for.
     with pytest.raises(Refusal) as caught:
-        render(one(OPENER), SHAPES["2 turns"], kwargs={"all": False})
+        render(template_of(OPENER), SHAPES["2 turns"], kwargs={"all": False})
     assert caught.value.reason == "header"
     # One that is known belongs to the turn.
-    found = render(one(OPENER.replace("muse", "think")), SHAPES["2 turns"], kwargs={"all": False})
+    found = render(template_of(OPENER.replace("muse", "think")), SHAPES["2 turns"], kwargs={"all": False})
     assert [found.text[a:b] for a, b in found.supervised] == ["ANSWER0.<|end|>", "<think>ANSWER1.<|end|>"]
 
 
@@ -296,3 +302,196 @@ def test_reasoning_is_written_by_whichever_name_the_data_and_the_template_have_f
             "REASON." in text,
             "REASON." not in text,
         )
+
+
+USER = {"role": "user", "content": "USER"}
+
+
+CHAT = template_of(CHATML)
+
+
+def lost(template: ChatTemplate, messages: list, **more: object) -> tuple[str, ...]:
+    return render(template, messages, kwargs={"now": "2025-01-31"}, **more).lost
+
+
+def trained(found: Rendered) -> list[str]:
+    return [found.text[a:b] for a, b in found.supervised]
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("llama3", ("tools_not_written",)),
+        ("gemma", ("tools_not_written",)),
+        ("qwen3", ()),
+        ("llama3_1", ()),
+        ("gptoss", ()),
+    ],
+)
+def test_tools_that_a_template_does_not_write_are_told(name, names):
+    """[T1.b]"""
+    assert lost(stock_template(name), SHAPES["2 turns"], tools=TOOLS) == names
+    assert lost(stock_template(name), SHAPES["2 turns"], tools=None) == ()
+    assert lost(stock_template(name), SHAPES["2 turns"], tools=[]) == ()
+
+
+def test_an_option_that_is_written_is_not_taken_for_the_tools():
+    template = template_of("{{ note }}" + CHATML)
+    found = render(template, SHAPES["1 turn"], tools=TOOLS, kwargs={"note": "weather"})
+    assert found.lost == ("tools_not_written",)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "names"),
+    [
+        # Qwen3 leaves out the reasoning of earlier turns alone, by design.
+        ("qwen3", "reasoning", ("reasoning_dropped",)),
+        ("qwen3", "reasoning in the text", ("reasoning_dropped",)),
+        ("qwen3", "tools, reasoning", ()),
+        ("qwen3_8", "reasoning", ()),
+        ("qwen3_8", "reasoning in the text", ()),
+        ("qwen2_5", "reasoning", ("reasoning_dropped",)),
+        ("qwen2_5", "reasoning in the text", ()),
+        ("qwen2_5", "tools, reasoning", ("reasoning_dropped",)),
+        ("llama3", "tools, text before", ("tool_calls_not_written", "tools_not_written")),
+        ("llama3_1", "tools, text before", ("content_not_written",)),
+        ("qwen3", "tools, text before", ()),
+        ("qwen3", "tools, no arguments", ()),
+        ("qwen3", "white space", ()),
+        ("qwen3", "last is empty", ()),
+    ],
+)
+def test_what_a_template_leaves_out_is_told(name, shape, names):
+    """[T1.b]"""
+    assert lost(stock_template(name), SHAPES[shape], tools=tools_of(shape)) == names
+
+
+@pytest.mark.parametrize("reasoning", ["", " \n", None])
+def test_reasoning_without_a_text_is_not_lost(reasoning):
+    answer = {"role": "assistant", "content": "<think>\n\n</think>\n\nANSWER", "reasoning_content": reasoning}
+    assert lost(stock_template("qwen2_5"), [USER, answer]) == ()
+    answers = template_of(CHATML.replace("message.content", "message.content.split('</think>')[-1]"))
+    assert lost(answers, [USER, answer]) == ()
+    assert lost(answers, [USER, {"role": "assistant", "content": "WHY</think>ANSWER"}]) == ("reasoning_dropped",)
+
+
+def test_fields_for_reasoning_are_names_of_one_thing():
+    source = CHATML.replace("content + '<|im_end|>'", "(message.thinking or '') + content + '<|im_end|>'", 1)
+    template = template_of(source)
+    both = {"role": "assistant", "content": "ANSWER", "thinking": "WHY", "reasoning_content": "WHY"}
+    assert lost(template, [USER, both]) == ()
+    assert lost(template, [USER, {**both, "thinking": None}]) == ()
+    assert lost(template_of(CHATML), [USER, both]) == ("reasoning_dropped",)
+
+
+def test_losses_are_told_of_the_conversations_that_are_kept(small):
+    template = replace(stock_template("llama3"), tokenizer=small.identity.content)
+    encoder = ChatEncoder(template=template, tokenizer=small)
+    given = [
+        Conversation(messages=SHAPES["2 turns"], tools=TOOLS),
+        Conversation(messages=SHAPES["2 turns"]),
+        Conversation(messages=[USER], tools=TOOLS),
+        Conversation(messages=SHAPES["reasoning"], tools=TOOLS),
+    ]
+    encoded = encoder.encode(given)
+    assert encoded.kept.tolist() == [0, 1, 3]
+    assert encoded.lost == [("tools_not_written",), (), ("reasoning_dropped", "tools_not_written")]
+
+
+def parts(*texts: str) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+IN_PARTS = [
+    {"role": "user", "content": parts("US", "ER")},
+    {"role": "assistant", "content": parts("AN", "SW", "ER")},
+]
+FLAT = [{"role": "user", "content": "USER"}, {"role": "assistant", "content": "ANSWER"}]
+STRINGS_ONLY = CHATML.replace("message.content is string", "true")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3", "gemma", "phi3", "cohere", "gptoss", "glm4moe"])
+def test_texts_in_parts_are_what_one_text_is(name):
+    """[T1.a]"""
+    options = {"now": "2025-01-31"}
+    found = render(stock_template(name), IN_PARTS, kwargs=options)
+    assert found == render(stock_template(name), FLAT, kwargs=options)
+    assert "USER" in found.text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        STRINGS_ONLY,  # prints the list
+        STRINGS_ONLY.replace("{{- message.content -}}", "{{- message.content + '' -}}"),  # fails
+        STRINGS_ONLY.replace("{{- message.content -}}", "{{- message.content | trim -}}"),
+        STRINGS_ONLY.replace("{{- message.content -}}", "{{- message.content | tojson -}}"),
+        CHATML.replace("message.content is not none", "false"),  # writes nothing
+    ],
+)
+def test_a_template_that_does_not_know_parts_is_given_one_text(source):
+    """[T1.a]"""
+    found = render(template_of(source), IN_PARTS)
+    assert found == render(template_of(source), FLAT)
+    assert "list" not in found.text
+    assert "type" not in found.text
+    assert found.lost == ()
+    mixed = [FLAT[0], IN_PARTS[1]]
+    assert render(template_of(source), mixed) == found
+
+
+def test_parts_are_given_as_they_are_to_a_template_that_knows_them():
+    source = CHATML.replace("else part.text", "else part.text + '+'")
+    assert trained(render(template_of(source), IN_PARTS)) == ["AN+SW+ER+<|im_end|>"]
+    # It leaves out the system in either form.
+    loop = "for message in messages"
+    without = template_of(source.replace(loop, f"{loop} if message.role != 'system'"))
+    found = render(without, [{"role": "system", "content": parts("SYS", "TEM")}, *IN_PARTS])
+    assert trained(found) == ["AN+SW+ER+<|im_end|>"]
+    assert found.lost == ("content_not_written",)
+
+
+def test_a_part_that_is_left_out_is_told():
+    found = render(stock_template("llava_next"), IN_PARTS)
+    assert trained(found) == [" AN</s>"]
+    assert found.lost == ("content_not_written",)
+
+
+def test_what_is_wrong_in_either_form_is_told_of_the_form_that_was_given():
+    with pytest.raises(Refusal) as caught:
+        render(CHAT, IN_PARTS[:1])
+    assert caught.value.reason == "no_trained_message"
+    only_lists = "{{ messages[0].content }}{{ raise_exception('no') if messages[0].content is string }}"
+    with pytest.raises(Refusal) as caught:
+        render(template_of(only_lists), IN_PARTS)
+    assert (caught.value.reason, caught.value.detail) == (
+        "parts",
+        "the template writes the list itself in message 1 of 2 (user)",
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [{"name": "town", "warm": True}, [{"name": "town"}, {"name": "lake"}], [1, [2]]]
+)
+def test_contents_that_are_no_texts_may_be_written_as_json(content):
+    template = template_of(STRINGS_ONLY.replace("{{- message.content -}}", "{{- message.content | tojson -}}"))
+    found = render(template, [{"role": "tool", "content": content}, USER, {"role": "assistant", "content": "A"}])
+    assert found.text.startswith(f"<|im_start|>tool\n{json.dumps(content)}<|im_end|>\n")
+    assert found.lost == ()
+
+
+def test_only_lists_of_texts_are_made_one_text():
+    assert flattened(FLAT) is None
+    assert flattened(IN_PARTS) == FLAT
+    assert flattened([{"role": "user", "content": ["a", {"text": "b"}]}]) == [{"role": "user", "content": "ab"}]
+    assert flattened([{"role": "user", "content": []}]) == [{"role": "user", "content": ""}]
+    assert flattened([{"role": "user", "content": [{"type": "text", "text": None}]}]) is None
+    assert flattened([{"role": "user", "content": [*parts("a"), {"type": "image", "text": "b"}]}]) is None
+    assert flattened(["x"]) is None
+    assert flattened("x") is None
+
+
+def test_the_template_chatml_has_no_tools_and_says_so(chatml):
+    """[T1.b]"""
+    assert load_template("chatml", tokenizer=None).source == chatml.source
+    assert lost(chatml, SHAPES["1 turn"], tools=TOOLS) == ("tools_not_written",)
