@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from tokenmill.encode.recipe import PRESETS, load_recipe
+from tokenmill.encode.recipe.recipe import Kind
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import digest
+from tokenmill.types import TRAINING_TYPES
 
 TEXT = {"input": {"sections": [{"field": "text", "action": "train"}]}}
 CHAT = {
@@ -387,6 +390,18 @@ def test_the_domain_key_may_stand_in_the_output_table_but_not_differ():
     both = changed(changed(TEXT, ("output", "domain_key"), "a"), ("preprocessing", "domain_key"), "b")
     with pytest.raises(ConfigError, match="domain_key must be said once, got 'b' and 'a' in output"):
         load_recipe(both)
+
+
+def test_a_key_that_is_null_is_left_out():
+    nulls = {"train_turns": None, "name": None, "kind": None, "preprocessing": {"max_seq_len": None}}
+    assert load_recipe({"preset": "dpo", **nulls}) == load_recipe("dpo")
+    assert load_recipe({"preset": "dpo"}).train_turns == "last"
+    kept = load_recipe({**CHAT, "chat_template_kwargs": {"date": None}})
+    assert kept.chat_template_kwargs == {"date": None}
+
+
+def test_a_recipe_knows_every_training_type():
+    assert get_args(Kind) == tuple(TRAINING_TYPES)
 
 
 def test_positions_are_stored_for_sft_unless_the_recipe_says_none():

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 DTYPES: Mapping[str, str] = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "float32": "<f4"}
 """Names of dtypes, and how a store writes them."""
-MASK_KEYS: Mapping[str, str | None] = {
+SOURCE_MASKS: Mapping[str, str | None] = {
     name: array.mask for name, array in STORED_ARRAYS.items() if array.holds in ("ids", "rewards")
 }
 """Array that a source can become -> the array of its mask, in the order of the training types."""
@@ -292,20 +292,25 @@ def _read_file(path: Path) -> object:
 
 
 def _read(kind: type[T], table: object, where: str) -> T:
-    """Read a table; a key that is null counts as left out."""
-    if isinstance(table, Mapping):
-        table = {name: value for name, value in table.items() if value is not None}
-    return read_table(kind, table, where)
+    return read_table(kind, _without_nulls(table), where)
+
+
+def _without_nulls(table: object) -> object:
+    """Leave out the keys of a table that are null: they count as not written."""
+    return (
+        {name: value for name, value in table.items() if value is not None} if isinstance(table, Mapping) else table
+    )
 
 
 def _recipe(table: object, where: str) -> Recipe:
-    written = _read(_RecipeTable, table, f"{where}:")
+    table = _without_nulls(table)
+    written = read_table(_RecipeTable, table, f"{where}:")
     if written.version != 1:
         raise ConfigError(f"{where}: version must be 1, got {written.version}; use a newer tokenmill")
     through_template = written.preset is not None and written.chat_template is not None
     if written.preset is not None:
         assert isinstance(table, Mapping)
-        written = _read(_RecipeTable, _over_preset(table, written, where), f"{where}:")
+        written = read_table(_RecipeTable, _over_preset(table, written, where), f"{where}:")
     inputs = _read(_InputTable, written.input, f"{where}: input")
     variants = _variants(inputs, f"{where}: input")
     if through_template:
@@ -406,10 +411,10 @@ def _only_one(table: _VariantTable, names: Sequence[str], where: str) -> str:
 def _variant(table: _VariantTable, where: str) -> Variant:
     if table.sources is None:
         sections = _sections(table.sections or (), where, anew=True)
-        return Variant(sources={"sequence": Source(sections=sections, mask_key=MASK_KEYS["sequence"])})
-    check_keys(f"{where}.sources", table.sources, list(MASK_KEYS))
+        return Variant(sources={"sequence": Source(sections=sections, mask_key=SOURCE_MASKS["sequence"])})
+    check_keys(f"{where}.sources", table.sources, list(SOURCE_MASKS))
     # In the order of the training type, so that equal recipes are equal whatever order they are written in.
-    names = [name for name in MASK_KEYS if name in table.sources]
+    names = [name for name in SOURCE_MASKS if name in table.sources]
     sources = {name: _source(name, table.sources[name], f"{where}.sources.{name}") for name in names}
     prompts, responses = sources.get("prompts"), sources.get("responses")
     if prompts is not None and responses is not None and prompts.template and not responses.template:
@@ -424,7 +429,7 @@ def _variant(table: _VariantTable, where: str) -> Variant:
 
 def _source(name: str, table: Table, where: str) -> Source:
     written = _read(_SourceTable, table, where)
-    mask_key, listed = MASK_KEYS[name], name == "responses"
+    mask_key, listed = SOURCE_MASKS[name], name == "responses"
     if written.mask_key not in (None, mask_key):
         way_out = f"write {mask_key!r}, or leave it out" if mask_key else "leave it out: it has no mask"
         raise ConfigError(f"{where}: mask_key must be {mask_key!r}, got {written.mask_key!r}; {way_out}")
