@@ -17,11 +17,8 @@ A message reads: where: rule, got value; way out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class TokenmillError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from math import isfinite
 from typing import Any
 
@@ -58,21 +59,16 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
     ('stages[0].w', 1, 2)
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys(), key=lambda key: (key not in _TELLING, key)):
-            inner = f"{path}.{key}" if path else str(key)
-            found = first_difference(old.get(key, _ABSENT), new.get(key, _ABSENT), inner)
-            if found:
-                return found
-        return None
-    if isinstance(old, list) and isinstance(new, list):
-        for index in range(max(len(old), len(new))):
-            left = old[index] if index < len(old) else _ABSENT
-            right = new[index] if index < len(new) else _ABSENT
-            found = first_difference(left, right, f"{path}[{index}]")
-            if found:
-                return found
-        return None
-    return None if type(old) is type(new) and old == new else (path, old, new)
+        keys = sorted(old.keys() | new.keys(), key=lambda key: (key not in _TELLING, key))
+        prefix = f"{path}." if path else ""
+        parts = [(f"{prefix}{key}", old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys]
+    elif isinstance(old, list) and isinstance(new, list):
+        pairs = zip_longest(old, new, fillvalue=_ABSENT)
+        parts = [(f"{path}[{index}]", left, right) for index, (left, right) in enumerate(pairs)]
+    else:
+        return None if type(old) is type(new) and old == new else (path, old, new)
+    differences = (first_difference(left, right, inner) for inner, left, right in parts)
+    return next((difference for difference in differences if difference), None)
 
 
 _ABSENT = "(absent)"

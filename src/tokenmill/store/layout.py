@@ -30,8 +30,6 @@ ANCHOR_TOKENS = 1024
 OFFSET_DTYPE = np.dtype("<u8")
 ANCHOR_DTYPE = np.dtype("<u4")
 TOKEN_DTYPES = ("|u1", "<u2", "<u4")
-DTYPES = (*TOKEN_DTYPES, "<f4")
-"""What an array may be; token ids are never floats."""
 WAY_OUT = "copy the store again from where it is intact, or prepare it again"
 """Of a store that is damaged."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -139,6 +137,13 @@ def index_file(axis: str) -> str:
     ('documents.bin', 'chosen-index.bin')
     """
     return DOCUMENTS if axis == "documents" else f"{axis}-index.bin"
+
+
+def allowed_dtypes(keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return what each array may be: token ids are never floats."""
+    names = list(keys)
+    ids = token_keys(names) if names else ()
+    return {key: TOKEN_DTYPES if key in ids else (*TOKEN_DTYPES, "<f4") for key in names}
 
 
 def token_keys(keys: Iterable[str]) -> tuple[str, ...]:

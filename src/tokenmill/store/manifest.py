@@ -15,23 +15,8 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.store.layout import (
-    DOCUMENTS,
-    DTYPES,
-    FORMAT,
-    MANIFEST,
-    TOKEN_DTYPES,
-    VERSION,
-    WAY_OUT,
-    axes_of,
-    axis_of,
-    document_file_bytes,
-    index_file,
-    is_key,
-    is_plain_name,
-    key_file,
-    token_keys,
-)
+from tokenmill.store import layout
+from tokenmill.store.layout import MANIFEST, WAY_OUT
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import TOKEN_KEYS
 
@@ -128,7 +113,7 @@ class Manifest:
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the one text of a manifest: indented JSON whose `checksum` covers all the rest."""
     body: dict[str, Any] = {
-        "format": FORMAT,
+        "format": layout.FORMAT,
         # The oldest version that can say this.
         "version": 2 if any(shard.axes or shard.container for shard in manifest.shards) else 1,
         "kind": manifest.kind,
@@ -188,9 +173,9 @@ def _read_body(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, KeyError) as error:
         raise StoreCorruptError(f"{file}: must be a JSON object with a checksum, got {error}; {WAY_OUT}") from None
     format, version = body.pop("format", None), body.pop("version", None)
-    if format != FORMAT or version not in range(1, VERSION + 1):
+    if format != layout.FORMAT or version not in range(1, layout.VERSION + 1):
         raise StoreError(
-            f"{file}: must be {FORMAT!r} version 1 to {VERSION}, got {format!r} version {version!r}; "
+            f"{file}: must be {layout.FORMAT!r} version 1 to {layout.VERSION}, got {format!r} version {version!r}; "
             "open it with the tokenmill that wrote it, or prepare it again"
         )
     if not intact:
@@ -202,12 +187,12 @@ def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[
     """Yield rules that a manifest breaks, with what it has instead; each takes those before it as kept."""
     if not manifest.keys:
         yield "keys must not be empty", manifest.keys
+    allowed = layout.allowed_dtypes(manifest.keys)
     for key, dtype in manifest.keys.items():
-        if not is_key(key):
-            yield f"a key must be a plain name and not that of {DOCUMENTS}", key
-        allowed = TOKEN_DTYPES if key in token_keys(manifest.keys) else DTYPES
-        if dtype not in allowed:
-            yield f"a dtype must be one of {allowed}", dtype
+        if not layout.is_key(key):
+            yield f"a key must be a plain name and not that of {layout.DOCUMENTS}", key
+        if dtype not in allowed[key]:
+            yield f"a dtype must be one of {allowed[key]}", dtype
     for name, total in (("documents", manifest.documents), ("tokens", manifest.tokens)):
         if type(totals[name]) is not int or not totals[name] == total < _MAX_COUNT:
             yield f"{name} must be the sum over shards", totals[name]
@@ -218,21 +203,23 @@ def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[
         if count > 1:
             yield "shard names must differ", name
     for shard in manifest.shards:
-        if not is_plain_name(shard.name):
+        if not layout.is_plain_name(shard.name):
             yield "a shard name must be a plain name", shard.name
         yield from _broken_shard_rules(shard, manifest.kind, manifest.keys)
 
 
 def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     """Yield rules that the numbers of a shard break."""
-    axes = axes_of(kind, keys)
+    axes = layout.axes_of(kind, keys)
     given = sorted(shard.axes or ("documents",))
     if given != sorted(axes):
         yield f"{shard.name} must say the sizes of {sorted(axes)}", given
     if "responses" in axes and "groups" not in axes:
         yield f"keys of {shard.name} must have rewards, which cut responses into records", sorted(keys)
-    sizes = {key_file(key): shard.size_of(axis_of(kind, key))[1] * np.dtype(keys[key]).itemsize for key in keys}
-    sizes |= {index_file(axis): document_file_bytes(*shard.size_of(axis)) for axis in axes}
+    sizes = {layout.index_file(axis): layout.document_file_bytes(*shard.size_of(axis)) for axis in axes}
+    for key, dtype in keys.items():
+        _, values = shard.size_of(layout.axis_of(kind, key))
+        sizes[layout.key_file(key)] = values * np.dtype(dtype).itemsize
     if set(shard.files) != set(sizes):
         yield f"shard {shard.name} must have files {sorted(sizes)}", sorted(shard.files)
     for name, info in shard.files.items():
@@ -249,7 +236,7 @@ def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) ->
         expected = shard.axes["groups"][1] if axis == "responses" else shard.documents
         if items != expected:
             yield f"axis {axis} of {shard.name} must have {expected} items", items
-    tokens = sum(shard.size_of(axis_of(kind, key))[1] for key in token_keys(keys))
+    tokens = sum(shard.size_of(layout.axis_of(kind, key))[1] for key in layout.token_keys(keys))
     if tokens != shard.tokens:
         yield f"{shard.name} must have {tokens} tokens", shard.tokens
 

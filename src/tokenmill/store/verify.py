@@ -11,21 +11,10 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError
+from tokenmill.store import layout
 from tokenmill.store.foreign.files import ForeignOptions
 from tokenmill.store.foreign.index import find_documents, index_bytes, mask_bytes
-from tokenmill.store.layout import (
-    ANCHOR_DTYPE,
-    ANCHOR_TOKENS,
-    MANIFEST,
-    OFFSET_DTYPE,
-    WAY_OUT,
-    axes_of,
-    index_file,
-    is_ours,
-    is_shard_name,
-    key_file,
-    token_keys,
-)
+from tokenmill.store.layout import MANIFEST, WAY_OUT
 from tokenmill.store.manifest import Manifest, manifest_bytes
 from tokenmill.store.maps import FileRequest, Request, map_file
 from tokenmill.store.open import check_vocabulary, open_foreign, read_foreign, read_ours
@@ -67,7 +56,7 @@ def verify(
     store.
     """
     store, known = Path(path), options or ForeignOptions()
-    ours = is_ours(store) or known.format == "tokenmill"
+    ours = layout.is_ours(store) or known.format == "tokenmill"
     return (_verify_ours if ours else _verify_foreign)(store, known, progress)
 
 
@@ -87,10 +76,10 @@ def _verify_ours(path: Path, options: ForeignOptions, progress: Progress) -> Ver
         for name, info in shard.files.items():
             total += info.bytes
             _check_checksum(store.file(number, name), info.xxh3, progress)
-        for axis in axes_of(manifest.kind, manifest.keys):
-            _check_index(store.file(number, index_file(axis)), *shard.size_of(axis))
-        for key in token_keys(manifest.keys):
-            _check_ids(store.file(number, key_file(key)), manifest.keys[key], manifest)
+        for axis in layout.axes_of(manifest.kind, manifest.keys):
+            _check_index(store.file(number, layout.index_file(axis)), *shard.size_of(axis))
+        for key in layout.token_keys(manifest.keys):
+            _check_ids(store.file(number, layout.key_file(key)), manifest.keys[key], manifest)
     return VerifyReport(
         path=path,
         shards=len(manifest.shards),
@@ -105,7 +94,7 @@ def _verify_ours(path: Path, options: ForeignOptions, progress: Progress) -> Ver
 def _check_names(store: Path, manifest: Manifest) -> None:
     listed = {shard.name for shard in manifest.shards}
     for child in sorted(store.iterdir()):
-        if child.is_symlink() or (is_shard_name(child.name) and child.name not in listed):
+        if child.is_symlink() or (layout.is_shard_name(child.name) and child.name not in listed):
             raise StoreCorruptError(
                 f"{child}: must be listed in {MANIFEST}, got a stranger; "
                 f"if `tokenmill prepare` was interrupted, run it again, else remove it, or {WAY_OUT}"
@@ -126,8 +115,8 @@ def _check_checksum(request: Request, expected: str, progress: Progress) -> None
 def _check_index(request: Request, items: int, values: int) -> None:
     path = request.path
     data = map_file(request).data
-    split = (items + 1) * OFFSET_DTYPE.itemsize
-    offsets, anchors = data[:split].view(OFFSET_DTYPE), data[split:].view(ANCHOR_DTYPE)
+    split = (items + 1) * layout.OFFSET_DTYPE.itemsize
+    offsets, anchors = data[:split].view(layout.OFFSET_DTYPE), data[split:].view(layout.ANCHOR_DTYPE)
 
     def require(ok: bool, rule: str) -> None:
         if not ok:
@@ -144,7 +133,7 @@ def _check_index(request: Request, items: int, values: int) -> None:
 def _anchors_hold(offsets: Uint64Array, anchors: Uint32Array) -> bool:
     for begin in range(0, anchors.size, _BLOCK):
         block = anchors[begin : begin + _BLOCK].astype(np.int64)
-        marks = np.arange(begin, begin + block.size, dtype=np.uint64) * np.uint64(ANCHOR_TOKENS)
+        marks = np.arange(begin, begin + block.size, dtype=np.uint64) * np.uint64(layout.ANCHOR_TOKENS)
         if block.size and int(block.max()) + 1 >= offsets.size:
             return False
         if not ((offsets[block] <= marks) & (marks < offsets[block + 1])).all():
@@ -178,10 +167,10 @@ def _verify_foreign(path: Path, options: ForeignOptions, progress: Progress) -> 
         documents = find_documents(shard, files.kind, options, look=True)
         check_vocabulary(shard, documents.facts, options)
         expected: dict[str, Iterable[Uint8Array]] = {
-            index_file(axis): [index_bytes(offsets)] for axis, offsets in documents.offsets.items()
+            layout.index_file(axis): [index_bytes(offsets)] for axis, offsets in documents.offsets.items()
         }
         masks = [key for key in shard.arrays if key in MASK_KEYS]
-        expected |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
+        expected |= {layout.key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
         for name, blocks in expected.items():
             _compare(store.file(number, name), f"{name} of {shard.name}", blocks)
         progress(sum(array.bytes for array in shard.arrays.values()))

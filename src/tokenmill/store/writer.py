@@ -17,27 +17,10 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.store import layout
 from tokenmill.store.durable import OWNER, lock_folder, make_folder, sync_folder, unlock_folder, write_atomically
 from tokenmill.store.h5 import is_container, to_h5
-from tokenmill.store.layout import (
-    DTYPES,
-    JOURNAL_FOLDER,
-    MANIFEST,
-    OFFSET_DTYPE,
-    ROWS_FOLDER,
-    SHARDS_FOLDER,
-    TEMPORARY,
-    TOKEN_DTYPES,
-    anchors_of,
-    axes_of,
-    axis_of,
-    index_file,
-    is_key,
-    is_shard_name,
-    key_file,
-    shard_name,
-    token_keys,
-)
+from tokenmill.store.layout import MANIFEST
 from tokenmill.store.manifest import FileInfo, Manifest, ShardInfo, manifest_bytes
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
@@ -65,16 +48,14 @@ class StoreSpec:
     `frame` leaves bare ids, which have been looked at and hold no control ids."""
 
     def __post_init__(self) -> None:
-        odd = [key for key in self.keys if not is_key(key)]
+        odd = [key for key in self.keys if not layout.is_key(key)]
         if odd:
             raise StoreError(f"store keys: must be plain names of files, got {odd[0]!r}; use letters, digits and _")
-        ids = token_keys(self.keys) if self.keys else ()
-        bad = {
-            key: dtype for key, dtype in self.keys.items() if dtype not in (TOKEN_DTYPES if key in ids else DTYPES)
-        }
+        allowed = layout.allowed_dtypes(self.keys)
+        bad = {key: dtype for key, dtype in self.keys.items() if dtype not in allowed[key]}
         if bad or not self.keys:
             raise StoreError(
-                f"store keys: dtypes must be among {TOKEN_DTYPES}, got {bad or 'no key'}; cast the ids first"
+                f"store keys: dtypes must be among {layout.TOKEN_DTYPES}, got {bad or 'no key'}; cast the ids first"
             )
         if "responses" in self.axes and "groups" not in self.axes:
             raise StoreError(
@@ -92,7 +73,7 @@ class StoreSpec:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of its arrays."""
-        return axes_of(self.kind, self.keys)
+        return layout.axes_of(self.kind, self.keys)
 
 
 class StoreWriter:
@@ -112,7 +93,7 @@ class StoreWriter:
         except BaseException:
             self._unlock()
             raise
-        self._series = ShardSeries(self.path / SHARDS_FOLDER, spec)
+        self._series = ShardSeries(self.path / layout.SHARDS_FOLDER, spec)
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -122,7 +103,7 @@ class StoreWriter:
     ) -> None:
         self._series.close_files()
         if self._unlock.alive:
-            shutil.rmtree(self.path / SHARDS_FOLDER, ignore_errors=True)
+            shutil.rmtree(self.path / layout.SHARDS_FOLDER, ignore_errors=True)
         self._unlock()
 
     def append(self, arrays: Mapping[str, AnyArray], offsets: IntegerArray | Mapping[str, IntegerArray]) -> None:
@@ -236,8 +217,8 @@ class ShardSeries:
     def _token_starts(self, offsets: Mapping[str, Int64Array]) -> Int64Array:
         """Return how many token ids stand before each record, over all arrays."""
         total: Int64Array = np.zeros(_num_records(offsets) + 1, np.int64)
-        for key in token_keys(self.spec.keys):
-            axis = axis_of(self.spec.kind, key)
+        for key in layout.token_keys(self.spec.keys):
+            axis = layout.axis_of(self.spec.kind, key)
             total += offsets[axis][offsets["groups"]] if axis == "responses" else offsets[axis]
         return total
 
@@ -252,7 +233,7 @@ class ShardSeries:
         starts = {axis: offsets[axis][first : last + 1] for axis, (first, last) in items.items()}
         arrays = {}
         for key, array in values.items():
-            inside = starts[axis_of(self.spec.kind, key)]
+            inside = starts[layout.axis_of(self.spec.kind, key)]
             arrays[key] = array[int(inside[0]) : int(inside[-1])]
         return arrays, {axis: start - start[0] for axis, start in starts.items()}
 
@@ -274,16 +255,16 @@ class _ShardWriter:
         self.spec = spec
         self.documents = saved.documents if saved else 0
         self._sizes = {axis: saved.size_of(axis) if saved else (0, 0) for axis in spec.axes}
-        self._ids = token_keys(spec.keys)
+        self._ids = layout.token_keys(spec.keys)
         if saved is None:
             folder.mkdir(parents=True)
-        names = [*map(key_file, spec.keys), *map(index_file, spec.axes)]
+        names = [*map(layout.key_file, spec.keys), *map(layout.index_file, spec.axes)]
         self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
 
     @property
     def tokens(self) -> int:
         """Token ids so far, over all arrays that hold some."""
-        return sum(self._sizes[axis_of(self.spec.kind, key)][1] for key in self._ids)
+        return sum(self._sizes[layout.axis_of(self.spec.kind, key)][1] for key in self._ids)
 
     def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
         """Add records: for each array its values end to end, for each axis where its items start."""
@@ -291,10 +272,10 @@ class _ShardWriter:
             values = {**values, _POSITIONS: self._positions(offsets)}
         self._check(values, offsets)
         for key in self.spec.keys:
-            self._files[key_file(key)].write(values[key])
+            self._files[layout.key_file(key)].write(values[key])
         for axis, (items, size) in self._sizes.items():
             starts = offsets[axis]
-            self._files[index_file(axis)].write((starts[:-1] + size).astype(OFFSET_DTYPE, copy=False))
+            self._files[layout.index_file(axis)].write((starts[:-1] + size).astype(layout.OFFSET_DTYPE, copy=False))
             self._sizes[axis] = (items + starts.size - 1, size + int(starts[-1]))
         self.documents += _num_records(offsets)
 
@@ -317,15 +298,15 @@ class _ShardWriter:
     def commit(self) -> ShardInfo:
         """Finish all files and make them durable; the shard is named after its folder."""
         for axis, (items, size) in self._sizes.items():
-            file = self._files[index_file(axis)]
-            file.write(np.array([size], OFFSET_DTYPE))
-            file.write(anchors_of(file.read_back(OFFSET_DTYPE, items + 1)))
+            file = self._files[layout.index_file(axis)]
+            file.write(np.array([size], layout.OFFSET_DTYPE))
+            file.write(layout.anchors_of(file.read_back(layout.OFFSET_DTYPE, items + 1)))
         shard = self.sync()
         sync_folder(self.folder)
         return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
 
     def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
-        axis = axis_of(self.spec.kind, _POSITIONS)
+        axis = layout.axis_of(self.spec.kind, _POSITIONS)
         first = self._sizes[axis][1]
         return np.arange(first, first + int(offsets[axis][-1])).astype(self.spec.keys[_POSITIONS])
 
@@ -337,7 +318,7 @@ class _ShardWriter:
             assert (starts[1:] >= starts[:-1]).all()
         for key, array in values.items():
             dtype = self.spec.keys[key]
-            starts = offsets[axis_of(self.spec.kind, key)]
+            starts = offsets[layout.axis_of(self.spec.kind, key)]
             assert array.size == starts[-1], key
             if array.dtype != np.dtype(dtype):
                 raise StoreError(f"key {key!r}: ids must be {dtype}, got {array.dtype}; cast them first")
@@ -448,7 +429,7 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
 
     The store must hold no shard of another build under that number.
     """
-    named = replace(shard, name=f"{shard_name(index)}{'.h5' if shard.container else ''}")
+    named = replace(shard, name=f"{layout.shard_name(index)}{'.h5' if shard.container else ''}")
     source, target = folder / shard.name, store / named.name
     if source.exists():
         os.rename(source, target)
@@ -463,7 +444,8 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     for child in sorted(path.iterdir()):
         if child.name == OWNER or child.name in keep:
             continue
-        if child.name in (ROWS_FOLDER, JOURNAL_FOLDER, *TEMPORARY) or is_shard_name(child.name):
+        known = (layout.ROWS_FOLDER, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
+        if child.name in known or layout.is_shard_name(child.name):
             ours.append(child)
         elif child.name != MANIFEST:
             raise StoreExistsError(
@@ -484,7 +466,7 @@ def _remove(path: Path) -> None:
 def refuse_foreign_shards(path: Path) -> None:
     """Raise if something has the name of a shard and is none: it must not be deleted."""
     for child in sorted(path.iterdir()):
-        if not is_shard_name(child.name) or child.is_symlink():
+        if not layout.is_shard_name(child.name) or child.is_symlink():
             continue
         strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin") if child.is_dir() else []
         if strangers:

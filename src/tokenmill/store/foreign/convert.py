@@ -1,4 +1,4 @@
-"""Foreign files made a store of ours, with checksums, and compared with what they were made of."""
+"""Converting foreign files to a store of ours, with checksums, and comparing it with them."""
 
 from __future__ import annotations
 
@@ -71,22 +71,20 @@ def import_store(
         check_vocabulary(shard, facts[-1], known)
         looked(sum(array.count for array in shard.arrays.values()))
     keys = _keys(files, facts, known)
+    identity = tokenizer_of(keys, facts, known)
+    if tokenizer is not None:  # the user's word, but for how documents are framed
+        identity = {**tokenizer, "add_bos": identity["add_bos"], "add_eos": identity["add_eos"]}
     spec = StoreSpec(
         kind=files.kind,
         keys=keys,
-        tokenizer=_identity(tokenizer, tokenizer_of(keys, facts, known)),
+        tokenizer=identity,
         recipe={"imported": format, "options": known.given, **files.facts},
         max_tokens_per_shard=max_tokens_per_shard,
     )
-
-    def shards() -> Iterator[tuple[ForeignShard, Documents]]:
-        for shard in files.shards:
-            yield shard, find_documents(shard, files.kind, known, look=False)
-
     with StoreWriter(out, spec, rebuild=rebuild) as writer:
-        manifest = _write(writer, shards(), _counted(progress, "write", total))
+        manifest = _write(writer, _with_documents(files, known), _counted(progress, "write", total))
     try:
-        compared = _compare(Path(out), shards(), _counted(progress, "compare", total))
+        compared = _compare(Path(out), _with_documents(files, known), _counted(progress, "compare", total))
     except BaseException:
         (Path(out) / MANIFEST).unlink()  # what is not proven is no store
         raise
@@ -114,13 +112,6 @@ def _with_tokenizer(options: ForeignOptions, tokenizer: Mapping[str, Any] | None
     return replace(options, **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")})
 
 
-def _identity(tokenizer: Mapping[str, Any] | None, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity to write: who made the ids is the user's word, how documents are framed was found."""
-    if tokenizer is None:
-        return dict(found)
-    return {**tokenizer, "add_bos": found["add_bos"], "add_eos": found["add_eos"]}
-
-
 def _keys(files: ForeignFiles, facts: Sequence[Facts], options: ForeignOptions) -> dict[str, str]:
     """Return key -> the smallest dtype that holds the vocabulary, or else the ids that there are."""
     bound = options.vocab_size or 1 + max((shard.largest for shard in facts), default=0)
@@ -141,6 +132,12 @@ def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]
         progress(what, done, total)
 
     return count
+
+
+def _with_documents(files: ForeignFiles, options: ForeignOptions) -> Iterator[tuple[ForeignShard, Documents]]:
+    """Yield shards with their documents, which are found one shard at a time."""
+    for shard in files.shards:
+        yield shard, find_documents(shard, files.kind, options, look=False)
 
 
 def _write(

@@ -15,6 +15,7 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
+from tokenmill.store import layout
 from tokenmill.store.durable import private_folder, private_path, sync_folder, writable
 from tokenmill.store.foreign.files import (
     BLOCK,
@@ -23,15 +24,6 @@ from tokenmill.store.foreign.files import (
     ForeignShard,
     sample_digest,
     stored_dtype,
-)
-from tokenmill.store.layout import (
-    OFFSET_DTYPE,
-    anchors_of,
-    axis_of,
-    document_file_bytes,
-    index_file,
-    key_file,
-    token_keys,
 )
 from tokenmill.store.manifest import Count
 from tokenmill.store.maps import FileRequest, MemoryRequest, Request, map_file
@@ -81,18 +73,18 @@ class ShardIndex:
 def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIndex:
     """Return the index of a shard: kept from before, or made now."""
     # All ids have to be looked at before they may be read as unsigned numbers, or as below a vocabulary size.
-    signed = any(shard.arrays[key].dtype.kind == "i" for key in token_keys(shard.arrays))
+    signed = any(shard.arrays[key].dtype.kind == "i" for key in layout.token_keys(shard.arrays))
     look = signed or options.vocab_size is not None
     description = _description(shard, kind, options, look=look)
-    beside = shard.arrays[token_keys(shard.arrays)[0]].path
+    beside = shard.arrays[layout.token_keys(shard.arrays)[0]].path
     masks = _converted_masks(shard)
     kept = _read_kept(beside, description)
     if kept is not None and _fits(kept, shard, kind):
         return kept
     documents = find_documents(shard, kind, options, look=look)
-    indexes = {index_file(axis): index_bytes(offsets) for axis, offsets in documents.offsets.items()}
+    indexes = {layout.index_file(axis): index_bytes(offsets) for axis, offsets in documents.offsets.items()}
     sections: dict[str, Iterable[Uint8Array]] = {name: [data] for name, data in indexes.items()}
-    sections |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
+    sections |= {layout.key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
     size = sum(data.size for data in indexes.values()) + sum(shard.arrays[key].count for key in masks)
     if size > IN_MEMORY_BYTES or sum(array.bytes for array in shard.arrays.values()) > CHEAP_BYTES:
         return _keep(beside, description, documents.facts, sections)
@@ -106,10 +98,11 @@ def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIn
 
 def _fits(index: ShardIndex, shard: ForeignShard, kind: str) -> bool:
     """Whether what was kept has the sizes of the shard: kernels read by address, so no other may get near them."""
-    sizes = {key_file(key): shard.arrays[key].count for key in _converted_masks(shard)}
-    for key in token_keys(shard.arrays):
-        axis = axis_of(kind, key)
-        sizes[index_file(axis)] = document_file_bytes(index.facts.items.get(axis, -1), shard.arrays[key].count)
+    sizes = {layout.key_file(key): shard.arrays[key].count for key in _converted_masks(shard)}
+    for key in layout.token_keys(shard.arrays):
+        axis = layout.axis_of(kind, key)
+        items, values = index.facts.items.get(axis, -1), shard.arrays[key].count
+        sizes[layout.index_file(axis)] = layout.document_file_bytes(items, values)
     return sizes == {name: request.wanted for name, request in index.requests.items()}
 
 
@@ -124,8 +117,8 @@ def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, l
     offsets: dict[str, Int64Array] = {}
     largest = -1
     bos = eos = True
-    for key in token_keys(shard.arrays):
-        array, axis = shard.arrays[key], axis_of(kind, key)
+    for key in layout.token_keys(shard.arrays):
+        array, axis = shard.arrays[key], layout.axis_of(kind, key)
         cut = axis not in shard.ends and kind in ("seq", "sft") and (options.eos_id, options.bos_id) != (None, None)
         ends = np.empty(0, np.int64)
         if look or cut:
@@ -187,7 +180,8 @@ def _all_are(array: ForeignArray, places: Int64Array, offsets: Int64Array, wante
 
 def index_bytes(offsets: Int64Array) -> Uint8Array:
     """Return the bytes of `documents.bin`: offsets, and the document that holds every 1,024th token."""
-    return np.concatenate([offsets.astype(OFFSET_DTYPE).view(np.uint8), anchors_of(offsets).view(np.uint8)])
+    anchors = layout.anchors_of(offsets)
+    return np.concatenate([offsets.astype(layout.OFFSET_DTYPE).view(np.uint8), anchors.view(np.uint8)])
 
 
 def _converted_masks(shard: ForeignShard) -> list[str]:
