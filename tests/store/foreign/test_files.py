@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tokenmill.errors import StoreError, StoreMissingError
-from tokenmill.store import StoreSpec, StoreWriter, detect_format, import_store, open_store, verify
+from tokenmill.store import StoreSpec, StoreWriter, detect_format, open_store
 from tokenmill.store.foreign.files import files_of
-from tokenmill.store.layout import is_ours, stores_below
+from tokenmill.store.layout import stores_below
 
 
 def test_a_store_of_ours_is_told_apart(make_store):
@@ -21,37 +21,6 @@ def test_a_store_that_was_not_finished_is_not_taken_for_raw_files(make_store):
     (path / "manifest.json").unlink()
     with pytest.raises(StoreMissingError, match=r"manifest.json, got none; if `tokenmill prepare` was interrupted"):
         open_store(path, dtype="uint16")
-
-
-@pytest.mark.parametrize("left", [".prepare", ".tmp-shards", ".tmp-pid", ".tmp-manifest.json", "shard-00000"])
-def test_what_a_build_leaves_makes_a_folder_a_store_that_was_begun(tmp_path, left):
-    (tmp_path / "web" / left).mkdir(parents=True)
-    (tmp_path / "web" / ".notes").touch()
-    assert is_ours(tmp_path / "web")
-    with pytest.raises(StoreMissingError, match=r"got none; if `tokenmill prepare` was interrupted there"):
-        open_store(tmp_path / "web")
-    (tmp_path / "web" / "a.npy").touch()
-    assert not is_ours(tmp_path / "web")
-
-
-@pytest.mark.parametrize("hidden", [None, ".rows", ".git"])
-def test_an_empty_folder_is_no_store_and_holds_no_token_files(tmp_path, hidden):
-    (tmp_path / "web" / (hidden or "")).mkdir(parents=True)
-    assert not is_ours(tmp_path / "web")
-    for look in (open_store, detect_format, verify, lambda path: import_store(path, out=tmp_path / "out")):
-        with pytest.raises(
-            StoreMissingError,
-            match=r"web: a store must be a folder with manifest\.json, or token files of another project, "
-            r"got an empty folder; run `tokenmill prepare` or fix the path",
-        ):
-            look(tmp_path / "web")
-
-
-def test_a_manifest_makes_a_folder_a_store_whatever_stands_beside_it(make_store):
-    path, _, _ = make_store("web", [3])
-    (path / "README").touch()
-    assert is_ours(path)
-    assert open_store(path).num_tokens == 3
 
 
 def test_a_folder_of_our_stores_is_not_taken_for_raw_files(make_store, tmp_path):
@@ -94,22 +63,6 @@ def test_a_store_of_hdf5_is_told_below_a_folder_too(tmp_path, tokenizer_identity
     assert [path.name for path in (tmp_path / "out" / "train").glob("shard-*")] == ["shard-00000.h5"]
     with pytest.raises(StoreError, match="must be one store, got the store train in it"):
         open_store(tmp_path / "out")
-
-
-def test_stores_that_were_not_finished_count_only_beside_finished_ones(make_store, tmp_path):
-    for name in ("train", "val"):
-        make_store(f"out/{name}", [3])
-    (tmp_path / "out" / "val" / "manifest.json").unlink()
-    assert [store.name for store in stores_below(tmp_path / "out")] == ["train", "val"]
-    (tmp_path / "out" / "train" / "manifest.json").unlink()
-    assert stores_below(tmp_path / "out") == []
-
-
-def test_hidden_folders_hold_no_stores(make_store, tmp_path):
-    make_store("out/.old/train", [3])
-    np.save(tmp_path / "out" / "a.npy", np.array([1, 2], np.uint16))
-    assert stores_below(tmp_path / "out") == []
-    assert open_store(tmp_path / "out").num_tokens == 2
 
 
 @pytest.mark.parametrize("missing", ["no.npy", "*.npy", "no.bin"])
