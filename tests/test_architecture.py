@@ -260,6 +260,39 @@ def test_importing_tokenmill_is_light():
     assert run(program) == "[]\n"
 
 
+FIRST_BATCH = """
+import sys
+from pathlib import Path
+import numpy as np
+import tokenmill as tm
+from tokenmill.store import StoreSpec, StoreWriter
+
+folder = Path(sys.argv[1])
+spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer={"vocab_size": 500}, recipe={})
+with StoreWriter(folder / "web", spec) as writer:
+    writer.append({"sequence": np.arange(90, dtype="<u2")}, np.arange(0, 91, 9))
+    writer.commit()
+(folder / "run.toml").write_text('''
+[run]
+steps = 4
+global_batch_size = 2
+seq_len = 8
+[[sources]]
+name = "web"
+store = "web"
+''')
+next(iter(tm.Run.from_toml(folder / "run.toml").loader()))
+"""
+
+
+def test_the_first_batch_of_a_store_loads_nothing_that_reads_text(tmp_path):
+    program = f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n" + FIRST_BATCH
+    unwanted = sorted({*HEAVY, "datasets", "pandas"} - {"numba", "numpy"})
+    rooms = ["tokenmill.documents", "tokenmill.encode", "tokenmill.live", "tokenmill.build", "tokenmill.cli"]
+    program += f"print([name for name in {[*unwanted, *rooms]} if name in sys.modules])"
+    assert run(program) == "[]\n"
+
+
 def test_importing_tokenmill_changes_nothing():
     program = """
 import os, sys, threading, warnings, signal, random

@@ -30,6 +30,7 @@ from typing import IO, Any, ParamSpec, TypeVar, cast
 import numba
 import numpy as np
 from numba.core import caching, cgutils, types
+from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
 from tokenmill.types import AnyArray
@@ -44,6 +45,9 @@ _types: Any = types
 PACKAGE = Path(__file__).parent
 MAX_WAIT_SECONDS = 60.0
 """How long a process waits for others that compile the same; one kernel takes a few seconds at most."""
+
+_TESTED_NUMBA = (0, 68)
+"""The last version with which kernels were loaded without all that compiles them; later ones load it as well."""
 
 int64 = cast(Callable[[Any], int], np.int64)
 """Makes any whole number one of 64 bits: in kernels the integers of Python and of numpy are one."""
@@ -204,7 +208,7 @@ class _KernelCache:
         for folder in kernel_folders():
             files = _files(self._function, folder)
             try:
-                compiled = files.load_overload(signature, context)
+                compiled = _load_light(files, signature, context)
             except Exception as error:  # whatever a damaged file leads to
                 logger.debug("%s: a compiled kernel cannot be read: %s", folder, error)
                 with suppress(OSError):
@@ -224,6 +228,14 @@ class _KernelCache:
             logger.warning("%s: a compiled kernel cannot be kept: %s", folder, error)
         finally:
             _turn.end()
+
+
+def _load_light(files: Any, signature: Any, context: Any) -> Any:  # noqa: ANN401
+    """Load a kernel without all that compiles one, which takes numba a third of a second to import."""
+    if _numba.version_info.short > _TESTED_NUMBA:
+        return files.load_overload(signature, context)
+    rtsys.initialize(context)
+    return files._load_overload(signature, context)
 
 
 @cache

@@ -82,12 +82,14 @@ class Run:
     @cached_property
     def live(self) -> dict[str, LiveRows]:
         """The sources of live text, with files listed and tokenizers open, as [run] makes rows of them."""
+        sources = [source for source in self.config.sources if source.live]
+        if not sources:
+            return {}  # stores need none of what reads and tokenizes text
         from tokenmill.live.lanes import open_rows
 
         return {
             source.name: open_rows(self.config, source, self._texts(source), self._tokenizer(source))
-            for source in self.config.sources
-            if source.live
+            for source in sources
         }
 
     def _texts(self, source: SourceConfig) -> list[str]:
