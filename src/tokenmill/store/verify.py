@@ -19,7 +19,7 @@ from tokenmill.store.manifest import Manifest, manifest_bytes
 from tokenmill.store.maps import FileRequest, Request, map_file
 from tokenmill.store.open import check_vocabulary, open_foreign, read_foreign, read_ours
 from tokenmill.store.reader import store_of
-from tokenmill.types import MASK_KEYS, AnyArray, Uint8Array, Uint32Array, Uint64Array
+from tokenmill.types import MASK_KEYS, AnyArray, Uint8Array
 
 _BLOCK = 1 << 24
 Progress = Callable[[int], None]
@@ -127,18 +127,8 @@ def _check_index(request: Request, items: int, values: int) -> None:
     for begin in range(0, offsets.size, _BLOCK):
         block = offsets[begin : begin + _BLOCK + 1]
         require(bool((block[1:] >= block[:-1]).all()), "offsets must not decrease, got some that do")
-    require(_anchors_hold(offsets, anchors), "anchors must name the document of every 1,024th token, got others")
-
-
-def _anchors_hold(offsets: Uint64Array, anchors: Uint32Array) -> bool:
-    for begin in range(0, anchors.size, _BLOCK):
-        block = anchors[begin : begin + _BLOCK].astype(np.int64)
-        marks = np.arange(begin, begin + block.size, dtype=np.uint64) * np.uint64(layout.ANCHOR_TOKENS)
-        if block.size and int(block.max()) + 1 >= offsets.size:
-            return False
-        if not ((offsets[block] <= marks) & (marks < offsets[block + 1])).all():
-            return False
-    return True
+    right = np.array_equal(anchors, layout.anchors_of(offsets))
+    require(right, "anchors must name the document of every 1,024th token, got others")
 
 
 def _check_ids(request: Request, dtype: str, manifest: Manifest) -> None:
