@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.build.corpus import COMPRESS, files_of, lines_of, some_texts, texts_of, write_file
 
-from tokenmill.build import PrepareOptions, prepare, unit
+from tokenmill.build import PrepareOptions, prepare
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError, StoreMissingError, TokenizerError
 from tokenmill.store import open_store, read_manifest, verify
 
@@ -69,14 +69,6 @@ def test_bytes_do_not_depend_on_the_number_of_workers(corpus, tmp_path, chunk_by
 def test_documents_do_not_depend_on_where_files_are_cut(corpus, tmp_path, chunk_bytes):
     build(corpus, tmp_path / "store", chunk_bytes=chunk_bytes)
     assert texts_of(open_store(tmp_path / "store")) == TEXTS
-
-
-def test_bytes_do_not_depend_on_compiled_kernels(bad_corpus, tmp_path, monkeypatch):
-    """Kernels read large units only; the store tells none of it, bad records and all [C1]."""
-    for name, size in (("parser", 1 << 40), ("kernel", 1)):
-        monkeypatch.setattr(unit, "COMPILED_BYTES", size)
-        build(bad_corpus, tmp_path / name, on_error="skip")
-    assert files_of(tmp_path / "kernel") == files_of(tmp_path / "parser")
 
 
 def test_small_files_share_a_shard_and_large_ones_are_cut(tmp_path):

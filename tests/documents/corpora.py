@@ -16,10 +16,6 @@ COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 TEXTS = ["one", "zwei ä", "三", "🙂" * 50, 'quote " and \\ and \n', "a,b\tc\r\nd", " spaces ", "]}{["]
 
 
-DEFAULTS = {}
-"""Options of `read` where a test gives none."""
-
-
 def lines_of(texts, field="text"):
     return b"".join(json.dumps({field: text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
@@ -27,7 +23,7 @@ def lines_of(texts, field="text"):
 def read(path, chunk_bytes=16 << 20, *, format=None, **options):
     """All batches of all units of what a path stands for."""
     units = cut_files(find_files(path, format=format).files, chunk_bytes=chunk_bytes)
-    return [batch for unit in units for batch in read_unit(unit, ReadOptions(**{**DEFAULTS, **options}))]
+    return [batch for unit in units for batch in read_unit(unit, ReadOptions(**options))]
 
 
 def texts_of(batches):

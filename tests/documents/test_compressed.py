@@ -1,4 +1,4 @@
-"""Compressed files are read whole or refused, and never unfold without bound."""
+"""Compressed files are read whole or refused, and never decompressed without bound."""
 
 import gzip
 
@@ -58,28 +58,28 @@ def test_damaged_file_is_an_error_that_names_it(tmp_path, kind):
         read(path)
 
 
-def test_file_that_unfolds_beyond_the_cap_is_refused_and_up_to_it_is_read(tmp_path, kind):
+def test_file_that_decompresses_beyond_the_cap_is_refused_and_up_to_it_is_read(tmp_path, kind):
     """[S.e]"""
-    compress, unfold = KINDS[kind]
+    compress, decompress = KINDS[kind]
     path = tmp_path / "bomb"
     path.write_bytes(compress(bytes(10 << 20)))
     with path.open("rb") as file:
-        blocks = unfold(file, str(path), cap_bytes=1 << 20)
+        blocks = decompress(file, str(path), cap_bytes=1 << 20)
         sizes: list[int] = []
-        with pytest.raises(DocumentError, match=r"bomb: must unfold to at most 1048576 bytes, got more"):
+        with pytest.raises(DocumentError, match=r"bomb: must decompress to at most 1048576 bytes, got more"):
             sizes.extend(map(len, blocks))
         assert sum(sizes) <= 1 << 20
     with path.open("rb") as file:
-        assert sum(map(len, unfold(file, str(path), cap_bytes=10 << 20))) == 10 << 20
+        assert sum(map(len, decompress(file, str(path), cap_bytes=10 << 20))) == 10 << 20
 
 
 def test_bomb_of_many_frames_is_refused_too(tmp_path, kind):
     """[S.e]"""
-    compress, unfold = KINDS[kind]
+    compress, decompress = KINDS[kind]
     path = tmp_path / "bomb"
     path.write_bytes(compress(bytes(1000)) * 2000)
-    with path.open("rb") as file, pytest.raises(DocumentError, match="must unfold to at most 100000 bytes"):
-        list(unfold(file, str(path), cap_bytes=100_000))
+    with path.open("rb") as file, pytest.raises(DocumentError, match="must decompress to at most 100000 bytes"):
+        list(decompress(file, str(path), cap_bytes=100_000))
 
 
 def test_window_that_a_header_claims_is_not_allocated(tmp_path):

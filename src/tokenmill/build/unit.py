@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import filterfalse, repeat
 from pathlib import Path
@@ -46,9 +46,6 @@ from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
 _PROGRESS = struct.Struct("<3q")
 _CHECKPOINT = "checkpoint.json"
-COMPILED_BYTES = 32 << 20
-"""Units from this size on are read and framed by compiled kernels, where there are some: the input is then 24 times
-as large, and what they save is more than the 0.4 s and 100 MB that they take to load in every worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,8 +322,6 @@ class Joined:
     runs: list[tuple[int, DocumentBatch]] = field(default_factory=list)
     """Where each batch begins among the records, and the batch."""
     position: int = 0
-    compiled: bool = False
-    """Whether compiled kernels work on it."""
 
     @property
     def num_records(self) -> int:
@@ -358,11 +353,10 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
 
     They are the same every time, so that a unit can go on after some of them.
     """
-    compiled = unit.bytes >= COMPILED_BYTES
-    held = Joined(compiled=compiled)
+    held = Joined()
     size = 0
     before = 0
-    for batch in read_unit(unit, replace(reading, compiled=compiled)):
+    for batch in read_unit(unit, reading):
         held.add(batch)
         # Of whole records it is not known how large they are, but how much of the input they take.
         size += sum(map(len, batch.texts)) or batch.position - before
@@ -373,7 +367,7 @@ def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
             or (batch.records and len(unit.pieces) == 1)
         ):
             yield held
-            held, size = Joined(compiled=compiled), 0
+            held, size = Joined(), 0
     if held.runs:
         yield held
 

@@ -6,8 +6,7 @@
 3. Out: batches of texts or records in input order, and the records that could not be read, by line and reason.
 
 A new kind of file is one `Format` (see `units`) and its line in `formats`. Formats share how files are opened
-(`opening`, `compressed`) and how raw values become documents (`lines`, `json_values`, `columns`). Where the options
-ask for it, `scanned` reads lines of JSON by a kernel (`scan`, `json_strings`, `memory`).
+(`opening`) and how lines and JSON values become documents (`lines`).
 """
 
 from tokenmill.documents.formats import FORMATS, cut_files, place, read_unit

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.documents.lines import RecordError, utf8_detail
 from tokenmill.documents.opening import open_input
-from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions
+from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, RecordError, decode_utf8, read_each
 from tokenmill.errors import DocumentError, nearest
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ def column_groups(
         intact = _is_valid(batch)
         step = rows_at_once(batch.num_rows, batch.nbytes if intact else 0, options)
         for begin in range(0, batch.num_rows, step):
-            rows = batch.slice(begin, step)
-            records, bad = _records(rows, options.max_record_bytes, intact=intact)
-            size = rows.nbytes if intact else 0
-            yield Group(documents=records, bad=bad, blank=(), num_lines=rows.num_rows, size=size, position=position)
+            group = _records(batch.slice(begin, step), options.max_record_bytes, intact=intact)
+            group.position = position
+            yield group
         return
     column = _text_column(batch, options.text_field)
     if not decompressed and not _is_valid(column):
@@ -85,10 +84,9 @@ def column_groups(
         column.validate(full=True)
     step = rows_at_once(len(column), _num_bytes(column), options)
     for begin in range(0, len(column), step):
-        cells = column.slice(begin, step)
-        texts, bad = _texts(cells, options)
-        size = sum(map(len, texts))
-        yield Group(documents=texts, bad=bad, blank=(), num_lines=len(cells), size=size, position=position)
+        group = _texts(column.slice(begin, step), options)
+        group.size, group.position = sum(map(len, group.documents)), position
+        yield group
 
 
 def _num_bytes(column: pa.Array) -> int:
@@ -129,36 +127,22 @@ def _text_kinds() -> tuple[Any, ...]:
     )
 
 
-def _texts(cells: pa.Array, options: ReadOptions) -> tuple[list[str], list[BadRecord]]:
-    """Return the texts of cells; nulls, cells that are not UTF-8 and those that are too long are bad."""
+def _texts(cells: pa.Array, options: ReadOptions) -> Group:
+    """Read the texts of cells; nulls, cells that are not UTF-8 and those that are too long are bad."""
     if cells.nbytes <= options.max_record_bytes:  # else one of them may be too long
         with suppress(UnicodeDecodeError):
             texts = _values(cells)
             if set(map(type, texts)) <= {str}:
-                return texts, []
-    return _texts_one_by_one(_values(_as_bytes(cells)), options)
+                return Group(documents=texts)
 
+    def text(value: bytes | None) -> str:
+        if value is None:
+            raise RecordError("not_text", f"field {options.text_field!r} is null")
+        if len(value) > options.max_record_bytes:
+            raise RecordError("too_long", f"{len(value)} bytes")
+        return decode_utf8(value)
 
-def _texts_one_by_one(cells: Sequence[bytes | None], options: ReadOptions) -> tuple[list[str], list[BadRecord]]:
-    good: list[str] = []
-    bad: list[BadRecord] = []
-    for line, value in enumerate(cells):
-        try:
-            good.append(_text(value, options))
-        except RecordError as error:
-            bad.append(error.at(line))
-    return good, bad
-
-
-def _text(value: bytes | None, options: ReadOptions) -> str:
-    if value is None:
-        raise RecordError("not_text", f"field {options.text_field!r} is null")
-    if len(value) > options.max_record_bytes:
-        raise RecordError("too_long", f"{len(value)} bytes")
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise RecordError("utf8", utf8_detail(error)) from None
+    return read_each(_values(_as_bytes(cells)), text)
 
 
 def _values(cells: pa.Array) -> list[Any]:
@@ -197,25 +181,17 @@ def _as_bytes(cells: pa.Array) -> pa.Array:
     return next((cells.view(raw) for text, raw in kinds if cells.type == text), cells)
 
 
-def _records(
-    rows: pa.RecordBatch, max_bytes: int, *, intact: bool
-) -> tuple[list[Mapping[str, Any]], list[BadRecord]]:
+def _records(rows: pa.RecordBatch, max_bytes: int, *, intact: bool) -> Group:
+    """Read rows as whole records."""
     if intact and rows.nbytes <= max_bytes:
-        try:
-            return rows.to_pylist(), []
-        except (ValueError, OverflowError):  # a time that Python has no object for
-            pass
-    good: list[Mapping[str, Any]] = []
-    bad: list[BadRecord] = []
-    for line in range(rows.num_rows):
-        try:
-            good += _record(rows.slice(line, 1), max_bytes)
-        except RecordError as error:
-            bad.append(error.at(line))
-    return good, bad
+        with suppress(ValueError, OverflowError):  # a time that Python has no object for
+            return Group(documents=rows.to_pylist(), size=rows.nbytes)
+    group = read_each((rows.slice(line, 1) for line in range(rows.num_rows)), partial(_record, max_bytes=max_bytes))
+    group.size = rows.nbytes if intact else 0
+    return group
 
 
-def _record(row: pa.RecordBatch, max_bytes: int) -> list[Mapping[str, Any]]:
+def _record(row: pa.RecordBatch, max_bytes: int) -> Mapping[str, Any]:
     import pyarrow as pa
 
     try:
@@ -227,10 +203,10 @@ def _record(row: pa.RecordBatch, max_bytes: int) -> list[Mapping[str, Any]]:
     if row.nbytes > max_bytes:
         raise RecordError("too_long", f"{row.nbytes} bytes")
     try:
-        record: list[Mapping[str, Any]] = row.to_pylist()
+        (record,) = row.to_pylist()
     except (ValueError, OverflowError) as error:
         raise RecordError("value", str(error)) from None
-    return record
+    return record  # type: ignore[no-any-return]
 
 
 # Parquet files by row groups, a batch of rows in memory at a time.
@@ -249,7 +225,7 @@ class Parquet:
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
-        with _open(file) as opened:
+        with _open_parquet(file) as opened:
             sizes = [
                 max(opened.metadata.row_group(group).total_byte_size, 1)
                 for group in range(opened.metadata.num_row_groups)
@@ -258,7 +234,7 @@ class Parquet:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read the rows of the piece's row groups, of the columns that are needed."""
-        with _open(piece.file) as opened:
+        with _open_parquet(piece.file) as opened:
             schema = opened.schema_arrow
             leaves = wanted_columns(schema, options, piece.file.path)
             if options.text_field is not None:
@@ -325,7 +301,7 @@ def _is_below(path: str, leaves: list[str]) -> bool:
 
 
 @contextmanager
-def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
+def _open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
     """Open a file; what Arrow finds wrong with it, now or later, raises DocumentError."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenmill.documents.lines import RecordError, Unread, split_lines
-from tokenmill.documents.opening import BLOCK_BYTES, Unfold, open_blocks
-from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions, whole
+from tokenmill.documents.lines import Unread, split_lines
+from tokenmill.documents.opening import Decompress, open_blocks
+from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, RecordError, whole
 from tokenmill.errors import DocumentError, nearest
 
 _ROWS = 256
@@ -21,9 +21,9 @@ class Delimited:
 
     counts = "row"
 
-    def __init__(self, delimiter: str, unfold: Unfold | None = None) -> None:
+    def __init__(self, delimiter: str, decompress: Decompress | None = None) -> None:
         self._delimiter = delimiter
-        self._unfold = unfold
+        self._decompress = decompress
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
         """Take the file whole."""
@@ -31,38 +31,34 @@ class Delimited:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read all rows below the header."""
-        with open_blocks(piece, self._unfold, block_bytes=min(BLOCK_BYTES, options.batch_bytes)) as (blocks, tell):
+        with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
             rows = _Rows(split_lines(blocks, options.max_record_bytes), self._delimiter, options.max_record_bytes)
             header = _header(rows, piece.file.path)
             if header is None:
                 return
             table = _Table(header, options, piece.file.path)
-            while (group := _group(rows, table, options, tell)) is not None:
+            while (group := _group(rows, table, options)).num_lines:
+                group.position = tell()
                 yield group
 
 
-def _group(rows: _Rows, table: _Table, options: ReadOptions, tell: Callable[[], int]) -> Group | None:
-    """Read some rows; None at the end."""
-    documents: list[Any] = []
-    bad: list[BadRecord] = []
-    blank: list[int] = []
-    size = 0
+def _group(rows: _Rows, table: _Table, options: ReadOptions) -> Group:
+    """Read some rows; none at the end."""
+    group = Group()
     most = min(_ROWS, options.batch_documents)
-    while (num_lines := len(documents) + len(bad) + len(blank)) < most and size < options.batch_bytes:
+    while (line := group.num_lines) < most and group.size < options.batch_bytes:
         try:
             row = next(rows, None)
             if row is None:
                 break
             if row:
-                documents.append(table.document(row))
-                size += sum(map(len, row)) if options.text_field is None else len(documents[-1])
+                group.documents.append(table.document(row))
+                group.size += sum(map(len, row)) if options.text_field is None else len(group.documents[-1])
             else:
-                blank.append(num_lines)
+                group.blank.append(line)
         except RecordError as error:
-            bad.append(error.at(num_lines))
-    if not num_lines:
-        return None
-    return Group(documents=documents, bad=bad, blank=blank, num_lines=num_lines, size=size, position=tell())
+            group.bad.append(error.at(line))
+    return group
 
 
 class _Table:
@@ -100,7 +96,7 @@ def _header(rows: _Rows, path: str) -> list[str] | None:
         return next((row for row in rows if row), None)
     except RecordError as error:
         raise DocumentError(
-            f"{path}: must begin with a header row, got {error.reason}: {error.detail}; mend its first line"
+            f"{path}: must begin with a header row, got {error.reason}: {error.detail}; fix its first line"
         ) from None
 
 

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
 
 from tokenmill.documents.columns import Arrow, Parquet
 from tokenmill.documents.delimited import Delimited
 from tokenmill.documents.json_file import JsonFile
-from tokenmill.documents.lines import CompressedJsonl, PlainJsonl, PlainText
-from tokenmill.documents.opening import Unfold, gzip_blocks, zstd_blocks
-from tokenmill.documents.units import BadRecord, DocumentBatch, Format, Group, InputFile, Piece, ReadOptions, Unit
+from tokenmill.documents.lines import JsonLines, PlainText
+from tokenmill.documents.opening import Decompress, gzip_blocks, zstd_blocks
+from tokenmill.documents.units import DocumentBatch, Format, Group, InputFile, Piece, ReadOptions, Unit
 from tokenmill.documents.webdataset import WebDataset
 from tokenmill.errors import ConfigError, nearest
 
-COMPRESSIONS: Mapping[str, Unfold] = {".gz": gzip_blocks, ".zst": zstd_blocks}
+COMPRESSIONS: Mapping[str, Decompress] = {".gz": gzip_blocks, ".zst": zstd_blocks}
+
+
+def _formats(ending: str, decompress: Decompress | None) -> dict[str, Format]:
+    """Return the formats whose files may be compressed as a whole, by their suffixes with `ending`."""
+    return {
+        f".jsonl{ending}": JsonLines(decompress),
+        f".json{ending}": JsonFile(decompress),
+        f".txt{ending}": PlainText(decompress),
+        f".csv{ending}": Delimited(",", decompress),
+        f".tsv{ending}": Delimited("\t", decompress),
+        f".tar{ending}": WebDataset(decompress),
+    }
+
 
 FORMATS: Mapping[str, Format] = {
-    ".jsonl": PlainJsonl(),
-    ".json": JsonFile(),
+    **_formats("", None),
+    **_formats(".gz", gzip_blocks),
+    **_formats(".zst", zstd_blocks),
     ".parquet": Parquet(),
     ".arrow": Arrow(),
-    ".txt": PlainText(),
-    ".csv": Delimited(","),
-    ".tsv": Delimited("\t"),
-    ".tar": WebDataset(),
-    **{f".jsonl{ending}": CompressedJsonl(unfold) for ending, unfold in COMPRESSIONS.items()},
-    **{f".json{ending}": JsonFile(unfold) for ending, unfold in COMPRESSIONS.items()},
-    **{f".txt{ending}": PlainText(unfold) for ending, unfold in COMPRESSIONS.items()},
-    **{f".csv{ending}": Delimited(",", unfold) for ending, unfold in COMPRESSIONS.items()},
-    **{f".tsv{ending}": Delimited("\t", unfold) for ending, unfold in COMPRESSIONS.items()},
-    **{f".tar{ending}": WebDataset(unfold) for ending, unfold in COMPRESSIONS.items()},
 }
 
 NAMES: Mapping[str, str] = {
@@ -114,13 +117,13 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
     before = 0
     for index, piece in enumerate(unit.pieces):
         first = 0
-        for group in joined(FORMATS[piece.file.suffix].read(piece, options), options):
-            texts, records = (group.documents, ()) if options.text_field is not None else ((), group.documents)
+        for group in _joined(FORMATS[piece.file.suffix].read(piece, options), options):
+            are_texts = options.text_field is not None
             yield DocumentBatch(
                 piece=index,
-                texts=cast("Sequence[str]", texts),
-                records=cast("Sequence[Mapping[str, Any]]", records),
-                lines=document_lines(group, first),
+                texts=group.documents if are_texts else (),
+                records=() if are_texts else group.documents,
+                lines=group.lines(first),
                 bad=[replace(record, line=first + record.line) for record in group.bad],
                 num_lines=group.num_lines,
                 position=before + min(group.position, piece.bytes),
@@ -129,33 +132,16 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
         before += piece.bytes
 
 
-def joined(groups: Iterator[Group], options: ReadOptions) -> Iterator[Group]:
+def _joined(groups: Iterator[Group], options: ReadOptions) -> Iterator[Group]:
     """Join groups until they are a batch."""
-    documents: list[Any] = []
-    bad: list[BadRecord] = []
-    blank: list[int] = []
-    size = line = position = 0
+    joined = Group()
     for group in groups:
-        documents += group.documents
-        bad += [replace(record, line=line + record.line) for record in group.bad]
-        blank += [line + index for index in group.blank]
-        size += group.size
-        line += group.num_lines
-        position = group.position
-        if size >= options.batch_bytes or line >= options.batch_documents:
-            yield Group(documents=documents, bad=bad, blank=blank, num_lines=line, size=size, position=position)
-            documents, bad, blank, size, line = [], [], [], 0, 0
-    if line:
-        yield Group(documents=documents, bad=bad, blank=blank, num_lines=line, size=size, position=position)
-
-
-def document_lines(group: Group, first: int) -> Sequence[int]:
-    """Return the line of each document of a group whose own first line is `first`."""
-    lines = range(first, first + group.num_lines)
-    if len(group.documents) == len(lines):
-        return lines
-    others = {*(record.line for record in group.bad), *group.blank}
-    return [first + line for line in range(group.num_lines) if line not in others]
+        joined.add(group)
+        if joined.size >= options.batch_bytes or joined.num_lines >= options.batch_documents:
+            yield joined
+            joined = Group()
+    if joined.num_lines:
+        yield joined
 
 
 def place(piece: Piece, line: int) -> str:

@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-import orjson
+import msgspec
 
 from tokenmill.documents.formats import COMPRESSIONS, ENDINGS, forced_suffix, known_suffix
 from tokenmill.documents.units import InputFile
@@ -106,8 +106,8 @@ def _saved(item: str, folder: str, config: str | None, split: str | None) -> dat
 def _split_of(item: str, folder: str, split: str | None) -> str:
     try:
         with open(os.path.join(folder, _SAVED_DICT), "rb") as file:
-            known = [str(name) for name in orjson.loads(file.read())["splits"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            known = [str(name) for name in msgspec.json.decode(file.read())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _not_opened(item, error) from None
     chosen = split or _DEFAULT_SPLIT
     if chosen not in known:
@@ -121,8 +121,8 @@ def _refuse_old_indices(item: str, folder: str) -> None:
     """Raise if an old `datasets` saved a selection beside the rows, which newer ones do not see."""
     try:
         with open(os.path.join(folder, _SAVED), "rb") as file:
-            state = orjson.loads(file.read())
-    except (OSError, ValueError) as error:
+            state = msgspec.json.decode(file.read())
+    except (OSError, ValueError, RecursionError) as error:
         raise _not_opened(item, error) from None
     if any(state.get(name) for name in _INDICES):
         raise _selection(item)
@@ -308,10 +308,10 @@ def _is_note(path: str) -> bool:
 
 def _is_text(path: str, suffix: str) -> bool:
     """Tell whether the start of a file is UTF-8 text."""
-    unfold = next((COMPRESSIONS[ending] for ending in COMPRESSIONS if suffix.endswith(ending)), None)
+    decompress = next((COMPRESSIONS[ending] for ending in COMPRESSIONS if suffix.endswith(ending)), None)
     try:
         with open(path, "rb") as file:
-            start = file.read(_SNIFFED_BYTES) if unfold is None else next(unfold(file, path), b"")
+            start = file.read(_SNIFFED_BYTES) if decompress is None else next(decompress(file, path), b"")
     except (OSError, DocumentError):
         return False
     start = start[:_SNIFFED_BYTES]

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
-import orjson
+import msgspec
 
-from tokenmill.documents.lines import BYTE_ORDER_MARK, Held, Unread, line_groups, read_values, value_group
-from tokenmill.documents.opening import BLOCK_BYTES, Unfold, open_blocks
+from tokenmill.documents.lines import BYTE_ORDER_MARK, PartialRecord, Unread, line_groups, read_values
+from tokenmill.documents.opening import Decompress, open_blocks
 from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, whole
 
 _HEAD_BYTES = 1 << 20
@@ -29,8 +29,8 @@ class JsonFile:
 
     counts = "record"
 
-    def __init__(self, unfold: Unfold | None = None) -> None:
-        self._unfold = unfold
+    def __init__(self, decompress: Decompress | None = None) -> None:
+        self._decompress = decompress
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
         """Take the file whole."""
@@ -38,7 +38,7 @@ class JsonFile:
 
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read all records; JSON lines, which are often named `.json`, are read as such."""
-        with open_blocks(piece, self._unfold, block_bytes=min(BLOCK_BYTES, options.batch_bytes)) as (blocks, tell):
+        with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
             head = _head(blocks)
             raw = b"".join(head)
             start = raw.removeprefix(BYTE_ORDER_MARK)
@@ -47,8 +47,9 @@ class JsonFile:
                 return
             for values in _values(chain([start], blocks), options.max_record_bytes):
                 for begin in range(0, len(values), options.batch_documents):
-                    some = values[begin : begin + options.batch_documents]
-                    yield value_group(read_values(some, options, bare_strings=True), some, options, tell())
+                    group = read_values(values[begin : begin + options.batch_documents], options, bare_strings=True)
+                    group.position = tell()
+                    yield group
 
 
 def _head(blocks: Iterator[bytes]) -> list[bytes]:
@@ -78,8 +79,8 @@ def are_lines(start: bytes, *, whole: bool) -> bool:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(orjson.loads(line), dict)
-    except orjson.JSONDecodeError:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (ValueError, RecursionError):
         return False
 
 
@@ -87,10 +88,10 @@ def _values(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
     """Yield the raw records that end in each block."""
     scanner = Scanner(max_bytes)
     for block in blocks:
-        if found := scanner.feed(block):
-            yield found
-    if found := scanner.finish():
-        yield found
+        if records := scanner.feed(block):
+            yield records
+    if records := scanner.finish():
+        yield records
 
 
 class Scanner:
@@ -100,19 +101,19 @@ class Scanner:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._held = Held(max_bytes)
+        self._partial = PartialRecord(max_bytes)
         self._depth = 0
         self._level = 0
         """Depth that records are at: 1 in a list."""
         self._begun = False
         self._in_string = False
         self._escape = b""
-        self._found: list[bytes] = []
+        self._records: list[bytes] = []
 
     def feed(self, block: bytes) -> list[bytes]:
         """Return the records that end in the next block of the file."""
         block = self._escape + block
-        self._found = []
+        self._records = []
         start = self._begin(block)
         position = start
         if self._in_string:
@@ -129,17 +130,17 @@ class Scanner:
                 start = self._structure(block, token, start, position - 1)
         # A backslash at the end belongs with what follows it.
         self._escape = b"\\" if self._in_string and position < len(block) else b""
-        self._held.add(block[start : len(block) - len(self._escape)])
-        return self._found
+        self._partial.add(block[start : len(block) - len(self._escape)])
+        return self._records
 
     def finish(self) -> list[bytes]:
         """Return what is left at the end of the file: nothing, if it is whole."""
-        self._found = []
+        self._records = []
         if self._level:
-            self._found.append(Unread("json", "a list that does not end"))
+            self._records.append(Unread("json", "a list that does not end"))
         else:
             self._cut(self._escape)
-        return self._found
+        return self._records
 
     def _begin(self, block: bytes) -> int:
         """Go into the list that the file is, if it is one; return where records start."""
@@ -187,6 +188,6 @@ class Scanner:
         return start
 
     def _cut(self, last: bytes) -> None:
-        record = self._held.take(last)
+        record = self._partial.take(last)
         if record.strip():
-            self._found.append(record)
+            self._records.append(record)

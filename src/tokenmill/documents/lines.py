@@ -1,22 +1,134 @@
-"""One JSON object a line: plain files by byte ranges, compressed files as a whole."""
+"""Files of lines, of JSON objects or of plain text, and how raw JSON values become documents."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from io import BytesIO
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
-import orjson
+import msgspec
 
-from tokenmill.documents.opening import BLOCK_BYTES, Unfold, file_blocks, line_blocks, open_blocks, open_input
-from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions, whole
-
-# Blocks of bytes as lines, none of them held in memory beyond a limit.
+from tokenmill.documents.opening import BLOCK_BYTES, Decompress, file_blocks, line_blocks, open_blocks, open_input
+from tokenmill.documents.units import (
+    Group,
+    InputFile,
+    Piece,
+    ReadOptions,
+    RecordError,
+    decode_utf8,
+    read_each,
+    whole,
+)
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 8 << 20
 _BLOCK = 1 << 20
+
+
+# Blocks of bytes as lines, none of them kept in memory beyond a limit.
+
+
+def split_lines(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
+    """Yield the lines that end in each block, with their newline; an `Unread` for one above `max_bytes`.
+
+    The byte order mark that some programs put at the start of a file is dropped.
+    """
+    for first, rest in line_runs(blocks, max_bytes):
+        yield first + all_lines(rest)
+
+
+def all_lines(block: bytes) -> list[bytes]:
+    """Return the lines of a block: three times as fast as split, which looks at every byte by itself."""
+    return BytesIO(block).readlines()
+
+
+def line_runs(blocks: Iterator[bytes], max_bytes: int) -> Iterator[tuple[list[bytes], bytes]]:
+    """Yield the lines that end in each block: the first of them, put together, and the others as they stand there.
+
+    A line that is too long is always among the first.
+    """
+    partial = PartialRecord(max_bytes)
+    is_start = True
+    for block in blocks:
+        begin, end = 0, block.rfind(b"\n") + 1
+        if end:
+            first: list[bytes] = []
+            if is_start or partial.size or len(block) > max_bytes:
+                begin = block.find(b"\n") + 1
+                first.append(partial.take(block[:begin]))
+            if is_start:
+                first[0] = _without_mark(first[0])
+                is_start = False
+            if len(block) > max_bytes:  # else no line within the block can be too long
+                first += [PartialRecord(max_bytes).take(line) for line in all_lines(block[begin:end])]
+                begin = end
+            yield first, block[begin:end]
+        partial.add(block[end:])
+    if partial.size:
+        last = partial.take(b"")
+        yield [_without_mark(last) if is_start else last], b""
+
+
+def _without_mark(line: bytes) -> bytes:
+    return line if isinstance(line, Unread) else line.removeprefix(BYTE_ORDER_MARK)
+
+
+class Unread(bytes):
+    """Stands among raw records for one that was not kept: neither UTF-8 nor JSON, so that no parser takes it."""
+
+    reason: str
+    detail: str
+    num_quotes: int
+    """How many `"` it has: whether a quoted cell goes on after it."""
+
+    def __new__(cls, reason: str, detail: str, *, num_quotes: int = 0) -> Unread:
+        """Stand for a record that has this reason to be bad."""
+        self = super().__new__(cls, b"\xff")
+        self.reason, self.detail, self.num_quotes = reason, detail, num_quotes
+        return self
+
+
+def refuse_unread(raw: bytes) -> None:
+    """Raise RecordError if a raw record was not kept."""
+    if isinstance(raw, Unread):
+        raise RecordError(raw.reason, raw.detail)
+
+
+class PartialRecord:
+    """The parts of a record that goes on in the next block; what outgrows `max_bytes` is dropped and counted."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._parts: list[bytes] = []
+        self._quotes = 0
+        self.size = 0
+
+    def add(self, part: bytes) -> None:
+        """Append a part."""
+        self.size += len(part)
+        if self.size > self._max_bytes:
+            self._quotes += sum(dropped.count(b'"') for dropped in (*self._parts, part))
+            self._parts.clear()
+        elif part:
+            self._parts.append(part)
+
+    def take(self, last: bytes) -> bytes:
+        """Return the whole record that `last` ends, and begin anew."""
+        if self.size + len(last) <= self._max_bytes:
+            record = b"".join((*self._parts, last)) if self._parts else last
+            self._parts.clear()
+            if len(record) > LARGE_BYTES and (size := text_memory(record)) > self._max_bytes:
+                detail = f"{len(record)} bytes that take {size} in memory as text"
+                record = Unread("too_long", detail, num_quotes=record.count(b'"'))
+        else:
+            self.add(last)
+            record = Unread("too_long", f"{self.size} bytes", num_quotes=self._quotes)
+        self._parts.clear()
+        self._quotes = self.size = 0
+        return record
 
 
 def text_memory(raw: bytes) -> int:
@@ -50,210 +162,169 @@ def _escaped_width(raw: bytes) -> int:
     return width
 
 
-class Unread(bytes):
-    """Stands among raw records for one that was not kept: neither UTF-8 nor JSON, so that no parser takes it."""
-
-    reason: str
-    detail: str
-    num_quotes: int
-    """How many `"` it has: whether a quoted cell goes on after it."""
-
-    def __new__(cls, reason: str, detail: str, *, num_quotes: int = 0) -> Unread:
-        """Stand for a record that has this reason to be bad."""
-        self = super().__new__(cls, b"\xff")
-        self.reason, self.detail, self.num_quotes = reason, detail, num_quotes
-        return self
+# One JSON object a line.
 
 
-class Held:
-    """The parts of a record that goes on in the next block; what outgrows `max_bytes` is let go and counted."""
+class JsonLines:
+    """A plain file is cut anywhere: a range owns the lines that start in it. A compressed one is one piece."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._parts: list[bytes] = []
-        self._quotes = 0
-        self.size = 0
+    counts = "line"
 
-    def add(self, part: bytes) -> None:
-        """Append a part."""
-        self.size += len(part)
-        if self.size > self._max_bytes:
-            self._quotes += sum(held.count(b'"') for held in (*self._parts, part))
-            self._parts.clear()
-        elif part:
-            self._parts.append(part)
+    def __init__(self, decompress: Decompress | None = None) -> None:
+        self._decompress = decompress
 
-    def take(self, last: bytes) -> bytes:
-        """Return the whole record that `last` ends, and begin anew."""
-        if self.size + len(last) <= self._max_bytes:
-            record = b"".join((*self._parts, last)) if self._parts else last
-            self._parts.clear()
-            if len(record) > LARGE_BYTES and (size := text_memory(record)) > self._max_bytes:
-                detail = f"{len(record)} bytes that take {size} in memory as text"
-                record = Unread("too_long", detail, num_quotes=record.count(b'"'))
-        else:
-            self.add(last)
-            record = Unread("too_long", f"{self.size} bytes", num_quotes=self._quotes)
-        self._parts.clear()
-        self._quotes = self.size = 0
-        return record
+    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Cut a file into byte ranges."""
+        if self._decompress is not None:
+            yield from whole(file)
+            return
+        for begin in range(0, file.bytes, chunk_bytes):
+            end = min(begin + chunk_bytes, file.bytes)
+            yield begin, end, end - begin
+
+    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
+        """Read the lines that start in the piece's range."""
+        if self._decompress is not None:
+            with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
+                yield from line_groups(blocks, options, tell)
+            return
+        with open_input(piece.file, exact=False) as stream:
+            blocks = line_blocks(stream, piece, min(BLOCK_BYTES, options.batch_bytes))
+            yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin)
 
 
-class LineRun(NamedTuple):
-    """The lines that end in one block."""
-
-    apart: list[bytes]
-    """The first of them, where they do not stand in the block as they are; an `Unread` for one that is too long."""
-    block: bytes
-    begin: int
-    end: int
-    """The other lines are `block[begin:end]`, each with its newline."""
-
-    def lines(self) -> list[bytes]:
-        """Return all lines."""
-        # Three times as fast as split, which looks at every byte by itself.
-        return self.apart + BytesIO(self.block[self.begin : self.end]).readlines()
+def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[], int]) -> Iterator[Group]:
+    """Read the records of lines of JSON, those of a block at a time."""
+    for first, rest in line_runs(blocks, options.max_record_bytes):
+        groups = _read_lines(first, rest, options)
+        first.clear()  # a line may be as large as its text, which is what the caller works on now
+        for group in groups:
+            group.position = tell()
+            yield group
 
 
-def split_lines(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
-    """Yield the lines that end in each block, with their newline; an `Unread` for one above `max_bytes`.
+def _read_lines(first: list[bytes], rest: bytes, options: ReadOptions) -> list[Group]:
+    """Read the lines that end in a block: at once if all of them are good, else one by one."""
+    lines, most = all_lines(rest), options.batch_documents
+    texts = None if options.text_field is None else block_texts(first, rest, lines, options.text_field)
+    if texts is None:
+        lines = first + lines
+        return [read_values(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
+    groups = [Group(documents=texts[begin : begin + most]) for begin in range(0, len(texts), most)]
+    for group in groups:
+        group.size = sum(map(len, group.documents))
+    return groups
 
-    The byte order mark that some programs put at the start of a file is dropped.
+
+def block_texts(first: Sequence[bytes], rest: bytes, lines: Sequence[bytes], text_field: str) -> list[str] | None:
+    """Return the texts of all lines, those of the block `rest` behind `first`; None unless each has one.
+
+    A block is decoded as values with any space between them. Where each line begins with { and ends with }, every
+    newline ends a value, as } cannot stand before { within one. So there is one to a line if there are as many.
     """
-    for run in line_runs(blocks, max_bytes):
-        yield run.lines()
-
-
-def line_runs(blocks: Iterator[bytes], max_bytes: int) -> Iterator[LineRun]:
-    """Yield the lines that end in each block, as `split_lines` does, but most of them as they stand there."""
-    held = Held(max_bytes)
-    first = True
-    for block in blocks:
-        begin, end = 0, block.rfind(b"\n") + 1
-        if end:
-            apart: list[bytes] = []
-            if first or held.size or len(block) > max_bytes:
-                begin = block.find(b"\n") + 1
-                apart.append(held.take(block[:begin]))
-            if first:
-                apart[0] = _without_mark(apart[0])
-                first = False
-            if len(block) > max_bytes:  # else no line within the block can be too long
-                apart += [Held(max_bytes).take(line) for line in BytesIO(block[begin:end]).readlines()]
-                begin = end
-            yield LineRun(apart, block, begin, end)
-        held.add(block[end:])
-    if held.size:
-        last = held.take(b"")
-        yield LineRun([_without_mark(last) if first else last], b"", 0, 0)
-
-
-def _without_mark(line: bytes) -> bytes:
-    return line if isinstance(line, Unread) else line.removeprefix(BYTE_ORDER_MARK)
-
-
-# Raw JSON values as documents: fast where all are good, one by one where some are not.
-
-
-class Values(NamedTuple):
-    """What raw values are: documents, bad ones by index, and the indices of blank ones, which are neither."""
-
-    documents: list[str] | list[Mapping[str, Any]]
-    bad: list[BadRecord]
-    blank: list[int]
-
-
-class RecordError(Exception):
-    """Why one record is bad: caught where its line is known."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
-
-    def at(self, line: int) -> BadRecord:
-        """Return it as the bad record at a line."""
-        return BadRecord(line=line, reason=self.reason, detail=self.detail)
-
-
-def read_values(raws: list[bytes], options: ReadOptions, *, bare_strings: bool = False) -> Values:
-    """Return the documents of raw JSON values; with `bare_strings`, a value may be a text itself."""
+    decoder = text_decoder(text_field)
+    if decoder is None or not all(line[0] == 0x7B and line[-2] == 0x7D for line in lines):
+        return None
     try:
-        if options.text_field is None:
-            return Values(_records(raws), [], [])
-        if bare_strings and raws and raws[0].lstrip()[:1] == b'"':
-            return Values(_strings(raws), [], [])
-        return Values(_texts(raws, options.text_field), [], [])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return _one_by_one(raws, options, bare_strings=bare_strings)
+        texts = [*map(decoder.decode, first), *decoder.decode_lines(rest)]
+    except (ValueError, RecursionError):
+        return None
+    return texts if len(texts) == len(first) + len(lines) else None
 
 
-def _texts(raws: list[bytes], text_field: str) -> list[str]:
-    """Return the texts of values that are all good, else raise; one loop in C, as short lines are many."""
-    field, *rest = text_field.split(".")
-    texts = [record[field] for record in map(orjson.loads, raws)]
-    for name in rest:
-        texts = [text[name] for text in texts]
-    if not set(map(type, texts)) <= {str}:
-        raise TypeError
-    return texts
+class TextDecoder:
+    """Takes the text out of JSON objects; other fields are passed over, whatever they hold.
+
+    A value that is not such an object raises ValueError or RecursionError.
+    """
+
+    def __init__(self, text_field: str, *, bare_strings: bool) -> None:
+        kind: Any = str
+        names = text_field.split(".")
+        for name in reversed(names):
+            kind = msgspec.defstruct("Record", [("value", kind)], rename={"value": name}, gc=False)
+        self._decoder = msgspec.json.Decoder(kind | str if bare_strings else kind)
+        self._bare_strings = bare_strings
+        self._text = attrgetter(".".join(["value"] * len(names)))
+
+    def decode(self, raw: bytes) -> str:
+        """Return the text of one value."""
+        record = self._decoder.decode(raw)
+        return record if isinstance(record, str) else self._text(record)
+
+    def decode_lines(self, raw: bytes) -> list[str]:
+        """Return the texts of values one after another."""
+        return list(map(self._text, self._decoder.decode_lines(raw)))
 
 
-def _strings(raws: list[bytes]) -> list[str]:
-    texts = list(map(orjson.loads, raws))
-    if not set(map(type, texts)) <= {str}:
-        raise TypeError
-    return texts
+@cache
+def text_decoder(text_field: str, *, bare_strings: bool = False) -> TextDecoder | None:
+    """Return what takes a field out of objects; None for a name that must be written with an escape."""
+    try:
+        return TextDecoder(text_field, bare_strings=bare_strings)
+    except ValueError:
+        return None
 
 
-def _records(raws: list[bytes]) -> list[Mapping[str, Any]]:
-    records = list(map(orjson.loads, raws))
-    if not set(map(type, records)) <= {dict}:
-        raise TypeError
-    return records
+# Raw JSON values as documents.
 
 
-def _one_by_one(raws: list[bytes], options: ReadOptions, *, bare_strings: bool) -> Values:
-    documents: list[Any] = []
-    bad: list[BadRecord] = []
-    blank: list[int] = []
-    for line, raw in enumerate(raws):
-        try:
-            if isinstance(raw, Unread):
-                raise RecordError(raw.reason, raw.detail)
-            if not raw.strip():
-                blank.append(line)
-                continue
-            value, checked = load(raw)
-            if not (bare_strings and isinstance(value, str) and options.text_field is not None):
-                value = document_of(value, options)
-            if not checked:
-                refuse_surrogates(value)
-            documents.append(value)
-        except RecordError as error:
-            bad.append(error.at(line))
-    return Values(documents, bad, blank)
+def read_values(raws: Sequence[bytes], options: ReadOptions, *, bare_strings: bool = False) -> Group:
+    """Read raw JSON values one by one; with `bare_strings`, a value may be a text itself."""
+    decoder = None
+    if options.text_field is not None:
+        decoder = text_decoder(options.text_field, bare_strings=bare_strings)
+
+    def document(raw: bytes) -> str | Mapping[str, Any] | None:
+        if decoder is not None:
+            try:
+                return decoder.decode(raw)
+            except (ValueError, RecursionError):
+                pass  # what is wrong with it is said by what follows
+        refuse_unread(raw)
+        if not raw.strip():
+            return None
+        value, is_unicode = load(raw)
+        is_text = bare_strings and isinstance(value, str) and options.text_field is not None
+        read: str | Mapping[str, Any] = value if is_text else document_of(value, options)
+        if not is_unicode:
+            refuse_surrogates(read)
+        return read
+
+    group = read_each(raws, document)
+    group.size = sum(map(len, raws if options.text_field is None else group.documents))
+    return group
+
+
+_JSON_WORDS = {
+    "Expecting value": "unexpected character, expected a JSON value",
+    "Extra data": "unexpected content after document",
+    "Invalid control character at": "unexpected control character in string",
+    "Unterminated string starting at": "string without an end",
+}
+"""What is wrong with a record in words that stay: stores keep them."""
 
 
 def load(raw: bytes) -> tuple[Any, bool]:
     """Parse one JSON value: (value, whether its strings are known to be Unicode text); raises RecordError.
 
-    What orjson refuses is tried with the standard library, which takes NaN, Infinity and huge numbers, as many
+    What msgspec refuses is tried with the standard library, which takes NaN, Infinity and huge numbers, as many
     programs write them, and halves of surrogate pairs.
     """
     try:
-        return orjson.loads(raw), True
-    except orjson.JSONDecodeError as error:
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as utf8:
-            raise RecordError("utf8", utf8_detail(utf8)) from None
-        try:
-            return json.loads(text), False
-        except RecursionError:
-            raise RecordError("json", "an object that is nested too deeply") from None
-        except ValueError:
-            raise RecordError("json", f"{error.msg} at character {error.pos} of the record") from None
+        return msgspec.json.decode(raw), True
+    except (ValueError, RecursionError):
+        text = decode_utf8(raw)
+    try:
+        return json.loads(text), False
+    except RecursionError:
+        raise RecordError("json", "an object that is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        at_end = error.msg.startswith("Expecting") and error.pos >= len(text.rstrip())
+        words = "unexpected end of data" if at_end else _JSON_WORDS.get(error.msg, error.msg)
+        raise RecordError("json", f"{words} at character {error.pos} of the record") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise RecordError("json", str(error)) from None
 
 
 def document_of(value: object, options: ReadOptions) -> str | Mapping[str, Any]:
@@ -295,11 +366,6 @@ def refuse_surrogates(value: object) -> None:
         raise RecordError("surrogate", f"a lone {half} in a string") from None
 
 
-def utf8_detail(error: UnicodeDecodeError) -> str:
-    """Say where bytes are not UTF-8."""
-    return f"{error.reason} at byte {error.start} of the record"
-
-
 def kind_of(value: object) -> str:
     """Say what a parsed JSON value is.
 
@@ -318,80 +384,6 @@ def kind_of(value: object) -> str:
     return next((name for kind, name in kinds if isinstance(value, kind)), type(value).__name__)
 
 
-class PlainJsonl:
-    """A plain file, cut anywhere: a range owns the lines that start in it."""
-
-    counts = "line"
-
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a file into byte ranges."""
-        for begin in range(0, file.bytes, chunk_bytes):
-            end = min(begin + chunk_bytes, file.bytes)
-            yield begin, end, end - begin
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read the lines that start in the piece's range."""
-        with open_input(piece.file, exact=False) as stream:
-            blocks = line_blocks(stream, piece, min(BLOCK_BYTES, options.batch_bytes))
-            yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin)
-
-
-class CompressedJsonl:
-    """A file that can only be read from its start, as one piece."""
-
-    counts = "line"
-
-    def __init__(self, unfold: Unfold) -> None:
-        self._unfold = unfold
-
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
-        """Take the file whole."""
-        return whole(file)
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read all lines."""
-        with open_blocks(piece, self._unfold) as (blocks, tell):
-            yield from line_groups(_shorter(blocks, options.batch_bytes), options, tell)
-
-
-def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[], int]) -> Iterator[Group]:
-    """Read the records of lines, those of a block at a time."""
-    if options.compiled and options.text_field is not None and "." not in options.text_field:
-        from tokenmill.documents.scanned import scanned_groups
-
-        yield from scanned_groups(blocks, options, options.text_field, tell)
-        return
-    most = options.batch_documents
-    for block in split_lines(blocks, options.max_record_bytes):
-        for lines in [block] if len(block) <= most else [block[i : i + most] for i in range(0, len(block), most)]:
-            group = value_group(read_values(lines, options), lines, options, tell())
-            lines.clear()  # a line may be as large as its text, which is what the caller works on now
-            yield group
-
-
-def value_group(values: Values, raws: list[bytes], options: ReadOptions, position: int) -> Group:
-    """Return what was read of raw values as a group."""
-    size = sum(map(len, raws if options.text_field is None else values.documents))
-    return Group(
-        documents=values.documents,
-        bad=values.bad,
-        blank=values.blank,
-        num_lines=len(raws),
-        size=size,
-        position=position,
-    )
-
-
-def _shorter(blocks: Iterator[bytes], most: int) -> Iterator[bytes]:
-    """Yield blocks of at most so many bytes: a group is not cut, so it must not be much larger than a batch."""
-    for block in blocks:
-        if len(block) <= most:
-            yield block
-        else:
-            for begin in range(0, len(block), most):
-                yield block[begin : begin + most]
-
-
 # Plain text: a file is a document, or each of its lines is one.
 
 FIELD = "text"
@@ -403,8 +395,8 @@ class PlainText:
 
     counts = "line"
 
-    def __init__(self, unfold: Unfold | None = None) -> None:
-        self._unfold = unfold
+    def __init__(self, decompress: Decompress | None = None) -> None:
+        self._decompress = decompress
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
         """Take the file whole."""
@@ -413,82 +405,54 @@ class PlainText:
     def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
         """Read the file, or its lines; `text_field` has no part in it."""
         if options.text_unit == "file":
-            yield self._read_file(piece, options)
+            yield _text_group(
+                read_each([piece], lambda piece: self._contents(piece, options)), piece.bytes, options
+            )
             return
-        with open_blocks(piece, self._unfold, block_bytes=min(1 << 17, options.batch_bytes)) as (blocks, tell):
+        with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
             for lines in split_lines(blocks, options.max_record_bytes):
                 for begin in range(0, len(lines), options.batch_documents):
-                    some = lines[begin : begin + options.batch_documents]
-                    yield _group(_line_texts(some), len(some), tell(), options)
+                    group = _line_texts(lines[begin : begin + options.batch_documents])
+                    yield _text_group(group, tell(), options)
 
-    def _read_file(self, piece: Piece, options: ReadOptions) -> Group:
-        try:
-            text = _decode(self._contents(piece, options.max_record_bytes).removeprefix(BYTE_ORDER_MARK))
-            values = Values([text], [], []) if text else Values([], [], [0])
-        except RecordError as error:
-            values = Values([], [error.at(0)], [])
-        return _group(values, 1, piece.bytes, options)
-
-    def _contents(self, piece: Piece, max_bytes: int) -> bytes:
-        if self._unfold is None:
+    def _contents(self, piece: Piece, options: ReadOptions) -> str | None:
+        """Return the text of a file, None if it is empty."""
+        max_bytes = options.max_record_bytes
+        if self._decompress is None:
             if piece.file.bytes > max_bytes:
                 raise RecordError("too_long", f"{piece.file.bytes} bytes")
             with open_input(piece.file, exact=False) as stream:
-                return b"".join(file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
-        held = Held(max_bytes)
-        with open_blocks(piece, self._unfold) as (blocks, _):
-            for block in blocks:
-                held.add(block)
-        return _kept(held.take(b""))
+                raw = b"".join(file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
+        else:
+            record = PartialRecord(max_bytes)
+            with open_blocks(piece, self._decompress, max_bytes) as (blocks, _):
+                for block in blocks:
+                    record.add(block)
+            raw = record.take(b"")
+            refuse_unread(raw)
+        return decode_utf8(raw.removeprefix(BYTE_ORDER_MARK)) or None
 
 
-def _line_texts(lines: list[bytes]) -> Values:
-    """Return the texts of lines that are not blank, without the end of the line."""
+def _line_texts(lines: Sequence[bytes]) -> Group:
+    """Read the texts of lines that are not blank, without the end of the line."""
     try:
         texts = [line.decode().rstrip("\r\n") for line in lines]
     except UnicodeDecodeError:
-        return _texts_one_by_one(lines)
+        return read_each(lines, _line_text)
     blank = [index for index, text in enumerate(texts) if not text or text.isspace()]
-    return Values([text for text in texts if text and not text.isspace()] if blank else texts, [], blank)
+    if blank:
+        texts = [text for text in texts if text and not text.isspace()]
+    return Group(documents=texts, blank=blank)
 
 
-def _texts_one_by_one(lines: list[bytes]) -> Values:
-    texts: list[str] = []
-    bad: list[BadRecord] = []
-    blank: list[int] = []
-    for line, raw in enumerate(lines):
-        try:
-            text = _decode(_kept(raw)).rstrip("\r\n")
-        except RecordError as error:
-            bad.append(error.at(line))
-            continue
-        if text and not text.isspace():
-            texts.append(text)
-        else:
-            blank.append(line)
-    return Values(texts, bad, blank)
+def _line_text(line: bytes) -> str | None:
+    refuse_unread(line)
+    text = decode_utf8(line).rstrip("\r\n")
+    return text if text and not text.isspace() else None
 
 
-def _kept(raw: bytes) -> bytes:
-    if isinstance(raw, Unread):
-        raise RecordError(raw.reason, raw.detail)
-    return raw
-
-
-def _decode(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise RecordError("utf8", utf8_detail(error)) from None
-
-
-def _group(values: Values, num_lines: int, position: int, options: ReadOptions) -> Group:
-    texts = values.documents
-    return Group(
-        documents=texts if options.text_field is not None else [{FIELD: text} for text in texts],
-        bad=values.bad,
-        blank=values.blank,
-        num_lines=num_lines,
-        size=sum(map(len, texts)),
-        position=position,
-    )
+def _text_group(group: Group, position: int, options: ReadOptions) -> Group:
+    group.size, group.position = sum(map(len, group.documents)), position
+    if options.text_field is None:
+        group.documents = [{FIELD: text} for text in group.documents]
+    return group

@@ -1,4 +1,4 @@
-"""Opening an input file: as blocks of bytes, plain or unfolded, and as a digest of a little of it."""
+"""Opening an input file: as blocks of bytes, plain or decompressed, and as a digest of a little of it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ COMPRESSED_BYTES = 1 << 18
 
 CAP_BYTES = 4 << 30
 CAP_RATIO = 256
-"""A file may unfold to `CAP_BYTES`, or to `CAP_RATIO` times its size if that is more: far above what text comes to,
-and a stop for a bomb, which has a thousandfold in gzip and thirty times that in zstd."""
+"""A file may decompress to `CAP_BYTES`, or to `CAP_RATIO` times its size if that is more: far above what text comes
+to, and a stop for a bomb, which has a thousandfold in gzip and thirty times that in zstd."""
 
 _WINDOW_BYTES = 128 << 20
 # What `zstd -d` takes without being asked for more; the window is memory that a frame's header may claim.
 _ZSTD_FEED = 256
-# A block of zstd takes at least 4 bytes and gives at most 128 KiB, so that one feed unfolds to 8 MiB at the very
+# A block of zstd takes at least 4 bytes and gives at most 128 KiB, so that one feed gives 8 MiB at the very
 # worst. Larger feeds are no faster: 650 MB/s against 700 on source code.
 
-Unfold = Callable[[BinaryIO, str], Iterator[bytes]]
+Decompress = Callable[[BinaryIO, str], Iterator[bytes]]
 """Decompress an open file of the given path into blocks."""
 
 
@@ -81,7 +81,7 @@ def zstd_blocks(file: BinaryIO, path: str, *, cap_bytes: int | None = None) -> I
                 total += size
                 if total > most:
                     raise _bomb(path, most)
-                # What unfolds a thousandfold comes in large blocks, which are better not copied.
+                # What was compressed a thousandfold comes in large blocks, which are better not copied.
                 yield from ready if size > 4 * COMPRESSED_BYTES else [b"".join(ready)]
                 ready.clear()
                 size = 0
@@ -101,7 +101,7 @@ def _most(file: BinaryIO) -> int:
 
 def _bomb(path: str, most: int) -> DocumentError:
     return DocumentError(
-        f"{path}: must unfold to at most {most} bytes, got more; decompress it first if that is meant"
+        f"{path}: must decompress to at most {most} bytes, got more; decompress it first if that is meant"
     )
 
 
@@ -133,14 +133,21 @@ def open_input(file: InputFile, *, exact: bool) -> BinaryIO:
 
 @contextmanager
 def open_blocks(
-    piece: Piece, unfold: Unfold | None, *, block_bytes: int = BLOCK_BYTES
+    piece: Piece, decompress: Decompress | None, max_bytes: int
 ) -> Iterator[tuple[Iterator[bytes], Callable[[], int]]]:
-    """Give the contents of a whole file in blocks, and how many of its bytes have been read."""
-    with open_input(piece.file, exact=unfold is not None) as stream:
-        if unfold is None:
-            yield file_blocks(stream, piece.file, 0, piece.file.bytes, block_bytes), stream.tell
+    """Give the contents of a file in blocks of at most `max_bytes`, and how many of its bytes have been read."""
+    with open_input(piece.file, exact=decompress is not None) as stream:
+        if decompress is None:
+            blocks = file_blocks(stream, piece.file, 0, piece.file.bytes, min(BLOCK_BYTES, max_bytes))
         else:
-            yield unfold(stream, piece.file.path), stream.tell
+            blocks = _shorter(decompress(stream, piece.file.path), max_bytes)
+        yield blocks, stream.tell
+
+
+def _shorter(blocks: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
+    for block in blocks:
+        for begin in range(0, len(block), max_bytes):
+            yield block[begin : begin + max_bytes]  # the block itself, if it is as short
 
 
 def file_blocks(stream: BinaryIO, file: InputFile, begin: int, end: int, block_bytes: int) -> Iterator[bytes]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from tokenmill.errors import ConfigError, nearest
 
@@ -36,7 +36,9 @@ _UNITS = 24
 _MIN_CHUNKS = 4
 _MAX_CHUNK_BYTES = 1 << 30
 _MIB = 1 << 20
-_FOLDED = (".parquet", ".gz", ".zst")
+_COMPRESSED = (".parquet", ".gz", ".zst")
+
+Raw = TypeVar("Raw")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +128,6 @@ class ReadOptions:
     """A larger line, cell, member or text file is a bad record, and is not held in memory."""
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
-    compiled: bool = False
-    """Whether lines of JSON go through a compiled kernel: the same documents in 60% of the time, but it takes 0.4 s
-    to load, which pays for a process that reads some 600 MB (benchmarks/prepare.py)."""
 
     def __post_init__(self) -> None:
         if self.text_field is not None and not all(self.text_field.split(".")):
@@ -152,21 +151,82 @@ class ReadOptions:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Group:
-    """Some consecutive records as a format reads them, before they are joined to batches."""
+    """Some consecutive records as a format reads them, before they are joined to batches.
 
-    documents: Sequence[str] | Sequence[Mapping[str, Any]]
+    Each line, row or record is a document, bad or blank.
+    """
+
+    documents: list[Any] = field(default_factory=list)
     """Texts or whole records, as the options ask."""
-    bad: Sequence[BadRecord]
+    bad: list[BadRecord] = field(default_factory=list)
     """Lines are counted from the first of the group."""
-    blank: Sequence[int]
+    blank: list[int] = field(default_factory=list)
     """Lines that are neither documents nor bad, counted so too."""
-    num_lines: int
-    size: int
+    size: int = 0
     """Characters of the texts, or bytes of the records."""
-    position: int
+    position: int = 0
     """Bytes of the piece that have been read so far."""
+
+    @property
+    def num_lines(self) -> int:
+        """How many lines, rows or records there are."""
+        return len(self.documents) + len(self.bad) + len(self.blank)
+
+    def lines(self, first: int) -> Sequence[int]:
+        """Return the line of each document, if that of the group is `first`."""
+        lines = range(first, first + self.num_lines)
+        if len(self.documents) == len(lines):
+            return lines
+        others = {*(record.line for record in self.bad), *self.blank}
+        return [line for line in lines if line - first not in others]
+
+    def add(self, group: Group) -> None:
+        """Put the records of another group behind these."""
+        first = self.num_lines
+        self.bad += [replace(record, line=first + record.line) for record in group.bad]
+        self.blank += [first + line for line in group.blank]
+        self.documents += group.documents
+        self.size += group.size
+        self.position = group.position
+
+
+class RecordError(Exception):
+    """Why one record is bad: caught where its line is known."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def at(self, line: int) -> BadRecord:
+        """Return it as the bad record at a line."""
+        return BadRecord(line=line, reason=self.reason, detail=self.detail)
+
+
+def read_each(raws: Iterable[Raw], read: Callable[[Raw], object]) -> Group:
+    """Read raw records one by one: those that raise RecordError are bad, those that are None are blank."""
+    group = Group()
+    for line, raw in enumerate(raws):
+        try:
+            document = read(raw)
+        except RecordError as error:
+            group.bad.append(error.at(line))
+            continue
+        if document is None:
+            group.blank.append(line)
+        else:
+            group.documents.append(document)
+    return group
+
+
+def decode_utf8(raw: bytes) -> str:
+    """Return the text of a raw record; raises RecordError."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise RecordError("utf8", f"{error.reason} at byte {error.start} of the record") from None
 
 
 class Format(Protocol):
@@ -195,6 +255,6 @@ def chunk_size(files: Sequence[InputFile]) -> int:
     the same units on any machine. Where all files are compressed, the least is a quarter of that, in quarters of a
     MiB: there is some four times as much in them.
     """
-    step = _MIB // 4 if all(file.suffix.endswith(_FOLDED) for file in files) else _MIB
+    step = _MIB // 4 if all(file.suffix.endswith(_COMPRESSED) for file in files) else _MIB
     size = min(max(sum(file.bytes for file in files) // _UNITS, _MIN_CHUNKS * step), _MAX_CHUNK_BYTES)
     return -(-size // step) * step

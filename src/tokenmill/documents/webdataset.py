@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from tokenmill.documents.lines import RecordError, document_of, load, refuse_surrogates, utf8_detail
-from tokenmill.documents.opening import BLOCK_BYTES, BlockStream, Unfold, open_input
-from tokenmill.documents.units import BadRecord, Group, InputFile, Piece, ReadOptions, whole
+from tokenmill.documents.lines import document_of, load, refuse_surrogates
+from tokenmill.documents.opening import BLOCK_BYTES, BlockStream, Decompress, open_input
+from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, RecordError, decode_utf8, whole
 from tokenmill.errors import DocumentError
 
 # The members of a tar archive as a stream: nothing is extracted, and no header is believed before the data.
@@ -180,8 +180,8 @@ class WebDataset:
 
     counts = "member"
 
-    def __init__(self, unfold: Unfold | None = None) -> None:
-        self._unfold = unfold
+    def __init__(self, decompress: Decompress | None = None) -> None:
+        self._decompress = decompress
 
     def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
         """Take the file whole."""
@@ -191,30 +191,24 @@ class WebDataset:
         """Read all records; members of other kinds than text and JSON are left out of them."""
         path = piece.file.path
         with open_input(piece.file, exact=True) as file:
-            if self._unfold is None:
+            if self._decompress is None:
                 tar = TarStream(file, path, num_bytes=piece.file.bytes)
             else:
-                raw = BlockStream(self._unfold(file, path))
+                raw = BlockStream(self._decompress(file, path))
                 tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, BLOCK_BYTES)), path, num_bytes=None)
-            documents: list[Any] = []
-            bad: list[BadRecord] = []
-            size = num_lines = 0
+            group = Group()
             for sample in _samples(tar, options):
                 try:
-                    documents.append(sample.document())
-                    size += sample.size
+                    group.documents.append(sample.document())
+                    group.size += sample.size
                 except RecordError as error:
-                    bad.append(error.at(num_lines))
-                num_lines += 1
-                if num_lines >= min(_RECORDS, options.batch_documents) or size >= options.batch_bytes:
-                    yield Group(
-                        documents=documents, bad=bad, blank=(), num_lines=num_lines, size=size, position=file.tell()
-                    )
-                    documents, bad, size, num_lines = [], [], 0, 0
-            if num_lines:
-                yield Group(
-                    documents=documents, bad=bad, blank=(), num_lines=num_lines, size=size, position=file.tell()
-                )
+                    group.bad.append(error.at(group.num_lines))
+                group.position = file.tell()
+                if group.num_lines >= min(_RECORDS, options.batch_documents) or group.size >= options.batch_bytes:
+                    yield group
+                    group = Group()
+            if group.num_lines:
+                yield group
 
 
 class _Sample:
@@ -257,8 +251,8 @@ class _Sample:
             raise self._error
         field = self._options.text_field
         self._complete((field.partition(".")[0],) if field is not None else self._options.fields or ())
-        if field is not None and isinstance(found := self._fields.get(field), str):
-            return found
+        if field is not None and isinstance(text := self._fields.get(field), str):
+            return text
         try:
             return document_of(self._fields, self._options)
         except RecordError as error:
@@ -312,11 +306,8 @@ def _samples(tar: TarStream, options: ReadOptions) -> Iterator[_Sample]:
 
 def _value(data: bytes, kind: str) -> object:
     if kind == "json":
-        value, checked = load(data)
-        if not checked:
+        value, is_unicode = load(data)
+        if not is_unicode:
             refuse_surrogates(value)
         return value
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise RecordError("utf8", utf8_detail(error)) from None
+    return decode_utf8(data)
