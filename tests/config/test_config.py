@@ -1,6 +1,6 @@
 import pytest
 
-from tokenmill.config.run import parse_config, read_config
+from tokenmill.config.run import parse_config, read_tables
 from tokenmill.errors import ConfigError
 
 RUN = {"steps": 10, "global_batch_size": 8, "seq_len": 16}
@@ -46,7 +46,7 @@ def test_the_example_of_the_design_is_read(tmp_path):
         weights = { web = 0.4, books = 0.6 }
         """
     )
-    read = read_config(file)
+    read = parse_config(read_tables(file))
     assert read.source_names == ("web", "books")
     assert read.sources[1].max_epochs == 2
     base, late = read.resolved_stages
@@ -140,10 +140,10 @@ def test_a_stage_that_cannot_be_right_says_where_and_what(changes, message):
 
 def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml: a run must be described in a TOML file, got nothing there"):
-        read_config(tmp_path / "none.toml")
+        read_tables(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[run\n")
     with pytest.raises(ConfigError, match=r"bad\.toml: must be TOML, got"):
-        read_config(tmp_path / "bad.toml")
+        read_tables(tmp_path / "bad.toml")
 
 
 def test_run_must_be_there():

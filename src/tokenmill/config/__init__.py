@@ -6,6 +6,6 @@
 3. Out: a `Config`; a plan.
 """
 
-from tokenmill.config.run import Config, parse_config, read_config, read_tables
+from tokenmill.config.run import Config, parse_config, read_tables
 
-__all__ = ["Config", "parse_config", "read_config", "read_tables"]
+__all__ = ["Config", "parse_config", "read_tables"]

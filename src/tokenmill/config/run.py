@@ -472,11 +472,6 @@ def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     )
 
 
-def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read a config file of our own."""
-    return parse_config(read_tables(path), where=str(path))
-
-
 def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a TOML file."""
     file = Path(path)
