@@ -57,9 +57,6 @@ RAMPS = ("linear", "cosine")
 WEIGHINGS = ("rows", "tokens")
 """What weights can be shares of."""
 
-Whole: TypeAlias = Any
-"""A number in a kernel; only `documents` still uses it."""
-
 State: TypeAlias = "Mapping[str, int | str]"
 """Where a run stands: small, the same on every rank, JSON."""
 
