@@ -6,8 +6,6 @@ section holds the first piece of each row (4 bytes), the pieces (2 bytes) and th
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
+from tokenmill.errors import ConfigError, StoreCorruptError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.exclude import excluded_within
 from tokenmill.packing.window import (
@@ -34,9 +31,8 @@ from tokenmill.packing.window import (
     make_output,
     whole_fragments,
 )
-from tokenmill.store.durable import private_folder, sync_folder, writable
+from tokenmill.store.durable import private_folder, read_index, writable, write_index
 from tokenmill.store.layout import ROWS_FOLDER
-from tokenmill.store.maps import FileRequest, map_file
 from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array, Uint16Array, Uint32Array
 
 if TYPE_CHECKING:
@@ -188,14 +184,11 @@ def build_index(packed: Iterator[PackedWindow], write: Callable[[bytes], object]
 
 # Row indexes kept in files: built once, by one of many processes, and mapped by all.
 #
-# A file is written under a name of its own, synced and renamed, so what has the final name is whole. Its
-# name is a digest of everything that decides its content. A lock keeps other processes from building the same
-# again; where locks do not work, they build it and the last rename wins, with the same bytes. The lock goes with
-# its process, so a killed builder leaves nothing that needs to be cleaned up.
+# The name of a file is a digest of everything that decides its content. A lock keeps other processes from
+# building the same again; where locks do not work, they build it and the last rename wins, with the same bytes.
+# The lock goes with its process, so a killed builder leaves nothing that needs to be cleaned up.
 
 FORMAT = "tokenmill-rows-1"
-_END = 16
-"""Bytes at the end of a file: size of the footer, and its checksum."""
 
 
 def cached_index(
@@ -221,66 +214,55 @@ def cached_index(
     return built
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Footer:
+    """What stands at the end of a kept index, as JSON."""
+
+    format: str
+    description: Mapping[str, Any]
+    windows: int
+    counts: tuple[int, ...]
+    table: str
+    """XXH3-64 of the table, which stands before the footer."""
+
+
 def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
-    try:
-        os.fchmod(descriptor, 0o644)  # others may read the store, so they may read its index
-        with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
-            table, counts = build_index(packed(), out.write)
-            out.write(b"\0" * (-out.tell() % 8))
-            _write_footer(out, description, table, counts)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-        sync_folder(file.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _write_footer(out: BinaryIO, description: Mapping[str, Any], table: Int64Array, counts: Int64Array) -> None:
-    out.write(table.tobytes())
-    footer = msgspec.json.encode(
-        {
-            "format": FORMAT,
-            "description": dict(description),
-            "windows": len(table) - 1,
+    def write(out: BinaryIO) -> _Footer:
+        table, counts = build_index(packed(), out.write)
+        out.write(b"\0" * (-out.tell() % 8))
+        out.write(table.tobytes())
+        return _Footer(
+            format=FORMAT,
+            description=dict(description),
+            windows=len(table) - 1,
             # The last count came later than the format: it is written only where it says something.
-            "counts": counts[: NUM_COUNTS if counts[EXCLUDED] else EXCLUDED].tolist(),
-            "table": xxhash.xxh3_64_hexdigest(table.tobytes()),
-        }
-    )
-    out.write(footer)
-    out.write(len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
+            counts=tuple(counts[: NUM_COUNTS if counts[EXCLUDED] else EXCLUDED].tolist()),
+            table=xxhash.xxh3_64_hexdigest(table.tobytes()),
+        )
+
+    write_index(file, write)
 
 
 def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
     """Map an index; None where there is none, or one that is cut or changed: it is only a cache, and made again."""
-    try:
-        data = map_file(FileRequest(file, file.stat().st_size)).data
-    except (OSError, StoreError):
+    kept = read_index(file, _Footer)
+    if kept is None or (kept[1].format, kept[1].description) != (FORMAT, dict(description)):
         return None
-    size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little")
-    text = data[max(0, data.size - _END - size) : -_END].tobytes()
-    if data.size < _END or len(text) != size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
+    data, footer = kept
+    begin = data.size - 40 * (footer.windows + 1)
+    raw = data[max(0, begin) :].tobytes()
+    if begin < 0 or xxhash.xxh3_64_hexdigest(raw) != footer.table:
         return None
-    footer = msgspec.json.decode(text)
-    if footer["format"] != FORMAT or footer["description"] != dict(description):
-        return None
-    begin = data.size - _END - size - 40 * (footer["windows"] + 1)
-    raw = data[max(0, begin) : data.size - _END - size].tobytes()
-    if begin < 0 or xxhash.xxh3_64_hexdigest(raw) != footer["table"]:
-        return None
-    table = np.frombuffer(raw, np.int64).reshape(-1, 5).copy()  # as one that was built: kernels know no other
+    table = np.frombuffer(raw, np.int64).reshape(-1, 5)
     if begin - int(table[-1, 1]) not in range(8):
         return None
     counts = np.zeros(NUM_COUNTS, np.int64)
-    counts[: len(footer["counts"])] = footer["counts"]
+    counts[: len(footer.counts)] = footer.counts
     return WindowIndex(
         table=table,
         data=data[:begin],
         counts=counts,
-        checked=np.zeros(footer["windows"], np.bool_),
+        checked=np.zeros(footer.windows, np.bool_),
     )
 
 

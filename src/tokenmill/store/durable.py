@@ -1,18 +1,25 @@
-"""Files and names that survive a crash, and folders that only one process writes to."""
+"""Files and names that survive a crash, folders that only one process writes to, and indexes that are kept."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
-from tokenmill.errors import StoreError, StoreExistsError
+import msgspec
+import xxhash
 
-OWNER = ".tmp-pid"
-"""Who writes to a folder, for the message that refuses a second one; the lock is on the folder itself."""
+from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.store.layout import OWNER
+from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.tables import read_json
+from tokenmill.types import Uint8Array
+
+T = TypeVar("T")
 ORPHAN_SECONDS = 10.0
 """How long workers may go on after the build that started them was killed, before a new one is refused."""
 
@@ -125,7 +132,44 @@ def _lives(process: int) -> bool:
     return True
 
 
-# Where indexes are kept that can always be made again: beside the data, or in a folder of the user's.
+# Indexes that can always be made again, kept in files beside the data or in a folder of the user's.
+#
+# A file holds bytes, then a footer in JSON that says what they are, its size and its checksum. It is written
+# under a name of its own, synced and renamed, so what has the final name is whole. Any of them can be deleted.
+
+_END = 16
+"""Bytes behind a footer: its size, and its checksum."""
+
+
+def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write an index: `write` writes its bytes, and returns its footer, a record or another JSON value."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
+    try:
+        os.fchmod(descriptor, 0o644)  # others may read the data, so they may read its index
+        with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
+            footer = msgspec.json.encode(write(out))
+            out.write(footer + len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+        sync_folder(file.parent)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_index(file: Path, kind: type[T]) -> tuple[Uint8Array, T] | None:
+    """Map an index: its bytes, and its footer as a record; None where there is none, or one cut or changed."""
+    try:
+        data = map_file(FileRequest(file, file.stat().st_size)).data
+        size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if data.size >= _END else data.size
+        end = max(0, data.size - _END - size)
+        footer = data[end:-_END].tobytes()
+        if len(footer) != size or xxhash.xxh3_64_digest(footer) != data[-8:].tobytes():
+            return None
+        return data[:end], read_json(kind, footer, f"{file}:", error=StoreCorruptError)
+    except (OSError, StoreError):
+        return None
 
 
 def writable(folder: Path) -> Path | None:

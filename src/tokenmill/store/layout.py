@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.store.durable import OWNER
 from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES, IntegerArray, Uint32Array, natural_key
 
 FORMAT = "tokenmill-store"
@@ -22,6 +21,8 @@ ROWS_FOLDER = ".rows"
 JOURNAL_FOLDER = ".prepare"
 """Where prepare keeps what it needs to add to the store later."""
 SHARDS_FOLDER = ".tmp-shards"
+OWNER = ".tmp-pid"
+"""Who writes to a folder, for the message that refuses a second one; the lock is on the folder itself."""
 TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
 """What a build that was killed may leave in the folder of a store beside its shards."""
 ANCHOR_TOKENS = 1024

@@ -18,7 +18,7 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
-from tokenmill.store.durable import OWNER, lock_folder, make_folder, sync_folder, unlock_folder, write_atomically
+from tokenmill.store.durable import lock_folder, make_folder, sync_folder, unlock_folder, write_atomically
 from tokenmill.store.h5 import is_container, to_h5
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.manifest import FileInfo, Manifest, ShardInfo, manifest_bytes
@@ -442,7 +442,7 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
     ours = []
     for child in sorted(path.iterdir()):
-        if child.name == OWNER or child.name in keep:
+        if child.name == layout.OWNER or child.name in keep:
             continue
         known = (layout.ROWS_FOLDER, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
         if child.name in known or layout.is_shard_name(child.name):

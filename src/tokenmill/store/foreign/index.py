@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
-from tokenmill.store.durable import private_folder, private_path, sync_folder, writable
+from tokenmill.store.durable import private_folder, private_path, read_index, writable, write_index
 from tokenmill.store.foreign.files import (
     BLOCK,
     ForeignArray,
@@ -26,8 +24,7 @@ from tokenmill.store.foreign.files import (
     stored_dtype,
 )
 from tokenmill.store.manifest import Count
-from tokenmill.store.maps import FileRequest, MemoryRequest, Request, map_file
-from tokenmill.tables import read_json
+from tokenmill.store.maps import FileRequest, MemoryRequest, Request
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array
 
 VERSION = 1
@@ -201,11 +198,8 @@ def mask_bytes(array: ForeignArray, key: str) -> Iterator[Uint8Array]:
         yield flags
 
 
-# Indexes kept in files of ours.
-#
-# A file is written under a name of its own, synced and renamed, so what has the final name is whole. Its name is a
-# digest of everything that decides its content: of sizes, samples and options. Where two processes make it at once,
-# the last rename wins, with the same bytes. Any of these files can be deleted at any time.
+# Indexes kept in files. The name of a file is a digest of everything that decides its content: sizes, samples and
+# options. Where two processes make it at once, the last rename wins, with the same bytes.
 
 FORMAT = "tokenmill-foreign-1"
 PURPOSE = "foreign"
@@ -214,8 +208,6 @@ FOLDER = ".tokenmill"
 CHECKED_BYTES = 1 << 26
 """A larger section is not read through when it is opened, so that opening costs the same for any corpus; `verify`
 compares it with the data, and offsets are checked whenever they are used."""
-_END = 16
-"""Bytes at the end of a file: size of the footer, and its checksum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,30 +250,19 @@ def _keep(
     """Write sections, given in blocks, to a file beside the data or in a folder of this user's; return them."""
     folder = writable(beside.parent / FOLDER) or private_folder(PURPOSE)
     file = folder / f"{digest(description)}.index"
-    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=folder)
-    try:
-        os.fchmod(descriptor, 0o644)  # others may read the data, so they may read its index
-        with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
-            places = {name: _write(out, blocks) for name, blocks in sections.items()}
-            footer = msgspec.json.encode(
-                _Footer(format=FORMAT, description=description, facts=facts, sections=places)
-            )
-            out.write(footer)
-            out.write(len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-        sync_folder(folder)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+
+    def write(out: BinaryIO) -> _Footer:
+        places = {name: _write_section(out, blocks) for name, blocks in sections.items()}
+        return _Footer(format=FORMAT, description=description, facts=facts, sections=places)
+
+    write_index(file, write)
     index = _read(file, description)
     if index is None:
         raise StoreError(f"{file}: must be a whole index once it is written, got none; check the disk")
     return index
 
 
-def _write(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
+def _write_section(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
     out.write(b"\0" * (-out.tell() % 8))
     begin = out.tell()
     state = xxhash.xxh3_128()
@@ -293,29 +274,17 @@ def _write(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
 
 def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
     real = Path(os.path.realpath(file))
-    try:
-        data = map_file(FileRequest(real, real.stat().st_size)).data
-        footer = _read_footer(real, data)
-    except (OSError, StoreError):
+    kept = read_index(real, _Footer)
+    if kept is None or (kept[1].format, kept[1].description) != (FORMAT, description):
         return None
-    if footer.format != FORMAT or footer.description != description:
-        return None
+    data, footer = kept
     for begin, size, checksum in footer.sections.values():
         section = data[begin : begin + size]
         if section.size != size or (size <= CHECKED_BYTES and xxhash.xxh3_128_hexdigest(section.data) != checksum):
             return None
+    places = {name: (begin, size) for name, (begin, size, _) in footer.sections.items()}
     return ShardIndex(
         facts=footer.facts,
-        requests={
-            name: FileRequest(real, data.size, begin, size) for name, (begin, size, _) in footer.sections.items()
-        },
+        requests={name: FileRequest(real, real.stat().st_size, *place) for name, place in places.items()},
         digests={name: checksum for name, (_, _, checksum) in footer.sections.items()},
     )
-
-
-def _read_footer(file: Path, data: Uint8Array) -> _Footer:
-    size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if data.size >= _END else data.size
-    text = data[max(0, data.size - _END - size) : -_END].tobytes()
-    if len(text) != size or xxhash.xxh3_64_digest(text) != data[-8:].tobytes():
-        raise StoreCorruptError(f"{file}: must end with its own checksum, got another; delete it")
-    return read_json(_Footer, text, f"{file}:", error=StoreCorruptError)
