@@ -332,7 +332,7 @@ def ours(kind: str, tokenizer: Any, folder: Path, rows: int, limit: float) -> di
     def once() -> Iterator[int]:
         """Yield until a lane has read its share of the corpus; by then most have."""
         for inputs, targets, state in loader(tokenizer, rows, SEQ_LEN, **call):
-            lanes = state["live"]["lanes"].values()
+            lanes = state["live"]["live"]["lanes"]["text"].values()
             if any(lane[0] for lane in lanes):
                 return
             done[0] = min(lane[1] for lane in lanes) / turns
@@ -365,16 +365,16 @@ def plain(folder: Path, tokenizer: str, rows: int, _limit: float) -> dict[str, f
     next(iter(warm))
     warm.close()
     live = loader()
-    turns = live.windows.num_windows / rows
+    turns = live.text.windows.num_windows / rows
 
     def once() -> Iterator[int]:
         """Yield until a lane has read its share of the corpus; by then most have."""
         for batch in live:
-            if any(lane.begun.epoch for lane in live.lanes.lanes.values()):
+            if any(lane.begun.epoch for lane in live.text.lanes.values()):
                 return
             yield batch["labels"].size
 
-    found = clocked(once(), done=lambda: min(lane.begun.turn for lane in live.lanes.lanes.values()) / turns)
+    found = clocked(once(), done=lambda: min(lane.begun.turn for lane in live.text.lanes.values()) / turns)
     live.close()
     return found
 
@@ -523,8 +523,8 @@ def resumed(folder: Path, tokenizer: str, rows: int, place: float) -> dict[str, 
     first.close()
     # Turns of a lane are row groups, one after the other: a run that begins at one saves a state in its midst.
     turns = num_row_groups(folder) // rows
-    for lane in state["live"]["lanes"]:
-        state["live"]["lanes"][lane] = [0, int(place * turns), 0]
+    lanes = state["live"]["live"]["lanes"]["text"]
+    lanes |= {lane: [0, int(place * turns)] for lane in lanes}
     there = loader(**call, split="train", resume_state_dict=state)
     for _ in range(5):
         _, _, state = next(there)

@@ -2,9 +2,9 @@
 
 A record is a frozen dataclass. Its hints say what a table may hold: `int`, `Number`, `str`, `bool`, `X | None`,
 `X | UnsetType` (it may be left out, but not be null), `Sequence[X]`, `tuple[X, ...]`, `Mapping[str, X]`,
-`Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits, and records within records. An unknown key is
-refused, with the nearest that is known. Rules that go beyond that stand in the `__post_init__` of the record, whose
-errors keep their own text.
+`Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits, a `NamedTuple` for a list of certain values, and
+records within records. An unknown key is refused, with the nearest that is known. Rules that go beyond that stand
+in the `__post_init__` of the record, whose errors keep their own text.
 """
 
 from __future__ import annotations
@@ -185,13 +185,15 @@ def _shown(where: str) -> str:
     return where.removesuffix(":")
 
 
-def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
+def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line a kind
     """Say in words what a hint asks for.
 
     >>> _wanted(tuple[int, ...]), _wanted(Mapping[str, float]), _wanted(bool), _wanted(Literal["bin", "h5"])
     ('a list of whole numbers', 'a table of numbers', 'true or false', 'one of bin, h5')
     >>> _wanted(Annotated[int, msgspec.Meta(ge=1, le=9)])
     'a whole number that is at least 1 and at most 9'
+    >>> _wanted(NamedTuple("Place", [("file", str), ("line", int)]))
+    'a list of file, line'
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -202,6 +204,8 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401 - what a hint is
         return meta.description or f"{_wanted(base)}{words}"
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
+    if hasattr(hint, "_fields"):
+        return f"a list of {', '.join(hint._fields)}"
     if origin in (tuple, Sequence):
         return f"a list of {_WORDS.get(_bare(inner[0]), 'values' if inner[0] is Any else 'tables')}"
     if origin in (Union, types.UnionType) and hint != Number:

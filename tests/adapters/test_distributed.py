@@ -501,7 +501,7 @@ def test_a_state_has_the_same_keys_at_any_time_and_any_loader_takes_it(folder):
 
 @pytest.mark.parametrize(
     ("state", "message"),
-    [(None, "must be the dict that state_dict"), ({"lanes": "{"}, "lanes must be JSON, got '{'")],
+    [(None, "must be the dict that state_dict"), ({"live": "{"}, "live must be JSON, got '{'")],
 )
 def test_what_is_no_state_is_refused(folder, state, message):
     with pytest.raises(ResumeError, match=message):

@@ -255,7 +255,7 @@ def test_any_world_size_gives_the_same_rows_and_goes_on_from_the_states_of_anoth
 def test_the_state_of_one_rank_does_not_do_for_another(make):
     _, _, state = next(make(rank=0, world_size=2))
     assert take(make(rank=0, world_size=2, resume_state_dict=state), 1)
-    with pytest.raises(ResumeError, match=r"lanes 4:8 of rank 1 of 2.*merge_states"):
+    with pytest.raises(ResumeError, match=r"lanes 4:8 of 'text' for rank 1 of 2.*merge_states"):
         make(rank=1, world_size=2, resume_state_dict=state)
 
 
@@ -307,8 +307,8 @@ def test_threads_are_handed_to_a_tokenizer_that_has_them(make):
         ({"buffer_size": 0}, r"buffer_size: must be at least 1, got 0"),
         ({"bufer_size": 5}, r"got 'bufer_size'; .*buffer_size"),
         ({"rows": 0}, r"B, T: must be at least 1, got 0 and 16; raise them"),
-        ({"tokenizer": "bytes", "tokenizer_threads": -1}, r"threads at least 0.*got .*-1"),
-        ({"lanes": 3, "rank": 1, "world_size": 2}, r"world_size: must divide the 3 lanes, got 2"),
+        ({"tokenizer": "bytes", "tokenizer_threads": -1}, r"threads must be at least 0.*got -1"),
+        ({"lanes": 3, "rank": 1, "world_size": 2}, r"world_size must divide its 3 lanes, got 2"),
         ({"crop": "half"}, r"crop"),
     ],
 )

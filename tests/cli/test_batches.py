@@ -173,7 +173,7 @@ def test_a_changed_future_is_accepted(digests, folder):
     [
         ("", r".*state\.json: must be a state in JSON, got .*; remove it to start over"),
         ("[]", r"state: must be the dict that state_dict\(\) gave, got list; pass that"),
-        ("{}", r"state: must have .*, got none of .*; use a state of this loader"),
+        ("{}", r"state: version must be given, got nothing; add version = .*"),
         ('{"stpe": 1}', r"state: keys must be known, got 'stpe'; did you mean 'step'\?"),
     ],
 )

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tokenmill.live import LiveLoader, LiveOptions, open_live
+from tokenmill.loader import IGNORE
+from tokenmill.loader.kernels import SPAN_COLUMNS, copy_rows
 
 ALL = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
 
@@ -113,6 +115,22 @@ def make_source(corpus, numbers):
         return open_live(inputs or corpus, tokenizer=tokenizer or numbers(), options=LiveOptions(**values))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def labels_of():
+    """Return the labels of some rows of a window, in order, without those that are not trained on."""
+
+    def labels(window, rows, seq_len):
+        out = np.empty((len(rows), seq_len), np.int64)
+        nothing, none, no_flags = np.empty((0, 0), np.int64), np.empty((0, 0), np.int32), np.empty((0, 0), np.bool_)
+        for number, row in enumerate(rows):
+            spans = np.frombuffer(bytearray(window.lines[row]), np.int64).reshape(-1, SPAN_COLUMNS)
+            places = np.array([[0, len(spans)]])
+            copy_rows(places, spans, (0, 0, 0, 0), nothing, out[number : number + 1], nothing, none, no_flags)
+        return out[out != IGNORE].tolist()
+
+    return labels
 
 
 def content(batch):

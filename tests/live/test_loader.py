@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import tokenmill.live.lanes as lanes_module
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError
 from tokenmill.live import LiveLoader, LiveOptions, merge_states, open_live
-from tokenmill.live.lanes import Ahead, WindowRows
+from tokenmill.live.lanes import WindowRows, WindowThreads
 from tokenmill.loader import IGNORE, stack
 
 PACKINGS = [
@@ -40,6 +40,11 @@ def saved(loader):
     return json.loads(json.dumps(loader.state_dict()))
 
 
+def lanes_of(state):
+    """Return where the lanes of a state stand."""
+    return state["live"]["lanes"]["text"]
+
+
 @pytest.mark.parametrize("options", PACKINGS, ids=IDS)
 def test_from_every_batch_on_a_resumed_run_is_the_uninterrupted_one(make_source, make_loader, draw, options):
     """[R1.a]"""
@@ -50,13 +55,13 @@ def test_from_every_batch_on_a_resumed_run_is_the_uninterrupted_one(make_source,
     for _ in range(len(loader)):
         whole += draw_one(stream, draw)
         states.append(saved(loader))
-    assert max(epoch for epoch, *_ in states[-1]["lanes"].values()) >= 1  # or the run is too short to show much
+    assert max(epoch for epoch, *_ in lanes_of(states[-1]).values()) >= 1  # or the run is too short to show much
     for k in range(0, len(states), 5 if options != PACKINGS[0] else 1):
         fresh = make_loader(source, **shape, threads=k % 3)
         fresh.load_state_dict(states[k])
         assert saved(fresh) == states[k]
         assert fresh.step == k // 2
-        assert draw(fresh) == whole[k:], (k, states[k]["lanes"], fresh.threads)
+        assert draw(fresh) == whole[k:], (k, lanes_of(states[k]), fresh.options.threads)
         assert saved(fresh) == states[-1]
 
 
@@ -112,7 +117,7 @@ def global_batches(loaders, steps):
         parts = [
             {name: array.copy() for name, array in next(stream).items()}
             for stream, loader in zip(streams, loaders, strict=True)
-            for _ in range(loader.share.batches)
+            for _ in range(loader.part.batches(loader.plan.stages[0]))
         ]
         out.append({name: array.tobytes() for name, array in stack(parts).items()})
     return out
@@ -138,7 +143,7 @@ def test_every_world_size_gives_the_same_global_batches_and_takes_over_from_any_
         cut = 2 + number
         assert global_batches(loaders, cut) == whole[:cut]
         state = json.loads(json.dumps(merge_states([saved(loader) for loader in reversed(loaders)])))
-        assert list(state["lanes"]) == [str(lane) for lane in range(24)]
+        assert list(lanes_of(state)) == [str(lane) for lane in range(24)]
         for loader in loaders:
             loader.close()
         others = ranks(*worlds[(number + 3) % len(worlds)])
@@ -205,7 +210,7 @@ def test_a_resumed_run_reads_one_window_a_lane_before_its_first_step(make_source
     draw(loader, 190)
     state = saved(loader)
     loader.close()
-    assert all(epoch >= 1 for epoch, *_ in state["lanes"].values())
+    assert all(epoch >= 1 for epoch, *_ in lanes_of(state).values())
     read = []
     real = lanes_module.tokenize_window
 
@@ -228,12 +233,8 @@ def test_lanes_do_not_come_to_the_end_of_their_windows_at_the_same_step(tmp_path
     options = LiveOptions(seq_len=4, packing="padded", window_bytes=40 * line)
     source = open_live(path, tokenizer=numbers(), options=options)
     loader = make_loader(source, steps=100, global_batch_size=8, micro_batch=8)
-    ends = [
-        sum(
-            row == 0 for _, _, row, *_ in loader.state_dict()["lanes"].values()
-        )  # they are at the start of the next
-        for _ in loader
-    ]
+    # Those that have come to the end of a window are at the start of the next.
+    ends = [sum(not drawn for _, _, *drawn in lanes_of(loader.state_dict()).values()) for _ in loader]
     assert max(ends) == 1
     assert sum(ends) >= 16
 
@@ -296,19 +297,17 @@ def test_as_many_windows_are_alive_as_there_are_lanes_and_windows_ahead(
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_the_windows_that_are_needed_first_are_made_first(make_source, make_loader, monkeypatch, ahead):
     loader = make_loader(make_source(), steps=30, global_batch_size=6, ahead=ahead)
-    real = Ahead.ask
+    real = WindowThreads.ask
     asked = []
 
-    def ask(self, wanted):
-        held = {
-            number: loader.lanes.rows_held(one) for number, one in loader.lanes.lanes.items() if one.task is None
-        }
-        asked.append(held[wanted.lane] == min(held.values()))
-        return real(self, wanted)
+    def ask(self, request):
+        held = {number: lane.rows_held for number, lane in loader.text.lanes.items() if lane.task is None}
+        asked.append(held[request.lane] == min(held.values()))
+        return real(self, request)
 
-    monkeypatch.setattr(Ahead, "ask", ask)
+    monkeypatch.setattr(WindowThreads, "ask", ask)
     for _ in loader:
-        assert sum(lane.task is not None for lane in loader.lanes.lanes.values()) <= ahead
+        assert sum(lane.task is not None for lane in loader.text.lanes.values()) <= ahead
     assert len(asked) > 12
     assert all(asked)
 
@@ -318,12 +317,14 @@ def test_the_windows_that_are_needed_first_are_made_first(make_source, make_load
 def test_windows_that_the_run_does_not_come_to_are_not_asked_for(
     make_source, make_loader, monkeypatch, micro_batch, steps
 ):
-    real = Ahead.ask
+    real = WindowThreads.ask
     asked, taken = [], []
-    monkeypatch.setattr(Ahead, "ask", lambda self, wanted: (asked.append(wanted.lane), real(self, wanted))[1])
+    monkeypatch.setattr(
+        WindowThreads, "ask", lambda self, request: (asked.append(request.lane), real(self, request))[1]
+    )
     loader = make_loader(make_source(), steps=steps, threads=2, ahead=9, micro_batch=micro_batch)
-    take = loader.lanes._take
-    monkeypatch.setattr(loader.lanes, "_take", lambda number, *rest: (taken.append(number), take(number, *rest))[1])
+    take = loader.text._take
+    monkeypatch.setattr(loader.text, "_take", lambda number, *rest: (taken.append(number), take(number, *rest))[1])
     list(loader)
     assert sorted(asked) == sorted(taken)
 
@@ -336,15 +337,16 @@ def test_epochs_are_refused_with_the_way_out(make_source):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps and ahead must be at least 1"),
-        ({"threads": -1}, "threads at least 0"),
+        ({"steps": 0}, "steps and global_batch_size must be at least 1, got 0 and 4"),
+        ({"ahead": 0}, "loader: ahead must be at least 1, got 0; leave it out"),
+        ({"threads": -1}, "threads must be at least 0"),
         ({"timeout": 0}, "timeout more than 0"),
         ({"arrays": ("input_ids", "label")}, "did you mean 'labels'"),
-        ({"arrays": ("num_loss_tokens",)}, "arrays: must be among"),
+        ({"arrays": ("labels", "num_loss_tokens")}, "arrays: num_loss_tokens needs the rows of all ranks"),
         ({"arrays": ("cu_seqlens",)}, "one that has a line for every row"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
-        ({"world_size": 3}, r"world_size: must divide the 4 lanes, got 3; use 2 or 4"),
-        ({"micro_batch": 3}, r"micro_batch: must divide the 4 rows .* got 3; use 2 or 4"),
+        ({"world_size": 3}, r"divisible by world_size \* micro_batch, got 4 and 3 \* 1; .* world_size 2 or 4"),
+        ({"micro_batch": 3}, r"divisible by world_size \* micro_batch, got 4 and 1 \* 3; .* micro_batch 2 or 4"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_first_batch(make_source, make_loader, options, message):
@@ -355,8 +357,10 @@ def test_what_cannot_be_is_refused_before_the_first_batch(make_source, make_load
 
 def test_lanes_that_do_not_divide_the_batch_are_refused(make_source, make_loader):
     """[E1.b]"""
-    with pytest.raises(ConfigError, match=r"lanes: must divide global_batch_size 24, got 9; use 8 or 12"):
+    with pytest.raises(ConfigError, match=r"lanes must divide the global_batch_size .* got 9 lanes and 24; use 24"):
         make_loader(make_source(lanes=9), global_batch_size=24)
+    with pytest.raises(ConfigError, match=r"world_size must divide its 4 lanes, got 8; use another number"):
+        make_loader(make_source(lanes=4), global_batch_size=24, world_size=8)
 
 
 def test_a_second_iteration_ends_the_first(make_source, make_loader):
@@ -531,14 +535,13 @@ def test_a_thread_that_hangs_is_given_up_by_name_and_a_later_try_goes_on(
         with pytest.raises(DocumentError, match=r"corpus.*: the thread .* within 0.3 s, got nothing for"):
             next(iter(loader))
     release.set()
-    loader.timeout = 30.0
     assert lanes_module.tokenize_window is real
     assert draw(loader) == whole
 
 
 def test_a_thread_that_dies_is_noticed(make_source, make_loader, monkeypatch):
     """[C2.b]"""
-    monkeypatch.setattr(Ahead, "_work", lambda _: None)
+    monkeypatch.setattr(WindowThreads, "_work", lambda _: None)
     with pytest.raises(DocumentError, match=r"lane 0: the thread that reads .* look at the disk"):
         next(iter(make_loader(make_source())))
 
@@ -558,19 +561,19 @@ def test_a_window_that_takes_long_but_goes_on_is_waited_for(make_source, make_lo
     monkeypatch.setattr(lanes_module, "tokenize_window", slow)
     loader = make_loader(source, steps=1, global_batch_size=1, timeout=1.0)
     assert draw(loader) == whole
-    assert loader.waited > loader.timeout
+    assert loader.waited > loader.options.timeout
 
 
 def test_waiting_for_text_is_told_now_and_then(make_source, make_loader, monkeypatch, caplog):
-    monkeypatch.setattr(lanes_module, "TELL_SECONDS", 0.0)
-    monkeypatch.setattr(lanes_module, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(lanes_module, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(lanes_module, "MIN_LOGGED_SECONDS", 0.0)
     with caplog.at_level(logging.WARNING, logger="tokenmill"):
         list(make_loader(make_source(), steps=2))
     told = [record.message for record in caplog.records if record.message.startswith("waited")]
     assert told
     assert "of the last" in told[0]
     assert "more threads or a prepared store (eager) would help" in told[0]
-    monkeypatch.setattr(lanes_module, "TELL_SECONDS", 3600.0)
+    monkeypatch.setattr(lanes_module, "LOG_SECONDS", 3600.0)
     caplog.clear()
     list(make_loader(make_source(), steps=2))
     assert caplog.records == []
@@ -653,5 +656,5 @@ print("drawn")
 def test_a_state_of_one_rank_does_not_do_for_another(make_source, make_loader):
     source = make_source()
     ranks = [make_loader(source, world_size=2, rank=rank) for rank in range(2)]
-    with pytest.raises(ResumeError, match=r"must have the lanes 2:4 of rank 1 of 2, got none of \[2, 3\]; join"):
+    with pytest.raises(ResumeError, match=r"the lanes 2:4 of 'text' for rank 1 of 2, got none of \[2, 3\]; join"):
         ranks[1].load_state_dict(saved(ranks[0]))

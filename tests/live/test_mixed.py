@@ -14,7 +14,6 @@ import tokenmill as tm
 from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError
 from tokenmill.live import LiveOptions, merge_states, open_live
 from tokenmill.live.lanes import LiveRows
-from tokenmill.live.mixed import MixedLoader
 from tokenmill.loader import batch_digest, row_digests, stack
 from tokenmill.packing import Policy
 from tokenmill.run.compare import compare
@@ -268,7 +267,6 @@ def test_a_batch_that_fails_is_not_lost(make_run, open_loaders, monkeypatch):
 def test_what_is_not_known_beforehand_is_refused_with_the_way_out(make_run, open_loaders):
     run = make_run()
     (loader,) = open_loaders(run)
-    assert isinstance(loader, MixedLoader)
     for ask in (lambda: loader[3], lambda: loader.seek(3)):
         with pytest.raises(
             PlanError, match=r"step: must be 0 or come from a state .* got 3; load a state, or leave out"
@@ -367,15 +365,18 @@ def edited(state, **live):
             lambda s: {k: v for k, v in s.items() if k != "live"},
             "must have the lanes of live text, which is drawn before step 4, got none; use a",
         ),
-        (lambda s: {**s, "live": 3}, "live must have at, formats, lanes, got 3; use a state that was not edited"),
+        (lambda s: {**s, "live": 3}, r"state\.live: must be a table, got 3"),
         (lambda s: edited(s, at=2), "live.at must be its step 4, or have skipped steps alone up to it, got 2"),
         (lambda s: edited(s, at=5), "live.at must be its step 4, .* got 5"),
-        (lambda s: edited(s, at=-1), "live.at must be a step"),
-        (lambda s: edited(s, formats=[[1]]), "a format must be .seq_len, packing, split, crop., got .1."),
+        (lambda s: edited(s, at=-1), r"state\.live\.at: must be a whole number that is at least 0, got -1"),
+        (
+            lambda s: edited(s, formats=[[1]]),
+            r"state\.live\.formats\[0\]: must be a list of seq_len, packing, split, crop, got \[1\]",
+        ),
         (lambda s: edited(s, lanes={}), "must have the lanes 0:8 of 'web' for rank 0 of 1, got none of .0, 1"),
-        (lambda s: edited(s, lanes={"web": {"a": [0, 0]}}), "lanes must be named by numbers, got 'a'"),
-        (lambda s: edited(s, lanes={"web": {"0": [0]}}), "lane 0 of 'web' must be at .epoch, window., pairs"),
-        (lambda s: edited(s, lanes={"web": {"0": [0, 0, 7, 1]}}), "lane 0 of 'web' must be at .epoch, window."),
+        (lambda s: edited(s, lanes={"web": {"a": [0, 0]}}), "a lane must be named by its number, got 'a'"),
+        (lambda s: edited(s, lanes={"web": {"0": [0]}}), r"lanes\.web\.0: must be a list of epoch, turn, drawn,"),
+        (lambda s: edited(s, lanes={"web": {"0": [0, 0, [[7, 1]]]}}), r"web\.0: drawn must be pairs of one of the"),
         (lambda s: edited(s, lanes={"web": {str(i): [0, 10**6] for i in range(8)}}), "one of its .* windows"),
     ],
 )
@@ -438,11 +439,11 @@ def test_rows_that_must_start_with_bos_are_refused_where_no_document_does(folder
     options = LiveOptions(seq_len=8, add_bos=False)
     source = open_live(folder / "web0.jsonl", tokenizer="bytes", options=options)
     rows = LiveRows(source=source, lanes=1, format=options.format, cross_document_labels=False)
-    assert rows.made(8, Policy(name="best_fit")) is rows
+    assert rows.in_format(8, Policy(name="best_fit")) is rows
     with pytest.raises(
         ConfigError, match="packing bos_best_fit needs documents that start with BOS, got a tokenizer"
     ):
-        rows.made(8, Policy(name="bos_best_fit"))
+        rows.in_format(8, Policy(name="bos_best_fit"))
 
 
 @pytest.mark.parametrize(
@@ -534,13 +535,13 @@ def test_documents_that_a_later_stage_must_not_cut_are_left_out_or_refused_with_
     run = make_run(config=config, source='on_error = "skip"')
     loaders = open_loaders(run)
     whole, state = draw(loaders)
-    assert loaders[0].skipped["web"].counts["too_many_tokens"] > 0
-    assert state["live"]["skipped"]["web"] == loaders[0].skipped["web"].counts
+    assert loaders[0].lanes["web"].skipped.counts["too_many_tokens"] > 0
+    assert state["live"]["skipped"]["web"] == loaders[0].lanes["web"].skipped.counts
     for cut in (16, 17, 20):  # where the stage begins, and behind it
         first, state = draw(open_loaders(run, 2), cut)
         rest, again = draw(open_loaders(run, 4, state=state))
         assert {**first, **rest} == whole
-        assert again["live"]["skipped"] == {"web": dict(loaders[0].skipped["web"].counts)}
+        assert again["live"]["skipped"] == {"web": dict(loaders[0].lanes["web"].skipped.counts)}
     with pytest.raises(
         DocumentError, match=r"web\d\.jsonl.* line \d+.*: with packing = 'best_fit' and split = 'forbid'"
     ):
@@ -573,6 +574,22 @@ def test_only_the_start_of_a_step_is_the_step(make_run, open_loaders):
 
 
 def test_a_timeout_can_be_given(make_run):
-    assert make_run().loader(timeout=7.5)._ahead.timeout == 7.5
+    assert make_run().loader(timeout=7.5).options.timeout == 7.5
     with pytest.raises(ConfigError, match="timeout more than 0, got 1, 8 and 0"):
         make_run().loader(timeout=0)
+
+
+@pytest.mark.parametrize("arrays", [ARRAYS, ("loss_mask", "source"), ("labels", "doc_ids")])
+def test_more_shards_than_maps_beside_live_text_give_the_same_batches(folder, tmp_path, open_loaders, arrays):
+    """[S1.a]"""
+    books, small = tmp_path / "books", tm.PrepareOptions(max_tokens_per_shard=40)
+    tm.prepare(folder / "books.jsonl", out=books, tokenizer="bytes", workers=1, progress=False, options=small)
+    text = CONFIG.format(run="", source="", two="", rest="").replace('["web*.jsonl"]', f'["{folder}/web*.jsonl"]')
+    drawn = []
+    for name, store in (("few", folder / "books"), ("many", books)):
+        (tmp_path / f"{name}.toml").write_text(text.replace('store = "books"', f'store = "{store}"'))
+        run = tm.Run.from_toml(tmp_path / f"{name}.toml")
+        (loader,) = open_loaders(run, micro_batch=4, arrays=arrays)
+        drawn.append([{name: array.tobytes() for name, array in batch.items()} for batch in loader])
+    assert run.stores["books"].num_shards > run.stores["books"].maps.limit // 2  # what a block may hold
+    assert drawn[0] == drawn[1]

@@ -14,7 +14,7 @@ from tokenmill.live.windows import HEAD, TAIL, WHOLE, cut_windows
 def documents_of(window):
     """Return the texts of a window."""
     texts = [text for batch in read_unit(window.unit, ReadOptions()) for text in batch.texts]
-    return [text for number, text in enumerate(texts) if window.holds(number)]
+    return [texts[number] for number in window.members(0, len(texts)).tolist()]
 
 
 @given(

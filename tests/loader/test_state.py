@@ -181,13 +181,14 @@ def test_a_state_of_mid_step_needs_the_same_cut(make_run):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": -1}, "step must be a whole number, got -1"),
-        ({"step": "3"}, "step must be a whole number, got '3'"),
-        ({"step": 31}, "step must be at most run.steps 30, got 31"),
+        ({"step": -1}, r"state\.step: must be a whole number that is at least 0, got -1"),
+        ({"step": "3"}, r"state\.step: must be a whole number that is at least 0, got '3'"),
+        ({"step": 31}, "step must be at most the 30 steps of the run, got 31"),
         ({"version": 2}, "version must be 1, got 2"),
         ({"stepp": 1}, r"keys must be known, got 'stepp'; did you mean 'step'\?"),
-        ({"fingerprint": None}, "made by plan None"),
-        ({"batches": 3}, "must have version"),
+        ({"fingerprint": None}, r"state\.fingerprint: must be a string, got None"),
+        ({"fingerprint": "0" * 32}, "made by plan 000000000000 and this run is"),
+        ({"batches": 3}, "must have micro_batch and world_size in the middle of a step, got batches 3 without"),
     ],
 )
 def test_an_edited_state_is_refused(make_run, change, message):
@@ -200,7 +201,7 @@ def test_a_state_that_lacks_a_key_is_refused(make_run):
     loader = make_run().loader()
     state = loader.state_dict()
     del state["fingerprint"]
-    with pytest.raises(ResumeError, match=r"must have version, step, .* got none of \['fingerprint'\]"):
+    with pytest.raises(ResumeError, match="state: fingerprint must be given, got nothing"):
         loader.load_state_dict(state)
     with pytest.raises(ResumeError, match="must be the dict that state_dict"):
         loader.load_state_dict("state")

@@ -61,12 +61,11 @@ def test_runs_are_cut_to_the_length_at_the_end_or_at_the_start(groups, policy, s
         (3, start, 4),
         (1, 0, 0),
     ]
-    runs = rows.runs("responses", np.array([6, 0, 1]))
-    assert runs.length.tolist() == [4, 4, 0]
-    begins = groups.axes["responses"].values[runs.shard] + runs.first
+    shard, first, length = rows.locate("responses", np.array([6, 0, 1]))
+    assert length.tolist() == [4, 4, 0]
+    begins = groups.axes["responses"].values[shard] + first
     found = [
-        groups.fetch(int(b), int(b) + int(n), "responses").tolist()
-        for b, n in zip(begins, runs.length, strict=True)
+        groups.fetch(int(b), int(b) + int(n), "responses").tolist() for b, n in zip(begins, length, strict=True)
     ]
     wanted = [groups.fetch_record(3, "responses")[0], *groups.fetch_record(0, "responses")]
     cut = slice(None, 4) if policy is CUT_END else slice(-4, None)

@@ -19,18 +19,16 @@ from tokenmill.adapters import need
 from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, TokenmillError
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.loader import Loader
+from tokenmill.loader.state import merge_states
 
 if TYPE_CHECKING:
-    from tokenmill.live import LiveLoader
-    from tokenmill.live.share import Share
-    from tokenmill.loader import RankSlice
     from tokenmill.types import Batch
 
 need("torch", extra="torch", adapter="tokenmill.torch")
 
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
-_NESTED = ("made_of", "lanes", "skipped", "live")
+_NESTED = ("made_of", "live")
 """What states of live text hold beside numbers and texts."""
 
 
@@ -75,42 +73,32 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:  # noqa: A
     return values
 
 
-def whole_state(loader: Loader | LiveLoader, group: dist.ProcessGroup | None = None) -> dict[str, int | str]:
+def whole_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, int | str]:
     """Return the state of a run: the same on every rank, with the same keys at any time, each a number or a text.
 
     A distributed checkpoint loads the keys that a fresh loader has, and no others. A rank of live text knows its
     own lanes alone: where torch.distributed runs, all ranks must ask together, and each gets the lanes of all.
     """
     state: dict[str, Any] = dict(loader.state_dict())
-    if is_running() and any(isinstance(value, Mapping) for value in state.values()):
+    if is_running() and loader.lanes:
         state = _merged(loader, state, group)
-    if "lanes" in state:  # what live text alone has at times
-        state = {"skipped": {}, "global_batch_size": 0, **state}
-    texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in state.items()}
-    return texts | {key: state.get(key, 0) for key in _MID_STEP}
+    # A loader of live text without a plan on record goes by what it is made of, and by the batch within a step.
+    mid_step = (*_MID_STEP, "global_batch_size") if "made_of" in state else _MID_STEP
+    always = {key: value for key, value in state.items() if key not in mid_step}
+    texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in always.items()}
+    return texts | {key: state.get(key, 0) for key in mid_step}
 
 
-def _merged(
-    loader: Loader | LiveLoader, state: Mapping[str, Any], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    from tokenmill.live import merge_states
-
-    part = part_of(loader)
-    found: list[tuple[int, Mapping[str, Any]]] = gather((part.rank, state), group)
-    missing = sorted(set(range(part.world_size)) - {rank for rank, _ in found})
+def _merged(loader: Loader, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    part = loader.part
+    states: list[tuple[int, Mapping[str, Any]]] = gather((part.rank, state), group)
+    missing = sorted(set(range(part.world_size)) - {rank for rank, _ in states})
     if missing:
         raise ResumeError(
             f"state: must have the lanes of all {part.world_size} ranks, got none of {missing} from the process "
             "group; pass the group that has every data-parallel rank"
         )
-    return merge_states([one for _, one in found])
-
-
-def part_of(loader: Loader | LiveLoader) -> RankSlice | Share:
-    """Return which rank a loader was made for, of how many."""
-    from tokenmill.loader import Loader
-
-    return loader.part if isinstance(loader, Loader) else loader.share
+    return merge_states([own for _, own in states])
 
 
 def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,7 +136,7 @@ class RankCheck:
     Where text is live, step, files, tokenizer and options are compared, but no rows.
     """
 
-    loader: Loader | LiveLoader
+    loader: Loader
     group: dist.ProcessGroup | None = None
     """All data-parallel ranks; None: all there are."""
     _seen: list[bytes] = field(default_factory=list, init=False)
@@ -165,39 +153,32 @@ class RankCheck:
     @property
     def rank(self) -> int:
         """The rank that the loader was made for."""
-        return part_of(self.loader).rank
+        return self.loader.part.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks that the loader was made for."""
-        return part_of(self.loader).world_size
+        return self.loader.part.world_size
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of the loader; the last one of a step only after all ranks were compared."""
         stream = iter(self.loader)
         self._seen = []
         self._compare(self.loader.step)  # plans and ranks, before the first batch
-        expected = self._standing()
+        expected = self.loader.position
         while True:
-            standing = self._standing()
-            if standing != expected or standing[1] == 0:
+            position = self.loader.position
+            if position != expected or position.batch == 0:
                 self._seen = []  # a state was loaded, or a step begins
             batch = next(stream, None)
             if batch is None:
                 return
-            if type(self.loader) is Loader:  # not of live text, whose rows no other rank can look at
+            if not self.loader.lanes:  # rows of live text no other rank can look at
                 self._seen += _row_digests(batch)
-            expected = self._standing()
-            if expected[0] != standing[0]:
-                self._compare(standing[0])
+            expected = self.loader.position
+            if expected.step != position.step:
+                self._compare(position.step)
             yield batch
-
-    def _standing(self) -> tuple[int, int]:
-        """Return the step of the next batch, and how many of the step were drawn."""
-        if not isinstance(self.loader, Loader):
-            return self.loader.step, 0
-        state = self.loader.state_dict()
-        return int(state["step"]), int(state.get("batches", 0))
 
     def _compare(self, step: int) -> None:
         if not is_running():
@@ -215,26 +196,11 @@ class RankCheck:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return digest(self._description())
-
-    def _description(self) -> dict[str, Any]:
-        """Return what all ranks must have in common, as JSON, but for the step."""
-        loader, common = self.loader, {"world_size": self.world_size}
-        if isinstance(loader, Loader):
-            described = loader.plan.describe()
-            return {**described, "steps": loader.plan.steps, "arrays": list(loader.options.arrays), **common}
-        source = loader.source
-        return {
-            "files": {file.name: seen for file, seen in zip(source.files, source.digests, strict=True)},
-            "tokenizer": source.tokenizer.identity.to_json(),
-            "options": source.options.describe(loader.share.lanes),
-            "steps": loader.steps,
-            **common,
-        }
+        return digest(self.loader.describe())
 
     def _view(self, step: int, rank: int) -> View:
         """Return what a rank reads of the rows of a step that were delivered, as this one sees it."""
-        if not isinstance(self.loader, Loader) or not self._seen:
+        if not self._seen:
             return {}
         plan, digests = self.loader.plan, self._seen
         if rank != self.rank:
@@ -248,7 +214,6 @@ class RankCheck:
 
     def _other(self, rank: int) -> Loader:
         """Return the loader of another rank."""
-        assert isinstance(self.loader, Loader)
         if rank not in self._others:
             part, options = replace(self.loader.part, rank=rank), replace(self.loader.options, threads=0)
             self._others[rank] = Loader(self.loader.plan, part, options)
@@ -262,7 +227,7 @@ class RankCheck:
             return ResumeError(
                 f"ranks: all must be at one step, got {_told(ranks, steps)}; load the same state on every rank"
             )
-        descriptions = gather(self._description(), self.group)
+        descriptions = gather(self.loader.describe(), self.group)
         odd = _odd(ranks, [digest(described) for described in descriptions])
         if odd:
             return _difference(step, ranks, descriptions, odd)

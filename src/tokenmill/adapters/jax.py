@@ -16,13 +16,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tokenmill.errors import ConfigError
-from tokenmill.live import LiveLoader
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from tokenmill.live.share import Share
-    from tokenmill.loader import Loader, RankSlice
+    from tokenmill.loader import Loader
     from tokenmill.types import Batch
 
 Arrays = dict[str, jax.Array]
@@ -53,7 +51,7 @@ class JaxLoader(Iterator[Any]):
     arrays that have no line for every row, such as `num_loss_tokens`, are on every device.
     """
 
-    def __init__(self, loader: Loader | LiveLoader, *, mesh: Mesh | None = None, axis: str = "data") -> None:
+    def __init__(self, loader: Loader, *, mesh: Mesh | None = None, axis: str = "data") -> None:
         self.loader = loader
         self.mesh = mesh
         self.axis = axis
@@ -101,13 +99,9 @@ class JaxLoader(Iterator[Any]):
         return jax.make_array_from_process_local_data(self._rows if array.ndim else self._everywhere, part)
 
 
-def _check(loader: Loader | LiveLoader, mesh: Mesh, axis: str) -> None:
+def _check(loader: Loader, mesh: Mesh, axis: str) -> None:
     """Refuse a loader whose batches do not fit a mesh."""
-    part: Share | RankSlice
-    if isinstance(loader, LiveLoader):
-        part, arrays = loader.share, loader.arrays
-    else:
-        part, arrays = loader.part, loader.options.arrays
+    part, arrays = loader.part, loader.options.arrays
     rank, world_size = data_parallel(mesh, axis)
     if (part.rank, part.world_size) != (rank, world_size):
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenmill.adapters import need
 
@@ -15,15 +15,11 @@ import lightning
 from tokenmill.adapters.distributed import gather
 from tokenmill.adapters.torch import Tensors, to_torch
 from tokenmill.errors import ConfigError
-from tokenmill.live import LiveLoader, merge_states
 from tokenmill.loader import Loader
+from tokenmill.loader.state import merge_states
 from tokenmill.run.run import Run
 
-if TYPE_CHECKING:
-    from tokenmill.live.share import Share
-    from tokenmill.loader import RankSlice
-
-MakeLoader = Callable[[int, int], Loader | LiveLoader]
+MakeLoader = Callable[[int, int], Loader]
 """(rank, world size) -> the loader of that rank."""
 
 
@@ -38,7 +34,7 @@ class RunData(lightning.LightningDataModule):
         self.run = run
         self.micro_batch = micro_batch
         """Rows of a batch of one rank; who passes a function says it there."""
-        self.loader: Loader | LiveLoader | None = None
+        self.loader: Loader | None = None
         """Of this rank, once the Trainer has asked for batches."""
         self._saved: Mapping[str, Any] | None = None
 
@@ -65,7 +61,7 @@ class RunData(lightning.LightningDataModule):
             return dict(self._saved or {})
         state: dict[str, Any] = dict(self.loader.state_dict())
         # A rank of live text, alone or beside stores, knows its own lanes alone.
-        live = type(self.loader) is not Loader and _part(self.loader).world_size > 1
+        live = self.loader.lanes and self.loader.part.world_size > 1
         return merge_states(gather(state, None)) if live else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +77,7 @@ class _Batches:
     It has the state of its data module, as Lightning warns where it resumes amid an epoch without one.
     """
 
-    def __init__(self, data: RunData, loader: Loader | LiveLoader, begin: int) -> None:
+    def __init__(self, data: RunData, loader: Loader, begin: int) -> None:
         self.loader = loader
         self.begin = begin
         self.state_dict = data.state_dict
@@ -96,24 +92,13 @@ class _Batches:
             yield to_torch(batch)
 
 
-def _drawn(loader: Loader | LiveLoader) -> int:
-    """Return how many micro-batches lie before the place of a loader."""
-    drawn = int(loader.state_dict().get("batches", 0))
-    if isinstance(loader, LiveLoader):
-        return drawn + loader.step * loader.share.batches
-    for stage in (stage for stage in loader.plan.stages if stage.spec.skipped is None):
-        steps = min(max(0, loader.step - stage.spec.start_step), stage.num_steps)
-        drawn += steps * loader.part.batches(stage)
-    return drawn
-
-
-def _reopen(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> None:
+def _reopen(trainer: lightning.Trainer, loader: Loader) -> None:
     """Go on with an epoch that Lightning takes for done, where the run has batches left.
 
     It was ended by `max_steps` or `max_time`, or the run is longer now: Lightning would train nothing, and say that
     `max_epochs` was reached.
     """
-    if _drawn(loader) >= len(loader):
+    if loader.num_drawn >= len(loader):
         return
     epochs, batches = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop.batch_progress
     batches.is_last_batch = False
@@ -123,12 +108,12 @@ def _reopen(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> None:
         trainer.fit_loop.restarting = True
 
 
-def _begin(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> int:
+def _begin(trainer: lightning.Trainer, loader: Loader) -> int:
     """Return how many micro-batches lie before the epoch; where Lightning resumes one, tell it how many it has had.
 
     It counts those of the ranks that it ran on before: with more of them now, it would take the epoch for done.
     """
-    drawn = _drawn(loader)
+    drawn = loader.num_drawn
     if not trainer.fit_loop.restarting:
         return drawn
     had = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -138,13 +123,9 @@ def _begin(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> int:
     return 0
 
 
-def _part(loader: Loader | LiveLoader) -> RankSlice | Share:
-    return loader.share if isinstance(loader, LiveLoader) else loader.part
-
-
-def _check_rank(loader: Loader | LiveLoader, rank: int, world_size: int) -> None:
+def _check_rank(loader: Loader, rank: int, world_size: int) -> None:
     """Refuse a loader of another rank, which would train on rows twice."""
-    part = _part(loader)
+    part = loader.part
     if (part.rank, part.world_size) != (rank, world_size):
         raise ConfigError(
             f"run: the loader must be that of rank {rank} of {world_size}, got rank {part.rank} of "
@@ -152,13 +133,10 @@ def _check_rank(loader: Loader | LiveLoader, rank: int, world_size: int) -> None
         )
 
 
-def _check_trainer(trainer: lightning.Trainer, loader: Loader | LiveLoader) -> None:
+def _check_trainer(trainer: lightning.Trainer, loader: Loader) -> None:
     """Refuse a Trainer whose steps are not those of the run, or that would go on after its end."""
-    if isinstance(loader, LiveLoader):
-        sizes, steps = {loader.share.batches}, loader.steps
-    else:
-        stages = [stage for stage in loader.plan.stages if stage.spec.skipped is None]
-        sizes, steps = {loader.part.batches(stage) for stage in stages}, sum(stage.num_steps for stage in stages)
+    stages = [stage for stage in loader.plan.stages if stage.spec.skipped is None]
+    sizes, steps = {loader.part.batches(stage) for stage in stages}, sum(stage.num_steps for stage in stages)
     if trainer.lightning_module.automatic_optimization and sizes != {trainer.accumulate_grad_batches}:
         wanted = " and ".join(map(str, sorted(sizes)))
         raise ConfigError(

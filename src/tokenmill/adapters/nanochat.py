@@ -22,7 +22,6 @@ from tokenmill.adapters.distributed import find_rank
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest
 from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live
-from tokenmill.live.mixed_state import is_count
 from tokenmill.live.source import NanochatTokenizer
 from tokenmill.loader import IGNORE
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 FOLDERS = ("base_data_climbmix", "base_data")
 """Where nanochat keeps its Parquet files below its base folder: now, and before."""
-ENDLESS = 1 << 48
+ENDLESS = 1 << 40
 """Steps of a stream that has no end."""
 LIVE = "live"
 """The key of a state under which there is what exactness needs."""
@@ -207,10 +206,11 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _state(loader: LiveLoader, numbers: Mapping[str, int]) -> State:
     """Return where the rank stands; the keys of nanochat say where its first lane does."""
-    live, lane = loader.state_dict(), loader.share.own.start
-    epoch, turn = live["lanes"][str(lane)][:2]
-    piece = loader.windows.at(lane, epoch, turn).unit.pieces[0]
-    return {"pq_idx": numbers[piece.file.path], "rg_idx": piece.begin, "epoch": epoch + 1, LIVE: live}
+    lane = loader.text.numbers.start
+    position = loader.text.lanes[lane].position
+    piece = loader.text.windows.at(lane, position.epoch, position.turn).unit.pieces[0]
+    place = {"pq_idx": numbers[piece.file.path], "rg_idx": piece.begin, "epoch": position.epoch + 1}
+    return {**place, LIVE: loader.state_dict()}
 
 
 def _live(state: Mapping[str, Any]) -> State:
@@ -225,9 +225,9 @@ def _live(state: Mapping[str, Any]) -> State:
 
 def _lanes(live: Mapping[str, Any] | None) -> int | None:
     """Return how many lanes a state was made with; what it says otherwise wrong, the loader finds."""
-    options = None if live is None else live["made_of"].get("options")
+    options = None if live is None else live.get("made_of", {}).get("options")
     lanes = options.get("lanes") if isinstance(options, Mapping) else None
-    return lanes if is_count(lanes) else None
+    return lanes if isinstance(lanes, int) and lanes > 0 else None
 
 
 def _files(split: str, more: More) -> list[str]:

@@ -16,7 +16,6 @@ from tokenmill.adapters.distributed import RankCheck, find_rank, own_state, whol
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from tokenmill.live import LiveLoader
     from tokenmill.loader import Loader
     from tokenmill.run.run import Run
     from tokenmill.types import Batch
@@ -44,7 +43,7 @@ class TorchLoader:
 
     def __init__(
         self,
-        loader: Loader | LiveLoader,
+        loader: Loader,
         *,
         device: torch.device | str | None = None,
         check_ranks: bool = False,

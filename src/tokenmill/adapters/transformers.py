@@ -20,15 +20,12 @@ from transformers.trainer_callback import ExportableState
 from tokenmill.adapters.distributed import gather
 from tokenmill.adapters.torch import Tensors, to_torch
 from tokenmill.errors import ConfigError, ResumeError
-from tokenmill.live import LiveLoader, merge_states
 from tokenmill.loader import IGNORE, Loader
+from tokenmill.loader.state import merge_states
 from tokenmill.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState, TrainingArguments
-
-    from tokenmill.live.share import Share
-    from tokenmill.loader import RankSlice
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 """What a model of transformers is given; the positions tell it where documents begin."""
@@ -50,10 +47,10 @@ def to_transformers(tensors: Tensors, *, flat: bool = False) -> Tensors:
 class TrainData:
     """What a Trainer takes for its DataLoader: accelerate's would share batches out again, and draw one ahead."""
 
-    def __init__(self, loader: Loader | LiveLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self.flat = False
-        self.arrays = loader.arrays if isinstance(loader, LiveLoader) else loader.options.arrays
+        self.arrays = loader.options.arrays
         self.batches_per_step = _batches_per_step(loader)
         self.begin = loader.state_dict()
         if "batches" in self.begin:
@@ -61,7 +58,7 @@ class TrainData:
                 f"train_dataset: the loader must stand between two steps, got the middle of step {loader.step}; "
                 "load a state that was saved between steps"
             )
-        self._length = len(loader) - _steps_before(loader) * self.batches_per_step
+        self._length = len(loader) - loader.num_drawn
 
     def __len__(self) -> int:
         """Return the number of micro-batches from where the loader stood to the end of the run."""
@@ -75,7 +72,7 @@ class TrainData:
         """Return where all ranks stand, as JSON; ranks that read live text must ask together."""
         state: dict[str, Any] = dict(self.loader.state_dict())
         # A rank of live text, alone or beside stores, knows its own lanes alone.
-        live = type(self.loader) is not Loader and _part(self.loader).world_size > 1
+        live = self.loader.lanes and self.loader.part.world_size > 1
         return merge_states(gather(state, None)) if live else state
 
 
@@ -126,7 +123,7 @@ class LoaderTrainer(transformers.Trainer):
         model: PreTrainedModel | str | None = None,
         args: TrainingArguments | None = None,
         *,
-        train_dataset: Run | Loader | LiveLoader,
+        train_dataset: Run | Loader,
         **others: object,
     ) -> None:
         import datasets
@@ -149,7 +146,7 @@ class LoaderTrainer(transformers.Trainer):
         return self._data
 
 
-def _loader_of(data: Run | Loader | LiveLoader, args: TrainingArguments) -> Loader | LiveLoader:
+def _loader_of(data: Run | Loader, args: TrainingArguments) -> Loader:
     """Return the loader of this rank; refuse one of another rank, which would train on rows twice."""
     parallel = getattr(args, "parallelism_config", None) is not None
     if isinstance(data, Run):
@@ -161,7 +158,7 @@ def _loader_of(data: Run | Loader | LiveLoader, args: TrainingArguments) -> Load
         return data.loader(
             rank=args.process_index, world_size=args.world_size, micro_batch=args.train_batch_size, arrays=ARRAYS
         )
-    part = _part(data)
+    part = data.part
     if not parallel and (part.rank, part.world_size) != (args.process_index, args.world_size):
         raise ConfigError(
             f"train_dataset: the loader must be that of rank {args.process_index} of {args.world_size}, got rank "
@@ -173,10 +170,6 @@ def _loader_of(data: Run | Loader | LiveLoader, args: TrainingArguments) -> Load
             f"{part.micro_batch}; say per_device_train_batch_size={part.micro_batch}"
         )
     return data
-
-
-def _part(loader: Loader | LiveLoader) -> RankSlice | Share:
-    return loader.share if isinstance(loader, LiveLoader) else loader.part
 
 
 def _settle(args: TrainingArguments, data: TrainData) -> TrainingArguments:
@@ -204,10 +197,8 @@ def _settle(args: TrainingArguments, data: TrainData) -> TrainingArguments:
     return args
 
 
-def _batches_per_step(loader: Loader | LiveLoader) -> int:
+def _batches_per_step(loader: Loader) -> int:
     """Return how many micro-batches a step has: a Trainer takes the same number in all of them."""
-    if isinstance(loader, LiveLoader):
-        return loader.share.batches
     sizes = {loader.part.batches(stage): stage.spec for stage in loader.plan.stages if stage.spec.skipped is None}
     if len(sizes) > 1:
         told = " and ".join(f"{spec.global_batch_size} in stage {spec.name!r}" for spec in sizes.values())
@@ -216,14 +207,6 @@ def _batches_per_step(loader: Loader | LiveLoader) -> int:
             f"step, got {told}; use one, or a run and a Trainer for each stage"
         )
     return next(iter(sizes))
-
-
-def _steps_before(loader: Loader | LiveLoader) -> int:
-    """Return how many steps that have batches lie before the place of a loader."""
-    if isinstance(loader, LiveLoader):
-        return loader.step
-    stages = [stage for stage in loader.plan.stages if stage.spec.skipped is None]
-    return sum(min(max(0, loader.step - stage.spec.start_step), stage.num_steps) for stage in stages)
 
 
 def _check_model(model: PreTrainedModel, arrays: tuple[str, ...]) -> None:

@@ -101,8 +101,8 @@ def _tell_skipped(loaders: list[Loader]) -> None:
     """Say what was left out of live text."""
     counts: Counter[tuple[str, str]] = Counter()
     for loader in loaders:
-        for source, skipped in getattr(loader, "skipped", {}).items():
-            counts.update({(source, reason): number for reason, number in skipped.counts.items()})
+        for source, lanes in loader.lanes.items():
+            counts.update({(source, reason): number for reason, number in lanes.skipped.counts.items()})
     for (source, reason), number in sorted(counts.items()):
         ui.errors.print(f"left out of {source}: {reason} {number:,}", highlight=False)
 
@@ -112,7 +112,7 @@ def _state(loaders: list[Loader]) -> dict[str, Any]:
     states = [loader.state_dict() for loader in loaders]
     if "live" not in states[0]:
         return states[0]
-    from tokenmill.live import merge_states
+    from tokenmill.loader.state import merge_states
 
     return merge_states(states)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from tokenmill.encode.engines import ENGINES, trusted
 from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
-from tokenmill.fingerprint import digest
+from tokenmill.fingerprint import digest, first_difference
 from tokenmill.live.windows import Windows, cut_windows
+from tokenmill.loader.state import RowFormat
 from tokenmill.packing.policy import Policy
 from tokenmill.types import ON_ERROR, AnyArray
 
@@ -118,15 +119,6 @@ TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes")
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
 
 
-class Format(NamedTuple):
-    """How documents become rows: what a stage of a run may change."""
-
-    seq_len: int
-    packing: str
-    split: str
-    crop: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveOptions:
     """How text becomes rows."""
@@ -167,12 +159,12 @@ class LiveOptions:
         _ = self.policy, self.reading
 
     @property
-    def format(self) -> Format:
+    def format(self) -> RowFormat:
         """How documents become rows, for a state."""
-        return Format(self.seq_len, self.packing, self.split, self.crop)
+        return RowFormat(self.seq_len, self.packing, self.split, self.crop)
 
-    def in_format(self, format: Format) -> LiveOptions:
-        """Return these options with rows made in another way."""
+    def in_format(self, format: RowFormat) -> LiveOptions:
+        """Return these options with rows made in another format."""
         return self if format == self.format else replace(self, **format._asdict())
 
     @property
@@ -257,13 +249,13 @@ class LiveSource:
 
     def made_of(self, lanes: int) -> dict[str, Any]:
         """Return what decides every row, as JSON of at most some 2 kB."""
-        return {name: dict(facts) for name, facts in self._told(lanes, formats=True)[0].items()}
+        return {name: dict(facts) for name, facts in self._facts(lanes, formats=True)[0].items()}
 
     def fingerprint(self, lanes: int, *, formats: bool = True) -> str:
         """Return 32 hex digits that stand for every row of every lane; or for their text, however rows are made."""
-        return self._told(lanes, formats=formats)[1]
+        return self._facts(lanes, formats=formats)[1]
 
-    def _told(self, lanes: int, *, formats: bool) -> tuple[dict[str, Any], str]:
+    def _facts(self, lanes: int, *, formats: bool) -> tuple[dict[str, Any], str]:
         """Return both of the above; made once, as a state is saved often, and there may be thousands of files."""
         if (lanes, formats) not in self._known:
             options = self.options.describe(lanes)
@@ -279,6 +271,24 @@ class LiveSource:
             made_of = {"files": files, "tokenizer": tokenizer, "options": options}
             self._known[lanes, formats] = made_of, digest([names, self.digests, tokenizer, options])
         return self._known[lanes, formats]
+
+    def refusal(self, made_of: Mapping[str, Any], lanes: int) -> str:
+        """Say what is not as it was when a state was saved that something else made."""
+        difference = first_difference(dict(made_of), self.made_of(lanes))
+        way_out = "resume with what made it, or start at step 0"
+        if difference is None:
+            return f"state: files must be those that made it, got others of the same names and sizes; {way_out}"
+        path, then, now = difference
+        if path.startswith("files.samples["):
+            group = int(path.removeprefix("files.samples[").removesuffix("]"))
+            begin, end = file_groups(len(self.files))[group]
+            names = [file.name for file in self.files[begin:end]]
+            which = names[0] if len(names) == 1 else f"one of {names[0]} to {names[-1]}"
+            way_out = f"put it back, or {way_out}"
+            return f"state: files must be those that made it, got {which} with other content; {way_out}"
+        if path == "files.names":
+            return f"state: files must be those that made it, got other names; put them back, or {way_out}"
+        return f"state: {path} must be as when it was saved, {then!r}, got {now!r}; {way_out}"
 
     @cached_property
     def _known(self) -> dict[tuple[int, bool], tuple[dict[str, Any], str]]:

@@ -1,4 +1,4 @@
-"""A window as tokens: read, tokenized, put in order."""
+"""A window as rows: its documents are read, tokenized, put in order and packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -14,28 +15,32 @@ import xxhash
 from tokenmill.compiled import kernel
 from tokenmill.documents import RULES, read_unit
 from tokenmill.encode.frame import frame, token_dtype
-from tokenmill.errors import DocumentError
+from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.errors import DocumentError, ResumeError
+from tokenmill.live.source import LiveOptions
 from tokenmill.live.windows import Window, record_name
+from tokenmill.loader.drawn import Skipped
+from tokenmill.loader.kernels import ADDRESS, SPAN_COLUMNS, describe_spans, point_spans
+from tokenmill.loader.state import CHECK_DIGITS, DrawnRows
+from tokenmill.packing.index import (
+    WindowFragments,
+    WindowIndex,
+    index_in_memory,
+    num_windows,
+    pack_one,
+    whole_documents,
+)
+from tokenmill.packing.rows import unseen
+from tokenmill.packing.window import FORBID, MAX_DOCUMENTS
 from tokenmill.plan.permute import permute_all
-from tokenmill.types import Encoded, Int64Array, UnsignedArray
+from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.stages import Seen
+from tokenmill.types import Encoded, Fates, Int64Array, Spans, UnsignedArray
 
-if TYPE_CHECKING:
-    from tokenmill.encode.tokenizer import Tokenizer
-    from tokenmill.live.source import LiveOptions
-
-CHECK_DIGITS = 8
 BROKEN = "broken"
 """Why a window is left out, beside the reasons of records."""
 Beat = Callable[[], None]
 """Called whenever some work is done: it shows that a thread lives, and ends work that nobody wants any more."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """Something that was left out."""
-
-    reason: str
-    place: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,13 +60,6 @@ class Tokenized:
         return xxhash.xxh3_64_hexdigest(self.encoded.ids.data)[:CHECK_DIGITS]
 
 
-class _Part(NamedTuple):
-    """Some documents of a window, in the order of the file."""
-
-    encoded: Encoded
-    places: Int64Array
-
-
 def tokenize_window(
     window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
 ) -> Tokenized:
@@ -72,14 +70,14 @@ def tokenize_window(
     """
     skipped: list[Skipped] = []
     parts = _parts(window, tokenizer, options, skipped, beat)
-    places = np.concatenate([np.empty((0, 2), np.int64), *(part.places for part in parts)])
+    places = np.concatenate([np.empty((0, 2), np.int64), *(places for _, places in parts)])
     order = np.arange(len(places))
     if options.shuffle and order.size:
         order = permute_all(order, order.size, window.key(options.seed, epoch, "documents"))
     return Tokenized(
         window=window,
         epoch=epoch,
-        encoded=in_order([no_documents(tokenizer), *(part.encoded for part in parts)], order),
+        encoded=in_order([no_documents(tokenizer), *(encoded for encoded, _ in parts)], order),
         places=places[order],
         skipped=tuple(skipped),
     )
@@ -87,14 +85,14 @@ def tokenize_window(
 
 def _parts(
     window: Window, tokenizer: Tokenizer, options: LiveOptions, skipped: list[Skipped], beat: Beat
-) -> list[_Part]:
-    """Read and tokenize the documents of a window.
+) -> list[tuple[Encoded, Int64Array]]:
+    """Read and tokenize the documents of a window; each part comes with (piece, line) of its documents.
 
     A file that is not there, or not as large as it was, ends the run whatever `on_error` says: with other files the
     rest of the run would not be the one that its state stands for.
     """
     _check_sizes(window)
-    parts: list[_Part] = []
+    parts: list[tuple[Encoded, Int64Array]] = []
     documents = bad = 0
     try:
         for batch in read_unit(window.unit, options.reading):
@@ -103,19 +101,19 @@ def _parts(
                 where = record_name(window.unit.pieces[batch.piece], record.line)
                 if options.on_error == "stop":
                     raise DocumentError(
-                        f"{where}: {RULES[record.reason]}, got {record.detail}; mend it, or say on_error='skip'"
+                        f"{where}: {RULES[record.reason]}, got {record.detail}; correct it, or say on_error='skip'"
                     )
-                if window.holds(bad):  # so that each is counted by one of the parts
+                if window.members(bad, 1).size:  # so that each is counted by one of the parts
                     skipped.append(Skipped(reason=record.reason, place=where))
                 bad += 1
             places = np.empty((len(batch.texts), 2), np.int64)
             places[:, 0], places[:, 1] = batch.piece, batch.lines
             texts = batch.texts
-            if not window.holds_all:
-                held = [number for number in range(len(texts)) if window.holds(documents + number)]
-                texts, places = [texts[number] for number in held], places[held]
+            members = window.members(documents, len(texts))
+            if members.size < len(texts):
+                texts, places = [texts[number] for number in members.tolist()], places[members]
             if texts:
-                parts.append(_Part(frame(tokenizer.encode(texts), tokenizer.identity), places))
+                parts.append((frame(tokenizer.encode(texts), tokenizer.identity), places))
             documents += len(batch.texts)
     except DocumentError as error:
         _check_sizes(window)
@@ -179,3 +177,209 @@ def _placed(error: DocumentError, window: Window) -> DocumentError:
         if str(error).startswith(f"{path}: "):
             return DocumentError(f"{window}{str(error).removeprefix(path)}")
     return error
+
+
+# Packing.
+
+TOO_LONG = "too_many_tokens"
+"""Why a document that must not be cut is left out, beside the reasons of records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+class WindowRows:
+    """The rows of a window, in the order in which they are delivered."""
+
+    lines: list[bytes]
+    """The spans of each row, as the kernels of the loader want them; they hold addresses within `ids`."""
+    ids: UnsignedArray
+    fates: Fates
+    skipped: tuple[Skipped, ...]
+    """What is left out that was not when the rows before them were made."""
+    tokenized: Tokenized
+    first: int = 0
+    """The first of them that was not delivered yet."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are; none where no document has a token."""
+        return len(self.lines)
+
+
+class _Documents(NamedTuple):
+    """The documents of a window, to be packed."""
+
+    path: Path
+    encoded: Encoded
+
+    @property
+    def num_documents(self) -> int:
+        return self.encoded.num_documents
+
+    def document_offsets(self, begin: int, end: int) -> Int64Array:
+        return self.encoded.offsets[begin : end + 1]
+
+    def locate(self, documents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return (shard, first token, number of tokens) of each document; there is one shard."""
+        offsets = self.encoded.offsets
+        begins = offsets[documents]
+        return np.zeros_like(begins), begins, offsets[documents + 1] - begins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packed:
+    """The documents of a window, packed in one format."""
+
+    store: _Documents
+    index: WindowIndex
+    excluded: Int64Array | None
+
+    def spans(self, rows: Int64Array) -> Spans:
+        return self.index.spans(rows, self.store.num_documents, self.store.locate, str(self.store.path))
+
+    def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - the index knows them
+        return self.index.rows_of_window(window)
+
+
+def pack_window(tokenized: Tokenized, options: LiveOptions, drawn: Sequence[DrawnRows] = ()) -> WindowRows:
+    """Pack the documents of a window; or, where rows of it were drawn, those that are left.
+
+    Where they were made in another format, what they have left is packed anew; the rows of `drawn` before the last
+    are of formats before that one. The same documents and options give the same rows, whoever asks.
+    """
+    formats = [options.in_format(format) for format, _ in drawn]
+    if not formats or formats[-1] != options:
+        formats.append(options)
+    skipped = list(tokenized.skipped)
+    encoded, kept = tokenized.encoded, np.arange(tokenized.encoded.num_documents)
+    if formats[0].policy.split_mode == FORBID:
+        long = _too_long(kept, np.diff(encoded.offsets), tokenized, formats[0], skipped)
+        encoded, kept = _without(encoded, long), np.delete(kept, long)
+    documents = _Documents(Path(tokenized.window.unit.pieces[0].file.path), encoded)
+    packed = _pack(documents, whole_documents(documents), formats[0], str(tokenized.window), None)
+    for turn, format in enumerate(formats[1:]):
+        seen = _seen(packed, tokenized, options, drawn[turn].rows, turn)
+        skipped = []  # those of formats before this one were counted
+        packed = _pack_rest(packed, seen, format, tokenized, kept, skipped)
+    order = np.arange(packed.index.num_rows)
+    if options.shuffle and order.size:
+        order = permute_all(order, order.size, _row_key(tokenized, options, len(formats) - 1))
+    first = 0
+    if len(drawn) == len(formats):
+        first, skipped = drawn[-1].rows, []
+        _check_row(first, packed, tokenized)
+    ids = np.ascontiguousarray(encoded.ids)
+    return WindowRows(
+        lines=_lines(packed, order, ids),
+        ids=ids,
+        fates=packed.index.fates(),
+        skipped=tuple(skipped),
+        tokenized=tokenized,
+        first=first,
+    )
+
+
+def _pack(
+    documents: _Documents,
+    fragments: WindowFragments,
+    options: LiveOptions,
+    where: str,
+    excluded: Int64Array | None,
+) -> _Packed:
+    """Pack documents, or what is left of them. `concat` pads its last row, so that no token is lost."""
+    windows = range(num_windows(documents))
+    index = index_in_memory(
+        pack_one(number, fragments, options.seq_len, options.policy, where, excluded) for number in windows
+    )
+    return _Packed(store=documents, index=index, excluded=excluded)
+
+
+def _pack_rest(
+    packed: _Packed,
+    seen: Seen,
+    options: LiveOptions,
+    tokenized: Tokenized,
+    kept: Int64Array,
+    skipped: list[Skipped],
+) -> _Packed:
+    """Pack what is left of documents in another format."""
+    fragments, excluded = unseen(packed, seen, options.policy), packed.excluded
+    if options.policy.split_mode == FORBID:
+        left = [(window * MAX_DOCUMENTS, fragments(window)[0]) for window in range(num_windows(packed.store))]
+        documents = np.concatenate([np.empty(0, np.int64), *(begin + pieces[0] for begin, pieces in left)])
+        lengths = np.concatenate([np.empty(0, np.int64), *(pieces[2] for _, pieces in left)])
+        long = documents[_too_long(kept[documents], lengths, tokenized, options, skipped)]
+        excluded = np.union1d(long, [] if excluded is None else excluded).astype(np.int64)
+    return _pack(packed.store, fragments, options, str(tokenized.window), excluded)
+
+
+def _seen(packed: _Packed, tokenized: Tokenized, options: LiveOptions, drawn: int, turn: int) -> Seen:
+    """Return which rows of a window were drawn before its rows were made in another format."""
+    _check_row(drawn, packed, tokenized)
+    return Seen(
+        rest=turn > 0,
+        size=packed.index.num_rows,
+        drawn=drawn,
+        key=int(_row_key(tokenized, options, turn)),
+        shuffle=Shuffle(mode="full" if options.shuffle else "none"),
+    )
+
+
+def _check_row(row: int, packed: _Packed, tokenized: Tokenized) -> None:
+    """Refuse a place behind the last row of a window: where all were delivered, a lane is at the next window."""
+    if not 0 < row < packed.index.num_rows:
+        raise ResumeError(
+            f"state: a lane must be at a row of {tokenized.window}, got row {row} of {packed.index.num_rows} in "
+            f"epoch {tokenized.epoch}; use a state that was not edited"
+        )
+
+
+def _row_key(tokenized: Tokenized, options: LiveOptions, turn: int) -> np.uint64:
+    """Return the key of the order of rows; each time that they are packed they have one of their own."""
+    return tokenized.window.key(options.seed, tokenized.epoch, f"rows {turn}" if turn else "rows")
+
+
+def _too_long(
+    documents: Int64Array,
+    lengths: Int64Array,
+    tokenized: Tokenized,
+    options: LiveOptions,
+    skipped: list[Skipped],
+) -> Int64Array:
+    """Return which of some documents do not fit a row, to be left out, or refuse them; they must not be cut."""
+    long = np.flatnonzero(lengths > options.seq_len + 1)
+    for index in long.tolist():
+        piece, line = tokenized.places[documents[index]].tolist()
+        where = record_name(tokenized.window.unit.pieces[piece], line)
+        if options.on_error == "stop":
+            raise DocumentError(
+                f"{where}: with packing = {options.packing!r} and split = {options.split!r} a document must have "
+                f"at most {options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or use split = "
+                "truncate_end, or on_error='skip'"
+            )
+        skipped.append(Skipped(reason=TOO_LONG, place=where))
+    return long
+
+
+def _without(encoded: Encoded, documents: Int64Array) -> Encoded:
+    """Leave out some documents."""
+    if not documents.size:
+        return encoded
+    lengths = np.diff(encoded.offsets)
+    kept = np.ones(lengths.size, np.bool_)
+    kept[documents] = False
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[kept])])
+    return Encoded(ids=encoded.ids[np.repeat(kept, lengths)], offsets=offsets)
+
+
+def _lines(packed: _Packed, order: Int64Array, ids: UnsignedArray) -> list[bytes]:
+    """Find the spans of rows, and where their tokens are in memory; those of a row are one piece of bytes."""
+    if not order.size:
+        return []
+    places = packed.spans(order)
+    spans = np.empty((places.length.size, SPAN_COLUMNS), np.int64)
+    describe_spans(spans, places.joined, places.length, ids.dtype.itemsize)
+    address = np.array([ids.ctypes.data], np.int64)
+    point_spans(spans, (places.shard, places.token), np.zeros(1, np.int64), address, ADDRESS, ids.dtype.itemsize)
+    data, each = spans.tobytes(), spans.strides[0]
+    begins, ends = (each * places.first).tolist(), (each * (places.first + places.count)).tolist()
+    return [data[begin:end] for begin, end in zip(begins, ends, strict=True)]

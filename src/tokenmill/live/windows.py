@@ -40,20 +40,18 @@ class Window:
     of: int = 1
     """Of every `of` documents the first `head` are the share that comes first."""
 
-    def holds(self, document: int) -> bool:
-        """Tell whether a document of the unit, counted from 0, belongs to the window.
+    def members(self, first: int, count: int) -> Int64Array:
+        """Return which of `count` documents of the unit belong to the window, counted from the `first` of them.
 
         >>> window = Window(number=0, unit=Unit(index=0, pieces=()), part=1, parts=2, take="head", head=2, of=3)
-        >>> [document for document in range(14) if window.holds(document)]
-        [1, 3, 7, 9, 13]
+        >>> window.members(0, 14).tolist(), window.members(4, 10).tolist()
+        ([1, 3, 7, 9, 13], [3, 5, 9])
         """
-        index, part = divmod(document, self.parts)
-        return part == self.part and (self.take == WHOLE or (index % self.of < self.head) == (self.take == HEAD))
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether every document of the unit belongs to the window."""
-        return self.parts == 1 and self.take == WHOLE
+        index, part = np.divmod(np.arange(first, first + count), self.parts)
+        mine = part == self.part
+        if self.take != WHOLE:
+            mine &= (index % self.of < self.head) == (self.take == HEAD)
+        return np.flatnonzero(mine)
 
     def key(self, seed: int, epoch: int, what: str) -> np.uint64:
         """Return the key of an order of the things in this window, in one epoch."""

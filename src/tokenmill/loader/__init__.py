@@ -1,9 +1,9 @@
 """Rows to arrays, for one rank.
 
-1. In: a compiled plan whose row indexes stand on stores; a rank, a world size, a micro-batch.
+1. In: a compiled plan whose rows stand in stores, or are drawn from lanes; a rank, a world size, a micro-batch.
 2. Does: computes the rows of the rank's slice, finds their spans, copies them into arrays by kernels
    that release the GIL, ahead of the caller if asked.
-3. Out: dicts of arrays, in order, from any step; a state of a few bytes; digests.
+3. Out: dicts of arrays, in order, from any step where no row is drawn; a small state; digests.
 """
 
 from tokenmill.loader.assemble import RECORD_ARRAYS

@@ -1,18 +1,28 @@
-"""Rows to arrays: the spans of a run of rows are found once and copied batch by batch."""
+"""Rows to arrays: where the tokens of a run of rows are is found once, then they are copied batch by batch.
+
+A row has one array of tokens or several: a pair has `chosen` and `rejected`, a group `prompts`, `responses` and
+`rewards`. Of each array a row has some spans, whose tokens lie in mapped shards, or in memory where rows are drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tokenmill.compiled import kernel
+from tokenmill.loader.buffers import Layout
 from tokenmill.loader.kernels import (
     ADDRESS,
     IGNORE,
+    LENGTH,
     MASK,
+    SPAN_COLUMNS,
+    WIDTH,
     copy_rows,
     copy_run,
     count_labels,
@@ -20,304 +30,28 @@ from tokenmill.loader.kernels import (
     find_segments,
     point_spans,
 )
-from tokenmill.packing.exclude import LOSS_MASK, distinct
-from tokenmill.packing.records import RecordRows, Runs
+from tokenmill.packing.exclude import distinct
+from tokenmill.packing.rows import StoredRows, is_stored
 from tokenmill.plan.order import rows_at
-from tokenmill.plan.stages import CountedRows
 from tokenmill.store.layout import key_file
-from tokenmill.store.locate import locate, view_uint8, view_uint32
-from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array, token_arrays
+from tokenmill.store.locate import view_uint8, view_uint32
+from tokenmill.types import (
+    RECORD_TYPES,
+    STORED_ARRAYS,
+    Batch,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    Spans,
+    Uint32Array,
+    token_arrays,
+)
 
 if TYPE_CHECKING:
-    from tokenmill.loader.buffers import Layout
+    from tokenmill.packing.records import Runs
     from tokenmill.plan.stages import Stage
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
-    from tokenmill.types import Batch, Spans
-
-
-class StoredRows(CountedRows, Protocol):
-    """Rows whose tokens stand in a store."""
-
-    @property
-    def store(self) -> Store:
-        """Where the tokens are."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """Rows whose tokens stand in memory."""
-
-    rows: Int64Array
-    """(first span, number of spans) of each."""
-    spans: Int64Array
-    """With addresses, as the kernels want them."""
-    held: object
-    """What must not go before the rows are copied."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """Sources of a block that have no store."""
-
-    draw: Callable[[int, Int64Array], Drawn]
-    """(source, slots of the global batch) -> their rows; called once a source and block."""
-    pad: int
-    crossing: bool
-    """Whether labels cross documents."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """The spans of one source within a block."""
-
-    store: Store
-    spans: Spans
-    offset: int
-    """Where they begin in the arrays of the block."""
-
-    @property
-    def masked(self) -> bool:
-        """Whether the store says which tokens are not to be trained on."""
-        return LOSS_MASK in self.store.keys
-
-
-class Block:
-    """A run of rows of one stage, ready to be copied into batches.
-
-    Finding rows and spans has a price per call, copying has one per token: a block pays the first
-    once for many batches. It holds the maps of its shards until `release`. Where it needs more of
-    them than it may hold, it copies everything at once, some shards at a time.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        index: Mapping[int, StoredRows],
-        places: tuple[Int64Array, Int64Array],
-        arrays: Sequence[str],
-        max_maps: int,
-        *,
-        continuous: bool = False,
-        given: Given | None = None,
-    ) -> None:
-        """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, the others are `given`."""
-        self.seq_len = stage.spec.seq_len
-        self.arrays = tuple(arrays)
-        self.continuous = continuous
-        self.sources, row_ids = rows_at(stage, *places)
-        self._steps = places[0]
-        self._crossing = int(given.crossing if given else any(r.cross_document_labels for r in index.values()))
-        self._pad = given.pad if given else pad_id(next(iter(index.values())).store)
-        self._rows = np.empty((row_ids.size, 2), np.int64)
-        self._held: list[tuple[MapCache, list[MappedFile]]] = []
-        self._whole: Batch | None = None
-        self._loss_tokens: Mapping[int, int] = {}
-        self._found: tuple[int, tuple[Int32Array, list[int], Int32Array]] | None = None
-        pieces = self._find(index, row_ids)
-        drawn = self._draw(index, places[1], given, sum(piece.spans.length.size for piece in pieces))
-        self._stored = sum(piece.spans.length.size for piece in pieces)
-        self._spans = np.empty((self._stored + sum(len(one.spans) for one in drawn), 5), np.int64)
-        self._drawn = [one.held for one in drawn]
-        if drawn:
-            self._spans[self._stored :] = np.concatenate([one.spans for one in drawn])
-        for piece in pieces:
-            width = piece.store.dtype(piece.store.manifest.token_key).itemsize
-            end = piece.offset + piece.spans.length.size
-            describe_spans(self._spans[piece.offset : end], piece.spans.joined, piece.spans.length, width)
-        self._masked = any(piece.masked for piece in pieces)
-        if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
-            try:
-                self._map(pieces, max_maps)
-            except BaseException:
-                self.release()
-                raise
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows the block has."""
-        return self._rows.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What decides the shapes of its batches, beside their number of rows."""
-        return (self.seq_len,)
-
-    def layout(self, rows: int) -> Layout:
-        """Return shape and dtype of each array of a batch of so many rows."""
-        return layout(self.arrays, rows, self.seq_len)
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that its rows belong to."""
-        return [int(step) for step in distinct(self._steps)]
-
-    def fill(self, begin: int, out: Batch) -> Batch:
-        """Fill the arrays of `out` with the rows from `begin` on, and return it."""
-        if self._whole is None:
-            self._fill(begin, out)
-        else:
-            for name, array in out.items():
-                array[:] = self._whole[name][begin : begin + array.shape[0]]
-        return out
-
-    def complete(self, number: int, rows: int, out: Batch) -> Batch:
-        """Add the arrays that have no line for every row to a batch, the `number`-th of so many rows; return it."""
-        if "cu_seqlens" in self.arrays or "max_seqlen" in self.arrays:
-            bounds, first, longest = self._segments(rows)
-            if "cu_seqlens" in self.arrays:
-                out["cu_seqlens"] = bounds[first[number] : first[number + 1]]
-            if "max_seqlen" in self.arrays:
-                out["max_seqlen"] = longest[number, ...]
-        if "num_loss_tokens" in self.arrays:
-            out["num_loss_tokens"] = np.array(self._loss_tokens[int(self._steps[number * rows])], np.int64)
-        return out
-
-    def set_loss_tokens(self, counts: Mapping[int, int]) -> None:
-        """Say how many labels the global batch of each step has."""
-        self._loss_tokens = counts
-
-    def labels_by_step(self) -> dict[int, int]:
-        """Return how many labels its rows have in each step; reads tokens only where a store has a loss mask."""
-        if self._masked:
-            out = {"labels": np.empty((self.num_rows, self.seq_len), np.int64)}
-            self._fill(0, out) if self._whole is None else out.update(labels=self._whole["labels"])
-            counts = (out["labels"] != IGNORE).sum(axis=1)
-        else:
-            counts = count_labels(self._rows, self._spans, self._crossing)
-        sums = np.bincount(self._steps - self._steps[0], weights=counts)
-        return {step: int(sums[step - self._steps[0]]) for step in self.steps}
-
-    def release(self) -> None:
-        """Give the maps back; nothing can be copied afterwards."""
-        for maps, files in self._held:
-            maps.give_back(files)
-        self._held.clear()
-
-    def _find(self, index: Mapping[int, StoredRows], row_ids: Int64Array) -> list[_Piece]:
-        pieces = []
-        offset = 0
-        present = distinct(self.sources)
-        for source in present.tolist():
-            if source not in index:
-                continue
-            chosen = np.flatnonzero(self.sources == source) if present.size > 1 else slice(None)
-            spans = index[source].spans(row_ids[chosen])
-            self._rows[chosen, 0] = spans.first + offset
-            self._rows[chosen, 1] = spans.count
-            pieces.append(_Piece(store=index[source].store, spans=spans, offset=offset))
-            offset += spans.length.size
-        return pieces
-
-    def _draw(
-        self, index: Mapping[int, StoredRows], slots: Int64Array, given: Given | None, offset: int
-    ) -> list[Drawn]:
-        """Take the rows of sources without a store; their spans stand behind those of the others."""
-        found = []
-        for source in distinct(self.sources).tolist() if given else []:
-            if source in index:
-                continue
-            assert given is not None
-            chosen = np.flatnonzero(self.sources == source)
-            found.append(given.draw(source, slots[chosen]))
-            self._rows[chosen] = found[-1].rows
-            self._rows[chosen, 0] += offset
-            offset += len(found[-1].spans)
-        return found
-
-    def _map(self, pieces: list[_Piece], max_maps: int) -> None:
-        needs = [(piece, distinct(piece.spans.shard)) for piece in pieces]
-        if sum(shards.size * (1 + piece.masked) for piece, shards in needs) <= max_maps:
-            for piece, shards in needs:
-                self._point(piece, shards)
-        else:
-            self._copy_in_turns(needs, max(1, max_maps // 2))
-
-    def _point(self, piece: _Piece, shards: Int64Array) -> None:
-        """Give the spans in these shards their addresses, and keep the shards mapped."""
-        store, spans = piece.store, piece.spans
-        for key, column in ((store.manifest.token_key, ADDRESS), (LOSS_MASK, MASK)):
-            if key in store.keys:
-                files = store.maps.take([store.file(int(shard), key_file(key)) for shard in shards])
-                self._held.append((store.maps, files))
-                bases = np.array([file.address for file in files], np.int64)
-                out = self._spans[piece.offset :]
-                point_spans(out, (spans.shard, spans.token), shards, bases, column, store.dtype(key).itemsize)
-
-    def _copy_in_turns(self, needs: list[tuple[_Piece, Int64Array]], max_maps: int) -> None:
-        # The loss mask is made of the labels, which must outlive the turns.
-        kept = (*self.arrays, "labels") if "loss_mask" in self.arrays else self.arrays
-        shapes = layout(kept, self.num_rows, self.seq_len)
-        whole = {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()}
-        for piece, shards in needs:
-            for group in chunks(shards, max_maps):
-                self._spans[: self._stored, ADDRESS] = 0
-                self._spans[: self._stored, MASK] = 0
-                self._point(piece, group)
-                self._fill(0, whole)
-                self.release()
-        self._whole = whole
-
-    def _fill(self, begin: int, out: Batch) -> None:
-        labels = out.get("labels", _NOTHING)
-        if "loss_mask" in out and not labels.size:
-            labels = np.empty(out["loss_mask"].shape, np.int64)
-        copy_rows(
-            self._rows,
-            self._spans,
-            (begin, self._crossing, int(self.continuous), self._pad),
-            out.get("input_ids", _NOTHING),
-            labels,
-            out.get("position_ids", _NOTHING),
-            out.get("doc_ids", _NO_DOCUMENTS),
-            out.get("loss_mask", _NO_MASK),
-        )
-        if "source" in out:
-            out["source"][:] = self.sources[begin : begin + out["source"].size]
-
-    def _segments(self, rows: int) -> tuple[Int32Array, list[int], Int32Array]:
-        """Return the segments of all batches of so many rows, found once."""
-        if self._found is None or self._found[0] != rows:
-            bounds, first, longest = find_segments(self._rows, self._spans, self.seq_len, rows)
-            self._found = rows, (bounds, first.tolist(), longest)
-        return self._found[1]
-
-
-def layout(arrays: Sequence[str], rows: int, seq_len: int) -> Layout:
-    """Return shape and dtype of each array of a batch that has a fixed shape; at least one."""
-    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-        "input_ids": ((rows, seq_len), np.int64),
-        "labels": ((rows, seq_len), np.int64),
-        "position_ids": ((rows, seq_len), np.int64),
-        "doc_ids": ((rows, seq_len), np.int32),
-        "loss_mask": ((rows, seq_len), np.bool_),
-        "source": ((rows,), np.int32),
-    }
-    return {name: kinds[name] for name in arrays if name in kinds}
-
-
-def pad_id(store: Store) -> int:
-    """Return the id that fills rows: PAD, else EOS, else 0. It is never trained on."""
-    for name in ("pad_id", "eos_id"):
-        number = store.manifest.tokenizer.get(name)
-        if number is not None:
-            return int(number)
-    return 0
-
-
-_NOTHING = np.empty((0, 0), np.int64)
-_NO_DOCUMENTS = np.empty((0, 0), np.int32)
-_NO_MASK = np.empty((0, 0), np.bool_)
-
-
-def chunks(shards: Int64Array, size: int) -> Iterator[Int64Array]:
-    """Cut shards into groups of at most `size`."""
-    for begin in range(0, shards.size, size):
-        yield shards[begin : begin + size]
-
-
-# Records to arrays: DPO pairs and GRPO groups, a record a row, every array padded to one shape.
 
 RECORD_ARRAYS: Mapping[str, tuple[str, ...]] = {
     "dpo": ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len"),
@@ -333,179 +67,36 @@ _LENGTHS = {
 """Array of token ids -> the array of a batch that says how many there are."""
 REWARDS = "rewards"
 
-RUN_ADDRESS, WIDTH, LENGTH, RUN_MASK = range(4)
-"""Columns of a line: address and width of its values, their number, and the address of its mask or 0."""
+
+def record_type(stage: Stage) -> str | None:
+    """Return the training type of a stage whose rows are records; None where they are sequences."""
+    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if is_stored(rows)}
+    return next((kind for kind in kinds if kind in RECORD_TYPES), None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RecordPart:
-    """The values of one array of one source within a block."""
-
-    store: Store
-    key: str
-    mask: str | None
-    runs: Runs
-    lines: Int64Array
-    """Which lines of the array's table they are."""
-
-    @property
-    def num_files(self) -> int:
-        """How many files of a shard hold it."""
-        return 1 + (self.mask is not None)
+def stage_layout(stage: Stage, arrays: Sequence[str], rows: int) -> Layout:
+    """Return shape and dtype of those arrays that have a line for every row, in a batch of so many rows."""
+    kind = record_type(stage)
+    if kind is None:
+        return layout(arrays, rows, stage.spec.seq_len)
+    return record_layout(kind, arrays, (rows, _group_size(stage, kind), stage.spec.seq_len))
 
 
-class RecordBlock:
-    """A run of rows of one stage, ready to be copied into batches; the counterpart of `Block` for records.
-
-    Its shapes are those of the stage: `seq_len` tokens, and as many responses as its sources' largest group has.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        index: Mapping[int, RecordRows],
-        places: tuple[Int64Array, Int64Array],
-        arrays: Sequence[str],
-        max_maps: int,
-    ) -> None:
-        """Find the records at (steps, slots) of a stage; `index` is by source id."""
-        first = next(iter(index.values()))
-        self.kind = first.store.manifest.kind
-        self.arrays = tuple(arrays)
-        self.seq_len = first.seq_len
-        self.group = group_size(stage)
-        self.sources, row_ids = rows_at(stage, *places)
-        self._pad = pad_id(first.store)
-        self._held: list[tuple[MapCache, list[MappedFile]]] = []
-        self._whole: Batch | None = None
-        self._sizes = np.zeros(row_ids.size, np.int64)
-        heights = {key: self.group if key == "responses" else 1 for key in token_arrays(self.kind)}
-        heights |= {REWARDS: 1} if self.group else {}
-        self._lines = {key: np.zeros((row_ids.size * height, 4), np.int64) for key, height in heights.items()}
-        pieces = self._find(index, row_ids)
-        for piece in pieces:
-            self._lines[piece.key][piece.lines, LENGTH] = piece.runs.length
-            self._lines[piece.key][piece.lines, WIDTH] = piece.store.dtype(piece.key).itemsize
-        try:
-            self._map(pieces, max_maps)
-        except BaseException:
-            self.release()
-            raise
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows the block has."""
-        return int(self.sources.size)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What decides the shapes of its batches, beside their number of rows."""
-        return self.seq_len, self.group
-
-    def layout(self, rows: int) -> Layout:
-        """Return shape and dtype of each array of a batch of so many rows."""
-        return record_layout(self.kind, self.arrays, (rows, self.group, self.seq_len))
-
-    def fill(self, begin: int, out: Batch) -> Batch:
-        """Fill the arrays of `out` with the rows from `begin` on, and return it."""
-        if self._whole is None:
-            self._fill(begin, out)
-        else:
-            for name, array in out.items():
-                array[:] = self._whole[name][begin : begin + array.shape[0]]
-        return out
-
-    def complete(self, number: int, rows: int, out: Batch) -> Batch:  # noqa: ARG002 - as `Block` has it
-        """Return the batch: every array has a line for every row."""
-        return out
-
-    def release(self) -> None:
-        """Give the maps back; nothing can be copied afterwards."""
-        for maps, files in self._held:
-            maps.give_back(files)
-        self._held.clear()
-
-    def _find(self, index: Mapping[int, RecordRows], row_ids: Int64Array) -> list[_RecordPart]:
-        pieces = []
-        for source in distinct(self.sources).tolist():
-            chosen = np.flatnonzero(self.sources == source)
-            rows = index[source]
-            records = rows.records(row_ids[chosen])
-            for key, mask in rows.parts.items():
-                items, owner = rows.items(key, records)
-                lines = chosen[owner]
-                if key == "responses":
-                    # Within its group a response has the number of those of the same record before it.
-                    lines = lines * self.group + np.arange(owner.size) - np.searchsorted(owner, owner)
-                pieces.append(
-                    _RecordPart(store=rows.store, key=key, mask=mask, runs=rows.runs(key, items), lines=lines)
-                )
-            if REWARDS in self._lines:
-                shard, first, length = locate(rows.store, records, "groups")
-                runs = Runs(shard=shard, first=first, length=length)
-                self._sizes[chosen] = runs.length
-                pieces.append(_RecordPart(store=rows.store, key=REWARDS, mask=None, runs=runs, lines=chosen))
-        return pieces
-
-    def _map(self, pieces: list[_RecordPart], max_maps: int) -> None:
-        shards = [distinct(piece.runs.shard) for piece in pieces]
-        if sum(part.size * piece.num_files for piece, part in zip(pieces, shards, strict=True)) <= max_maps:
-            for piece, part in zip(pieces, shards, strict=True):
-                self._point(piece, part)
-            return
-        whole = {name: np.empty(shape, dtype) for name, (shape, dtype) in self.layout(self.num_rows).items()}
-        self._fill(0, whole)  # with no address yet: lengths and padding
-        for piece, part in zip(pieces, shards, strict=True):
-            for group in chunks(part, max(1, max_maps // 2)):
-                for lines in self._lines.values():
-                    lines[:, RUN_ADDRESS] = lines[:, RUN_MASK] = 0
-                self._point(piece, group)
-                self._fill(0, whole)
-                self.release()
-        self._whole = whole
-
-    def _point(self, piece: _RecordPart, shards: Int64Array) -> None:
-        """Give the lines in these shards their addresses, and keep the shards mapped."""
-        store, runs = piece.store, piece.runs
-        local = np.searchsorted(shards, runs.shard)
-        here = np.flatnonzero((local < shards.size) & (shards[np.minimum(local, shards.size - 1)] == runs.shard))
-        for key, column in ((piece.key, RUN_ADDRESS), (piece.mask, RUN_MASK)):
-            if key is not None:
-                files = store.maps.take([store.file(int(shard), key_file(key)) for shard in shards])
-                self._held.append((store.maps, files))
-                bases = np.array([file.address for file in files], np.int64)
-                begins = bases[local[here]] + runs.first[here] * store.dtype(key).itemsize
-                self._lines[piece.key][piece.lines[here], column] = begins
-
-    def _fill(self, begin: int, out: Batch) -> None:
-        for key, mask in token_arrays(self.kind).items():
-            height = self.group if key == "responses" else 1
-            lines = self._lines[key][begin * height :]
-            ids = out[key].reshape(-1, self.seq_len) if key in out else _NO_IDS
-            flags = out[mask].reshape(-1, self.seq_len) if mask in out else _NO_FLAGS
-            copy_records(lines, self._pad, ids, flags)
-            if _LENGTHS[key] in out:
-                lengths = out[_LENGTHS[key]].reshape(-1)
-                lengths[:] = lines[: lengths.size, LENGTH]
-        if REWARDS in out and self.group:
-            copy_words(self._lines[REWARDS][begin:], out[REWARDS].view(np.uint32))
-        for name, values in (("group_size", self._sizes), ("source", self.sources)):
-            if name in out:
-                out[name][:] = values[begin : begin + out[name].size]
-
-
-def group_size(stage: Stage) -> int:
-    """Return how many responses a batch has room for in each record: the largest group of the stage's sources."""
-    return max(rows.largest_group for rows in stage.rows.values() if isinstance(rows, RecordRows))
-
-
-def row_slots(stage: Stage) -> int:
-    """Return how many tokens a row of a stage has room for, over all its arrays."""
-    return stage.spec.seq_len * max(2, 1 + group_size(stage))
+def layout(arrays: Sequence[str], rows: int, seq_len: int) -> Layout:
+    """Return shape and dtype of each array of a batch of sequences that has a line for every row."""
+    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+        "input_ids": ((rows, seq_len), np.int64),
+        "labels": ((rows, seq_len), np.int64),
+        "position_ids": ((rows, seq_len), np.int64),
+        "doc_ids": ((rows, seq_len), np.int32),
+        "loss_mask": ((rows, seq_len), np.bool_),
+        "source": ((rows,), np.int32),
+    }
+    return {name: kinds[name] for name in arrays if name in kinds}
 
 
 def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int]) -> Layout:
-    """Return shape and dtype of each array of a batch; shape is (rows, largest group, seq_len)."""
+    """Return shape and dtype of each array of a batch of records; shape is (rows, largest group, seq_len)."""
     rows, group, seq_len = shape
     kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {"source": ((rows,), np.int32)}
     for key, mask in token_arrays(kind).items():
@@ -518,39 +109,426 @@ def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
     return {name: kinds[name] for name in arrays}
 
 
-@kernel
-def copy_records(lines: Int64Array, pad: int, ids: Int64Array, flags: BoolArray) -> None:
-    """Fill the arrays that are not empty, a line of each for a line of the table.
+def _group_size(stage: Stage, kind: str) -> int:
+    """Return how many responses a batch has room for in each record: the largest group of the stage's sources."""
+    # A group has room for its prompt and as many responses; a pair has no group.
+    return stage.row_slots // stage.spec.seq_len - 1 if kind == "grpo" else 0
 
-    A line whose address is 0 leaves its values alone; one without a mask is trained on whole.
+
+def pad_id(tokenizer: Mapping[str, Any]) -> int:
+    """Return the id that fills rows, of a tokenizer as JSON: PAD, else EOS, else 0. It is never trained on."""
+    return next((int(tokenizer[name]) for name in ("pad_id", "eos_id") if tokenizer.get(name) is not None), 0)
+
+
+class Drawn(NamedTuple):
+    """Rows of a batch whose tokens stand in memory."""
+
+    rows: Int64Array
+    """(first span, number of spans) of each."""
+    spans: Int64Array
+    """With addresses, as the kernels want them."""
+    windows: object
+    """What holds the memory, and must not go before the rows are copied."""
+    chosen: Int64Array | None = None
+    """Which rows of the batch they are, in order; None: all of them."""
+
+
+class _Field(NamedTuple):
+    """One array of tokens of the rows of a block."""
+
+    rows: Int64Array
+    """(first span, number of spans) of each row."""
+    spans: Int64Array
+    """As the kernels want them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """What one source has of one array of a block."""
+
+    store: Store
+    key: str
+    mask: str | None
+    """The array that says which tokens are trained on, if the store has it."""
+    places: Spans | Runs
+    """Where its spans are in the store."""
+    spans: Int64Array
+    """The lines of the field's table that are its."""
+
+
+class Block(ABC):
+    """A run of rows of one stage, ready to be copied into batches.
+
+    Finding rows and spans has a price per call, copying has one per token: a block pays the first
+    once for many batches. It holds the maps of its shards until `release`. Where it needs more of
+    them than it may hold, it copies everything at once, some shards at a time.
     """
-    nothing = ids[0:0].ravel()
-    for i in range(ids.shape[0]):
-        if lines[i, RUN_ADDRESS]:
-            copy_run(np.uint64(lines[i, RUN_ADDRESS]), lines[i, WIDTH], lines[i, LENGTH], ids[i], nothing)
-        ids[i, lines[i, LENGTH] :] = pad
-    for i in range(flags.shape[0]):
-        length = lines[i, LENGTH]
-        if lines[i, RUN_MASK]:
-            mask = view_uint8(np.uint64(lines[i, RUN_MASK]), length)
-            for k in range(length):
-                flags[i, k] = mask[k] != 0
-        elif lines[i, RUN_ADDRESS]:
-            flags[i, :length] = True
-        flags[i, length:] = False
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: Mapping[int, StoredRows],
+        places: tuple[Int64Array, Int64Array],
+        arrays: Sequence[str],
+    ) -> None:
+        """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, others are drawn."""
+        self.stage = stage
+        self.seq_len = stage.spec.seq_len
+        self.arrays = tuple(arrays)
+        self.steps, self.slots = places
+        self.sources, rows = rows_at(stage, *places)
+        stores = [source.store for source in index.values()]
+        self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
+        self._maps: list[tuple[MapCache, list[MappedFile]]] = []
+        self._whole: Batch | None = None
+        self._fields: dict[str, _Field] = {}
+        self._pieces = self._find(index, rows)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the block has."""
+        return int(self.sources.size)
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """What decides the shapes of its batches, beside their number of rows."""
+
+    @abstractmethod
+    def layout(self, rows: int, arrays: Sequence[str] | None = None) -> Layout:
+        """Return shape and dtype of arrays of a batch of so many rows; of all that have a line for every row."""
+
+    @abstractmethod
+    def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
+        """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it.
+
+        Rows that do not stand in a store must have been `drawn`.
+        """
+
+    @abstractmethod
+    def _copy(self, begin: int, out: Batch) -> None:
+        """Copy the rows from `begin` on; tokens of spans without an address stay as they are."""
+
+    def release(self) -> None:
+        """Give the maps back; nothing can be copied afterwards."""
+        for maps, files in self._maps:
+            maps.give_back(files)
+        self._maps.clear()
+
+    def _find(self, index: Mapping[int, StoredRows], rows: Int64Array) -> list[_Piece]:
+        """Find the spans of each array of all rows that stand in stores."""
+        lines: dict[str, Int64Array] = {}
+        sizes: Counter[str] = Counter()
+        parts: list[tuple[Store, str, Spans | Runs, int]] = []
+        present = distinct(self.sources).tolist()
+        for source in present:
+            if source not in index:
+                continue
+            chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
+            for key, spans in index[source].fields(rows[chosen]).items():
+                table = lines.setdefault(key, np.zeros((rows.size, 2), np.int64))
+                table[chosen, 0] = spans.first + sizes[key]
+                table[chosen, 1] = spans.count
+                parts.append((index[source].store, key, spans, sizes[key]))
+                sizes[key] += spans.length.size
+        self._fields |= {
+            key: _Field(table, np.empty((sizes[key], SPAN_COLUMNS), np.int64)) for key, table in lines.items()
+        }
+        pieces = []
+        for store, key, spans, begin in parts:
+            table = self._fields[key].spans[begin : begin + spans.length.size]
+            describe_spans(table, spans.joined, spans.length, store.dtype(key).itemsize)
+            mask = STORED_ARRAYS[key].mask
+            mask = mask if mask in store.keys else None
+            pieces.append(_Piece(store=store, key=key, mask=mask, places=spans, spans=table))
+        return pieces
+
+    def _map(self) -> None:
+        """Map the shards of all spans; or, where these are too many, copy all tokens now."""
+        if not self._pieces:
+            return
+        # Half of all maps; the others are for offsets, which are held only briefly.
+        most = self._pieces[0].store.maps.limit // 2
+        needs = [(piece, distinct(piece.places.shard)) for piece in self._pieces]
+        try:
+            if sum(shards.size * (1 + (piece.mask is not None)) for piece, shards in needs) <= most:
+                for piece, shards in needs:
+                    self._point(piece, shards)
+            else:
+                self._copy_in_turns(needs, max(1, most // 2))
+        except BaseException:
+            self.release()
+            raise
+
+    def _point(self, piece: _Piece, shards: Int64Array) -> None:
+        """Give the spans in these shards their addresses, and keep the shards mapped."""
+        store, places = piece.store, (piece.places.shard, piece.places.token)
+        for key, column in ((piece.key, ADDRESS), (piece.mask, MASK)):
+            if key is not None:
+                files = store.maps.take([store.file(int(shard), key_file(key)) for shard in shards])
+                self._maps.append((store.maps, files))
+                bases = np.array([file.address for file in files], np.int64)
+                point_spans(piece.spans, places, shards, bases, column, store.dtype(key).itemsize)
+
+    def _copy_in_turns(self, needs: Sequence[tuple[_Piece, Int64Array]], most: int) -> None:
+        # The loss mask is made of the labels, which must outlive the turns.
+        arrays = (*self.arrays, "labels") if "loss_mask" in self.arrays else self.arrays
+        whole = {name: np.empty(*kind) for name, kind in self.layout(self.num_rows, arrays).items()}
+        for piece, shards in needs:
+            for begin in range(0, shards.size, most):
+                self._point(piece, shards[begin : begin + most])
+                self._copy(0, whole)
+                self.release()
+                piece.spans[:, ADDRESS] = piece.spans[:, MASK] = 0
+        self._whole = whole
+
+
+class SequenceBlock(Block):
+    """A block of rows that are sequences, with everything that is made of their spans."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: Mapping[int, StoredRows],
+        places: tuple[Int64Array, Int64Array],
+        arrays: Sequence[str],
+        *,
+        continuous: bool = False,
+        pad: int | None = None,
+    ) -> None:
+        """See `Block`; `continuous` positions run through the row, `pad` is for a block without a store."""
+        super().__init__(stage, index, places, arrays)
+        self._pad = self._pad if pad is None else pad
+        self._crossing = int(any(rows.cross_document_labels for rows in stage.rows.values()))
+        self._continuous = int(continuous)
+        empty = _Field(rows=np.zeros((self.num_rows, 2), np.int64), spans=np.empty((0, SPAN_COLUMNS), np.int64))
+        self._field = next(iter(self._fields.values()), empty)
+        self._others = len(self.layout(1)) < len(self.arrays)
+        """Whether there are arrays that have no line for every row."""
+        self._loss_tokens: Mapping[int, int] = {}
+        self._cuts: tuple[int, Int32Array, list[int], Int32Array] | None = None
+        if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
+            self._map()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What decides the shapes of its batches, beside their number of rows."""
+        return (self.seq_len,)
+
+    def layout(self, rows: int, arrays: Sequence[str] | None = None) -> Layout:
+        """Return shape and dtype of each array that has a line for every row."""
+        return layout(self.arrays if arrays is None else arrays, rows, self.seq_len)
+
+    def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
+        """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
+        count = next(iter(out.values())).shape[0]
+        begin = number * count
+        if self._whole is not None:
+            for name, array in out.items():
+                array[:] = self._whole[name][begin : begin + count]
+        field = self._joined(begin, count, drawn) if drawn else self._field
+        if drawn:
+            self._copy_field(field, 0, begin, out)
+        elif self._whole is None:
+            self._copy_field(field, begin, begin, out)
+        if self._others:
+            self._add_others(field, number, count, out, cached=not drawn)
+        return out
+
+    def _add_others(self, field: _Field, number: int, count: int, out: Batch, *, cached: bool) -> None:
+        """Add the arrays that have no line for every row."""
+        if "cu_seqlens" in self.arrays or "max_seqlen" in self.arrays:
+            bounds, longest = self._segments(field, number, count, cached=cached)
+            if "cu_seqlens" in self.arrays:
+                out["cu_seqlens"] = bounds
+            if "max_seqlen" in self.arrays:
+                out["max_seqlen"] = longest
+        if "num_loss_tokens" in self.arrays:
+            out["num_loss_tokens"] = np.array(self._loss_tokens[int(self.steps[number * count])], np.int64)
+
+    def set_loss_tokens(self, counts: Mapping[int, int]) -> None:
+        """Say how many labels the global batch of each step has."""
+        self._loss_tokens = counts
+
+    def labels_by_step(self) -> dict[int, int]:
+        """Return how many labels its rows have in each step; reads tokens only where a store has a loss mask."""
+        if any(piece.mask is not None for piece in self._pieces):
+            out = self._whole or {"labels": np.empty((self.num_rows, self.seq_len), np.int64)}
+            if self._whole is None:
+                self._copy(0, out)
+            counts = (out["labels"] != IGNORE).sum(axis=1)
+        else:
+            counts = count_labels(self._field.rows, self._field.spans, self._crossing)
+        first = self.steps[0]
+        sums = np.bincount(self.steps - first, weights=counts)
+        return {step: int(sums[step - first]) for step in distinct(self.steps).tolist()}
+
+    def _copy(self, begin: int, out: Batch) -> None:
+        self._copy_field(self._field, begin, begin, out)
+
+    def _copy_field(self, field: _Field, first: int, begin: int, out: Batch) -> None:
+        """Copy the rows of a field from `first` on, which are those of the block from `begin` on."""
+        labels = out.get("labels", _NOTHING)
+        if "loss_mask" in out and not labels.size:
+            count = out["loss_mask"].shape[0]
+            labels = np.empty(out["loss_mask"].shape, np.int64)
+            if self._whole is not None:
+                labels[:] = self._whole["labels"][begin : begin + count]
+        copy_rows(
+            field.rows,
+            field.spans,
+            (first, self._crossing, self._continuous, self._pad),
+            out.get("input_ids", _NOTHING),
+            labels,
+            out.get("position_ids", _NOTHING),
+            out.get("doc_ids", _NO_DOCUMENTS),
+            out.get("loss_mask", _NO_FLAGS),
+        )
+        if "source" in out:
+            out["source"][:] = self.sources[begin : begin + out["source"].size]
+
+    def _joined(self, begin: int, count: int, drawn: Sequence[Drawn]) -> _Field:
+        """Return the rows of a batch, those of stores and those that were drawn."""
+        if drawn[0].chosen is None:
+            return _Field(drawn[0].rows, drawn[0].spans)
+        rows = self._field.rows[begin : begin + count].copy()
+        counts = rows[:, 1]
+        ends = np.cumsum(counts)
+        stored = np.arange(int(ends[-1])) + np.repeat(rows[:, 0] - ends + counts, counts)
+        rows[:, 0] = ends - counts
+        spans = [self._field.spans[stored]]
+        size = stored.size
+        for part in drawn:
+            rows[part.chosen] = part.rows
+            rows[part.chosen, 0] += size
+            spans.append(part.spans)
+            size += len(part.spans)
+        return _Field(rows=rows, spans=np.concatenate(spans))
+
+    def _segments(self, field: _Field, number: int, count: int, *, cached: bool) -> tuple[Int32Array, Int32Array]:
+        """Return the bounds of the segments of a batch, and its longest; of stored rows found for all batches."""
+        if not cached:
+            bounds, _, longest = find_segments(field.rows, field.spans, self.seq_len, count)
+            return bounds, longest[0, ...]
+        if self._cuts is None or self._cuts[0] != count:
+            bounds, first, longest = find_segments(field.rows, field.spans, self.seq_len, count)
+            self._cuts = count, bounds, first.tolist(), longest
+        _, bounds, begins, longest = self._cuts
+        return bounds[begins[number] : begins[number + 1]], longest[number, ...]
+
+
+class RecordBlock(Block):
+    """A block of rows that are records: DPO pairs or GRPO groups, every array padded to one shape.
+
+    Its shapes are those of the stage: `seq_len` tokens, and as many responses as its sources' largest group has.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        index: Mapping[int, StoredRows],
+        places: tuple[Int64Array, Int64Array],
+        arrays: Sequence[str],
+        kind: str,
+    ) -> None:
+        """See `Block`; `kind` is the training type."""
+        super().__init__(stage, index, places, arrays)
+        self._kind = kind
+        self._group = _group_size(stage, kind)
+        self._map()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What decides the shapes of its batches, beside their number of rows."""
+        return self.seq_len, self._group
+
+    def layout(self, rows: int, arrays: Sequence[str] | None = None) -> Layout:
+        """Return shape and dtype of each array: all have a line for every row."""
+        arrays = self.arrays if arrays is None else arrays
+        return record_layout(self._kind, arrays, (rows, self._group, self.seq_len))
+
+    def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
+        """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
+        assert not drawn, "records stand in stores"
+        count = next(iter(out.values())).shape[0]
+        if self._whole is None:
+            self._copy(number * count, out)
+        else:
+            for name, array in out.items():
+                array[:] = self._whole[name][number * count : (number + 1) * count]
+        return out
+
+    def _copy(self, begin: int, out: Batch) -> None:
+        for key, mask in token_arrays(self._kind).items():
+            lines = ... if key == "responses" else (slice(None), None)  # a group has several of each
+            ids = out[key][lines] if key in out else _NO_LINES
+            flags = out[mask][lines] if mask in out else _NO_LINE_FLAGS
+            lengths = out[_LENGTHS[key]][lines] if _LENGTHS[key] in out else _NOTHING
+            field = self._fields[key]
+            copy_records(field.rows, field.spans, (begin, self._pad), ids, flags, lengths)
+        if REWARDS in out:
+            field = self._fields[REWARDS]
+            copy_words(field.rows, field.spans, begin, out[REWARDS].view(np.uint32))
+        if "group_size" in out:
+            out["group_size"][:] = self._fields["responses"].rows[begin : begin + out["group_size"].size, 1]
+        if "source" in out:
+            out["source"][:] = self.sources[begin : begin + out["source"].size]
 
 
 @kernel
-def copy_words(lines: Int64Array, out: Uint32Array) -> None:
-    """Copy values of 32 bits, whatever they mean, and put 0 behind them."""
+def copy_records(
+    rows: Int64Array,
+    spans: Int64Array,
+    shape: tuple[int, int],
+    ids: Int64Array,
+    flags: BoolArray,
+    lengths: Int64Array,
+) -> None:
+    """Fill the arrays that are not empty, a line for each span of a row; shape is (first row, pad id).
+
+    A span whose address is 0 leaves its values alone; one without a mask is trained on whole. A row that has fewer
+    spans than the arrays have lines is filled up with empty ones.
+    """
+    begin, pad = shape
+    nothing = ids[0:0].ravel()
+    for i in range(max(ids.shape[0], flags.shape[0], lengths.shape[0])):
+        first, count = rows[begin + i, 0], rows[begin + i, 1]
+        for k in range(max(ids.shape[1], flags.shape[1], lengths.shape[1])):
+            address, width, length, mask = 0, 0, 0, 0
+            if k < count:
+                address, width = int(spans[first + k, ADDRESS]), int(spans[first + k, WIDTH])
+                length, mask = int(spans[first + k, LENGTH]), int(spans[first + k, MASK])
+            if lengths.size:
+                lengths[i, k] = length
+            if ids.size:
+                if address:
+                    copy_run(np.uint64(address), width, length, ids[i, k], nothing)
+                ids[i, k, length:] = pad
+            if flags.size:
+                if mask:
+                    values = view_uint8(np.uint64(mask), length)
+                    for j in range(length):
+                        flags[i, k, j] = values[j] != 0
+                elif address:
+                    flags[i, k, :length] = True
+                flags[i, k, length:] = False
+
+
+@kernel
+def copy_words(rows: Int64Array, spans: Int64Array, begin: int, out: Uint32Array) -> None:
+    """Copy values of 32 bits, whatever they mean, one span a row, and put 0 behind them."""
     for i in range(out.shape[0]):
-        length: int = lines[i, LENGTH]
-        if lines[i, RUN_ADDRESS]:
-            words = view_uint32(np.uint64(lines[i, RUN_ADDRESS]), length)
+        span = spans[rows[begin + i, 0]]
+        length = int(span[LENGTH])
+        if span[ADDRESS]:
+            words = view_uint32(np.uint64(span[ADDRESS]), length)
             for k in range(length):
                 out[i, k] = words[k]
         out[i, length:] = 0
 
 
-_NO_IDS = np.empty((0, 0), np.int64)
+_NOTHING = np.empty((0, 0), np.int64)
+_NO_DOCUMENTS = np.empty((0, 0), np.int32)
 _NO_FLAGS = np.empty((0, 0), np.bool_)
+_NO_LINES = np.empty((0, 0, 0), np.int64)
+_NO_LINE_FLAGS = np.empty((0, 0, 0), np.bool_)

@@ -1,40 +1,40 @@
-"""The loader: batches of one rank, in order, from any step, resumed exactly."""
+"""The loader: batches of one rank, in order, resumed exactly; and from any step, unless rows are drawn."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, nearest
-from tokenmill.loader.assemble import (
-    RECORD_ARRAYS,
-    Block,
-    RecordBlock,
-    StoredRows,
-    layout,
-    record_layout,
-    row_slots,
-)
+from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
+from tokenmill.loader.assemble import RECORD_ARRAYS, Block, RecordBlock, SequenceBlock, record_type, stage_layout
 from tokenmill.loader.buffers import BufferPool
-from tokenmill.loader.state import Explain, Position, load_state, save_state
-from tokenmill.packing.exclude import LOSS_MASK
-from tokenmill.packing.records import RecordRows
-from tokenmill.types import ARRAYS, POSITIONS, Int64Array
+from tokenmill.loader.drawn import DrawnSources, Lanes
+from tokenmill.loader.state import Position, State, check_position, read_state, save_state
+from tokenmill.packing.exclude import LOSS_MASK, distinct
+from tokenmill.packing.rows import StoredRows, is_stored
+from tokenmill.plan.plan import Plan
+from tokenmill.plan.stages import Stage
+from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array
 
-if TYPE_CHECKING:
-    from tokenmill.plan.plan import Plan
-    from tokenmill.plan.stages import Stage
-    from tokenmill.types import Batch
-
+Explain = Callable[[str, int], str | None]
+"""(digest of the plan that made a state, step) -> the first difference to this run's plan, if it is on record."""
+FIRST_BLOCK_ROWS = 32
+BLOCK_TOKENS = 1 << 24
+BLOCK_ROWS = 2048
+"""Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
+_NAME_LENGTH = 24
+"""Of the name of a stage in a state."""
 
 # What is logged of a plan: a line for each stage when an iteration starts, and one when a stage begins.
 
@@ -74,7 +74,7 @@ def stage_lines(plan: Plan) -> Iterator[str]:
         stages = list(parts)
         first, last = stages[0], stages[-1]
         rows = sum(stage.num_positions for stage in stages if stage.spec.skipped is None)
-        tokens = rows * max(index.row_slots for index in last.rows.values())
+        tokens = rows * last.row_slots
         yield (
             f"stage {number} {first.spec.name!r}: steps {first.spec.start_step:,}:{last.end_step:,}, "
             f"{tokens:,} tokens, {_facts(last)}"
@@ -90,26 +90,23 @@ def _facts(stage: Stage) -> str:
     return f"batch {spec.global_batch_size:,}, seq_len {spec.seq_len:,}, {shares}{ramp}{scale}"
 
 
-AnyBlock: TypeAlias = Block | RecordBlock
-FIRST_BLOCK_ROWS = 32
-BLOCK_TOKENS = 1 << 24
-BLOCK_ROWS = 2048
-"""Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
     """What a loader delivers and how it works ahead; neither changes which tokens a batch holds."""
 
     arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
     threads: int = 1
-    """Threads that assemble batches ahead of the caller; 0 assembles each one when it is asked for."""
+    """Threads that assemble batches ahead of the caller, or that read and tokenize live text; 0 does it all when a
+    batch is asked for."""
     prefetch: int = 8
     """Micro-batches that are kept ready."""
     positions: str = "document"
     """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
     timeout: float = 30.0
     """Seconds after which a thread that reads live text, and comes to nothing, is given up."""
+    ahead: int | None = None
+    """Windows of live text that are made before they are needed, beside the one that each lane holds; at least
+    `threads`. None: one more, so that no thread stands still because what it made was not taken yet."""
 
     def __post_init__(self) -> None:
         if self.positions not in POSITIONS:
@@ -122,6 +119,8 @@ class LoaderOptions:
                 "loader: threads must be at least 0, prefetch at least 1 and timeout more than 0, got "
                 f"{self.threads}, {self.prefetch} and {self.timeout}; use threads=0 to do without prefetching"
             )
+        if self.ahead is not None and self.ahead < 1:
+            raise ConfigError(f"loader: ahead must be at least 1, got {self.ahead}; leave it out")
 
 
 class Loader:
@@ -129,7 +128,8 @@ class Loader:
 
     `for batch in loader` goes on from where the loader stands to the end of the run, one micro-batch
     at a time; `loader[step]` is this rank's slice of any step; `state_dict` and `load_state_dict`
-    may be called at any time, before or during an iteration.
+    may be called at any time, before or during an iteration. Where a run draws from live text, batches
+    can be drawn in order alone.
     """
 
     def __init__(
@@ -139,27 +139,34 @@ class Loader:
         self.plan = plan
         self.part = part
         self.options = options or LoaderOptions(arrays=usual_arrays(plan))
-        _check_arrays(self.options.arrays, _kind(plan))
+        _check_arrays(self.options.arrays, plan)
         self._explain = explain
-        self._first_batch = np.cumsum([0, *(self._num_batches(stage) for stage in plan.stages)])
+        self._first_batch = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
+        """Micro-batches before each stage, and of all."""
         self._pools: dict[tuple[int, ...], BufferPool] = {}
-        self._drawn = 0
+        self.num_drawn = 0
+        """Micro-batches of the run that lie before the next one."""
         self._jumps = 0
         self._iterations = 0
+        self._sources = DrawnSources(plan, part, self.options)
+        if self._sources and "num_loss_tokens" in self.options.arrays:
+            raise ConfigError(
+                "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
+                "its own; sum the labels of each rank with an all-reduce"
+            )
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run; the same on every rank."""
-        return int(self._first_batch[-1])
+        return self._first_batch[-1]
 
     def __getitem__(self, step: int) -> Batch:
-        """Return this rank's whole slice of the batch of a step."""
+        """Return this rank's whole slice of the batch of a step; refused where a run draws from live text."""
+        self._refuse_drawn(step)
         stage = self.plan.trained_stage(step)
         first = (step - stage.spec.start_step) * self.part.batches(stage)
         block = self._block(stage, first, self.part.batches(stage))
         try:
-            shapes = block.layout(block.num_rows)
-            out = block.fill(0, {name: np.empty(shape, dtype) for name, (shape, dtype) in shapes.items()})
-            return block.complete(0, block.num_rows, out)
+            return block.batch(0, {name: np.empty(*kind) for name, kind in block.layout(block.num_rows).items()})
         finally:
             block.release()
 
@@ -170,68 +177,144 @@ class Loader:
     @property
     def step(self) -> int:
         """The step that the next batch belongs to."""
-        return self._position().step
+        return self.position.step
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return where the loader stands: at most 200 bytes of JSON, the same on every rank."""
-        return save_state(self.plan, self._position(), self.part)
+    @property
+    def position(self) -> Position:
+        """The next batch: its step, and how many of the step lie before it."""
+        if self.num_drawn == len(self):
+            return Position(step=self.plan.steps)
+        index = bisect_right(self._first_batch, self.num_drawn) - 1
+        stage = self.plan.stages[index]
+        steps, batch = divmod(self.num_drawn - self._first_batch[index], self.part.batches(stage))
+        return Position(step=stage.spec.start_step + steps, batch=batch)
+
+    @property
+    def lanes(self) -> Mapping[str, Lanes]:
+        """The lanes of this rank, of each source of live text; of a run of stores none."""
+        return self._sources.lanes
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the caller had to wait for live text."""
+        return sum(lanes.waited for lanes in self.lanes.values())
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the loaders of all ranks must have in common, as JSON."""
+        common = {"arrays": list(self.options.arrays), "world_size": self.part.world_size}
+        return {**self.plan.describe(), "steps": self.plan.steps, **common}
+
+    def close(self) -> None:
+        """Stop the threads that read live text and let go of it; who goes on drawing starts them again."""
+        self._sources.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader stands: at most 200 bytes of JSON, the same on every rank.
+
+        Where a run draws from live text, each rank has the lanes of its own; `merge_states` joins those of all.
+        """
+        position = self.position
+        state = save_state(position, self.part, self._made_by(position))
+        return {**state, "live": self._sources.state()} if self._sources else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration goes on from there."""
-        self._go_to(load_state(state, self.plan, self.part, self._explain))
+        saved = read_state(state)
+        check_position(saved, self.plan, self.part)
+        self._check_made_by(saved)
+        if self._sources:  # or the run has no more of the live text that the state has lanes of
+            self._sources.load(saved.position, saved.live)
+        self._go_to(saved.position)
 
     def seek(self, step: int) -> None:
-        """Go to the start of a step, or to the end of the run; a running iteration goes on from there."""
+        """Go to the start of a step, or to the end of the run; a running iteration goes on from there.
+
+        Where a run draws from live text, that is possible for the first step alone.
+        """
         if step != self.plan.steps:
             self.plan.stage(step)
+        if step == 0:
+            self._sources.begin()
+        elif self.position != Position(step=step):
+            self._refuse_drawn(step)
         self._go_to(Position(step=step))
+
+    def _refuse_drawn(self, step: int) -> None:
+        if self._sources:
+            raise PlanError(
+                f"step: must be 0 or come from a state where a run draws from live text, got {step}; load a state, "
+                "or leave out live = true, and the text is prepared once"
+            )
+
+    def _made_by(self, position: Position) -> dict[str, Any]:
+        """Return what a state says of the run that made it."""
+        spec = self.plan.stage(min(position.step, self.plan.steps - 1)).spec
+        return {
+            "fingerprint": self.plan.fingerprint_at(position.covered),
+            "plan": self.plan.fingerprint[:16],
+            "stage_idx": spec.number,
+            "stage_name": spec.name[:_NAME_LENGTH],
+        }
+
+    def _check_made_by(self, state: State) -> None:
+        """Refuse a state of a run whose batches were others."""
+        step = state.position.covered
+        fingerprint = self.plan.fingerprint_at(step)
+        if state.fingerprint != fingerprint:
+            difference = self._explain(state.plan, step) if self._explain else None
+            raise ResumeError(
+                f"state: batches before step {step} must be those of this run, but the state was made by plan "
+                f"{state.fingerprint[:12]} and this run is {fingerprint[:12]}; first difference: "
+                f"{difference or 'not known here, as that plan was not recorded beside this run'}; "
+                "resume with the config that made it, or start at step 0"
+            )
 
     def _go_to(self, position: Position) -> None:
         # Skipped steps have no batches: who goes to one of them stands at the next that has.
         position = Position(step=self.plan.next_trained(position.step), batch=position.batch)
         if position.step == self.plan.steps:
-            self._drawn = len(self)
+            self.num_drawn = len(self)
         else:
             stage = self.plan.stage(position.step)
             steps = position.step - stage.spec.start_step
-            self._drawn = int(self._first_batch[stage.index]) + steps * self.part.batches(stage) + position.batch
+            self.num_drawn = self._first_batch[stage.index] + steps * self.part.batches(stage) + position.batch
         self._jumps += 1
 
-    def _position(self) -> Position:
-        if self._drawn == len(self):
-            return Position(step=self.plan.steps)
-        index = int(np.searchsorted(self._first_batch, self._drawn, side="right")) - 1
-        stage = self.plan.stages[index]
-        steps, batch = divmod(self._drawn - int(self._first_batch[index]), self.part.batches(stage))
-        return Position(step=stage.spec.start_step + steps, batch=batch)
-
-    def _block(self, stage: Stage, first: int, count: int) -> AnyBlock:
-        places = self.part.places(stage, first, count)
-        if isinstance(next(iter(stage.rows.values())), RecordRows):
-            index = {self.plan.sources.index(name): cast(RecordRows, rows) for name, rows in stage.rows.items()}
-            return RecordBlock(stage, index, places, self.options.arrays, _max_maps(stage))
-        block = self._find(stage, places, self.options.arrays)
+    def _block(self, stage: Stage, first: int, count: int) -> Block:
+        """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
+        places, kind = self.part.places(stage, first, count), record_type(stage)
+        if kind is not None:
+            return RecordBlock(stage, self._stored(stage), places, self.options.arrays, kind)
+        block = self._sequences(stage, places, self.options.arrays)
         if "num_loss_tokens" in self.options.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
 
-    def _find(self, stage: Stage, places: tuple[Int64Array, Int64Array], arrays: Sequence[str]) -> Block:
-        index = {self.plan.sources.index(name): cast(StoredRows, rows) for name, rows in stage.rows.items()}
-        return Block(stage, index, places, arrays, _max_maps(stage), continuous=self.options.positions == "row")
+    def _sequences(
+        self, stage: Stage, places: tuple[Int64Array, Int64Array], arrays: Sequence[str]
+    ) -> SequenceBlock:
+        continuous = self.options.positions == "row"
+        return SequenceBlock(
+            stage, self._stored(stage), places, arrays, continuous=continuous, pad=self._sources.pad
+        )
 
-    def _count_labels(self, stage: Stage, block: Block, first: int, count: int) -> dict[int, int]:
+    def _stored(self, stage: Stage) -> dict[int, StoredRows]:
+        """Return the sources of a stage that stand in stores, by their ids."""
+        return {self.plan.sources.index(name): rows for name, rows in stage.rows.items() if is_stored(rows)}
+
+    def _count_labels(self, stage: Stage, block: SequenceBlock, first: int, count: int) -> dict[int, int]:
         """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""
         per_step = self.part.batches(stage)
-        masked = any(LOSS_MASK in cast(StoredRows, rows).store.keys for rows in stage.rows.values())
+        masked = any(LOSS_MASK in rows.store.keys for rows in self._stored(stage).values())
         if self.part.world_size == 1 and first % per_step == 0 and count % per_step == 0 and not masked:
             return block.labels_by_step()  # it holds the whole of its steps
-        steps = np.array(block.steps)
+        steps = distinct(block.steps)
         slots = np.arange(stage.spec.global_batch_size)
         counts: dict[int, int] = {}
         # Labels under a mask are laid out to be counted: one step at a time, to bound the memory.
         for part in np.split(steps, steps.size) if masked else [steps]:
             places = (np.repeat(part, slots.size), np.tile(slots, part.size))
-            whole = self._find(stage, places, ("labels",) if masked else ("source",))
+            whole = self._sequences(stage, places, ("labels",) if masked else ("source",))
             try:
                 counts |= whole.labels_by_step()
             finally:
@@ -244,7 +327,7 @@ class Loader:
         The first ones are small, so that the first batch does not wait for rows that are needed much later.
         """
         rows = FIRST_BLOCK_ROWS
-        for stage, begin in zip(self.plan.stages, self._first_batch.tolist(), strict=False):
+        for stage, begin in zip(self.plan.stages, self._first_batch, strict=False):
             first, end = max(0, drawn - begin), self._num_batches(stage)
             while first < end:
                 count = min(end - first, max(1, rows // self.part.micro_batch))
@@ -258,58 +341,41 @@ class Loader:
 
     def _block_rows(self, stage: Stage) -> int:
         """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""
-        stores = {id(store): store for store in (cast(StoredRows, rows).store for rows in stage.rows.values())}
-        records = isinstance(next(iter(stage.rows.values())), RecordRows)
-        crowded = sum(s.num_shards * (len(s.keys) if records else 1) for s in stores.values()) > _max_maps(stage)
-        slots = row_slots(stage) if records else stage.spec.seq_len
-        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // slots))
+        stores = {id(rows.store): rows.store for rows in self._stored(stage).values()}
+        # Of records every array is mapped.
+        files = sum(s.num_shards * (len(s.keys) if record_type(stage) else 1) for s in stores.values())
+        crowded = any(files > store.maps.limit // 2 for store in stores.values())
+        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.row_slots))
 
-    def _batch(self, block: AnyBlock, number: int) -> Batch:
-        """Return a micro-batch of a block, in memory that is used again when nobody holds it any more."""
-        micro = self.part.micro_batch
-        out = block.fill(number * micro, self._pool(block, micro).batch())
-        return block.complete(number, micro, out)
-
-    def _pool(self, block: AnyBlock, rows: int) -> BufferPool:
-        key = (*block.shape, rows)
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._pools[key] = BufferPool(block.layout(rows))
-        return pool
-
-
-def _max_maps(stage: Stage) -> int:
-    """Return how many maps a block may hold: half; the rest are for offsets, which are held only briefly."""
-    return cast(StoredRows, next(iter(stage.rows.values()))).store.maps.limit // 2
-
-
-def _kind(plan: Plan) -> str | None:
-    """Return the training type of a plan's records; None where it trains on sequences."""
-    rows = next(iter(plan.stages[0].rows.values()))
-    return rows.store.manifest.kind if isinstance(rows, RecordRows) else None
+    def _pool(self, block: Block) -> BufferPool:
+        """Return memory for the micro-batches of a block, used again when nobody holds them any more."""
+        key = (*block.shape, self.part.micro_batch)
+        if key not in self._pools:
+            self._pools[key] = BufferPool(block.layout(self.part.micro_batch))
+        return self._pools[key]
 
 
 def usual_arrays(plan: Plan) -> tuple[str, ...]:
     """Return what a loader of a plan delivers if nobody says otherwise."""
-    kind = _kind(plan)
+    kind = record_type(plan.stages[0])
     return LoaderOptions().arrays if kind is None else RECORD_ARRAYS[kind]
 
 
-def _check_arrays(arrays: Sequence[str], kind: str | None) -> None:
+def _check_arrays(arrays: Sequence[str], plan: Plan) -> None:
     """Refuse arrays that batches of a training type do not have."""
+    kind = record_type(plan.stages[0])
     known = ARRAYS if kind is None else (*RECORD_ARRAYS[kind], "source")
     for name in arrays:
         if name not in known:
             raise ConfigError(f"arrays: must be among {', '.join(known)}, got {name!r}; {nearest(name, known)}")
-    shapes = layout(arrays, 1, 1) if kind is None else record_layout(kind, arrays, (1, 1, 1))
-    if len(set(arrays)) != len(arrays) or not shapes:
+    if len(set(arrays)) != len(arrays) or not stage_layout(plan.stages[0], arrays, 1):
         raise ConfigError(
             f"arrays: must name each array once, and one that has a line for every row, "
             f"got {list(arrays)}; name {' and '.join(known[:2])} at least"
         )
 
 
-class _Batches(Iterator["Batch"]):
+class _Batches(Iterator[Batch]):
     """One iteration over a loader; follows it when a state is loaded meanwhile."""
 
     def __init__(self, loader: Loader, number: int) -> None:
@@ -335,7 +401,7 @@ class _Batches(Iterator["Batch"]):
             self._jumps = loader._jumps
             self._announce(loader)
             self._start()
-        elif loader._drawn == self._edge:
+        elif loader.num_drawn == self._edge:
             self._announce(loader)
         try:
             batch = next(self._stream)
@@ -344,14 +410,14 @@ class _Batches(Iterator["Batch"]):
         except BaseException:
             self._jumps = -1  # whoever tries again gets this batch, or the error again, not the end of the run
             raise
-        loader._drawn += 1
+        loader.num_drawn += 1
         return batch
 
     def _announce(self, loader: Loader) -> None:
         """Log the plan where an iteration starts, and then every stage that begins; rank 0 alone."""
         step, edges = loader.step, loader._first_batch
-        after = int(np.searchsorted(edges, loader._drawn, side="right"))
-        self._edge = int(edges[after]) if after < edges.size else -1
+        after = bisect_right(edges, loader.num_drawn)
+        self._edge = edges[after] if after < len(edges) else -1
         if loader.part.rank or step == loader.plan.steps:
             return
         if self._step < 0:
@@ -363,7 +429,8 @@ class _Batches(Iterator["Batch"]):
     def _start(self) -> None:
         self._stop()
         threads = self._loader.options.threads
-        if not threads:
+        # Rows are drawn when they are delivered; threads work ahead where the time goes, at reading and tokenizing.
+        if not threads or self._loader.lanes:
             self._stream = _inline(self._loader)
             return
         executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill")
@@ -373,34 +440,37 @@ class _Batches(Iterator["Batch"]):
 
 def _inline(loader: Loader) -> Iterator[Batch]:
     """Assemble each batch when it is asked for."""
-    for stage, first, count in loader._runs(loader._drawn):
+    for stage, first, count in loader._runs(loader.num_drawn):
         block = loader._block(stage, first, count)
+        pool, batch = loader._pool(block), partial(loader._sources.batch, block) if loader.lanes else block.batch
         try:
             for number in range(count):
-                yield loader._batch(block, number)
+                yield batch(number, pool.batch())
         finally:
             block.release()
+    loader.close()
 
 
 def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     """Assemble batches in threads, a bounded number of them, and hand them out in order."""
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
-    waiting: deque[tuple[Future[AnyBlock], Future[list[Batch]], bool]] = deque()
-    blocks: deque[Future[AnyBlock]] = deque()
+    waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
+    blocks: deque[Future[Block]] = deque()
 
-    def copy(block: Future[AnyBlock], begin: int, end: int) -> list[Batch]:
-        return [loader._batch(block.result(), number) for number in range(begin, end)]
+    def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
+        pool = loader._pool(block.result())
+        return [block.result().batch(number, pool.batch()) for number in range(begin, end)]
 
     def take() -> list[Batch]:
         _, batches, last = waiting.popleft()
-        found = batches.result()
+        ready = batches.result()
         if last:
             blocks.popleft().result().release()
-        return found
+        return ready
 
     try:
-        for stage, first, count in loader._runs(loader._drawn):
+        for stage, first, count in loader._runs(loader.num_drawn):
             blocks.append(executor.submit(loader._block, stage, first, count))
             for begin in range(0, count, size):
                 end = min(begin + size, count)

@@ -1,26 +1,177 @@
-"""Where a run stands: one small JSON record, the same on every rank."""
+"""Where a run stands, as small JSON: a step for what is computed, a place a lane for what is drawn in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from tokenmill.errors import ResumeError, nearest
+import msgspec
+
+from tokenmill.errors import ResumeError
+from tokenmill.fingerprint import first_difference
+from tokenmill.tables import read_table
 
 if TYPE_CHECKING:
     from tokenmill.loader.loader import RankSlice
     from tokenmill.plan.plan import Plan
 
 STATE_VERSION = 1
-_KEYS = ("version", "step", "fingerprint", "plan")
-_MID_STEP_KEYS = ("batches", "micro_batch", "world_size")
-_TOLD_KEYS = ("stage_idx", "stage_name", "live")
-"""For people to read, and lanes of live text that this run has no more; a state goes by step and fingerprints."""
-_NAME_LENGTH = 24
+CHECK_DIGITS = 8
+"""Of the digest that a lane has of its window."""
+EDITED = "use a state that was not edited"
+_SAVED_TOGETHER = "save them after the same step of one run"
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
-Explain = Callable[[str, int], str | None]
-"""(digest of the plan that made a state, step) -> the first difference to this run's plan, if it is on record."""
+
+class RowFormat(NamedTuple):
+    """How documents become rows: what a stage of a run may change."""
+
+    seq_len: Count
+    packing: str
+    split: str
+    crop: str
+
+
+class DrawnRows(NamedTuple):
+    """How many rows of a window were drawn, made in one format."""
+
+    format: RowFormat
+    rows: int
+
+
+class LanePosition(NamedTuple):
+    """Where the next row of a lane is: a window, and how many of its rows were drawn."""
+
+    epoch: int = 0
+    turn: int = 0
+    """Among the windows of the lane in that epoch."""
+    drawn: tuple[DrawnRows, ...] = ()
+    """Nothing at the start of a window; several where a stage changed in its midst how rows are made."""
+    check: str = ""
+    """Digest of what the window held when rows of it were drawn."""
+
+
+class _Lane(NamedTuple):
+    """A lane as JSON."""
+
+    epoch: Count
+    turn: Count
+    drawn: tuple[tuple[Count, Count], ...] = ()
+    """Pairs of a format, by its number, and rows."""
+    check: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveState:
+    """Where the lanes of live text stand, those of one rank or of all, as JSON."""
+
+    at: Count
+    """The first step of which they have not given all rows; behind it steps may follow that are skipped."""
+    formats: tuple[RowFormat, ...]
+    """Those that lanes name by their numbers."""
+    lanes: Mapping[str, Mapping[str, _Lane]]
+    """Source -> number of a lane -> where it stands."""
+    skipped: Mapping[str, Mapping[str, Count]] = field(default_factory=dict)
+    """How much was left out of each source, by reason."""
+
+    def __post_init__(self) -> None:
+        for source, lanes in self.lanes.items():
+            for number, lane in lanes.items():
+                where = f"state.live.lanes.{source}.{number}"
+                if not number.isdecimal():
+                    raise ResumeError(f"{where}: a lane must be named by its number, got {number!r}; {EDITED}")
+                if any(form >= len(self.formats) or not rows for form, rows in lane.drawn):
+                    raise ResumeError(
+                        f"{where}: drawn must be pairs of one of the {len(self.formats)} formats and a number of "
+                        f"rows, got {list(lane.drawn)}; {EDITED}"
+                    )
+                if len(lane.check) != (CHECK_DIGITS if lane.drawn else 0):
+                    raise ResumeError(
+                        f"{where}: check must be the digest of a window of which rows were drawn, got "
+                        f"{lane.check!r}; {EDITED}"
+                    )
+
+    def positions(self, source: str) -> dict[int, LanePosition]:
+        """Return where the lanes of a source stand."""
+        return {
+            int(number): LanePosition(
+                lane.epoch,
+                lane.turn,
+                tuple(DrawnRows(self.formats[form], rows) for form, rows in lane.drawn),
+                lane.check,
+            )
+            for number, lane in self.lanes.get(source, {}).items()
+        }
+
+
+def live_json(
+    at: int, positions: Mapping[str, Mapping[int, LanePosition]], skipped: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
+    """Return where lanes stand as JSON, which `LiveState` reads."""
+    formats: dict[RowFormat, int] = {}
+
+    def line(position: LanePosition) -> list[Any]:
+        epoch, turn, drawn, check = position
+        if not drawn:
+            return [epoch, turn]
+        return [epoch, turn, [[formats.setdefault(form, len(formats)), rows] for form, rows in drawn], check]
+
+    lines = {
+        source: {str(number): line(position) for number, position in sorted(lanes.items())}
+        for source, lanes in positions.items()
+    }
+    live: dict[str, Any] = {"at": at, "formats": [list(form) for form in formats], "lanes": lines}
+    counts = {source: dict(sorted(reasons.items())) for source, reasons in skipped.items() if reasons}
+    return {**live, "skipped": counts} if counts else live
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """Where a run stands, and by what it was made, as JSON."""
+
+    version: int
+    step: Count
+    fingerprint: str
+    """Of all that decides the batches before."""
+    plan: str = ""
+    """Of the plan that made it, by which what has changed since is found."""
+    stage_idx: Count | None = None
+    stage_name: str | None = None
+    """Both for people to read."""
+    batches: Count = 0
+    """Micro-batches of the step that were drawn; where there are any, how the step was cut must stay."""
+    micro_batch: Count = 0
+    world_size: Count = 0
+    global_batch_size: Count = 0
+    made_of: Mapping[str, Any] | None = None
+    """Files, tokenizer and options, where there is no plan on record."""
+    live: LiveState | None = None
+    """Lanes of live text, if the run draws from any."""
+
+    def __post_init__(self) -> None:
+        if self.version != STATE_VERSION:
+            raise ResumeError(
+                f"state: version must be {STATE_VERSION}, got {self.version}; resume where it was saved"
+            )
+        if self.batches and not (self.micro_batch and self.world_size):
+            raise ResumeError(
+                f"state: must have micro_batch and world_size in the middle of a step, got batches {self.batches} "
+                f"without; {EDITED}"
+            )
+
+    @property
+    def position(self) -> Position:
+        """The next batch of a rank."""
+        return Position(step=self.step, batch=self.batches)
+
+
+def read_state(state: Mapping[str, Any]) -> State:
+    """Return what a record says, or refuse it with the reason."""
+    if not isinstance(state, Mapping):
+        raise ResumeError(f"state: must be the dict that state_dict() gave, got {type(state).__name__}; pass that")
+    return read_table(State, state, "state", error=ResumeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,75 +188,75 @@ class Position:
         return self.step + (self.batch > 0)
 
 
-def save_state(plan: Plan, position: Position, part: RankSlice) -> dict[str, int | str]:
+def save_state(position: Position, part: RankSlice, made_by: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record for a position. Between steps it says nothing of ranks or micro-batches."""
-    state: dict[str, int | str] = {
-        "version": STATE_VERSION,
-        "step": position.step,
-        "fingerprint": plan.fingerprint_at(position.covered),
-        "plan": plan.fingerprint[:16],
-    }
-    spec = plan.stage(min(position.step, plan.steps - 1)).spec
-    state |= {"stage_idx": spec.number, "stage_name": spec.name[:_NAME_LENGTH]}
+    state = {"version": STATE_VERSION, "step": position.step, **made_by}
     if position.batch:
         state |= {"batches": position.batch, "micro_batch": part.micro_batch, "world_size": part.world_size}
     return state
 
 
-def load_state(state: Mapping[str, Any], plan: Plan, part: RankSlice, explain: Explain | None = None) -> Position:
-    """Return the position that a record stands for, or refuse it with the reason."""
-    _check_shape(state)
-    position = Position(step=int(state["step"]), batch=int(state.get("batches", 0)))
-    step, batch = position.step, position.batch
-    if position.covered > plan.steps:
+def check_position(state: State, plan: Plan, part: RankSlice) -> None:
+    """Refuse a state that lies behind the end of the run, or within a step that is cut otherwise now."""
+    if state.position.covered > plan.steps:
         raise ResumeError(
-            f"state: step must be at most run.steps {plan.steps}, got {step}; raise run.steps to go on"
+            f"state: step must be at most the {plan.steps} steps of the run, got {state.step}; raise steps to go on"
         )
-    if state["fingerprint"] != plan.fingerprint_at(position.covered):
-        raise ResumeError(_refusal(state, position.covered, plan, explain))
-    if batch:
-        then = (state["world_size"], state["micro_batch"])
-        if then != (part.world_size, part.micro_batch):
-            raise ResumeError(
-                f"state: was saved in the middle of step {step}, so world_size and micro_batch must stay "
-                f"{then[0]} and {then[1]}, got {part.world_size} and {part.micro_batch}; "
-                "resume with those, or from a state saved between two steps"
-            )
-        if batch >= part.batches(plan.stage(step)):
-            raise ResumeError(
-                f"state: batches must lie within step {step}, got {batch}; use a state that was not edited"
-            )
-    return position
-
-
-def _check_shape(state: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):
-        raise ResumeError(f"state: must be the dict that state_dict() gave, got {type(state).__name__}; pass that")
-    for key in state:
-        known = (*_KEYS, *_MID_STEP_KEYS, *_TOLD_KEYS)
-        if key not in known:
-            raise ResumeError(f"state: keys must be known, got {key!r}; {nearest(key, known)}")
-    missing = [key for key in _KEYS if key not in state]
-    missing += [key for key in _MID_STEP_KEYS if key not in state and "batches" in state]
-    if missing:
-        raise ResumeError(f"state: must have {', '.join(_KEYS)}, got none of {missing}; use a state of this loader")
-    if state["version"] != STATE_VERSION:
+    if not state.batches:
+        return
+    then, now = (state.world_size, state.micro_batch), (part.world_size, part.micro_batch)
+    if then != now:
         raise ResumeError(
-            f"state: version must be {STATE_VERSION}, got {state['version']!r}; resume where it was saved"
+            f"state: was saved in the middle of step {state.step}, so world_size and micro_batch must stay "
+            f"{then[0]} and {then[1]}, got {now[0]} and {now[1]}; "
+            "resume with those, or from a state saved between two steps"
         )
-    for key in ("step", "batches", "micro_batch", "world_size"):
-        value = state.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if state.batches >= part.batches(plan.stage(state.step)):
+        raise ResumeError(f"state: batches must lie within step {state.step}, got {state.batches}; {EDITED}")
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the states of all ranks, saved at the same step, into one that any world size can load."""
+    if not states:
+        raise ResumeError("states: must be those of all ranks, got none; gather state_dict() of every rank")
+    lives = [read_state(state).live for state in states]
+    common = [{key: value for key, value in state.items() if key != "live"} for state in states]
+    for other in common[1:]:
+        difference = first_difference(common[0], other)
+        if difference is not None:
+            path, first, second = difference
             raise ResumeError(
-                f"state: {key} must be a whole number, got {value!r}; use a state that was not edited"
+                f"states: {path} must be the same on all ranks, got {first!r} and {second!r}; {_SAVED_TOGETHER}"
             )
+    joined = [live for live in lives if live is not None]
+    if not joined:
+        return common[0]
+    if len(joined) < len(states):
+        raise ResumeError("states: all must have lanes of live text, got one without; use states of one run")
+    return {**common[0], "live": _merge_lanes(joined)}
 
 
-def _refusal(state: Mapping[str, Any], step: int, plan: Plan, explain: Explain | None) -> str:
-    known = explain(str(state["plan"]), step) if explain else None
-    difference = known or "not known here, as that plan was not recorded beside this run"
-    return (
-        f"state: batches before step {step} must be those of this run, but the state was made by plan "
-        f"{str(state['fingerprint'])[:12]} and this run is {plan.fingerprint_at(step)[:12]}; "
-        f"first difference: {difference}; resume with the config that made it, or start at step 0"
-    )
+def _merge_lanes(states: Sequence[LiveState]) -> dict[str, Any]:
+    positions: dict[str, dict[int, LanePosition]] = {}
+    skipped: dict[str, Counter[str]] = {}
+    for state in states:
+        if state.at != states[0].at:
+            raise ResumeError(
+                f"states: live.at must be the same on all ranks, got {states[0].at} and {state.at}; "
+                f"{_SAVED_TOGETHER}"
+            )
+        for source, reasons in state.skipped.items():
+            skipped.setdefault(source, Counter()).update(reasons)
+        for source in state.lanes:
+            lanes = positions.setdefault(source, {})
+            for number, position in state.positions(source).items():
+                if lanes.setdefault(number, position) != position:
+                    raise ResumeError(
+                        f"states: lane {number} of {source!r} must stand at one place, got epoch, window and rows "
+                        f"{_shown(lanes[number])} and {_shown(position)}; {_SAVED_TOGETHER}"
+                    )
+    return live_json(states[0].at, positions, skipped)
+
+
+def _shown(position: LanePosition) -> str:
+    return f"{position.epoch}, {position.turn}, {sum(drawn.rows for drawn in position.drawn)}"

@@ -181,6 +181,10 @@ class ConcatRows:
         last = min(self.num_rows - 1, (end - 1) // self.seq_len)
         return np.arange(first, last + 1, dtype=np.int64)
 
+    def fields(self, rows: Int64Array) -> dict[str, Spans]:
+        """Return where the tokens of the given rows are: a row has one array."""
+        return {self.store.manifest.token_key: self.spans(rows)}
+
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their loss mask, where the store has one."""
         return hold(self, rows)

@@ -12,36 +12,49 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import xxhash
 
+from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, StoreCorruptError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.exclude import excluded_within
+from tokenmill.packing.exclude import QUARANTINED, excluded_within
 from tokenmill.packing.window import (
+    BOS,
+    BOS_ADDED,
+    CROPPED,
+    CUT,
     EXCLUDED,
+    FIRST,
+    ID_MASK,
     MAX_DOCUMENTS,
     MAX_LENGTH,
     NUM_COUNTS,
+    PADDING,
+    ROWS,
     TOKENS,
     TOO_LONG,
+    TRAINED,
+    TRUNCATED,
     Fragments,
     make_output,
     whole_fragments,
 )
 from tokenmill.store.durable import private_folder, read_index, writable, write_index
 from tokenmill.store.layout import ROWS_FOLDER
-from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint8Array, Uint16Array, Uint32Array
+from tokenmill.types import BoolArray, Fates, Int32Array, Int64Array, Spans, Uint8Array, Uint16Array, Uint32Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
-    from tokenmill.store.reader import Store
+
 
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
 """Columns of the table: first row and first byte of a window, how many pieces and cuts it has, its checksum."""
 
+Locate = Callable[[Int64Array], tuple[Int64Array, Int64Array, Int64Array]]
+"""Documents -> (shard, first token within the shard, number of tokens) of each."""
 WindowFragments = Callable[[int], "tuple[Fragments, Int32Array]"]
 """Window -> what is to be packed of it, and the lengths of its documents."""
 
@@ -64,25 +77,80 @@ class WindowIndex:
         """Number of rows of all windows."""
         return int(self.table[-1, ROW])
 
-    def section(self, window: int) -> tuple[Uint32Array, Uint16Array]:
-        """Return (first piece of each row, pieces) of a window."""
+    def rows_of_window(self, window: int) -> Int64Array:
+        """Return the rows that hold the documents of a window."""
+        return np.arange(int(self.table[window, ROW]), int(self.table[window + 1, ROW]))
+
+    def rows_of(self, document: int, where: str) -> Int64Array:
+        """Return the rows that hold a token of a document, in ascending order."""
+        window, local = divmod(document, MAX_DOCUMENTS)
+        self._prove(np.array([window]), where)
         begin, num_pieces = (int(self.table[window, column]) for column in (BYTE, PIECES))
         middle = begin + 4 * int(self.table[window + 1, ROW] - self.table[window, ROW])
-        return self.data[begin:middle].view(np.uint32), self.data[middle : middle + 2 * num_pieces].view(np.uint16)
+        starts = self.data[begin:middle].view(np.uint32)
+        pieces = self.data[middle : middle + 2 * num_pieces].view(np.uint16)
+        holding = np.searchsorted(starts, np.flatnonzero(pieces & ID_MASK == local), side="right") - 1
+        return int(self.table[window, ROW]) + np.unique(holding)
 
-    def broken(self, windows: Int64Array) -> int | None:
-        """Return a window among those given whose bytes are not what its checksum says, each checked once."""
+    def spans(self, rows: Int64Array, num_documents: int, locate: Locate, where: str) -> Spans:
+        """Return what the given rows are made of, in the order given; `where` names the documents in errors."""
+        windows = np.searchsorted(self.table[:, ROW], rows, side="right") - 1
+        self._prove(windows, where)
+        first, count = np.empty((2, rows.size), np.int64)
+        words, halves = self.data.view(np.uint32), self.data.view(np.uint16)
+        capacity = 4 * rows.size + 64
+        while True:
+            pieces = np.empty((3, capacity), np.int64)
+            needed = _find_pieces(rows, windows, self.table, words, halves, first, count, pieces)
+            if needed < 0:
+                raise _corrupt(where, f"a broken window {-1 - needed}")
+            if needed <= capacity:
+                break
+            capacity = needed
+        document, start, length = pieces[0, :needed], pieces[1, :needed], pieces[2, :needed]
+        if needed and int(document.max()) >= num_documents:
+            raise _corrupt(where, "documents past the last one")
+        shard, token, whole = locate(document)
+        length = np.where(length < 0, whole, length)
+        if (start + length > whole).any():
+            raise _corrupt(where, "pieces past the ends of documents")
+        token += start
+        return Spans(
+            first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
+        )
+
+    def fates(self, trained: int | None = None) -> Fates:
+        """Return what becomes of every token in an epoch; `trained` is what a loss mask leaves of the labels."""
+        counts = [int(number) for number in self.counts]
+        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED], QUARANTINED: counts[EXCLUDED]}
+        trained = counts[TRAINED] if trained is None else trained
+        return Fates(
+            rows=counts[ROWS],
+            tokens=counts[TOKENS],
+            trained=trained,
+            masked=counts[FIRST] + counts[TRAINED] - trained,
+            dropped={reason: number for reason, number in dropped.items() if number},
+            padding=counts[PADDING],
+            added=counts[BOS_ADDED],
+        )
+
+    def _prove(self, windows: Int64Array, where: str) -> None:
+        """Refuse a window whose bytes are not what its checksum says; each is checked once."""
         if self.checked is None or self.checked[windows].all():
-            return None
+            return
         for window in np.unique(windows[~self.checked[windows]]).tolist():
             section = self.data[self.table[window, BYTE] : self.table[window + 1, BYTE]]
-            if (
-                int.from_bytes(xxhash.xxh3_64_digest(section.data), "little", signed=True)
-                != self.table[window, CHECK]
-            ):
-                return int(window)
+            check = int.from_bytes(xxhash.xxh3_64_digest(section.data), "little", signed=True)
+            if check != self.table[window, CHECK]:
+                raise _corrupt(where, f"other bytes than its checksum says in window {window}")
             self.checked[window] = True
-        return None
+
+
+def _corrupt(where: str, problem: str) -> StoreCorruptError:
+    return StoreCorruptError(
+        f"{where}: the index of its rows must fit its documents, got {problem}; "
+        "delete its folder .rows, it will be built again"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +164,25 @@ class PackedWindow:
     counts: Int64Array
 
 
-def whole_documents(store: Store) -> WindowFragments:
+class Documents(Protocol):
+    """What is packed: the documents of a store, or of a window of live text."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are, for errors."""
+        ...
+
+    @property
+    def num_documents(self) -> int:
+        """How many there are."""
+        ...
+
+    def document_offsets(self, begin: int, end: int) -> Int64Array:
+        """Return where documents `begin` to `end` (exclusive) start, and where the last one ends."""
+        ...
+
+
+def whole_documents(store: Documents) -> WindowFragments:
     """Return what an epoch packs: every document of a window, whole."""
 
     def of(window: int) -> tuple[Fragments, Int32Array]:
@@ -112,8 +198,8 @@ def whole_documents(store: Store) -> WindowFragments:
     return of
 
 
-def num_windows(store: Store) -> int:
-    """Return how many windows the documents of a store make."""
+def num_windows(store: Documents) -> int:
+    """Return how many windows the documents make."""
     return -(-store.num_documents // MAX_DOCUMENTS)
 
 
@@ -180,6 +266,87 @@ def build_index(packed: Iterator[PackedWindow], write: Callable[[bytes], object]
         counts += window.counts
     lines.append((row, byte, 0, 0, 0))
     return np.array(lines, np.int64), counts
+
+
+def index_in_memory(packed: Iterator[PackedWindow]) -> WindowIndex:
+    """Return the index of some windows, in the memory of this process."""
+    parts: list[bytes] = []
+    table, counts = build_index(packed, parts.append)
+    return WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
+
+
+# Finding the pieces of rows.
+
+
+@kernel
+def _find_pieces(
+    rows: Int64Array,
+    windows: Int64Array,
+    table: Int64Array,
+    words: Uint32Array,
+    halves: Uint16Array,
+    first: Int64Array,
+    count: Int64Array,
+    found: Int64Array,
+) -> int:
+    """Write (document, first token, number of tokens or -1 for all) of every piece; return how many there are.
+
+    `words` and `halves` are the index as numbers of 32 and of 16 bits. A negative number says that the section of a
+    window cannot be right: -1 less the window.
+    """
+    filled = int64(0)
+    for i in range(rows.size):
+        window = int64(windows[i])
+        row, num_rows = rows[i] - table[window, ROW], table[window + 1, ROW] - table[window, ROW]
+        num_pieces, num_cuts = table[window, PIECES], table[window, CUTS]
+        starts = table[window, BYTE] >> 2
+        pieces = 2 * (starts + num_rows)
+        cuts = (pieces + num_pieces + 1) >> 1
+        if row < 0 or row >= num_rows or starts < 0 or num_pieces < 0 or cuts + 3 * num_cuts > words.size:
+            return -1 - window
+        begin = int64(words[starts + row])
+        end = int64(words[starts + row + 1]) if row + 1 < num_rows else num_pieces
+        if begin > end or end > num_pieces:
+            return -1 - window
+        first[i] = filled
+        cut = cuts + 3 * _first_cut(words, cuts, num_cuts, begin)
+        for number in range(begin, end):
+            piece = int64(halves[pieces + number])
+            document = window * MAX_DOCUMENTS + (piece & ID_MASK)
+            start, length = int64(0), int64(-1)
+            if piece & CUT:
+                if cut >= cuts + 3 * num_cuts or words[cut] != number:
+                    return -1 - window
+                start, length = int64(words[cut + 1]), int64(words[cut + 2])
+                cut += 3
+            if piece & BOS:
+                filled = _put(found, filled, document, int64(0), int64(1))
+            if length:
+                filled = _put(found, filled, document, start, length)
+        count[i] = filled - first[i]
+    return filled
+
+
+@inner
+def _put(found: Int64Array, filled: int, document: int, start: int, length: int) -> int:
+    if filled < found.shape[1]:
+        found[0, filled] = document
+        found[1, filled] = start
+        found[2, filled] = length
+    return filled + 1
+
+
+@inner
+def _first_cut(words: Uint32Array, cuts: int, num_cuts: int, piece: int) -> int:
+    """Return the index of the first cut whose piece is not before `piece`."""
+    low, high = int64(0), num_cuts
+    while low < high:
+        middle = (low + high) >> 1
+        if int64(words[cuts + 3 * middle]) < piece:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 # Row indexes kept in files: built once, by one of many processes, and mapped by all.

@@ -23,7 +23,7 @@ from tokenmill.packing.exclude import (
 )
 from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.store.locate import locate
-from tokenmill.types import AnyArray, Fates, Int64Array, Spans, token_arrays
+from tokenmill.types import AnyArray, BoolArray, Fates, Int64Array, Spans, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
@@ -36,19 +36,26 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """Where several runs of values are: what a row delivers of one array."""
+    """Where the values of one array of several rows are: row i has runs `first[i]` to `first[i] + count[i]`."""
 
-    shard: Int64Array
     first: Int64Array
-    """First value, counted from the shard's first."""
+    count: Int64Array
+    shard: Int64Array
+    token: Int64Array
+    """First value of the run, counted from the shard's first."""
     length: Int64Array
+
+    @property
+    def joined(self) -> BoolArray:
+        """Say of each run whether it goes on behind the one before it: none does."""
+        return np.zeros(self.length.size, np.bool_)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordRows:
     """The rows of a store of DPO pairs or GRPO groups: a record a row, in order, each array cut to `seq_len`.
 
-    `spans` names the tokens of the first array, `chosen` or `prompts`; `runs` finds those of any.
+    `spans` names the tokens of the first array, `chosen` or `prompts`; `fields` finds those of all.
     """
 
     store: Store
@@ -179,21 +186,18 @@ class RecordRows:
         follows = np.zeros(records.size, np.bool_)
         for key, mask in self.parts.items():
             items, owner = self.items(key, records)
-            runs = self.runs(key, items)
-            tokens += int(runs.length.sum())
+            shard, first, length = self.locate(key, items)
+            tokens += int(length.sum())
             if self.store.axis(key) == "prompts":
-                follows = runs.length > 0
-            else:
-                # A token is a label where another stands before it: a response follows its prompt.
-                trained += self._labels(mask, runs, np.where(follows[owner], 0, 1))
+                follows = length > 0
+                continue
+            # A token is a label where another stands before it: a response follows its prompt.
+            skip = np.where(follows[owner], 0, 1)
+            labels = np.maximum(0, length - skip)
+            trained += (
+                int(labels.sum()) if mask is None else count_ones(self.store, mask, shard, first + skip, labels)
+            )
         return Held(tokens=tokens, trained=trained)
-
-    def _labels(self, mask: str | None, runs: Runs, skip: Int64Array) -> int:
-        """Count the tokens of runs that are labels, leaving out `skip` at the start of each."""
-        length = np.maximum(0, runs.length - skip)
-        if mask is None:
-            return int(length.sum())
-        return count_ones(self.store, mask, runs.shard, runs.first + skip, length)
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by the records that a stage before has not drawn of an epoch."""
@@ -235,17 +239,35 @@ class RecordRows:
         """Return the tokens of the first array of each row, in the order given."""
         records = self.records(rows)
         key = next(iter(self.parts))
-        runs = self.runs(key, records)
+        shard, token, length = self.locate(key, records)
         begins = locate(self.store, records, self.store.axis(key))[1]
         return Spans(
             first=np.arange(rows.size),
             count=np.ones(rows.size, np.int64),
             document=records,
-            start=runs.first - begins,
-            length=runs.length,
-            shard=runs.shard,
-            token=runs.first,
+            start=token - begins,
+            length=length,
+            shard=shard,
+            token=token,
         )
+
+    def fields(self, rows: Int64Array) -> dict[str, Runs]:
+        """Return where each array of the given rows is, in the order given; of a group, a run for each response."""
+        records = self.records(rows)
+        single = {"first": np.arange(rows.size), "count": np.ones(rows.size, np.int64)}
+        arrays = {}
+        for key in self.parts:
+            items, owner = self.items(key, records)
+            shard, token, length = self.locate(key, items)
+            places = single
+            if items is not records:
+                count = np.bincount(owner, minlength=rows.size)
+                places = {"first": np.cumsum(count) - count, "count": count}
+            arrays[key] = Runs(**places, shard=shard, token=token, length=length)
+        if "rewards" in self.store.keys:
+            shard, token, length = locate(self.store, records, "groups")
+            arrays["rewards"] = Runs(**single, shard=shard, token=token, length=length)
+        return arrays
 
     def items(self, key: str, records: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the items of an array that records have, and which of the records each belongs to."""
@@ -257,13 +279,13 @@ class RecordRows:
         inside = np.arange(owner.size) - np.repeat(ends - groups[2], groups[2])
         return (self.store.axes["groups"].values[groups[0]] + groups[1])[owner] + inside, owner
 
-    def runs(self, key: str, items: Int64Array) -> Runs:
-        """Return what rows deliver of some items of an array of token ids."""
+    def locate(self, key: str, items: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return (shard, first token within it, number of tokens) of what rows deliver of items of an array."""
         shard, first, length = locate(self.store, items, self.store.axis(key))
         kept = np.minimum(length, self.seq_len)
         if self.policy.split == "truncate_start":
             first = first + length - kept
-        return Runs(shard=shard, first=first, length=kept)
+        return shard, first, kept
 
     def _refuse_longer(self) -> None:
         for begin, end in _blocks(self.num_rows):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
 
 import numpy as np
 
-from tokenmill.compiled import inner, int64, kernel
-from tokenmill.errors import ConfigError, PlanError, StoreCorruptError
+from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.exclude import (
     LOSS_MASK,
-    QUARANTINED,
     check_excluded,
     count_rows,
     describe_excluded,
@@ -24,52 +22,47 @@ from tokenmill.packing.exclude import (
     hold,
 )
 from tokenmill.packing.index import (
-    BYTE,
-    CUTS,
-    PIECES,
-    ROW,
+    Documents,
     PackedWindow,
     WindowFragments,
     WindowIndex,
-    build_index,
     cached_index,
+    index_in_memory,
     num_windows,
     pack_all,
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.window import (
-    BOS,
-    BOS_ADDED,
-    CROPPED,
-    CUT,
-    EXCLUDED,
-    FIRST,
-    ID_MASK,
-    MAX_DOCUMENTS,
-    PADDING,
-    ROWS,
-    TOKENS,
-    TRAINED,
-    TRUNCATED,
-)
+from tokenmill.packing.window import MAX_DOCUMENTS
+from tokenmill.plan.stages import CountedRows, Rows
 from tokenmill.store.locate import locate
-from tokenmill.types import (
-    AnyArray,
-    BoolArray,
-    Fates,
-    Int32Array,
-    Int64Array,
-    Spans,
-    Uint16Array,
-    Uint32Array,
-)
+from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
+    from tokenmill.packing.records import Runs
     from tokenmill.packing.window import Fragments
-    from tokenmill.plan.stages import CountedRows, Held, Seen
+    from tokenmill.plan.stages import Held, Seen
     from tokenmill.store.reader import Store
+
+
+class StoredRows(CountedRows, Protocol):
+    """Rows whose tokens stand in a store."""
+
+    @property
+    def store(self) -> Store:
+        """Where the tokens are."""
+        ...
+
+    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given."""
+        ...
+
+
+def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
+    """Say whether rows stand in a store: of those that can be read, all that are counted do."""
+    return rows.counted is not None
+
 
 IN_MEMORY_DOCUMENTS = 1 << 21
 """Up to so many documents are packed anew by every process, in a fraction of a second; more are kept in a file."""
@@ -124,18 +117,7 @@ class PackedRows:
 
     @cached_property
     def _fates(self) -> Fates:
-        counts = [int(number) for number in self.index.counts]
-        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED], QUARANTINED: counts[EXCLUDED]}
-        trained = count_rows(self) if LOSS_MASK in self.store.keys else counts[TRAINED]
-        return Fates(
-            rows=counts[ROWS],
-            tokens=counts[TOKENS],
-            trained=trained,
-            masked=counts[FIRST] + counts[TRAINED] - trained,
-            dropped={reason: number for reason, number in dropped.items() if number},
-            padding=counts[PADDING],
-            added=counts[BOS_ADDED],
-        )
+        return self.index.fates(count_rows(self) if LOSS_MASK in self.store.keys else None)
 
     def part(self, *, rest: bool) -> PackedRows:  # noqa: ARG002 - `FollowingRows` has two
         """Return the rows of an epoch, or of the rest before the first one."""
@@ -147,7 +129,7 @@ class PackedRows:
 
     def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - as `ConcatRows` has it
         """Return the rows that hold the documents of a window."""
-        return np.arange(int(self.index.table[window, ROW]), int(self.index.table[window + 1, ROW]))
+        return self.index.rows_of_window(window)
 
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, in ascending order."""
@@ -156,12 +138,7 @@ class PackedRows:
                 f"{self.store.path}: a document must lie within 0:{self.store.num_documents}, got {document}; "
                 "count from 0"
             )
-        window, local = divmod(document, MAX_DOCUMENTS)
-        if self.index.broken(np.array([window])) is not None:
-            raise self._corrupt(f"other bytes than its checksum says in window {window}")
-        starts, pieces = self.index.section(window)
-        holding = np.searchsorted(starts, np.flatnonzero(pieces & ID_MASK == local), side="right") - 1
-        return int(self.index.table[window, ROW]) + np.unique(holding)
+        return self.index.rows_of(document, str(self.store.path))
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their loss mask, where the store has one."""
@@ -174,38 +151,11 @@ class PackedRows:
                 f"{self.store.path}: rows must lie within 0:{self.num_rows}, "
                 f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
             )
-        windows = np.searchsorted(self.index.table[:, ROW], rows, side="right") - 1
-        broken = self.index.broken(windows)
-        if broken is not None:
-            raise self._corrupt(f"other bytes than its checksum says in window {broken}")
-        first, count = np.empty((2, rows.size), np.int64)
-        words, halves = self.index.data.view(np.uint32), self.index.data.view(np.uint16)
-        capacity = 4 * rows.size + 64
-        while True:
-            found = np.empty((3, capacity), np.int64)
-            needed = _find_pieces(rows, windows, self.index.table, words, halves, first, count, found)
-            if needed < 0:
-                raise self._corrupt(f"a broken window {-1 - needed}")
-            if needed <= capacity:
-                break
-            capacity = needed
-        document, start, length = found[0, :needed], found[1, :needed], found[2, :needed]
-        if needed and int(document.max()) >= self.store.num_documents:
-            raise self._corrupt("documents past the last one")
-        shard, token, whole = locate(self.store, document)
-        length = np.where(length < 0, whole, length)
-        if (start + length > whole).any():
-            raise self._corrupt("pieces past the ends of documents")
-        token += start
-        return Spans(
-            first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
-        )
+        return self.index.spans(rows, self.store.num_documents, partial(locate, self.store), str(self.store.path))
 
-    def _corrupt(self, problem: str) -> StoreCorruptError:
-        return StoreCorruptError(
-            f"{self.store.path}: the index of its rows must fit its documents, got {problem}; "
-            "delete its folder .rows, it will be built again"
-        )
+    def fields(self, rows: Int64Array) -> dict[str, Spans]:
+        """Return where the tokens of the given rows are: a row has one array."""
+        return {self.store.manifest.token_key: self.spans(rows)}
 
 
 def pack_rows(
@@ -263,80 +213,7 @@ def _index(
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
         return cached_index(store.path, described, packed)
-    parts: list[bytes] = []
-    table, counts = build_index(packed(), parts.append)
-    return WindowIndex(table=table, data=np.frombuffer(b"".join(parts), np.uint8), counts=counts)
-
-
-@kernel
-def _find_pieces(
-    rows: Int64Array,
-    windows: Int64Array,
-    table: Int64Array,
-    words: Uint32Array,
-    halves: Uint16Array,
-    first: Int64Array,
-    count: Int64Array,
-    found: Int64Array,
-) -> int:
-    """Write (document, first token, number of tokens or -1 for all) of every piece; return how many there are.
-
-    `words` and `halves` are the index as numbers of 32 and of 16 bits. A negative number says that the section of a
-    window cannot be right: -1 less the window.
-    """
-    filled = int64(0)
-    for i in range(rows.size):
-        window = int64(windows[i])
-        row, num_rows = rows[i] - table[window, ROW], table[window + 1, ROW] - table[window, ROW]
-        num_pieces, num_cuts = table[window, PIECES], table[window, CUTS]
-        starts = table[window, BYTE] >> 2
-        pieces = 2 * (starts + num_rows)
-        cuts = (pieces + num_pieces + 1) >> 1
-        if row < 0 or row >= num_rows or starts < 0 or num_pieces < 0 or cuts + 3 * num_cuts > words.size:
-            return -1 - window
-        begin = int64(words[starts + row])
-        end = int64(words[starts + row + 1]) if row + 1 < num_rows else num_pieces
-        if begin > end or end > num_pieces:
-            return -1 - window
-        first[i] = filled
-        cut = cuts + 3 * _first_cut(words, cuts, num_cuts, begin)
-        for number in range(begin, end):
-            piece = int64(halves[pieces + number])
-            document = window * MAX_DOCUMENTS + (piece & ID_MASK)
-            start, length = int64(0), int64(-1)
-            if piece & CUT:
-                if cut >= cuts + 3 * num_cuts or words[cut] != number:
-                    return -1 - window
-                start, length = int64(words[cut + 1]), int64(words[cut + 2])
-                cut += 3
-            if piece & BOS:
-                filled = _put(found, filled, document, int64(0), int64(1))
-            if length:
-                filled = _put(found, filled, document, start, length)
-        count[i] = filled - first[i]
-    return filled
-
-
-@inner
-def _put(found: Int64Array, filled: int, document: int, start: int, length: int) -> int:
-    if filled < found.shape[1]:
-        found[0, filled] = document
-        found[1, filled] = start
-        found[2, filled] = length
-    return filled + 1
-
-
-@inner
-def _first_cut(words: Uint32Array, cuts: int, num_cuts: int, piece: int) -> int:
-    """Return the index of the first cut whose piece is not before `piece`."""
-    low, high = int64(0), num_cuts
-    while low < high:
-        middle = (low + high) >> 1
-        if int64(words[cuts + 3 * middle]) < piece:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return index_in_memory(packed())
 
 
 # What a stage leaves of a source when the next one packs it otherwise: the rest, packed anew, then epochs.
@@ -418,6 +295,10 @@ class FollowingRows:
         """Return the rows that hold a token of a document, those of the rest last."""
         return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
 
+    def fields(self, rows: Int64Array) -> dict[str, Spans]:
+        """Return where the tokens of the given rows are: a row has one array."""
+        return {self.store.manifest.token_key: self.spans(rows)}
+
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their loss mask, where the store has one."""
         left = rows >= self.num_rows
@@ -474,26 +355,38 @@ def pack_rest(
         part.store,
         seq_len=seq_len,
         policy=policy,
-        fragments_of=_unseen(part, seen, context=policy.name != "bos_best_fit"),
+        fragments_of=unseen(part, seen, policy),
         after=digest({"rows": dict(part.description), "seen": dict(seen.describe())}),
         excluded=excluded,
     )
 
 
-def rest_lengths(part: ConcatRows | PackedRows, seen: Seen, policy: Policy) -> tuple[Int64Array, Int64Array]:
-    """Return the document and the number of tokens of every piece that `pack_rest` would pack."""
-    of = _unseen(part, seen, context=policy.name != "bos_best_fit")
-    found = [(window * MAX_DOCUMENTS, of(window)[0]) for window in range(num_windows(part.store))]
-    documents = [begin + pieces[0].astype(np.int64) for begin, pieces in found]
-    return np.concatenate([_NONE, *documents]), np.concatenate([_NONE, *(pieces[2] for _, pieces in found)])
+class PackedDocuments(Protocol):
+    """Rows of packed documents, as far as it takes to know what is left of them."""
+
+    @property
+    def store(self) -> Documents:
+        """Where the documents are."""
+        ...
+
+    @property
+    def excluded(self) -> Int64Array | None:
+        """Documents that no row holds, ascending."""
+        ...
+
+    def spans(self, rows: Int64Array) -> Spans:
+        """Return what the given rows are made of, in the order given."""
+        ...
+
+    def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:
+        """Return the rows that hold the documents of a window, which start at these offsets."""
+        ...
 
 
-_NONE = np.empty(0, np.int64)
-
-
-def _unseen(part: ConcatRows | PackedRows, seen: Seen, *, context: bool) -> WindowFragments:
-    """Return what is still to be packed of each window; with the token before it where `context` is wanted."""
+def unseen(part: PackedDocuments, seen: Seen, policy: Policy) -> WindowFragments:
+    """Return what is still to be packed of each window of an epoch under way, or of the rest of one."""
     store = part.store
+    context = policy.name != "bos_best_fit"  # or a piece begins with the token before its first label
 
     def of(window: int) -> tuple[Fragments, Int32Array]:
         begin = window * MAX_DOCUMENTS

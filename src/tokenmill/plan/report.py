@@ -171,9 +171,9 @@ def _stage_facts(parts: Sequence[Stage]) -> StageFacts:
         lr_scale=spec.lr_scale,
         ramp_end=next((part.spec.ramp.end for part in parts if part.spec.ramp), None),
         rows=sum(part.num_positions for part in trained),
-        tokens=sum(part.num_positions * _row_slots(part) for part in trained),
+        tokens=sum(part.num_positions * part.row_slots for part in trained),
         skipped_rows=sum(part.num_positions for part in skipped),
-        skipped_tokens=sum(part.num_positions * _row_slots(part) for part in skipped),
+        skipped_tokens=sum(part.num_positions * part.row_slots for part in skipped),
     )
 
 
@@ -181,11 +181,6 @@ def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
     """Return the parts that are trained on, and those that are skipped."""
     trained = [part for part in parts if part.spec.skipped is None]
     return trained, [part for part in parts if part.spec.skipped is not None]
-
-
-def _row_slots(part: Stage) -> int:
-    """Return how many input slots a row has in the batches of a part: its sources share one shape."""
-    return max(index.row_slots for index in part.rows.values())
 
 
 # What a stage draws from a source
@@ -229,7 +224,7 @@ def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
             counted=source.counted,
             dropped=_dropped(using[name][-1], name),
             skipped_rows=sum(part.draws[name] for part in skipped if name in part.names),
-            skipped_tokens=sum(part.draws[name] * _row_slots(part) for part in skipped if name in part.names),
+            skipped_tokens=sum(part.draws[name] * part.row_slots for part in skipped if name in part.names),
         )
         for name, source in drawn.items()
     ]
@@ -256,7 +251,7 @@ def _drawn(parts: Sequence[Stage], name: str, most: int) -> _Drawn:
         asked=sum((rows for rows, _ in asked), Fraction(0)),
         asked_tokens=sum((rows * _tokens_of_a_row(part, name) for rows, part in asked), Fraction(0)),
         rows=sum(part.draws[name] for part in parts),
-        slots=sum(part.draws[name] * _row_slots(part) for part in parts),
+        slots=sum(part.draws[name] * part.row_slots for part in parts),
         held=held,
         counted=counted,
     )
@@ -334,7 +329,7 @@ def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFa
 def _fates(part: Stage, index: CountedRows) -> Fates:
     """Return the fates of a source, padded to the shape that the sources of a stage share."""
     fates = index.fates()
-    return replace(fates, padding=fates.padding + fates.rows * (_row_slots(part) - index.row_slots))
+    return replace(fates, padding=fates.padding + fates.rows * (part.row_slots - index.row_slots))
 
 
 def _first_repeat(using: Sequence[Stage], name: str) -> int | None:

@@ -165,6 +165,11 @@ class Stage:
         """How many rows all its batches have."""
         return self.num_steps * self.spec.global_batch_size
 
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has in its batches: its sources share one shape."""
+        return max(rows.row_slots for rows in self.rows.values())
+
     @cached_property
     def draws(self) -> dict[str, int]:
         """How many rows the stage draws from each source."""

@@ -317,6 +317,6 @@ def _same_records(old: RecordRows, old_rows: Int64Array, new: RecordRows, new_ro
     both = np.flatnonzero(same)
     for key in old.parts:
         items, owner = old.items(key, old_records[both])
-        left, right = old.runs(key, items), new.runs(key, items)
-        same[both[owner[(left.first != right.first) | (left.length != right.length)]]] = False
+        (_, first, length), (_, new_first, new_length) = old.locate(key, items), new.locate(key, items)
+        same[both[owner[(first != new_first) | (length != new_length)]]] = False
     return same

@@ -149,15 +149,9 @@ def _is_stream(index: CountedRows | None) -> bool:
 
 def _row_bytes(run: Run, part: Stage) -> int:
     """Return how large the arrays of one row are in a batch."""
-    from tokenmill.loader import RECORD_ARRAYS
-    from tokenmill.loader.assemble import group_size, layout, record_layout
+    from tokenmill.loader.assemble import RECORD_ARRAYS, record_type, stage_layout
 
-    kinds = {run.stores[name].manifest.kind for name in part.names if name in run.stores} & RECORD_TYPES
-    if kinds:
-        kind = kinds.pop()
-        shapes = record_layout(kind, RECORD_ARRAYS[kind], (1, group_size(part), part.spec.seq_len))
-    else:
-        shapes = layout(run.config.run.arrays, 1, part.spec.seq_len)
+    shapes = stage_layout(part, RECORD_ARRAYS.get(record_type(part) or "", run.config.run.arrays), 1)
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.config.dialects import Translation, translate
 from tokenmill.config.run import DEFAULT_ARRAYS, Config, ResolvedStage, SourceConfig, parse_config, read_tables
 from tokenmill.errors import ConfigError
+from tokenmill.fingerprint import key64
 from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
@@ -82,15 +83,31 @@ class Run:
     @cached_property
     def live(self) -> dict[str, LiveRows]:
         """The sources of live text, with files listed and tokenizers open, as [run] makes rows of them."""
-        sources = [source for source in self.config.sources if source.live]
-        if not sources:
-            return {}  # stores need none of what reads and tokenizes text
-        from tokenmill.live.lanes import open_rows
+        return {source.name: self._open_live(source) for source in self.config.sources if source.live}
 
-        return {
-            source.name: open_rows(self.config, source, self._texts(source), self._tokenizer(source))
-            for source in sources
-        }
+    def _open_live(self, source: SourceConfig) -> LiveRows:
+        from tokenmill.live.lanes import LiveRows
+        from tokenmill.live.source import LiveOptions, open_live
+
+        run, lanes = self.config.run, self.config.num_lanes(source)
+        options = LiveOptions(
+            seq_len=run.seq_len,
+            packing=run.packing,
+            split=run.split,
+            crop=run.crop,
+            seed=key64(run.seed, "live", source.name) >> 1,  # or sources of one size would be walked in step
+            shuffle=run.shuffle != "none",
+            text_field=source.text_field,
+            lanes=lanes,
+            on_error=source.on_error or "stop",
+            window_bytes=source.window_bytes,
+        )
+        return LiveRows(
+            source=open_live(self._texts(source), tokenizer=self._tokenizer(source), options=options),
+            lanes=lanes,
+            format=options.format,
+            cross_document_labels=run.cross_document_labels,
+        )
 
     def _texts(self, source: SourceConfig) -> list[str]:
         return [text if text.startswith("hf:") else str(self.folder / text) for text in source.documents]
@@ -227,12 +244,7 @@ class Run:
         arrays = arrays or self._arrays(plan)
         if rank == 0:
             self._record(plan)
-        kind: type[Loader] = Loader
-        if self.live:
-            from tokenmill.live.mixed import MixedLoader, live_rows
-
-            kind = MixedLoader if live_rows(plan) else Loader
-        return kind(
+        return Loader(
             plan,
             RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
             LoaderOptions(
@@ -252,7 +264,7 @@ class Run:
         _ = self.stores  # checks that all sources go together
         policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
         if name in self.live:
-            return self.live[name].made(stage.seq_len, policy)
+            return self.live[name].in_format(stage.seq_len, policy)
         return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
 
     def _packing(self, stage: ResolvedStage) -> str:

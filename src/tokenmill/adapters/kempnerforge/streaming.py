@@ -122,8 +122,8 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the lanes of this rank stand, as JSON; `merge_states` joins those of all ranks."""
-        live = self.live.state_dict()
-        return {"epoch": min(cursor[0] for cursor in live["lanes"].values()), "live": live}
+        epochs = [position.epoch for position in self.live.text.positions().values()]
+        return {"epoch": min(epochs), "live": self.live.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says: that of this rank, or the joined one at any number of ranks."""

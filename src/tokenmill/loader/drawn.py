@@ -1,0 +1,368 @@
+"""Sources whose rows are made as they are drawn: what a loader asks of their lanes, and where these stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.loader.assemble import Block, Drawn
+from tokenmill.loader.state import EDITED, LanePosition, LiveState, Position, RowFormat, live_json
+from tokenmill.plan.order import rows_at
+from tokenmill.plan.stages import Rows
+from tokenmill.types import Batch, Int64Array
+
+if TYPE_CHECKING:
+    from tokenmill.loader.loader import LoaderOptions, RankSlice
+    from tokenmill.plan.plan import Plan
+    from tokenmill.plan.stages import Stage
+
+_SOME_STEPS = 256
+"""Skipped steps that are gone through at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """Something that was left out."""
+
+    reason: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedText:
+    """What was left out of what was delivered."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Reason -> records, or windows for `broken`."""
+    places: list[Skipped] = field(default_factory=list)
+    """The first of them."""
+
+
+class Lanes(Protocol):
+    """The lanes of one source that one rank reads; each gives its rows in order."""
+
+    @property
+    def numbers(self) -> range:
+        """Which lanes of the source they are."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the caller had to wait for rows."""
+        ...
+
+    @property
+    def skipped(self) -> SkippedText:
+        """What was left out so far."""
+        ...
+
+    def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> Drawn:
+        """Return the next row of each of some lanes, in the order given; those are the `chosen` rows of a batch."""
+        ...
+
+    def mark(self, numbers: Collection[int]) -> Any:  # noqa: ANN401 - what `back` takes
+        """Return what `back` needs to undo the draws from some of the lanes."""
+        ...
+
+    def back(self, mark: Any) -> None:  # noqa: ANN401 - what `mark` gave
+        """Be where the lanes were; whoever draws again gets the same rows."""
+        ...
+
+    def positions(self) -> dict[int, LanePosition]:
+        """Return where each lane stands."""
+        ...
+
+    def num_turns(self, number: int) -> int:
+        """Return how many windows a lane reads in an epoch."""
+        ...
+
+    def stand(self, positions: Mapping[int, LanePosition], left: Mapping[int, int]) -> None:
+        """Go to where positions say; `left` says how many rows at most the run still asks of each lane."""
+        ...
+
+    def count_skipped(self, counts: Mapping[str, int]) -> None:
+        """Count what was left out from these numbers on."""
+        ...
+
+    def restart(self) -> None:
+        """Begin the next epoch in every lane that is within one."""
+        ...
+
+    def close(self) -> None:
+        """Stop all threads and let go of all memory; who goes on drawing starts them again."""
+        ...
+
+
+class LaneRows(Rows, Protocol):
+    """Rows of a plan that are given by lanes."""
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes the source has, over all ranks."""
+        ...
+
+    @property
+    def format(self) -> RowFormat:
+        """How its rows are made."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills rows."""
+        ...
+
+    def open_lanes(self, numbers: range, options: LoaderOptions) -> Lanes:
+        """Open some of the lanes, each at the start of its first epoch."""
+        ...
+
+
+def is_drawn(rows: Rows) -> TypeGuard[LaneRows]:
+    """Say whether rows are given by lanes: all that are not counted are."""
+    return rows.counted is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draws:
+    """What the batches of a block draw from one source."""
+
+    lanes: Lanes
+    format: RowFormat
+    numbers: list[int]
+    """The lane of each row of the source, in order."""
+    chosen: Int64Array | None
+    """Which row of its batch each of them is; None: all rows are of this source."""
+    begins: list[int]
+    """Where each batch begins in these, and the end."""
+
+
+class DrawnSources:
+    """All sources of a loader whose rows are drawn.
+
+    Slot s of a batch of B rows draws from lane s * L // B of each of its sources. A rank has the same part of the
+    lanes as of the batch, so no other rank draws from them, whatever the number of ranks. Lanes are gone through
+    in order: what is ahead of them cannot be looked at, nor can a step be gone to but by a state.
+    """
+
+    def __init__(self, plan: Plan, part: RankSlice, options: LoaderOptions) -> None:
+        self._plan, self._part = plan, part
+        sources: dict[str, LaneRows] = {}
+        for stage in plan.stages:
+            for name, rows in stage.rows.items():
+                if is_drawn(rows):
+                    sources.setdefault(name, rows)
+        self.lanes = {name: self._open(name, rows, options) for name, rows in sources.items()}
+        self.pad = next((rows.pad_id for rows in sources.values()), None)
+        self._at = 0
+        """The first step of which the lanes have not given all rows."""
+        self._block: Block | None = None
+        self._draws: list[_Draws] = []
+        self._places: list[tuple[int, bool, int]] = []
+        """Of each batch of the block: its step, whether it begins that, and the step of the lanes behind it."""
+        self.begin()
+
+    def __bool__(self) -> bool:
+        return bool(self.lanes)
+
+    def _open(self, name: str, rows: LaneRows, options: LoaderOptions) -> Lanes:
+        batches = [stage.spec.global_batch_size for stage in self._plan.stages if name in stage.names]
+        if any(batch % rows.lanes for batch in batches):
+            raise ConfigError(
+                f"source {name!r}: lanes must divide the global_batch_size of every stage that draws from it, got "
+                f"{rows.lanes} lanes and {', '.join(map(str, sorted(set(batches))))}; use {gcd(*batches)} or a "
+                "divisor of it, or leave it out"
+            )
+        if rows.lanes % self._part.world_size:
+            raise ConfigError(
+                f"source {name!r}: world_size must divide its {rows.lanes} lanes, got {self._part.world_size}; use "
+                "another number of ranks, or say lanes at the start of a run"
+            )
+        each = rows.lanes // self._part.world_size
+        return rows.open_lanes(range(self._part.rank * each, (self._part.rank + 1) * each), options)
+
+    def close(self) -> None:
+        """Stop the threads and let go of all windows; who goes on drawing starts them again."""
+        for lanes in self.lanes.values():
+            lanes.close()
+
+    # Drawing.
+
+    def batch(self, block: Block, number: int, out: Batch) -> Batch:
+        """Draw the rows of the `number`-th batch of a block and fill it; if that fails, nothing has been drawn."""
+        if block is not self._block:
+            self._enter(block, next(iter(out.values())).shape[0])
+        step, begins, after = self._places[number]
+        if begins:
+            self._arrive(block.stage, step)
+        marks = []
+        try:
+            drawn = []
+            for draws in self._draws:
+                begin, end = draws.begins[number], draws.begins[number + 1]
+                if begin < end:
+                    numbers = draws.numbers[begin:end]
+                    marks.append((draws.lanes, draws.lanes.mark(numbers)))
+                    chosen = None if draws.chosen is None else draws.chosen[begin:end]
+                    drawn.append(draws.lanes.draw(numbers, draws.format, chosen))
+            block.batch(number, out, drawn)
+        except BaseException:
+            for lanes, mark in marks:
+                lanes.back(mark)  # a thread may hang: who tries again gets others
+            raise
+        self._at = after
+        return out
+
+    def _enter(self, block: Block, count: int) -> None:
+        """Find out which lanes give the rows of the batches of a block, each of so many rows."""
+        stage, self._draws = block.stage, []
+        last = self._part.batches(stage) - 1
+        index = (block.slots[::count] - self._part.rank * self._part.rows(stage)) // count
+        steps = block.steps[::count]
+        self._places = list(
+            zip(steps.tolist(), (index == 0).tolist(), (steps + (index == last)).tolist(), strict=True)
+        )
+        edges = np.arange(0, block.num_rows + 1, count)
+        for name, lanes in self.lanes.items():
+            if name not in stage.names:
+                continue
+            rows = stage.rows[name]
+            assert is_drawn(rows)
+            places = np.flatnonzero(block.sources == self._plan.sources.index(name))
+            numbers = block.slots[places] * rows.lanes // stage.spec.global_batch_size
+            self._draws.append(
+                _Draws(
+                    lanes=lanes,
+                    format=rows.format,
+                    numbers=numbers.tolist(),
+                    chosen=places % count if len(stage.names) > 1 else None,
+                    begins=np.searchsorted(places, edges).tolist(),
+                )
+            )
+        self._block = block
+
+    def _arrive(self, stage: Stage, step: int) -> None:
+        """Pass over the rows of skipped steps that lie before a step; start sources again where a stage does."""
+        while self._at < step:
+            skipped = self._plan.stage(self._at)
+            self._restart(skipped, self._at)
+            end = min(skipped.end_step, step, self._at + _SOME_STEPS)
+            rows = self._part.rows(skipped)
+            steps = np.repeat(np.arange(self._at, end), rows)
+            slots = np.tile(np.arange(rows) + self._part.rank * rows, end - self._at)
+            self._pass_over(skipped, slots, rows_at(skipped, steps, slots)[0])
+            self._at = end
+        self._restart(stage, step)
+
+    def _restart(self, stage: Stage, step: int) -> None:
+        if step == stage.spec.start_step:
+            for name in stage.restarted & self.lanes.keys():
+                self.lanes[name].restart()
+
+    def _pass_over(self, stage: Stage, slots: Int64Array, sources: Int64Array) -> None:
+        marks = []
+        try:
+            for name, lanes in self.lanes.items():
+                rows = stage.rows.get(name)
+                if rows is not None and is_drawn(rows):
+                    chosen = slots[sources == self._plan.sources.index(name)]
+                    marks.append((lanes, lanes.mark(lanes.numbers)))
+                    lanes.draw((chosen * rows.lanes // stage.spec.global_batch_size).tolist(), rows.format)
+        except BaseException:
+            for lanes, mark in marks:
+                lanes.back(mark)
+            raise
+
+    # States.
+
+    def state(self) -> dict[str, Any]:
+        """Return where the lanes of this rank stand, as JSON."""
+        return live_json(
+            self._at,
+            {name: lanes.positions() for name, lanes in self.lanes.items()},
+            {name: lanes.skipped.counts for name, lanes in self.lanes.items()},
+        )
+
+    def begin(self) -> None:
+        """Go back to the start of the run."""
+        self._stand(Position(step=0), LiveState(at=0, formats=(), lanes={}))
+
+    def load(self, position: Position, state: LiveState | None) -> None:
+        """Go to where a state says, or refuse it with the reason."""
+        state = self._before_the_first(position) if state is None else state
+        plan = self._plan
+        if plan.next_trained(state.at) != plan.next_trained(position.step) or state.at > position.step:
+            raise ResumeError(
+                f"state: live.at must be its step {position.step}, or have skipped steps alone up to it, got "
+                f"{state.at}; {EDITED}"
+            )
+        for name, lanes in self.lanes.items():
+            positions = state.positions(name)
+            missing = [number for number in lanes.numbers if number not in positions]
+            # A source that is new, or comes later, stands at its start.
+            if missing and (positions or _drawn_before(plan, name, position.covered)):
+                raise ResumeError(
+                    f"state: must have the lanes {lanes.numbers.start}:{lanes.numbers.stop} of {name!r} for rank "
+                    f"{self._part.rank} of {self._part.world_size}, got none of {missing}; join the states of all "
+                    "ranks with merge_states first"
+                )
+            for number in lanes.numbers:
+                turns = lanes.num_turns(number)
+                if number in positions and positions[number].turn >= turns:
+                    raise ResumeError(
+                        f"state: lane {number} of {name!r} must be at one of its {turns} windows, got "
+                        f"{positions[number].turn}; {EDITED}"
+                    )
+        self._stand(position, state)
+
+    def _before_the_first(self, position: Position) -> LiveState:
+        """Return where lanes stand at a step before which nothing was drawn from them, as a state without says."""
+        if any(_drawn_before(self._plan, name, position.covered) for name in self.lanes):
+            raise ResumeError(
+                f"state: must have the lanes of live text, which is drawn before step {position.covered}, got "
+                f"none; {EDITED}"
+            )
+        at = position.step
+        while at and self._plan.stage(at - 1).spec.skipped is not None:
+            at = self._plan.stage(at - 1).spec.start_step
+        return LiveState(at=at, formats=(), lanes={})
+
+    def _stand(self, position: Position, state: LiveState) -> None:
+        for name, lanes in self.lanes.items():
+            positions = state.positions(name)
+            own = {number: positions.get(number, LanePosition()) for number in lanes.numbers}
+            lanes.stand(own, self._rows_left(name, lanes.numbers, state.at, position))
+            # A rank goes on counting from its own numbers, or, of those of all ranks, the first rank from all.
+            alone = len(positions) <= len(own)
+            lanes.count_skipped(state.skipped.get(name, {}) if alone or not self._part.rank else {})
+        self._at = state.at
+        self._block = None
+
+    def _rows_left(self, name: str, numbers: range, at: int, position: Position) -> dict[int, int]:
+        """Return how many rows at most the run asks of each lane from a place on: all of its slots."""
+        left = dict.fromkeys(numbers, 0)
+        for stage in self._plan.stages:
+            if name not in stage.names or stage.end_step <= at:
+                continue
+            each = stage.spec.global_batch_size // (len(numbers) * self._part.world_size)
+            for number in numbers:
+                left[number] += (stage.end_step - max(at, stage.spec.start_step)) * each
+            if position.batch and position.step < stage.end_step and stage.spec.start_step <= position.step:
+                for index, number in enumerate(numbers):
+                    left[number] -= min(max(0, position.batch * self._part.micro_batch - index * each), each)
+        return left
+
+
+def _drawn_before(plan: Plan, name: str, step: int) -> int:
+    """Return how many rows of a source all batches before a step hold."""
+    rows = 0
+    for stage in plan.stages:
+        if name in stage.names and stage.spec.start_step < step:
+            positions = (min(step, stage.end_step) - stage.spec.start_step) * stage.spec.global_batch_size
+            line = stage.names.index(name)
+            rows += int(stage.mixture.counts(stage.origin + positions)[line]) - stage.bases[line]
+    return rows
