@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "plan": set(),
     "packing": {"store", "plan"},
     "loader": {"store", "plan", "packing"},
-    "live": {"documents", "encode", "store", "plan", "packing", "loader", "build", "config"},
+    "live": {"documents", "encode", "store", "plan", "packing", "loader"},
     "config": {"plan"},
     "build": {"documents", "encode", "store", "config"},
     "run": MAKING,

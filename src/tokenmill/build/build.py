@@ -34,9 +34,9 @@ from tokenmill.build.journal import (
     unit_key,
 )
 from tokenmill.build.select import LEFT_OUT, TAKEN, fates_of
-from tokenmill.build.unit import Task, read_progress, sample_texts
+from tokenmill.build.unit import Task, read_progress
 from tokenmill.build.worker import WorkerPool
-from tokenmill.documents import RULES, InputFile, Unit, cut_files, find_files, place
+from tokenmill.documents import RULES, InputFile, Unit, cut_files, find_files, place, sample_texts
 from tokenmill.encode.engines import open_tokenizer, trusted
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import Recipe

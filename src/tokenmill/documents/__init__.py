@@ -9,7 +9,7 @@ A new kind of file is one `Format` (see `units`) and its line in `formats`. Form
 (`opening`) and how lines and JSON values become documents (`lines`).
 """
 
-from tokenmill.documents.formats import FORMATS, cut_files, place, read_unit
+from tokenmill.documents.formats import FORMATS, cut_files, place, read_unit, sample_texts
 from tokenmill.documents.inputs import Inputs, find_files
 from tokenmill.documents.opening import file_digest
 from tokenmill.documents.units import (
@@ -41,4 +41,5 @@ __all__ = [
     "find_files",
     "place",
     "read_unit",
+    "sample_texts",
 ]

@@ -151,3 +151,52 @@ def place(piece: Piece, line: int) -> str:
     """
     counts = FORMATS[piece.file.suffix].counts
     return f"{piece.file.path}:{line + 1}" if counts == "line" else f"{piece.file.path} {counts} {line + 1}"
+
+
+# A little of a corpus, from all over it.
+
+_SAMPLE_PLACES = 16
+_SAMPLE_BYTES = 64 << 10
+"""Of each place."""
+_SAMPLE_CHUNK_BYTES = 16 << 20
+_SAMPLE_RECORD_BYTES = 4 << 20
+"""Larger records are left out of a sample: the process that takes it should stay small."""
+
+
+def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str]:
+    """Return the first documents at evenly spread places of the input, together about 1 MiB at most.
+
+    The same files give the same sample, however a build cuts them. Bad records are left for who reads all.
+    Of whole records all texts are taken, wherever they stand.
+    """
+    options = ReadOptions(
+        text_field=text_field, batch_bytes=_SAMPLE_BYTES, batch_documents=256, max_record_bytes=_SAMPLE_RECORD_BYTES
+    )
+    num_units = sum(1 for _ in cut_files(files, chunk_bytes=_SAMPLE_CHUNK_BYTES))
+    chosen = {place * num_units // _SAMPLE_PLACES for place in range(_SAMPLE_PLACES)}
+    texts: list[str] = []
+    for unit in cut_files(files, chunk_bytes=_SAMPLE_CHUNK_BYTES):
+        if unit.index not in chosen:
+            continue
+        batch = next(read_unit(unit, options), None)
+        if batch is None:
+            continue
+        room = _SAMPLE_BYTES
+        for text in (*batch.texts, *(text for record in batch.records for text in _strings(record))):
+            if room <= 0:
+                break
+            texts.append(text[:room])
+            room -= len(texts[-1])
+    return texts
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield all strings of a JSON value but the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

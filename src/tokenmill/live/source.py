@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
-from tokenmill.build.unit import sample_texts
-from tokenmill.documents import InputFile, ReadOptions, file_digest, find_files
+from tokenmill.documents import InputFile, ReadOptions, file_digest, find_files, sample_texts
 from tokenmill.encode.engines import ENGINES, trusted
 from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
