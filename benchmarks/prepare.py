@@ -1,15 +1,14 @@
 """From files to a store, against the tokenizer alone, with one core and with two, in one interleaved run.
 
     python benchmarks/prepare.py [--cache FOLDER] [--megabytes 200] [--rounds 5] [--encoding cl100k]
-                                 [--format jsonl|parquet|snappy] [--small] [--memory] [--datatrove PYTHON] [--json]
+                                 [--format jsonl|parquet|snappy] [--memory] [--datatrove PYTHON] [--json]
 
 A round is a fresh process with one worker and one core. After each unit that prepare has brought from the file
 into the store, a second tokenizer encodes the texts of that unit, which are already in memory: the two take turns,
-so that other work on the machine slows both alike, and neither finds the other's caches warm. Loading the kernels,
+so that other work on the machine slows both alike, and neither finds the other's caches warm. Loading the reader,
 opening the tokenizer and the recipe, proving the engine and closing it, and publishing the finished units, which a
-build does once whatever its size, is left out of both, and shown apart. The kernels are those of large inputs,
-whatever the size of this one, or with `--small` those of inputs below 0.8 GB. The ratio is of CPU time, the median
-of the rounds.
+build does once whatever its size, is left out of both, and shown apart. The ratio is of CPU time, the median of the
+rounds.
 
 Two cores against one: whole builds in worker processes, in turns, without the opening; the ratio is of the wall
 clock, the median of the rounds.
@@ -61,7 +60,6 @@ def main() -> None:
     parser.add_argument("--encoding", choices=ENCODINGS, default="cl100k")
     parser.add_argument("--tokenizer", help="another tokenizer, such as a tokenizer.json")
     parser.add_argument("--format", choices=("jsonl", *CODECS), default="jsonl")
-    parser.add_argument("--small", action="store_true", help="read without compiled kernels, as small inputs are")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--datatrove", metavar="PYTHON")
     parser.add_argument("--json", action="store_true")
@@ -83,7 +81,7 @@ def main() -> None:
             corpus = corpus_of(cache, args.megabytes, args.format)
             result = {
                 "format": args.format,
-                **compare(corpus, tokenizer, Path(work), args.rounds, small=args.small),
+                **compare(corpus, tokenizer, Path(work), args.rounds),
             }
     result = {"tokenizer": args.tokenizer or args.encoding, **result}
     print(json.dumps(result, indent=2) if args.json or args.memory or args.datatrove else table(result))
@@ -145,8 +143,8 @@ def texts_of_this_machine() -> Iterator[str]:
                     yield piece
 
 
-def compare(corpus: Path, tokenizer: str, work: Path, rounds: int, *, small: bool) -> dict[str, object]:
-    runs = [measure("small" if small else "paired", corpus, tokenizer, work) for _ in range(rounds)]
+def compare(corpus: Path, tokenizer: str, work: Path, rounds: int) -> dict[str, object]:
+    runs = [measure("paired", corpus, tokenizer, work) for _ in range(rounds)]
     pairs = [
         (measure("one", corpus, tokenizer, work), measure("two", corpus, tokenizer, work)) for _ in range(rounds)
     ]
@@ -187,26 +185,21 @@ def measure(name: str, corpus: Path, tokenizer: str, work: Path) -> dict[str, fl
     return answer
 
 
-def small(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
-    return paired(corpus, tokenizer, work, compiled=False)
-
-
-def paired(corpus: str, tokenizer: str, work: str, *, compiled: bool = True) -> dict[str, float]:
-    from tokenmill.build import build, unit, worker
-    from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit
+def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
+    from tokenmill.build import build, worker
+    from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit, sample_texts
     from tokenmill.encode.engines import trusted
 
-    unit.COMPILED_BYTES = 0 if compiled else 1 << 62
     files = find_files(corpus).files
     units = cut_files(files, chunk_bytes=chunk_size(files))
     loading, opening, alone = Stopwatch(), Stopwatch(), Stopwatch()
-    reading = ReadOptions(compiled=compiled)
-    with loading:  # of the kernels, as the first unit would
+    reading = ReadOptions()
+    with loading:  # of the reader, as the first unit would
         next(read_unit(next(cut_files(files, chunk_bytes=1)), reading))
-    texts = {unit.index: [batch.texts for batch in read_unit(unit, reading)] for unit in units}
+    texts = {unit.index: [batch.documents for batch in read_unit(unit, reading)] for unit in units}
     # Opened just as prepare does it: a tokenizer that has not met a text for the reference yet opens that one when
     # it does, in the middle of the measurement.
-    second, _ = trusted(tokenizer, sample=unit.sample_texts(files, "text"))
+    second, _ = trusted(tokenizer, sample=sample_texts(files, "text"))
     kept = []  # closing a tokenizer takes time too, and also once a build
     open_first, run_first = build._open_tokenizer, worker.WorkerPool.run
     settle_first, publish_first = build.settle_recipe, build._publish
@@ -395,7 +388,7 @@ def beside_datatrove(cache: Path, vocabulary: str, python: str, work: Path, roun
     }
 
 
-MEASURES = {"paired": paired, "small": small, "one": one_worker, "two": two_workers, "peak": peak}
+MEASURES = {"paired": paired, "one": one_worker, "two": two_workers, "peak": peak}
 
 
 def children() -> list[int]:

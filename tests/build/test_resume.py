@@ -210,8 +210,8 @@ def test_a_damaged_checkpoint_is_never_built_upon(tmp_path, monkeypatch, damage)
         data[1000] ^= 1
         ids.write_bytes(data)
     elif damage == "checkpoint":
-        text = (unit / "checkpoint.json").read_bytes()
-        (unit / "checkpoint.json").write_bytes(text.replace(b'"tokens":', b'"tokens":1'))
+        text = (unit / "checkpoint-2.json").read_bytes()
+        (unit / "checkpoint-2.json").write_bytes(text.replace(b'"tokens":', b'"tokens":1'))
     else:
         ids.write_bytes(data + b"left by a write after the checkpoint")
     build(corpus, tmp_path / "store")

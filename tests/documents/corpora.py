@@ -27,15 +27,15 @@ def read(path, chunk_bytes=16 << 20, *, format=None, **options):
 
 
 def texts_of(batches):
-    batches = list(batches)
-    assert all(not batch.records for batch in batches)
-    return [text for batch in batches for text in batch.texts]
+    texts = [text for batch in batches for text in batch.documents]
+    assert all(isinstance(text, str) for text in texts)
+    return texts
 
 
 def records_of(batches):
-    batches = list(batches)
-    assert all(not batch.texts for batch in batches)
-    return [record for batch in batches for record in batch.records]
+    records = [record for batch in batches for record in batch.documents]
+    assert all(isinstance(record, dict) for record in records)
+    return records
 
 
 def bad_of(batches):

@@ -92,7 +92,7 @@ def test_rows_that_share_a_word_make_no_large_batch(tmp_path, kind):
     as_file(pa.table({"text": rows}), path)
     (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 30)
     batches = list(islice(read_unit(unit, ReadOptions()), 6))
-    assert all(sum(map(len, batch.texts)) < 5 << 20 for batch in batches)
+    assert all(sum(map(len, batch.documents)) < 5 << 20 for batch in batches)
     assert "".join(text[0] for text in texts_of(batches))[:4] == "xyxy"
     assert reasons_of(batches)[:2] == [(1, "not_text"), (2, "not_text")]
 
@@ -106,7 +106,7 @@ def test_rows_of_parquet_that_share_a_word_make_no_large_batch(tmp_path):
     before = pa.total_allocated_bytes()
     (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 30)
     for batch in islice(read_unit(unit, ReadOptions()), 5):
-        assert len(batch.texts) == 1
+        assert len(batch.documents) == 1
         assert pa.total_allocated_bytes() - before < 400 << 20
 
 
@@ -202,8 +202,8 @@ def test_rows_are_read_some_at_a_time(tmp_path):
     (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 30)
     for batch in read_unit(unit, ReadOptions()):
         peak = max(peak, pa.total_allocated_bytes() - before)
-        count += len(batch.texts)
-        assert sum(map(len, batch.texts)) < 3 << 20
+        count += len(batch.documents)
+        assert sum(map(len, batch.documents)) < 3 << 20
     assert count == 20_000
     assert peak < 24 << 20
 
@@ -315,6 +315,6 @@ def test_reading_from_a_stream_of_many_batches_can_begin_anywhere(tmp_path):
     path.write_bytes(out.getvalue())
     units = list(cut_files(find_files(path).files, chunk_bytes=1))
     assert len(units) == 34
-    assert [next(read_unit(unit, ReadOptions())).texts[0] for unit in units[::-1]] == [
+    assert [next(read_unit(unit, ReadOptions())).documents[0] for unit in units[::-1]] == [
         str(i) for i in range(99, -1, -3)
     ]

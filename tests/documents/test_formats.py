@@ -96,20 +96,20 @@ def test_no_cut_and_no_grouping_changes_what_is_read(tmp_path, chunk_bytes):
         (piece.file.name, text)
         for unit in cut_files(files, chunk_bytes=1 << 40)
         for batch in read_unit(unit, ReadOptions())
-        for piece in [unit.pieces[batch.piece]]
-        for text in batch.texts
+        for piece, text in zip(map(unit.pieces.__getitem__, batch.pieces), batch.documents, strict=True)
     ]
     units = list(cut_files(files, chunk_bytes=chunk_bytes))
     cut = []
     for unit in units:
         position = 0
         for batch in read_unit(unit, ReadOptions()):
-            name = unit.pieces[batch.piece].file.name
-            cut += [(name, text) for text in batch.texts]
+            names = [unit.pieces[piece].file.name for piece in batch.pieces]
+            cut += zip(names, batch.documents, strict=True)
             assert position <= batch.position <= unit.bytes
             position = batch.position
-            assert len(batch.lines) == len(batch.texts)
-            assert list(batch.lines) == sorted(set(batch.lines))
+            places = list(zip(batch.pieces, batch.lines, strict=True))
+            assert places == sorted(set(places))
+            assert places == [batch.place(index) for index in range(len(batch.documents))]
     assert cut == straight
     assert len(straight) > 100
     assert [unit.index for unit in units] == list(range(len(units)))

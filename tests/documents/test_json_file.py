@@ -136,7 +136,7 @@ def test_memory_is_bounded_by_the_record_not_by_the_file(tmp_path):
         bad = []
         for unit in cut_files(find_files(path).files, chunk_bytes=1 << 20):
             for batch in read_unit(unit, ReadOptions(max_record_bytes=1 << 20)):
-                documents += len(batch.texts)
+                documents += len(batch.documents)
                 bad += [record.reason for record in batch.bad]
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -81,10 +81,10 @@ def test_batches_are_bounded_by_text_and_by_documents(write):
     path = write(lines_of(texts))
     by_text = read(path, batch_bytes=1000)
     assert texts_of(by_text) == texts
-    assert all(1000 <= sum(map(len, batch.texts)) <= 2000 for batch in by_text[:-1])
+    assert all(1000 <= sum(map(len, batch.documents)) <= 2000 for batch in by_text[:-1])
     by_count = read(path, batch_documents=20)
     assert texts_of(by_count) == texts
-    assert all(20 <= len(batch.texts) < 40 for batch in by_count[:-1])
+    assert all(20 <= len(batch.documents) < 40 for batch in by_count[:-1])
 
 
 def test_bad_and_blank_lines_do_not_hide_the_good_ones_around_them(write):
@@ -254,7 +254,7 @@ def test_memory_is_bounded_by_the_batch_not_by_the_file(write):
     try:
         units = cut_files(find_files(path).files, chunk_bytes=8 << 20)
         options = ReadOptions(batch_bytes=1 << 18)
-        documents = sum(len(batch.texts) for unit in units for batch in read_unit(unit, options))
+        documents = sum(len(batch.documents) for unit in units for batch in read_unit(unit, options))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

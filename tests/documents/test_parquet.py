@@ -85,8 +85,8 @@ def test_cells_that_are_no_text_are_bad_and_the_rest_is_read(tmp_path, use_dicti
 def test_a_batch_has_about_its_size_whatever_the_page(tmp_path):
     path = write(tmp_path / "a.parquet", ["x" * 1000] * 500, use_dictionary=False)
     batches = read(path, batch_bytes=10_000)
-    assert all(10_000 <= sum(map(len, batch.texts)) < 20_000 for batch in batches[:-1])
-    assert all(100 <= len(batch.texts) < 200 for batch in read(path, batch_documents=100)[:-1])
+    assert all(10_000 <= sum(map(len, batch.documents)) < 20_000 for batch in batches[:-1])
+    assert all(100 <= len(batch.documents) < 200 for batch in read(path, batch_documents=100)[:-1])
 
 
 OTHER_LAYOUTS = {

@@ -79,4 +79,4 @@ def test_folder_of_files_is_a_document_each_in_natural_order(tmp_path):
         (tmp_path / f"p{number}.txt").write_text(f"text {number}")
     batches = read(tmp_path)
     assert texts_of(batches) == [f"text {number}" for number in range(12)]
-    assert [batch.piece for batch in batches] == list(range(12))
+    assert [piece for batch in batches for piece in batch.pieces] == list(range(12))

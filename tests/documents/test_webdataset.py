@@ -252,4 +252,4 @@ def test_many_records_come_in_order_and_bounded_batches(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of(members))
     batches = read(tmp_path / "a.tar", batch_documents=100)
     assert texts_of(batches) == [f'"{i}"' for i in range(1000)]
-    assert all(100 <= len(batch.texts) < 200 for batch in batches[:-1])
+    assert all(100 <= len(batch.documents) < 200 for batch in batches[:-1])

@@ -13,7 +13,7 @@ from tokenmill.live.windows import HEAD, TAIL, WHOLE, cut_windows
 
 def documents_of(window):
     """Return the texts of a window."""
-    texts = [text for batch in read_unit(window.unit, ReadOptions()) for text in batch.texts]
+    texts = [text for batch in read_unit(window.unit, ReadOptions()) for text in batch.documents]
     return [texts[number] for number in window.members(0, len(texts)).tolist()]
 
 

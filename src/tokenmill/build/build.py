@@ -20,7 +20,6 @@ from tokenmill import __version__
 from tokenmill.build.job import Job, OpenJob, PrepareOptions, RecipeSpec, open_job, settle_recipe
 from tokenmill.build.journal import (
     MAX_LISTED,
-    Bad,
     Build,
     FinishedBuild,
     Journal,
@@ -36,7 +35,7 @@ from tokenmill.build.journal import (
 from tokenmill.build.select import LEFT_OUT, TAKEN, fates_of
 from tokenmill.build.unit import Task, read_progress
 from tokenmill.build.worker import WorkerPool
-from tokenmill.documents import RULES, InputFile, Unit, cut_files, find_files, place, sample_texts
+from tokenmill.documents import RULES, BadRecord, InputFile, Unit, cut_files, find_files, place, sample_texts
 from tokenmill.encode.engines import open_tokenizer, trusted
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import Recipe
@@ -332,7 +331,7 @@ class BuildResult:
         add_counts(self.notes, counts.notes)
 
 
-def _bad_record(unit: Unit, line: int, bad: Bad) -> DocumentError:
+def _bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
     # A chat without messages lacks no text field: the recipe knows better which fields it wants.
     missing = {"missing_field": RECIPE_RULES["missing_field"]}
     rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES, **missing}

@@ -3,7 +3,7 @@
 OUT/.prepare/
 build.json        the build under way: what it was asked for, how inputs are cut
 units/<key>/      a finished unit: its shards, and `result.json`; its name stands for what it was made from
-units/.tmp-<key>/ a unit under way, perhaps with a `checkpoint.json`
+units/.tmp-<key>/ a unit under way, perhaps with a `checkpoint-2.json`
 scans/<key>       hashes of the records of a unit, where duplicates are looked for or only so many are taken
 fates/<digest>    what becomes of each record of a unit, where that is not the same for all
 publish.json      units are being moved into the store: whoever finds it goes on with that first
@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import xxhash
 
-from tokenmill.documents import InputFile, Unit, chunk_size, file_digest
+from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, file_digest
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.store.durable import make_folder, sync_folder, write_atomically
@@ -47,18 +47,6 @@ _UNNAMED_ROUTE = "store"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bad:
-    """A record that could not be read or encoded."""
-
-    piece: int
-    """Of the unit."""
-    line: int
-    """Counted from 0 at the first line of the piece."""
-    reason: str
-    detail: str
-
-
 @dataclass(kw_only=True, slots=True)
 class UnitCounts:
     """What became of the records of a unit so far."""
@@ -78,10 +66,10 @@ class UnitCounts:
     skipped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     """What was done to records that were taken, such as tools that the chat template does not write."""
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
     """The first bad records, at most `MAX_LISTED`."""
 
-    def note_bad(self, bad: Sequence[Bad]) -> None:
+    def note_bad(self, bad: Sequence[BadRecord]) -> None:
         """Count the bad records of a batch, and list the first."""
         for record in bad:
             add_counts(self.skipped, {record.reason: 1})

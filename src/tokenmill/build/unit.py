@@ -10,11 +10,11 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import filterfalse, repeat
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ from tokenmill.build.job import TEXT_KEY, Job, OpenJob, open_job
 from tokenmill.build.journal import (
     RESULT,
     ROUTES,
-    Bad,
     UnitCounts,
     UnitResult,
     add_counts,
@@ -33,9 +32,8 @@ from tokenmill.build.journal import (
     write_signed,
 )
 from tokenmill.build.select import ROUTE, SURPLUS, select
-from tokenmill.documents import DocumentBatch, ReadOptions, Unit, read_unit
+from tokenmill.documents import BadRecord, DocumentBatch, Unit, read_unit
 from tokenmill.encode.frame import frame, with_second_bos
-from tokenmill.encode.recipe import Reading
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
@@ -44,8 +42,10 @@ from tokenmill.store.writer import ShardSeries
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
+T = TypeVar("T")
 _PROGRESS = struct.Struct("<3q")
-_CHECKPOINT = "checkpoint.json"
+_CHECKPOINT = "checkpoint-2.json"
+"""The number changes with the batches that a unit is read in: a checkpoint says after how many it was made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,18 +109,18 @@ def write_unit(
     ):
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
-        for number, batch in enumerate(joined(unit, opened.reading)):
+        for number, batch in enumerate(read_unit(unit, opened.reading)):
             if number < done:
                 continue  # before the checkpoint that this unit goes on from
             if fates is not None and wanted < fates.size and counts.place >= wanted:
                 # All that is left is beyond max_items: counted, and good or bad not looked at.
-                add_counts(counts.skipped, {"max_items": batch.num_records + len(batch.bad)})
+                add_counts(counts.skipped, {"max_items": len(batch.documents) + len(batch.bad)})
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
             if counts.bad and options.on_error == "stop":
                 return UnitResult(key=key, counts=counts, shards={}, finished=False)
-            for _, part in batch.runs:
-                counts.lines[part.piece] += part.num_lines
+            for run in batch.runs:
+                counts.lines[run.piece] += run.num_lines
             counts.batches += 1
             writer.note_progress(min(batch.position, unit.bytes))
             writer.checkpoint(options.checkpoint_seconds)
@@ -143,104 +143,90 @@ def _num_wanted(fates: Uint8Array | None) -> int:
     return int(wanted[-1]) + 1 if wanted.size else 0
 
 
-def _take(opened: OpenJob, batch: Joined, fates: Uint8Array | None, writer: UnitWriter) -> list[Bad]:
+def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, writer: UnitWriter) -> list[BadRecord]:
     """Choose among the records of a batch, encode them, add them to the shards of their routes; return bad ones."""
-    counts = writer.counts
-    bad = list(batch.bad)
-    if not batch.num_records:
-        return bad
-    contents = _contents(opened, batch)
-    if opened.rules.take_all and fates is None:
-        bad += _append(opened, batch, contents, ROUTE, None, writer)
-    else:
-        left = None if fates is None else fates[counts.place :]
-        keys = _keys(opened, batch) if opened.rules.val_fraction else None
-        chosen = select(contents, batch.records, opened.rules, left, keys)
-        add_counts(counts.skipped, chosen.left_out)
-        counts.place += chosen.num_eligible
-        bad += [_bad(batch, index, "domain", f"{value}") for index, value in chosen.without_domain]
-        for route, indices in chosen.routes.items():
-            bad += _append(opened, batch, contents, route, indices, writer)
-        if chosen.unfit.size:
-            refused = _encode(opened, batch, chosen.unfit)
-            assert not refused.kept.size, "a record without content must be refused"
-            bad += _refused(batch, chosen.unfit, refused)
-        last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
-        if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
-            # What is wrong with records that are not wanted is nobody's trouble.
-            before = [one for one in bad if (one.piece, one.line) < batch.place(last)]
-            add_counts(counts.skipped, {"max_items": len(bad) - len(before)})
-            bad = before
+    counts, rules, bad = writer.counts, opened.rules, list(batch.bad)
+    documents = _Documents(opened, batch)
+    if rules.take_all and fates is None:
+        return bad + _append(documents, ROUTE, None, writer)
+    left = None if fates is None else fates[counts.place :]
+    keys = documents.keys() if rules.val_fraction else None
+    chosen = select(documents.contents, documents.records, rules, left, keys)
+    add_counts(counts.skipped, chosen.left_out)
+    counts.place += chosen.num_eligible
+    for index, value in chosen.without_domain:
+        piece, line = batch.place(index)
+        bad.append(BadRecord(piece=piece, line=line, reason="domain", detail=value))
+    for route, indices in chosen.routes.items():
+        bad += _append(documents, route, indices, writer)
+    if chosen.unfit.size:
+        records = documents.encode(chosen.unfit)
+        assert not records.kept.size, "a record without content must be refused"
+        bad += _refused(batch, chosen.unfit, records)
+    last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
+    if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
+        # What is wrong with records that are not wanted is nobody's trouble.
+        before = [record for record in bad if (record.piece, record.line) < batch.place(last)]
+        add_counts(counts.skipped, {"max_items": len(bad) - len(before)})
+        bad = before
     return bad
 
 
-def _append(
-    opened: OpenJob,
-    batch: Joined,
-    contents: Sequence[str | None],
-    route: str,
-    indices: Int64Array | None,
-    writer: UnitWriter,
-) -> list[Bad]:
-    """Encode some records of a batch for a route, None for all, and add them; return those that are refused."""
-    records = _encode(opened, batch, indices)
-    chosen: Int64Array = np.arange(batch.num_records) if indices is None else indices
+def _append(documents: _Documents, route: str, indices: Int64Array | None, writer: UnitWriter) -> list[BadRecord]:
+    """Encode some documents of a batch, None for all, and add them to a route; return those that are refused."""
+    batch, counts = documents.batch, writer.counts
+    records = documents.encode(indices)
+    chosen: Int64Array = np.arange(len(batch.documents)) if indices is None else indices
     if records.kept.size:
         writer.append(route, records.values, records.offsets)
-        kept = chosen[records.kept]
-        _note_taken(opened, batch, kept, route, records, writer)
-        texts = contents if kept.size == len(contents) else [contents[index] for index in kept.tolist()]
-        if opened.encoder is not None:
-            texts = [text for text in texts if text is not None]
-        writer.counts.text_bytes += _num_bytes(cast("Sequence[str]", texts))
-    writer.counts.truncated += records.truncated
-    add_counts(writer.counts.notes, records.notes)
+        kept, sizes = chosen[records.kept], _num_tokens(records, documents.opened.spec)
+        first = batch.runs[0].piece
+        if batch.runs[-1].piece == first:  # as nearly always
+            counts.note_taken(route, first, kept.size, int(sizes.sum()))
+        else:
+            pieces, of_piece = np.unique(np.array(batch.pieces)[kept], return_inverse=True)
+            taken = zip(pieces, np.bincount(of_piece), np.bincount(of_piece, sizes), strict=True)
+            for piece, num_documents, num_tokens in taken:
+                counts.note_taken(route, int(piece), int(num_documents), int(num_tokens))
+        counts.text_bytes += _num_bytes(
+            _chosen(documents.contents, None if kept.size == len(batch.documents) else kept)
+        )
+    counts.truncated += records.truncated
+    add_counts(counts.notes, records.notes)
     return _refused(batch, chosen, records)
 
 
-def _note_taken(
-    opened: OpenJob,
-    batch: Joined,
-    kept: Int64Array,
-    route: str,
-    records: Records,
-    writer: UnitWriter,
-) -> None:
-    """Count what each piece gave to a route; nearly always there is one."""
-    if len(batch.runs) == 1:
-        tokens = sum(records.values[name].size for name in token_keys(opened.spec.keys))
-        writer.counts.note_taken(route, batch.runs[0][1].piece, kept.size, tokens)
-        return
-    pieces, at = np.unique(batch.pieces_of(kept), return_inverse=True)
-    documents, sizes = np.bincount(at), np.bincount(at, tokens_of(records, opened))
-    for piece, number, size in zip(pieces.tolist(), documents.tolist(), sizes.tolist(), strict=True):
-        writer.counts.note_taken(route, piece, number, int(size))
+def _chosen(items: Sequence[T], indices: Int64Array | None) -> Sequence[T]:
+    """Return some items, None for all."""
+    return items if indices is None else [items[index] for index in indices.tolist()]
 
 
-def _refused(batch: Joined, chosen: Int64Array, records: Records) -> list[Bad]:
-    return [_bad(batch, int(chosen[one.index]), one.reason, one.detail) for one in records.refused]
+def _refused(batch: DocumentBatch, indices: Int64Array, records: Records) -> list[BadRecord]:
+    """Say where the records are that could not be encoded."""
+    bad = []
+    for refused in records.refused:
+        piece, line = batch.place(int(indices[refused.index]))
+        bad.append(BadRecord(piece=piece, line=line, reason=refused.reason, detail=refused.detail))
+    return bad
 
 
-def _num_bytes(texts: Sequence[str]) -> int:
+def _num_bytes(contents: Sequence[str | None]) -> int:
     """Return the size of texts as UTF-8, which Python has at hand once the tokenizer has asked for it."""
-    odd = filterfalse(str.isascii, texts)
-    return sum(map(len, texts)) + sum(len(text.encode(errors="surrogatepass")) - len(text) for text in odd)
+    texts = [text for text in contents if text is not None]
+    return sum(map(len, texts)) + sum(
+        len(text.encode(errors="surrogatepass")) - len(text) for text in filterfalse(str.isascii, texts)
+    )
 
 
-def tokens_of(records: Records, opened: OpenJob) -> Int64Array:
+def _num_tokens(records: Records, spec: StoreSpec) -> Int64Array:
     """Return how many token ids each record has, over all its arrays."""
     total: Int64Array = np.zeros(records.kept.size, np.int64)
-    for name in token_keys(opened.spec.keys):
-        offsets = records.offsets[axis_of(opened.spec.kind, name)]
+    for name in token_keys(spec.keys):
+        offsets = records.offsets[axis_of(spec.kind, name)]
         if "groups" in records.offsets and name == "responses":
             offsets = offsets[records.offsets["groups"]]
         total += np.diff(offsets)
     return total
-
-
-def _bad(batch: Joined, index: int, reason: str, detail: str) -> Bad:
-    piece, line = batch.place(index)
-    return Bad(piece=piece, line=line, reason=reason, detail=detail)
 
 
 def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> None:
@@ -253,53 +239,58 @@ def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -
 
 def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
     rules = opened.rules
-    for batch in joined(unit, opened.reading):
-        records = batch.records or repeat(None)
+    for batch in read_unit(unit, opened.reading):
+        documents = _Documents(opened, batch)
+        records = documents.records or repeat(None)
         yield b"".join(
-            xxhash.xxh3_128_digest(name)
-            for content, name, record in zip(_contents(opened, batch), _keys(opened, batch), records, strict=False)
+            xxhash.xxh3_128_digest(key)
+            for content, key, record in zip(documents.contents, documents.keys(), records, strict=False)
             if content is not None and rules.too_short_or_long(content) is None and rules.has_domain(record)
         )
         tick()
 
 
-def _encode(opened: OpenJob, batch: Joined, chosen: Int64Array | None) -> Records:
-    """Turn the chosen records of a batch into arrays; None chooses all."""
-    if opened.encoder is not None:
-        readings = batch.readings if chosen is None else [batch.readings[index] for index in chosen.tolist()]
-        return opened.encoder.encode(readings)
-    texts = batch.texts if chosen is None else [batch.texts[index] for index in chosen.tolist()]
-    identity = opened.tokenizer.identity
-    encoded = frame(opened.tokenizer.encode(texts), identity)
-    kept = np.arange(len(texts))
-    bad = [] if opened.spec.ids_checked else with_second_bos(encoded.ids, encoded.offsets, identity)
-    if bad:
-        kept = np.delete(kept, bad)
-        encoded = frame(opened.tokenizer.encode([texts[index] for index in kept.tolist()]), identity)
-    return Records(
-        values={TEXT_KEY: encoded.ids},
-        offsets={"documents": encoded.offsets},
-        kept=kept,
-        refused=[Refused(index=index, reason="second_bos", detail="two") for index in bad],
-    )
+class _Documents:
+    """The documents of a batch as a job takes them: texts, or records that its recipe reads."""
 
+    def __init__(self, opened: OpenJob, batch: DocumentBatch) -> None:
+        self.opened = opened
+        self.batch = batch
+        self.records: Sequence[Mapping[str, Any]] = batch.documents if opened.encoder else ()
+        self._readings = [opened.encoder.read(record) for record in self.records] if opened.encoder else []
+        self.contents: Sequence[str | None] = batch.documents
+        """Of each the text that filters, hashes and splits go by; None where it fits no recipe."""
+        if opened.encoder:
+            self.contents = [reading.content for reading in self._readings]
 
-def _contents(opened: OpenJob, batch: Joined) -> Sequence[str | None]:
-    """Return of each record the text that filters, hashes and splits go by; None where it fits no recipe."""
-    if opened.encoder is None:
-        return batch.texts
-    batch.readings = [opened.encoder.read(record) for record in batch.records]
-    return [reading.content for reading in batch.readings]
+    def keys(self) -> list[bytes]:
+        """Return of each what tells it from others: its text, or all fields that the recipe may use.
 
+        The texts of a conversation alone would not do: who said what is part of it.
+        """
+        names = self.opened.key_fields
+        if self.opened.encoder is None:
+            return [text.encode(errors="surrogatepass") for text in self.batch.documents]
+        return [_canonical({name: record[name] for name in names if name in record}) for record in self.records]
 
-def _keys(opened: OpenJob, batch: Joined) -> Sequence[bytes]:
-    """Return of each record what tells it from others: its text, or all fields that the recipe may use.
-
-    The texts of a conversation alone would not do: who said what is part of it.
-    """
-    if opened.encoder is None:
-        return [text.encode(errors="surrogatepass") for text in batch.texts]
-    return [_canonical({name: r[name] for name in opened.key_fields if name in r}) for r in batch.records]
+    def encode(self, indices: Int64Array | None) -> Records:
+        """Turn some of them into arrays, None for all."""
+        if self.opened.encoder is not None:
+            return self.opened.encoder.encode(_chosen(self._readings, indices))
+        texts: Sequence[str] = _chosen(self.batch.documents, indices)
+        tokenizer, kept = self.opened.tokenizer, np.arange(len(texts))
+        encoded = frame(tokenizer.encode(texts), tokenizer.identity)
+        checked = self.opened.spec.ids_checked
+        bad = [] if checked else with_second_bos(encoded.ids, encoded.offsets, tokenizer.identity)
+        if bad:
+            kept = np.delete(kept, bad)
+            encoded = frame(tokenizer.encode([texts[index] for index in kept.tolist()]), tokenizer.identity)
+        return Records(
+            values={TEXT_KEY: encoded.ids},
+            offsets={"documents": encoded.offsets},
+            kept=kept,
+            refused=[Refused(index=index, reason="second_bos", detail="two") for index in bad],
+        )
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:
@@ -308,68 +299,6 @@ def _canonical(record: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(record, enc_hook=repr, order="sorted")
     except (TypeError, UnicodeEncodeError):  # a key that is no name, or half of a surrogate pair
         return json.dumps(record, sort_keys=True, default=repr).encode()
-
-
-@dataclass(kw_only=True, slots=True)
-class Joined:
-    """Consecutive batches as one: enough for the tokenizer, whatever the sizes of files."""
-
-    texts: list[str] = field(default_factory=list)
-    records: list[Mapping[str, Any]] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
-    """Which variant of the recipe reads each record, once `_contents` has asked."""
-    bad: list[Bad] = field(default_factory=list)
-    runs: list[tuple[int, DocumentBatch]] = field(default_factory=list)
-    """Where each batch begins among the records, and the batch."""
-    position: int = 0
-
-    @property
-    def num_records(self) -> int:
-        """Records that could be read."""
-        return len(self.texts) + len(self.records)
-
-    def add(self, batch: DocumentBatch) -> None:
-        """Put a batch behind the others."""
-        self.runs.append((self.num_records, batch))
-        self.texts += batch.texts
-        self.records += batch.records
-        self.bad += [Bad(piece=batch.piece, line=b.line, reason=b.reason, detail=b.detail) for b in batch.bad]
-        self.position = batch.position
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Return the piece of a record, and its line there."""
-        begin, batch = next(run for run in reversed(self.runs) if run[0] <= index)
-        return batch.piece, batch.lines[index - begin]
-
-    def pieces_of(self, indices: Int64Array) -> Int64Array:
-        """Return the piece of each of these records."""
-        begins: Int64Array = np.array([begin for begin, _ in self.runs])
-        pieces: Int64Array = np.array([batch.piece for _, batch in self.runs])
-        return pieces[np.searchsorted(begins, indices, side="right") - 1]
-
-
-def joined(unit: Unit, reading: ReadOptions) -> Iterator[Joined]:
-    """Read a unit in batches that are large enough, also where its files are small.
-
-    They are the same every time, so that a unit can go on after some of them.
-    """
-    held = Joined()
-    size = 0
-    before = 0
-    for batch in read_unit(unit, reading):
-        held.add(batch)
-        # Of whole records it is not known how large they are, but how much of the input they take.
-        size += sum(map(len, batch.texts)) or batch.position - before
-        before = batch.position
-        if (
-            size >= reading.batch_bytes
-            or max(held.num_records + len(held.bad), len(held.runs)) >= reading.batch_documents
-            or (batch.records and len(unit.pieces) == 1)
-        ):
-            yield held
-            held, size = Joined(), 0
-    if held.runs:
-        yield held
 
 
 class UnitWriter:

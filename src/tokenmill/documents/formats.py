@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from tokenmill.documents.columns import Arrow, Parquet
 from tokenmill.documents.delimited import Delimited
 from tokenmill.documents.json_file import JsonFile
 from tokenmill.documents.lines import JsonLines, PlainText
 from tokenmill.documents.opening import Decompress, gzip_blocks, zstd_blocks
-from tokenmill.documents.units import DocumentBatch, Format, Group, InputFile, Piece, ReadOptions, Unit
+from tokenmill.documents.units import DocumentBatch, Format, InputFile, Piece, ReadOptions, Unit
 from tokenmill.documents.webdataset import WebDataset
-from tokenmill.errors import ConfigError, nearest
+from tokenmill.errors import ConfigError, DocumentError, nearest
 
 COMPRESSIONS: Mapping[str, Decompress] = {".gz": gzip_blocks, ".zst": zstd_blocks}
 
@@ -113,35 +112,26 @@ def cut_files(files: Iterable[InputFile], *, chunk_bytes: int) -> Iterator[Unit]
 
 
 def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
-    """Read a unit as a stream of batches, in order; a batch is of one piece."""
+    """Read a unit as a stream of batches, in order; they are the same every time."""
+    batch = DocumentBatch()
     before = 0
     for index, piece in enumerate(unit.pieces):
         first = 0
-        for group in _joined(FORMATS[piece.file.suffix].read(piece, options), options):
-            are_texts = options.text_field is not None
-            yield DocumentBatch(
-                piece=index,
-                texts=group.documents if are_texts else (),
-                records=() if are_texts else group.documents,
-                lines=group.lines(first),
-                bad=[replace(record, line=first + record.line) for record in group.bad],
-                num_lines=group.num_lines,
-                position=before + min(group.position, piece.bytes),
-            )
-            first += group.num_lines
+        try:
+            for group in FORMATS[piece.file.suffix].read(piece, options):
+                batch.add(group, index, first)
+                first += group.num_lines
+                batch.position = before + min(group.position, piece.bytes)
+                if batch.size >= options.batch_bytes or batch.num_lines >= options.batch_documents:
+                    yield batch
+                    batch = DocumentBatch()
+        except DocumentError:
+            if batch.num_lines:
+                yield batch  # a bad record before it comes first
+            raise
         before += piece.bytes
-
-
-def _joined(groups: Iterator[Group], options: ReadOptions) -> Iterator[Group]:
-    """Join groups until they are a batch."""
-    joined = Group()
-    for group in groups:
-        joined.add(group)
-        if joined.size >= options.batch_bytes or joined.num_lines >= options.batch_documents:
-            yield joined
-            joined = Group()
-    if joined.num_lines:
-        yield joined
+    if batch.num_lines:
+        yield batch
 
 
 def place(piece: Piece, line: int) -> str:
@@ -182,7 +172,7 @@ def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str
         if batch is None:
             continue
         room = _SAMPLE_BYTES
-        for text in (*batch.texts, *(text for record in batch.records for text in _strings(record))):
+        for text in _strings(batch.documents):
             if room <= 0:
                 break
             texts.append(text[:room])

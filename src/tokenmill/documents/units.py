@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -84,30 +85,15 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadRecord:
-    """A record that cannot be read."""
+    """A record that cannot be read or encoded."""
 
+    piece: int = 0
+    """Index into the pieces of the unit."""
     line: int
     """Counted from 0 at the first line, row or record of the piece."""
     reason: str
-    """One of `REASONS`."""
+    """A word to count by; where it cannot be read, one of `REASONS`."""
     detail: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DocumentBatch:
-    """Some consecutive records of one piece; either `texts` or `records` is used, as the options ask."""
-
-    piece: int
-    """Index into the pieces of the unit."""
-    texts: Sequence[str]
-    records: Sequence[Mapping[str, Any]]
-    lines: Sequence[int]
-    """Of each text or record: where it is in the piece, counted as bad records are."""
-    bad: Sequence[BadRecord]
-    num_lines: int
-    """Lines, rows or records that were read for this batch: documents, bad records and blank lines."""
-    position: int
-    """Bytes of the unit that have been read so far; for progress, not exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,14 +168,60 @@ class Group:
         others = {*(record.line for record in self.bad), *self.blank}
         return [line for line in lines if line - first not in others]
 
-    def add(self, group: Group) -> None:
-        """Put the records of another group behind these."""
-        first = self.num_lines
-        self.bad += [replace(record, line=first + record.line) for record in group.bad]
-        self.blank += [first + line for line in group.blank]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive records of a batch that come from one piece."""
+
+    begin: int
+    """Where its documents begin among those of the batch."""
+    piece: int
+    """Index into the pieces of the unit."""
+    lines: Sequence[int]
+    """Of each document: where it is in the piece, counted as bad records are."""
+    num_lines: int
+    """Lines, rows or records that were read: documents, bad records and blank lines."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DocumentBatch:
+    """Consecutive records of a unit: enough for one call of a tokenizer, whatever the sizes of files."""
+
+    documents: list[Any] = field(default_factory=list)
+    """Texts or whole records, as the options ask."""
+    bad: list[BadRecord] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    """Where they come from, in order."""
+    num_lines: int = 0
+    """Lines, rows or records that were read."""
+    size: int = 0
+    """Characters of the texts, or bytes of the records."""
+    position: int = 0
+    """Bytes of the unit that have been read so far; for progress, not exact."""
+
+    @property
+    def pieces(self) -> list[int]:
+        """The piece of each document."""
+        return [run.piece for run in self.runs for _ in run.lines]
+
+    @property
+    def lines(self) -> list[int]:
+        """The line of each document in its piece."""
+        return [line for run in self.runs for line in run.lines]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return piece and line of one document."""
+        run = self.runs[bisect_right(self.runs, index, key=lambda run: run.begin) - 1]
+        return run.piece, run.lines[index - run.begin]
+
+    def add(self, group: Group, piece: int, first: int) -> None:
+        """Put records behind these, the first of which is at a line of a piece."""
+        begin, lines = len(self.documents), group.lines(first)
+        self.runs.append(Run(begin=begin, piece=piece, lines=lines, num_lines=group.num_lines))
         self.documents += group.documents
+        self.bad += [replace(record, piece=piece, line=first + record.line) for record in group.bad]
+        self.num_lines += group.num_lines
         self.size += group.size
-        self.position = group.position
 
 
 class RecordError(Exception):

@@ -98,7 +98,7 @@ def _parts(
         for batch in read_unit(window.unit, options.reading):
             beat()
             for record in batch.bad:
-                where = record_name(window.unit.pieces[batch.piece], record.line)
+                where = record_name(window.unit.pieces[record.piece], record.line)
                 if options.on_error == "stop":
                     raise DocumentError(
                         f"{where}: {RULES[record.reason]}, got {record.detail}; correct it, or say on_error='skip'"
@@ -106,15 +106,14 @@ def _parts(
                 if window.members(bad, 1).size:  # so that each is counted by one of the parts
                     skipped.append(Skipped(reason=record.reason, place=where))
                 bad += 1
-            places = np.empty((len(batch.texts), 2), np.int64)
-            places[:, 0], places[:, 1] = batch.piece, batch.lines
-            texts = batch.texts
+            texts: list[str] = batch.documents
+            places = np.array([batch.pieces, batch.lines], np.int64).T
             members = window.members(documents, len(texts))
+            documents += len(texts)
             if members.size < len(texts):
                 texts, places = [texts[number] for number in members.tolist()], places[members]
             if texts:
                 parts.append((frame(tokenizer.encode(texts), tokenizer.identity), places))
-            documents += len(batch.texts)
     except DocumentError as error:
         _check_sizes(window)
         if options.on_error == "stop":
