@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tokenmill import Run
-from tokenmill.adapters.distributed import find_rank, own_state, whole_state
+from tokenmill.adapters.distributed import find_rank, flat_state, own_state
 from tokenmill.adapters.torch import TorchLoader, torch_loader
 from tokenmill.errors import ConfigError, ResumeError, TokenmillError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
@@ -484,10 +484,10 @@ def test_a_state_has_the_same_keys_at_any_time_and_any_loader_takes_it(folder):
         lambda: text_loader(folder, 0, 1),
     ):
         loader = make()
-        fresh = whole_state(loader)
+        fresh = flat_state(loader)
         stream = iter(loader)
         next(stream)
-        within = whole_state(loader)
+        within = flat_state(loader)
         assert list(fresh) == list(within)
         assert {type(value) for value in within.values()} == {int, str}
         assert (fresh["batches"], fresh["world_size"], within["batches"], within["world_size"]) == (0, 0, 1, 1)

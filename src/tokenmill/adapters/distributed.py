@@ -1,4 +1,4 @@
-"""Who is which rank under torch.distributed, and one state for all ranks."""
+"""The ranks of torch.distributed: which one this is, one state for all of them, and whether they agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,12 +20,9 @@ from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, Tokenm
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.loader import Loader
 from tokenmill.loader.state import merge_states
-
-if TYPE_CHECKING:
-    from tokenmill.types import Batch
+from tokenmill.types import Batch
 
 need("torch", extra="torch", adapter="tokenmill.torch")
-
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
 _NESTED = ("made_of", "live")
@@ -50,15 +47,15 @@ def _own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return rank and world size: of torch.distributed if it runs, else of RANK and WORLD_SIZE, else (0, 1)."""
     if is_running():
         return dist.get_rank(group), dist.get_world_size(group)
-    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    if not said:
+    launcher = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not launcher:
         return 0, 1
-    if len(said) == 1 or not all(value.isdecimal() for value in said.values()):
+    if len(launcher) == 1 or not all(value.isdecimal() for value in launcher.values()):
         raise ConfigError(
-            f"environment: RANK and WORLD_SIZE must both be whole numbers, or not be set, got {said}; "
+            f"environment: RANK and WORLD_SIZE must both be whole numbers, or not be set, got {launcher}; "
             "start with torchrun, or pass rank and world_size"
         )
-    return int(said["RANK"]), int(said["WORLD_SIZE"])
+    return int(launcher["RANK"]), int(launcher["WORLD_SIZE"])
 
 
 def is_running() -> bool:
@@ -73,23 +70,25 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:  # noqa: A
     return values
 
 
-def whole_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, int | str]:
-    """Return the state of a run: the same on every rank, with the same keys at any time, each a number or a text.
+def check_rank(loader: Loader, rank: int, world_size: int, *, where: str, way_out: str) -> None:
+    """Refuse a loader of another rank, which would train on rows twice."""
+    part = loader.part
+    if (part.rank, part.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"{where}: the loader must be that of rank {rank} of {world_size}, got rank {part.rank} of "
+            f"{part.world_size}; {way_out}"
+        )
 
-    A distributed checkpoint loads the keys that a fresh loader has, and no others. A rank of live text knows its
-    own lanes alone: where torch.distributed runs, all ranks must ask together, and each gets the lanes of all.
+
+def joined_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Return where all ranks stand, as JSON.
+
+    A rank of live text, alone or beside stores, knows its own lanes alone: where torch.distributed runs, all ranks
+    must ask together, and each gets the lanes of all.
     """
     state: dict[str, Any] = dict(loader.state_dict())
-    if is_running() and loader.lanes:
-        state = _merged(loader, state, group)
-    # A loader of live text without a plan on record goes by what it is made of, and by the batch within a step.
-    mid_step = (*_MID_STEP, "global_batch_size") if "made_of" in state else _MID_STEP
-    always = {key: value for key, value in state.items() if key not in mid_step}
-    texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in always.items()}
-    return texts | {key: state.get(key, 0) for key in mid_step}
-
-
-def _merged(loader: Loader, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    if not loader.lanes or not is_running():
+        return state
     part = loader.part
     states: list[tuple[int, Mapping[str, Any]]] = gather((part.rank, state), group)
     missing = sorted(set(range(part.world_size)) - {rank for rank, _ in states})
@@ -101,23 +100,34 @@ def _merged(loader: Loader, state: Mapping[str, Any], group: dist.ProcessGroup |
     return merge_states([own for _, own in states])
 
 
+def flat_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, int | str]:
+    """Return where all ranks stand with the same keys at any time, each a number or a text.
+
+    A distributed checkpoint loads the keys that a fresh loader has, and no others.
+    """
+    state = joined_state(loader, group)
+    # A loader of live text without a plan on record goes by what it is made of, and by the batch within a step.
+    mid_step = (*_MID_STEP, "global_batch_size") if "made_of" in state else _MID_STEP
+    always = {key: value for key, value in state.items() if key not in mid_step}
+    texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in always.items()}
+    return texts | {key: state.get(key, 0) for key in mid_step}
+
+
 def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state as the loaders have it; one that already is stays as it is."""
     if not isinstance(state, Mapping):
         return state  # the loader says what is wrong with it
-    found = dict(state)
+    nested = dict(state)
     for key in _NESTED:
-        if isinstance(found.get(key), str):
+        if isinstance(nested.get(key), str):
             try:
-                found[key] = json.loads(found[key])
+                nested[key] = json.loads(nested[key])
             except ValueError as error:
                 raise ResumeError(
-                    f"state: {key} must be JSON, got {found[key]!r}; use a state that was not edited"
+                    f"state: {key} must be JSON, got {nested[key]!r}; use a state that was not edited"
                 ) from error
-    return found
+    return nested
 
-
-# Whether all ranks of a job train on the same run, step by step.
 
 View: TypeAlias = dict[str, str]
 """What a rank reads at a step, in the eyes of a rank: source -> digest of its rows."""
@@ -225,7 +235,7 @@ class RankCheck:
         steps: list[int] = gather(step, self.group)
         if len(set(steps)) > 1:
             return ResumeError(
-                f"ranks: all must be at one step, got {_told(ranks, steps)}; load the same state on every rank"
+                f"ranks: all must be at one step, got {_spread(ranks, steps)}; load the same state on every rank"
             )
         descriptions = gather(self.loader.describe(), self.group)
         odd = _odd(ranks, [digest(described) for described in descriptions])
@@ -290,10 +300,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _told(ranks: Sequence[int], values: Sequence[object]) -> str:
+def _spread(ranks: Sequence[int], values: Sequence[object]) -> str:
     """Say what each rank has that is not like most, and what the others have.
 
-    >>> _told([0, 1, 2], [5, 6, 5]), _told([0, 1], [5, 6])
+    >>> _spread([0, 1, 2], [5, 6, 5]), _spread([0, 1], [5, 6])
     ('6 on rank 1, 5 on the others', '5 on rank 0, 6 on rank 1')
     """
     odd = _odd(ranks, values)
@@ -309,11 +319,11 @@ def _difference(
     sides = list(zip(ranks, descriptions, strict=True))
     first, old = next(side for side in sides if len(odd) == len(ranks) or side[0] not in odd)
     other, new = next(side for side in sides if side[0] in odd and digest(side[1]) != digest(old))
-    found = first_difference(dict(old), dict(new))
-    assert found is not None
-    path, here, there = found
+    difference = first_difference(dict(old), dict(new))
+    assert difference is not None
+    path, old_value, new_value = difference
     also = f", and {_ranks(odd)} unlike the others" if 1 < len(odd) < len(ranks) else ""
     return ConfigError(
-        f"{path}: must be the same on all ranks, got {there!r} on rank {other} and {here!r} on rank {first} "
-        f"at step {step}{also}; give every rank the same config and stores"
+        f"{path}: must be the same on all ranks, got {new_value!r} on rank {other} and {old_value!r} on rank "
+        f"{first} at step {step}{also}; give every rank the same config and stores"
     )

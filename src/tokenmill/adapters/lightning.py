@@ -12,11 +12,10 @@ need("lightning", extra="lightning", adapter="tokenmill.adapters.lightning")
 
 import lightning
 
-from tokenmill.adapters.distributed import gather
+from tokenmill.adapters.distributed import check_rank, joined_state
 from tokenmill.adapters.torch import Tensors, to_torch
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Loader
-from tokenmill.loader.state import merge_states
 from tokenmill.run.run import Run
 
 MakeLoader = Callable[[int, int], Loader]
@@ -41,13 +40,14 @@ class RunData(lightning.LightningDataModule):
     def train_dataloader(self) -> _Batches:
         """Return the batches of this rank, from where the last state that was loaded says."""
         # The strategy knows which ranks share their data, as those of tensor parallelism do.
-        told = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        rank, world_size = told["rank"], told["num_replicas"]
+        own = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        rank, world_size = own["rank"], own["num_replicas"]
         if isinstance(self.run, Run):
             self.loader = self.run.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch)
         else:
             self.loader = self.run(rank, world_size)
-            _check_rank(self.loader, rank, world_size)
+            way_out = "hand on the two arguments of the function"
+            check_rank(self.loader, rank, world_size, where="run", way_out=way_out)
         _check_trainer(self.trainer, self.loader)
         if self._saved is not None:
             self.loader.load_state_dict(self._saved)
@@ -59,10 +59,7 @@ class RunData(lightning.LightningDataModule):
         """Return where all ranks stand, as JSON; Lightning asks all ranks together."""
         if self.loader is None:
             return dict(self._saved or {})
-        state: dict[str, Any] = dict(self.loader.state_dict())
-        # A rank of live text, alone or beside stores, knows its own lanes alone.
-        live = self.loader.lanes and self.loader.part.world_size > 1
-        return merge_states(gather(state, None)) if live else state
+        return joined_state(self.loader)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says: the loader that there is, and the one that is made next."""
@@ -116,21 +113,11 @@ def _begin(trainer: lightning.Trainer, loader: Loader) -> int:
     drawn = loader.num_drawn
     if not trainer.fit_loop.restarting:
         return drawn
-    had = trainer.fit_loop.epoch_loop.batch_progress.current
-    more = drawn - had.ready
-    had.ready, had.started = had.ready + more, had.started + more
-    had.processed, had.completed = had.processed + more, had.completed + more
+    counts = trainer.fit_loop.epoch_loop.batch_progress.current
+    more = drawn - counts.ready
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(counts, name, getattr(counts, name) + more)
     return 0
-
-
-def _check_rank(loader: Loader, rank: int, world_size: int) -> None:
-    """Refuse a loader of another rank, which would train on rows twice."""
-    part = loader.part
-    if (part.rank, part.world_size) != (rank, world_size):
-        raise ConfigError(
-            f"run: the loader must be that of rank {rank} of {world_size}, got rank {part.rank} of "
-            f"{part.world_size}; hand on the two arguments of the function"
-        )
 
 
 def _check_trainer(trainer: lightning.Trainer, loader: Loader) -> None:

@@ -16,9 +16,9 @@ from tokenmill.adapters import need
 need("torch", extra="torch", adapter="tokenmill.adapters.nanochat")
 
 import torch
-import torch.distributed as dist
 
-from tokenmill.adapters.distributed import find_rank
+from tokenmill.adapters.distributed import find_rank, gather, is_running
+from tokenmill.adapters.torch import to_device, to_torch
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest
 from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live
@@ -116,11 +116,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
 
 def gather_state(state: Mapping[str, Any]) -> State:
     """Join the states of all ranks of torch.distributed; each of them calls this with that of the same batch."""
-    states: list[Mapping[str, Any]] = [state]
-    if dist.is_available() and dist.is_initialized():
-        states *= dist.get_world_size()
-        dist.all_gather_object(states, state)
-    return merge_states(states)
+    return merge_states(gather(state, None) if is_running() else [state])
 
 
 def list_parquet_files(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
@@ -153,8 +149,7 @@ def _stream(
         raise ConfigError("device: must be one of this machine, got 'cuda' and no GPU; say device='cpu'")
     files = _files(split, more)
     live = None if resume is None else _live(resume)
-    rank, world_size = find_rank()
-    rank, world_size = more.get("rank", rank), more.get("world_size", world_size)
+    rank, world_size = find_rank(rank=more.get("rank"), world_size=more.get("world_size"))
     if min(shape) < 1:
         raise ConfigError(f"B, T: must be at least 1, got {shape[0]} and {shape[1]}; raise them")
     lanes = more.get("lanes") or _lanes(live) or shape[0] * world_size
@@ -193,15 +188,11 @@ def _batches(loader: LiveLoader, device: torch.device, more: More) -> Iterator[T
             # The end of a document is followed by the BOS of another, as in one long stream.
             ends = batch["labels"] == IGNORE
             batch["labels"][ends] = np.where(batch["doc_ids"][ends] < 0, ignore, bos)
-            inputs, targets = (_sent(torch.from_numpy(batch[name]), device) for name in ("input_ids", "labels"))
-            yield inputs, targets, before if prefetched else after
+            tensors = to_device(to_torch({name: batch[name] for name in ("input_ids", "labels")}), device)
+            yield tensors["input_ids"], tensors["labels"], before if prefetched else after
             before = after
     finally:
         loader.close()
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _state(loader: LiveLoader, numbers: Mapping[str, int]) -> State:

@@ -11,7 +11,7 @@ need("torch", extra="torch", adapter="tokenmill.torch")
 
 import torch
 
-from tokenmill.adapters.distributed import RankCheck, find_rank, own_state, whole_state
+from tokenmill.adapters.distributed import RankCheck, find_rank, flat_state, own_state
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -74,7 +74,7 @@ class TorchLoader:
 
         Under torch.distributed the ranks of live text must call it together, as each knows its own lanes alone.
         """
-        return dict(whole_state(self.loader, self.group))
+        return dict(flat_state(self.loader, self.group))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says, its own or the loader's; a running iteration goes on from there."""

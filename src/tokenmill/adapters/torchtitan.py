@@ -69,15 +69,15 @@ class PairLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says, saved with any number of ranks; a running iteration goes on from there."""
-        told = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         try:
-            found = json.loads(state[STATE_KEYS[2]])
+            inner = json.loads(state[STATE_KEYS[2]])
         except (KeyError, TypeError, ValueError) as error:
+            keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ResumeError(
-                f"state: must have {', '.join(STATE_KEYS)}, the last one as JSON text, got {told or 'nothing'}; "
+                f"state: must have {', '.join(STATE_KEYS)}, the last one as JSON text, got {keys or 'nothing'}; "
                 "use a state of this loader"
             ) from error
-        self.loader.load_state_dict(found)
+        self.loader.load_state_dict(inner)
 
 
 def pair_loader(
@@ -112,8 +112,8 @@ def build_dataloader(
     """
     tables = _plain(job_config)
     file = Path(tables.get("job", {}).get("config_file") or "job_config").resolve()
-    said = {name: tables[name] for name in _TABLES if name in tables}
-    translation = translate(said, where=file.name, world_size=dp_world_size)
+    of_data = {name: tables[name] for name in _TABLES if name in tables}
+    translation = translate(of_data, where=file.name, world_size=dp_world_size)
     config = parse_config(translation.tables, where=file.name)
     run = Run(config=config, folder=file.parent, name=file.stem, translation=translation)
     if "seq_len" in tables["training"]:
@@ -124,19 +124,20 @@ def build_dataloader(
 
 def _plain(job_config: object) -> dict[str, Any]:
     """Return a config object as tables; what is None was not said."""
-    if isinstance(job_config, Mapping):
-        return {key: _said(value) for key, value in job_config.items()}
     if is_dataclass(job_config) and not isinstance(job_config, type):
-        return {key: _said(value) for key, value in asdict(job_config).items()}
-    raise ConfigError(
-        f"job_config: must be a dataclass or a mapping, got {type(job_config).__name__}; pass that of torchtitan"
-    )
+        job_config = asdict(job_config)
+    if not isinstance(job_config, Mapping):
+        raise ConfigError(
+            f"job_config: must be a dataclass or a mapping, got {type(job_config).__name__}; "
+            "pass that of torchtitan"
+        )
+    return {key: _without_none(value) for key, value in job_config.items()}
 
 
-def _said(value: Any) -> Any:  # noqa: ANN401 - any value of a config
+def _without_none(value: Any) -> Any:  # noqa: ANN401 - any value of a config
     if isinstance(value, Mapping):
-        return {key: _said(item) for key, item in value.items() if item is not None}
-    return [_said(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _check_length(plan: Plan, seq_len: int) -> None:
@@ -191,7 +192,7 @@ def _dataloader() -> type[PairLoader]:
         ) -> None:
             run = Run.from_toml(config.config_file, world_size=dp_world_size)
             _check_length(run.plan(), seq_len)
-            made = pair_loader(
+            pairs = pair_loader(
                 run,
                 dp_rank=dp_rank,
                 dp_world_size=dp_world_size,
@@ -199,6 +200,6 @@ def _dataloader() -> type[PairLoader]:
                 threads=config.threads,
                 check_ranks=config.check_ranks,
             )
-            super().__init__(made.loader)
+            super().__init__(pairs.loader)
 
     return TokenmillDataLoader

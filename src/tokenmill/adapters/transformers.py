@@ -17,11 +17,10 @@ import torch
 import transformers
 from transformers.trainer_callback import ExportableState
 
-from tokenmill.adapters.distributed import gather
+from tokenmill.adapters.distributed import check_rank, joined_state
 from tokenmill.adapters.torch import Tensors, to_torch
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import IGNORE, Loader
-from tokenmill.loader.state import merge_states
 from tokenmill.run.run import Run
 
 if TYPE_CHECKING:
@@ -70,10 +69,7 @@ class TrainData:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where all ranks stand, as JSON; ranks that read live text must ask together."""
-        state: dict[str, Any] = dict(self.loader.state_dict())
-        # A rank of live text, alone or beside stores, knows its own lanes alone.
-        live = self.loader.lanes and self.loader.part.world_size > 1
-        return merge_states(gather(state, None)) if live else state
+        return joined_state(self.loader)
 
 
 class TokenmillState(transformers.TrainerCallback, ExportableState):
@@ -159,11 +155,9 @@ def _loader_of(data: Run | Loader, args: TrainingArguments) -> Loader:
             rank=args.process_index, world_size=args.world_size, micro_batch=args.train_batch_size, arrays=ARRAYS
         )
     part = data.part
-    if not parallel and (part.rank, part.world_size) != (args.process_index, args.world_size):
-        raise ConfigError(
-            f"train_dataset: the loader must be that of rank {args.process_index} of {args.world_size}, got rank "
-            f"{part.rank} of {part.world_size}; pass the run itself, or rank and world_size to its loader"
-        )
+    if not parallel:
+        way_out = "pass the run itself, or rank and world_size to its loader"
+        check_rank(data, args.process_index, args.world_size, where="train_dataset", way_out=way_out)
     if part.micro_batch != args.train_batch_size:
         raise ConfigError(
             f"train_dataset: micro_batch must be that of the arguments, {args.train_batch_size}, got "
@@ -201,10 +195,10 @@ def _batches_per_step(loader: Loader) -> int:
     """Return how many micro-batches a step has: a Trainer takes the same number in all of them."""
     sizes = {loader.part.batches(stage): stage.spec for stage in loader.plan.stages if stage.spec.skipped is None}
     if len(sizes) > 1:
-        told = " and ".join(f"{spec.global_batch_size} in stage {spec.name!r}" for spec in sizes.values())
+        stages = " and ".join(f"{spec.global_batch_size} in stage {spec.name!r}" for spec in sizes.values())
         raise ConfigError(
             f"run: global_batch_size must be one for all stages, as a Trainer takes as many micro-batches in every "
-            f"step, got {told}; use one, or a run and a Trainer for each stage"
+            f"step, got {stages}; use one, or a run and a Trainer for each stage"
         )
     return next(iter(sizes))
 
