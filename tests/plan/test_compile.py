@@ -8,7 +8,7 @@ from tests.plan.conftest import NumberedRows
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.plan import Ramp, Shuffle, StageSpec, compile_plan
-from tokenmill.plan.order import rows_in_order
+from tokenmill.plan.order import rows_at
 
 NAMES = [f"s{i}" for i in range(8)]
 SIZES = dict(zip(NAMES, (97, 31, 53, 11, 200, 64, 5, 128), strict=True))
@@ -70,8 +70,7 @@ def test_any_prefix_of_a_run_is_within_two_rows_of_every_share(given_stages):
         shares = np.array([stage.shares(step).get(name, 0.0) for name in NAMES])
         batch = stage.spec.global_batch_size
         # In the order of the mixture, not as the batch is turned.
-        first = (step - stage.spec.start_step) * batch
-        for source in rows_in_order(stage, np.arange(first, first + batch))[0].tolist():
+        for source in rows_at(stage, np.full(batch, step), np.arange(batch), rotate=False)[0].tolist():
             counts[source] += 1
             asked += shares
             worst = max(worst, np.abs(counts - asked).max())
@@ -87,8 +86,8 @@ def test_every_row_is_drawn_once_an_epoch_across_edges_and_ramps(given_stages):
     for step in range(steps):
         stage = plan.stage(step)
         batch = stage.spec.global_batch_size
-        first = (step - stage.spec.start_step) * batch
-        for source, row in zip(*rows_in_order(stage, np.arange(first, first + batch)), strict=True):
+        found = rows_at(stage, np.full(batch, step), np.arange(batch), rotate=False)
+        for source, row in zip(*found, strict=True):
             drawn[NAMES[source]].append(int(row))
     for name, rows in drawn.items():
         for begin in range(0, len(rows), SIZES[name]):

@@ -195,43 +195,55 @@ def _number_tokens(
         documents += 4 * seq_len
 
 
-@kernel
 def find_segments(
     rows: Int64Array, spans: Int64Array, seq_len: int, batch: int
 ) -> tuple[Int32Array, Int64Array, Int32Array]:
     """Cut rows into batches; return bounds of segments in each, where each batch starts in them, its longest."""
     number = rows.shape[0] // batch
-    bounds = np.empty(rows[:, 1].sum() + rows.shape[0] + number, np.int32)
+    bounds = np.empty(int(rows[:, 1].sum()) + rows.shape[0] + number, np.int32)
     first = np.empty(number + 1, np.int64)
     longest = np.zeros(number, np.int32)
-    filled = 0
-    for k in range(number):
+    _find_segments(rows, spans, seq_len, batch, bounds, first, longest)
+    return bounds[: first[number]], first, longest
+
+
+@kernel
+def _find_segments(
+    rows: Int64Array,
+    spans: Int64Array,
+    seq_len: int,
+    batch: int,
+    bounds: Int32Array,
+    first: Int64Array,
+    longest: Int32Array,
+) -> None:
+    filled = int64(0)
+    for k in range(longest.size):
         first[k] = filled
         for i in range(batch):
-            line = rows[k * batch + i]
-            column = 0
-            for span in range(line[0], line[0] + line[1]):
-                if not spans[span, JOINED] and column < seq_len:
+            span = rows[k * batch + i, 0]
+            last = span + rows[k * batch + i, 1]
+            column = int64(0)
+            while span <= last and column < seq_len:
+                # Behind the last span stands the padding, a segment of its own.
+                if span == last or not spans[span, JOINED]:
                     bounds[filled] = i * seq_len + column
                     filled += 1
-                column += spans[span, LENGTH]
-            if column < seq_len:
-                bounds[filled] = i * seq_len + column
-                filled += 1
+                column += spans[span, LENGTH] if span < last else seq_len
+                span += 1
         bounds[filled] = batch * seq_len
         filled += 1
         for segment in range(first[k], filled - 1):
             longest[k] = max(longest[k], bounds[segment + 1] - bounds[segment])
-    first[number] = filled
-    return bounds[:filled], first, longest
+    first[longest.size] = filled
 
 
-@kernel
 def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Array:
     """Return how many labels each row has where no loss mask says otherwise."""
-    counts = np.zeros(rows.shape[0], np.int64)
-    for i in range(rows.shape[0]):
-        for number in range(rows[i, 0], rows[i, 0] + rows[i, 1]):
-            first = number == rows[i, 0]
-            counts[i] += spans[number, LENGTH] - (first or not (spans[number, JOINED] or crossing))
+    # The first span of a row has one less than tokens, and so has every other that nothing before it predicts.
+    labels = spans[:, LENGTH] - (0 if crossing else spans[:, JOINED] == 0)
+    ends = np.concatenate([[0], np.cumsum(labels)])
+    counts: Int64Array = ends[rows[:, 0] + rows[:, 1]] - ends[rows[:, 0]]
+    if crossing:
+        counts -= rows[:, 1] > 0
     return counts

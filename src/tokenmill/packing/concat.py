@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import inner, int64, kernel, least, read_int64, read_uint32
 from tokenmill.errors import PlanError, StoreCorruptError
 from tokenmill.packing.exclude import (
     LOSS_MASK,
@@ -33,8 +33,7 @@ from tokenmill.packing.exclude import (
 )
 from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
-from tokenmill.store.locate import view_uint32, view_uint64
-from tokenmill.types import AnyArray, Fates, Int64Array, Spans, Uint64Array
+from tokenmill.types import AnyArray, Fates, Int64Array, Spans
 
 if TYPE_CHECKING:
     from tokenmill.plan.stages import CountedRows, Held, Seen
@@ -207,19 +206,14 @@ class ConcatRows:
             local = np.searchsorted(shards, first_shard[chosen])
             found = self._spans_of((begins[chosen], sizes[chosen], local, chosen), shards, first, count)
             first[chosen] += filled
-            filled += found.shape[0]
+            filled += found.shape[1]
             parts.append(found)
-        columns = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty((0, 5), np.int64)])
+        columns = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty((5, 0), np.int64)], axis=1)
         if begins.size > rows.size:
             columns, first, count = _join_runs(columns, first, count, runs)
+        document, start, length, shard, token = columns
         return Spans(
-            first=first,
-            count=count,
-            document=columns[:, 0],
-            start=columns[:, 1],
-            length=columns[:, 2],
-            shard=columns[:, 3],
-            token=columns[:, 4],
+            first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
         )
 
     def _spans_of(
@@ -231,11 +225,11 @@ class ConcatRows:
     ) -> Int64Array:
         store = self.store
         with store.maps.borrow([store.file(int(shard), DOCUMENTS) for shard in shards]) as files:
-            addresses = np.array([file.address for file in files], np.uint64)
+            addresses = np.array([file.address for file in files], np.int64)
             mean = store.num_tokens / max(1, store.num_documents)
             capacity = int(3 * runs[0].size + 1.5 * int(runs[1].sum()) / max(1.0, mean)) + 16
             while True:
-                out = np.empty((capacity, 5), np.int64)
+                out = np.empty((5, capacity), np.int64)
                 needed = _find_spans(
                     runs,
                     (shards, addresses, store.token_begins, store.document_begins),
@@ -249,7 +243,7 @@ class ConcatRows:
                         "got others; run `tokenmill verify`, then copy or prepare the store again"
                     )
                 if needed <= capacity:
-                    return out[:needed]
+                    return np.ascontiguousarray(out[:, :needed])
                 capacity = int(needed)
 
 
@@ -261,9 +255,9 @@ def _join_runs(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Put the spans of rows that are made of several runs side by side; return them, and (first, count) of rows."""
     ends = np.cumsum(count)
-    order = np.arange(columns.shape[0]) + np.repeat(first - (ends - count), count)
+    order = np.arange(columns.shape[1]) + np.repeat(first - (ends - count), count)
     heads = np.cumsum(runs) - runs
-    return columns[order], (ends - count)[heads], np.add.reduceat(count, heads)
+    return columns[:, order], (ends - count)[heads], np.add.reduceat(count, heads)
 
 
 def _groups(first: Int64Array, last: Int64Array, limit: int) -> Iterator[tuple[Int64Array, Int64Array]]:
@@ -293,7 +287,7 @@ def _groups(first: Int64Array, last: Int64Array, limit: int) -> Iterator[tuple[I
 @kernel
 def _find_spans(
     runs: Runs,
-    shards: tuple[Int64Array, Uint64Array, Int64Array, Int64Array],
+    shards: tuple[Int64Array, Int64Array, Int64Array, Int64Array],
     first: Int64Array,
     count: Int64Array,
     out: Int64Array,
@@ -304,71 +298,56 @@ def _find_spans(
     """
     begins, sizes, locals_, chosen = runs
     numbers, addresses, token_begins, document_begins = shards
-    filled = 0
+    filled = int64(0)
     for i in range(begins.size):
         position = begins[i]
         end = position + sizes[i]
         local = locals_[i]
         first[chosen[i]] = filled
         while position < end:
-            shard = numbers[local]
+            shard = int64(numbers[local])
             base = token_begins[shard]
-            stop = min(end, token_begins[shard + 1]) - base
-            token = position - base
+            tokens = token_begins[shard + 1] - base
+            token, stop = position - base, least(end - base, tokens)
             if token < stop:
-                filled = _shard_spans(
-                    addresses[local],
-                    (document_begins[shard], document_begins[shard + 1] - document_begins[shard], shard),
-                    (token, stop, token_begins[shard + 1] - base),
-                    out,
-                    filled,
-                )
-                if filled < 0:
-                    return -1 - int(shard)
+                first_document = document_begins[shard]
+                documents = document_begins[shard + 1] - first_document
+                low = document = _document_at(addresses[local], documents, tokens, token)
+                while token < stop:
+                    if low < 0 or document == documents:
+                        return -1 - shard
+                    begin = read_int64(addresses[local], document)
+                    if document > low and begin != token:
+                        return -1 - shard  # a document begins where the one before it ends
+                    size = least(stop, read_int64(addresses[local], document + 1)) - token
+                    if size > 0:
+                        if filled < out.shape[1]:
+                            out[0, filled] = first_document + document
+                            out[1, filled] = token - begin
+                            out[2, filled] = size
+                            out[3, filled] = shard
+                            out[4, filled] = token
+                        filled += 1
+                        token += size
+                    document += 1
                 position = base + stop
             local += 1
         count[chosen[i]] = filled - first[chosen[i]]
     return filled
 
 
-@kernel
-def _shard_spans(
-    address: np.uint64,
-    shard: tuple[int, int, int],
-    tokens: tuple[int, int, int],
-    out: Int64Array,
-    filled: int,
-) -> int:
-    first_document, documents, number = shard
-    token, stop, shard_tokens = tokens
-    offsets = view_uint64(address, documents + 1)
-    num_anchors = (shard_tokens + ANCHOR_TOKENS - 1) // ANCHOR_TOKENS
-    anchors = view_uint32(address + np.uint64(8 * (documents + 1)), num_anchors)
+@inner
+def _document_at(address: int, documents: int, tokens: int, token: int) -> int:
+    """Return the last document of a shard that begins at a token or before it; -1 where none does."""
+    anchors = address + 8 * (documents + 1)
     block = token // ANCHOR_TOKENS
-    low = min(int(np.int64(anchors[block])), documents - 1)
-    high = min(int(np.int64(anchors[block + 1])), documents - 1) if block + 1 < anchors.size else documents - 1
+    low, high = least(read_uint32(anchors, block), documents - 1), documents - 1
+    if (block + 1) * ANCHOR_TOKENS < tokens:
+        high = least(read_uint32(anchors, block + 1), high)
     while low < high:
         middle = (low + high + 1) >> 1
-        if np.int64(offsets[middle]) <= token:
+        if read_int64(address, middle) <= token:
             low = middle
         else:
             high = middle - 1
-    document = low
-    if np.int64(offsets[document]) > token:
-        return -1
-    while token < stop:
-        # A document begins where the one before it ends.
-        if document == documents or (document > low and np.int64(offsets[document]) != token):
-            return -1
-        end = min(stop, int(np.int64(offsets[document + 1])))
-        if end > token:
-            if filled < out.shape[0]:
-                out[filled, 0] = first_document + document
-                out[filled, 1] = token - np.int64(offsets[document])
-                out[filled, 2] = end - token
-                out[filled, 3] = number
-                out[filled, 4] = token
-            filled += 1
-            token = end
-        document += 1
-    return filled
+    return low if read_int64(address, low) <= token else int64(-1)

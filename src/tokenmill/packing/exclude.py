@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import int64, kernel, read_uint8
 from tokenmill.errors import ConfigError
 from tokenmill.plan.stages import Held
 from tokenmill.store.layout import key_file
-from tokenmill.store.locate import locate, view_uint8
-from tokenmill.types import BoolArray, Int64Array, Uint64Array
+from tokenmill.store.locate import locate
+from tokenmill.types import BoolArray, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
@@ -230,28 +230,24 @@ def count_ones(
     """Return how many values of a mask are not 0 in runs at (shard, first value within it, length)."""
     needed = distinct(shards)
     size = max(1, store.maps.limit // 4)
+    addresses = np.zeros(store.num_shards, np.int64)
     found = 0
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
         with store.maps.borrow([store.file(int(shard), key_file(key)) for shard in group]) as files:
-            addresses = np.array([file.address for file in files], np.uint64)
-            found += int(_count(addresses, group, shards, firsts, lengths))
+            addresses[group] = [file.address for file in files]
+            found += _count(addresses, shards, firsts, lengths)
+            addresses[group] = 0
     return found
 
 
 @kernel
-def _count(
-    addresses: Uint64Array,
-    group: Int64Array,
-    shards: Int64Array,
-    firsts: Int64Array,
-    lengths: Int64Array,
-) -> int:
-    found = 0
+def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, lengths: Int64Array) -> int:
+    """Return how many bytes are not 0 in runs whose shard has an address."""
+    found = int64(0)
     for i in range(shards.size):
-        local = np.searchsorted(group, shards[i])
-        if local < group.size and group[local] == shards[i] and lengths[i] > 0:
-            mask = view_uint8(addresses[local] + np.uint64(firsts[i]), lengths[i])
-            for value in mask:
-                found += value != 0
+        address = addresses[shards[i]]
+        if address:
+            for k in range(firsts[i], firsts[i] + lengths[i]):
+                found += read_uint8(address, k) != 0
     return found

@@ -14,7 +14,7 @@ import numpy as np
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, exact_weight, integer_weights
-from tokenmill.plan.permute import derive
+from tokenmill.plan.permute import derived_key
 from tokenmill.plan.ramp import build_ramp
 from tokenmill.plan.shuffle import MODES, Shuffle
 from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Rows, Seen, Stage, StageSpec
@@ -128,7 +128,7 @@ class Progress:
         """Return how far the epoch under way was read."""
         epoch, size, drawn = self.epoch()
         assert self.shuffle is not None
-        key = int(derive(np.uint64(self.key), epoch))
+        key = int(derived_key(np.uint64(self.key), epoch))
         return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
 
 

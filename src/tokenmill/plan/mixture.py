@@ -109,26 +109,14 @@ class Mixture:
         """Return the mean share of each source over some steps."""
         return [Fraction(weight, self.period) for weight in self.weights]
 
-    @cached_property
-    def _order(self) -> list[list[int]]:
-        return [[int(x) for x in node] for node in self.nodes]
-
     def counts(self, positions: int) -> list[int]:
         """Return how often each source is drawn in the first `positions` positions."""
-        counts = [0] * len(self.weights)
-        arriving = {len(self._order) - 1: positions}
-        if not self._order:
-            return [positions]
-        for index in range(len(self._order) - 1, -1, -1):
-            left, right, offset, total, left_weight, _parent = self._order[index]
-            here = arriving[index]
-            to_left = (here * left_weight + offset) // total
-            for child, number in ((left, to_left), (right, here - to_left)):
-                if child < 0:
-                    counts[~child] = number
-                else:
-                    arriving[child] = number
-        return counts
+        return count_draws(self._order, positions, len(self.weights))
+
+    @cached_property
+    def _order(self) -> list[list[int]]:
+        nodes: list[list[int]] = self.nodes.tolist()
+        return nodes
 
     def ahead(self, positions: int, before: Sequence[Fraction]) -> list[Fraction]:
         """Return how many rows each source is ahead of its share after so many positions."""
@@ -150,6 +138,23 @@ class Mixture:
         """Return the positions of some draws of a source."""
         found: Int64Array = positions_of(source, drawn, self.nodes, self.leaf_parent)
         return found
+
+
+def count_draws(nodes: Sequence[Sequence[int]], positions: int, sources: int) -> list[int]:
+    """Return how often each source is drawn in the first `positions` positions of a tree."""
+    if not nodes:
+        return [positions]
+    counts = [0] * sources
+    arriving = {len(nodes) - 1: positions}
+    for index in range(len(nodes) - 1, -1, -1):
+        left, right, offset, total, left_weight, _parent = nodes[index]
+        to_left = (arriving[index] * left_weight + offset) // total
+        for child, number in ((left, to_left), (right, arriving[index] - to_left)):
+            if child < 0:
+                counts[~child] = number
+            else:
+                arriving[child] = number
+    return counts
 
 
 def build_mixture(weights: tuple[int, ...], ahead: Sequence[Fraction] | None = None) -> Mixture:
@@ -234,24 +239,26 @@ def draw(position: int, nodes: Int64Array, first: int, count: int) -> tuple[int,
         total = np.uint64(nodes[node, TOTAL])
         left_weight = np.uint64(nodes[node, LEFT_WEIGHT])
         offset = np.uint64(nodes[node, OFFSET])
-        rounds = np.uint64(0)
-        if here >= _SMALL:
-            rounds = here // total  # so that no product leaves 64 bits
-        scaled = (here - rounds * total) * left_weight + offset
-        more = scaled // total
-        to_left = rounds * left_weight + more
-        if scaled - more * total + left_weight >= total:
-            here = to_left
-            child = nodes[node, LEFT]
+        if here < _SMALL:
+            scaled = here * left_weight + offset
+            to_left = scaled // total
+            rest = scaled - to_left * total
         else:
-            here -= to_left
-            child = nodes[node, RIGHT]
+            # here = rounds * total + the rest, so that no product leaves 64 bits.
+            rounds = here // total
+            scaled = (here - rounds * total) * left_weight + offset
+            more = scaled // total
+            to_left = rounds * left_weight + more
+            rest = scaled - more * total
+        to_the_left = rest + left_weight >= total
+        here = to_left if to_the_left else here - to_left
+        child = nodes[node, LEFT if to_the_left else RIGHT]
         if child < 0:
             return ~child, int64(here)
         node = first + child
 
 
-@kernel
+@inner
 def position_of(source: int, drawn: int, nodes: Int64Array, leaf_parent: Int64Array) -> int:
     """Return the position at which `source` is drawn after having been drawn `drawn` times."""
     child = ~source

@@ -6,7 +6,7 @@ import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.plan.mixture import draw
-from tokenmill.plan.permute import derive
+from tokenmill.plan.permute import derive, derived_key
 from tokenmill.plan.shuffle import shuffle_row, unshuffle_rows
 from tokenmill.plan.stages import (
     BLOCK_ROWS,
@@ -25,18 +25,13 @@ from tokenmill.plan.stages import (
 from tokenmill.types import Int64Array, Uint64Array
 
 
-def rows_at(stage: Stage, steps: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return (source, row) for many (step, slot of the global batch) of one stage."""
-    return _rows_at(stage, steps, slots, rotate=stage.rotate)
+def rows_at(
+    stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool = True
+) -> tuple[Int64Array, Int64Array]:
+    """Return (source, row) for many (step, slot of the global batch) of one stage.
 
-
-def rows_in_order(stage: Stage, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return (source, row) for many positions of a stage, in the order in which the mixture draws them."""
-    batch = stage.spec.global_batch_size
-    return _rows_at(stage, positions // batch + stage.spec.start_step, positions % batch, rotate=False)
-
-
-def _rows_at(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -> tuple[Int64Array, Int64Array]:
+    Without `rotate`, slots are in the order in which the mixture draws them.
+    """
     out = np.empty((2, steps.size), np.int64)
     if not steps.size:
         return out[0], out[1]
@@ -46,7 +41,7 @@ def _rows_at(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool
     )
     found = stage.mixture.segments(first, last)
     nodes = found.nodes.reshape(-1, found.nodes.shape[2])
-    shape = (stage.spec.start_step, batch, int(rotate), stage.origin)
+    shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin)
     _rows(steps, slots, shape, (found.starts, nodes, found.bases), stage.table, stage.keys, stage.rotation_key, out)
     return out[0], out[1]
 
@@ -156,7 +151,7 @@ def _places(stage: Stage, line: int, epoch: int, rows: Int64Array, size: int) ->
     old = epoch == stage.table[line, OLD_EPOCH]
     columns = (OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS) if old else (MODE, BLOCK_ROWS, WINDOW_BLOCKS)
     mode, block, window = (int(stage.table[line, column]) for column in columns)
-    key = np.uint64(derive(stage.keys[line, 1 if old else 0], epoch))
+    key = np.uint64(derived_key(stage.keys[line, 1 if old else 0], epoch))
     places: Int64Array = unshuffle_rows(rows, size, key, mode, block, window)
     return places
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenmill.compiled import inlined, int64, kernel, leading_zeros
+from tokenmill.compiled import inlined, inner, int64, kernel, leading_zeros
 from tokenmill.types import Int64Array
 
 ROUNDS = 6
@@ -36,6 +36,12 @@ def mix(value: np.uint64) -> np.uint64:
 def derive(key: np.uint64, number: int) -> np.uint64:
     """Return the key of one epoch, window or step of many that share `key`."""
     return mix(key + (np.uint64(number) + _ONE) * _GOLDEN)
+
+
+@kernel
+def derived_key(key: np.uint64, number: int) -> np.uint64:
+    """Return what `derive` does, outside of kernels."""
+    return derive(key, number)
 
 
 @inlined
@@ -72,7 +78,7 @@ def permute(index: int, size: int, key: np.uint64) -> int:
             return int64(value)
 
 
-@kernel
+@inner
 def unpermute(image: int, size: int, key: np.uint64) -> int:
     """Return the index that `permute` sends to `image`."""
     bits = num_bits(size)
@@ -97,13 +103,4 @@ def permute_all(indices: Int64Array, size: int, key: np.uint64) -> Int64Array:
     out = np.empty_like(indices)
     for i in range(indices.size):
         out[i] = permute(indices[i], size, key)
-    return out
-
-
-@kernel
-def unpermute_all(images: Int64Array, size: int, key: np.uint64) -> Int64Array:
-    """Undo `permute_all`."""
-    out = np.empty_like(images)
-    for i in range(images.size):
-        out[i] = unpermute(images[i], size, key)
     return out

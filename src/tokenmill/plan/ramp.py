@@ -15,7 +15,7 @@ from math import lcm
 
 import numpy as np
 
-from tokenmill.compiled import kernel
+from tokenmill.compiled import inner, int64, kernel, least
 from tokenmill.plan.mixture import (
     LEFT,
     LEFT_WEIGHT,
@@ -24,6 +24,7 @@ from tokenmill.plan.mixture import (
     TOTAL,
     Segments,
     build_tree,
+    count_draws,
     leaf_parents,
     position_of,
     round_nodes,
@@ -31,13 +32,13 @@ from tokenmill.plan.mixture import (
 )
 from tokenmill.types import Float64Array, Int64Array
 
-SHAPES = ("linear", "cosine")
 MAX_BATCH = 1 << 22
 """Rows of a step of a ramp, so that every product in the kernels fits 64 bits."""
 PARTS = 1 << 20
 """Weights at an end of a ramp are whole numbers with at most this sum; the way has at most so many parts."""
 KEPT = 256
-"""Every so manieth step is kept."""
+"""What a step follows from is kept for one of so many steps."""
+_NO_TREES, _NO_REST, _NO_WAYS = np.empty((0, 0, 0), np.int64), np.empty((0, 0)), np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +68,25 @@ class RampMixture:
     def _facts(self) -> tuple[int, int, int, int, int]:
         return self.batch, self.steps, self.parts, int(self.cosine), self.first
 
-    @property
-    def _tables(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        return self.begin, self.end, self.nodes
+    def _state(
+        self, left: Float64Array, counts: Int64Array
+    ) -> tuple[Int64Array, Float64Array, Int64Array, Int64Array]:
+        """Return what kernels change: the tree, what is left over at each node, draws of sources and at nodes."""
+        return self.nodes.copy(), left.copy(), counts.copy(), np.empty(len(self.nodes), np.int64)
 
     @cached_property
     def _kept(self) -> tuple[Float64Array, Int64Array, Int64Array]:
         """Before every 256th step: what is left over at each node, draws of each source, ways added up."""
-        number = -(-(self.steps - self.first) // KEPT) + 1
-        left = np.zeros((number, len(self.nodes)), np.float64)
-        counts = np.zeros((number, self.begin.size), np.int64)
-        ways = np.zeros(number, np.int64)
-        left[0] = self.nodes[:, OFFSET] / self.nodes[:, TOTAL]
-        _walk(self._facts, self._tables, left, counts, ways)
+        steps = self.steps - self.first
+        number = -(-steps // KEPT) + 1
+        state = self._state(self.nodes[:, OFFSET] / self.nodes[:, TOTAL], np.zeros(self.begin.size, np.int64))
+        left, counts = np.empty((number, len(self.nodes))), np.empty((number, self.begin.size), np.int64)
+        ways = np.empty(number, np.int64)
+        no_trees = np.empty((0, 0, 0), np.int64)
+        ways[-1] = _walk(
+            self._facts, (self.begin, self.end), state, (0, 0, steps, KEPT), (no_trees, left, counts, ways)
+        )
+        left[-1], counts[-1] = state[1], state[2]
         return left, counts, ways
 
     def asked(self, first: int, last: int) -> list[Fraction]:
@@ -93,9 +100,8 @@ class RampMixture:
         """Return how often each source is drawn in the first `positions` positions."""
         step = min(positions // self.batch, self.steps - self.first - 1)
         found = self.segments(step * self.batch, (step + 1) * self.batch)
-        counts = found.bases[0]
-        _count(positions - step * self.batch, found.nodes[0], counts)
-        return [int(number) for number in counts]
+        drawn = count_draws(found.nodes[0].tolist(), positions - step * self.batch, self.begin.size)
+        return [before + number for before, number in zip(found.bases[0].tolist(), drawn, strict=True)]
 
     def ahead(self, positions: int, before: Sequence[Fraction]) -> list[Fraction]:
         """Return how many rows each source is ahead of its share after so many positions, which are whole steps."""
@@ -112,7 +118,9 @@ class RampMixture:
         nodes = np.empty((end - begin, *self.nodes.shape), np.int64)
         bases = np.empty((end - begin, self.begin.size), np.int64)
         kept = begin // KEPT
-        _steps(self._facts, self._tables, (begin, end), (left[kept].copy(), counts[kept].copy()), nodes, bases)
+        out = (nodes, _NO_REST, bases, _NO_WAYS)
+        state = self._state(left[kept], counts[kept])
+        _walk(self._facts, (self.begin, self.end), state, (kept * KEPT, begin, end, 1), out)
         return Segments(starts=np.arange(begin, end) * self.batch, nodes=nodes, bases=bases)
 
     def positions_of(self, source: int, drawn: Int64Array) -> Int64Array:
@@ -122,7 +130,8 @@ class RampMixture:
         wanted = drawn[order]
         kept = np.searchsorted(counts[:, source], wanted, side="right") - 1
         found = np.empty_like(wanted)
-        _find(self._facts, self._tables, (left, counts), source, (wanted, kept), self.leaf_parent, found)
+        tables = (self.begin, self.end, left, counts, self.leaf_parent)
+        _find(self._facts, tables, self._state(left[0], counts[0]), source, wanted, kept, found)
         result = np.empty_like(found)
         result[order] = found
         return result
@@ -195,61 +204,56 @@ def _way_of(step: int, facts: tuple[int, int, int, int, int]) -> int:
     _, steps, parts, cosine, first = facts
     middle = 2 * (first + step) + 1
     if not cosine:
-        return max(1, middle * parts // (2 * steps))
+        way = middle * parts // (2 * steps)
+        return way if way > 1 else 1
     at = middle / (2 * steps)
-    near = min(at, 1.0 - at)
+    near = at if at < 1.0 - at else 1.0 - at
     # sin(pi / 2 * near)^2 is (1 - cos(pi * near)) / 2. A sum of products, as every machine computes it alike.
     x = near * 1.5707963267948966
     y = x * x
     sine = x * (1 - y / 6 * (1 - y / 20 * (1 - y / 42 * (1 - y / 72 * (1 - y / 110 * (1 - y / 156))))))
-    way: int = min(max(int(sine * sine * parts), 1), parts // 2)
+    way = least(int64(sine * sine * parts), parts // 2)
+    way = way if way > 1 else 1
     return way if at <= 0.5 else parts - way
 
 
-@kernel
+@inner
 def _weigh(
     step: int,
     facts: tuple[int, int, int, int, int],
-    tables: tuple[Int64Array, Int64Array, Int64Array],
+    begin: Int64Array,
+    end: Int64Array,
     left: Float64Array,
     nodes: Int64Array,
 ) -> None:
     """Fill in the tree of a step: its weights, and what is left over at each node."""
-    begin, end, template = tables
     way, parts = _way_of(step, facts), facts[2]
-    for number in range(template.shape[0]):
-        nodes[number] = template[number]
-        total = np.int64(0)
-        for column in (RIGHT, LEFT):
-            child = template[number, column]
+    for number in range(nodes.shape[0]):
+        total = weight = int64(0)
+        for side in range(2):
+            child = nodes[number, LEFT if side else RIGHT]
             weight = begin[~child] * (parts - way) + end[~child] * way if child < 0 else nodes[child, TOTAL]
             total += weight
         nodes[number, TOTAL] = total
         nodes[number, LEFT_WEIGHT] = weight
-        nodes[number, OFFSET] = min(np.int64(left[number] * total), total - 1)
+        nodes[number, OFFSET] = least(int64(left[number] * total), total - 1)
 
 
-@kernel
-def _draw(
-    batch: int,
-    nodes: Int64Array,
-    left: Float64Array,
-    counts: Int64Array,
-) -> None:
+@inner
+def _draw(batch: int, nodes: Int64Array, left: Float64Array, counts: Int64Array, arriving: Int64Array) -> None:
     """Draw the rows of a step: count them, and note what is left over at each node."""
-    arriving = np.zeros(nodes.shape[0], np.int64)
     if not nodes.shape[0]:
         counts[0] += batch
         return
-    arriving[-1] = batch
+    arriving[nodes.shape[0] - 1] = batch
     for number in range(nodes.shape[0] - 1, -1, -1):
+        total = nodes[number, TOTAL]
         scaled = arriving[number] * nodes[number, LEFT_WEIGHT] + nodes[number, OFFSET]
-        to_left = scaled // nodes[number, TOTAL]
-        left[number] = (scaled - to_left * nodes[number, TOTAL]) / nodes[number, TOTAL]
-        for child, drawn in (
-            (nodes[number, LEFT], to_left),
-            (nodes[number, RIGHT], arriving[number] - to_left),
-        ):
+        to_left = scaled // total
+        left[number] = (scaled - to_left * total) / total
+        for side in range(2):
+            child = nodes[number, LEFT if side else RIGHT]
+            drawn = to_left if side else arriving[number] - to_left
             if child < 0:
                 counts[~child] += drawn
             else:
@@ -257,84 +261,68 @@ def _draw(
 
 
 @kernel
-def _count(positions: int, nodes: Int64Array, counts: Int64Array) -> None:
-    """Add the draws of the first positions of a step."""
-    _draw(positions, nodes, np.empty(nodes.shape[0], np.float64), counts)
-
-
-@kernel
 def _walk(
     facts: tuple[int, int, int, int, int],
-    tables: tuple[Int64Array, Int64Array, Int64Array],
-    left: Float64Array,
-    counts: Int64Array,
-    ways: Int64Array,
-) -> None:
-    """Go through all steps of a ramp and keep every 256th; `left` has the first already."""
-    batch, steps, _, _, first = facts
-    nodes = np.empty_like(tables[2])
-    here = left[0].copy()
-    drawn = np.zeros(counts.shape[1], np.int64)
-    way = np.int64(0)
-    for step in range(steps - first):
-        if step % KEPT == 0:
-            left[step // KEPT] = here
-            counts[step // KEPT] = drawn
-            ways[step // KEPT] = way
-        _weigh(step, facts, tables, here, nodes)
-        _draw(batch, nodes, here, drawn)
-        way += _way_of(step, facts)
-    left[-1] = here
-    counts[-1] = drawn
-    ways[-1] = way
+    ends: tuple[Int64Array, Int64Array],
+    state: tuple[Int64Array, Float64Array, Int64Array, Int64Array],
+    steps: tuple[int, int, int, int],
+    out: tuple[Int64Array, Float64Array, Int64Array, Int64Array],
+) -> int:
+    """Go on from a state through some steps; return the ways of all, added up.
 
-
-@kernel
-def _steps(
-    facts: tuple[int, int, int, int, int],
-    tables: tuple[Int64Array, Int64Array, Int64Array],
-    wanted: tuple[int, int],
-    state: tuple[Float64Array, Int64Array],
-    nodes: Int64Array,
-    bases: Int64Array,
-) -> None:
-    """Fill in the trees of some steps and the draws before each; `state` is that of the last kept step before."""
-    begin, end = wanted
-    left, counts = state
-    here = np.empty_like(tables[2])
-    for step in range(begin - begin % KEPT, end):
-        _weigh(step, facts, tables, left, here)
-        if step >= begin:
-            nodes[step - begin] = here
-            bases[step - begin] = counts
-        _draw(facts[0], here, left, counts)
+    steps is (first, first that is kept, last, every how many are kept). What is kept, in those arrays that are not
+    empty, is the tree of a step, and, before it: what is left over at each node, draws of each source, ways.
+    """
+    begin, end = ends
+    nodes, left, counts, arriving = state
+    first, next_kept, last, every = steps
+    kept_nodes, kept_left, kept_counts, kept_ways = out
+    ways = k = int64(0)
+    for step in range(first, last):
+        _weigh(step, facts, begin, end, left, nodes)
+        if step == next_kept:
+            for source in range(counts.size):
+                kept_counts[k, source] = counts[source]
+            for node in range(nodes.shape[0]):
+                if kept_left.size:
+                    kept_left[k, node] = left[node]
+                if kept_nodes.size:
+                    for column in range(6):
+                        kept_nodes[k, node, column] = nodes[node, column]
+            if kept_ways.size:
+                kept_ways[k] = ways
+            next_kept += every
+            k += 1
+        _draw(facts[0], nodes, left, counts, arriving)
+        ways += _way_of(step, facts)
+    return ways
 
 
 @kernel
 def _find(
     facts: tuple[int, int, int, int, int],
-    tables: tuple[Int64Array, Int64Array, Int64Array],
-    kept: tuple[Float64Array, Int64Array],
+    tables: tuple[Int64Array, Int64Array, Float64Array, Int64Array, Int64Array],
+    state: tuple[Int64Array, Float64Array, Int64Array, Int64Array],
     source: int,
-    wanted: tuple[Int64Array, Int64Array],
-    leaf_parent: Int64Array,
+    wanted: Int64Array,
+    kept: Int64Array,
     found: Int64Array,
 ) -> None:
     """Fill in the positions of draws of a source, which are in ascending order with the kept step before each."""
-    batch = facts[0]
-    nodes = np.empty_like(tables[2])
-    step = -1
-    left = kept[0][0].copy()
-    counts = kept[1][0].copy()
-    before = np.int64(0)
-    for i in range(wanted[0].size):
-        if step < wanted[1][i] * KEPT:
-            step = wanted[1][i] * KEPT - 1
-            left[:] = kept[0][wanted[1][i]]
-            counts[:] = kept[1][wanted[1][i]]
-        while counts[source] <= wanted[0][i]:
+    begin, end, kept_left, kept_counts, leaf_parent = tables
+    nodes, left, counts, arriving = state
+    step = int64(-1)
+    before = int64(0)
+    for i in range(wanted.size):
+        if step < kept[i] * KEPT:
+            step = kept[i] * KEPT - 1
+            for node in range(left.size):
+                left[node] = kept_left[kept[i], node]
+            for other in range(counts.size):
+                counts[other] = kept_counts[kept[i], other]
+        while counts[source] <= wanted[i]:
             step += 1
             before = counts[source]
-            _weigh(step, facts, tables, left, nodes)
-            _draw(batch, nodes, left, counts)
-        found[i] = step * batch + position_of(source, wanted[0][i] - before, nodes, leaf_parent)
+            _weigh(step, facts, begin, end, left, nodes)
+            _draw(facts[0], nodes, left, counts, arriving)
+        found[i] = step * facts[0] + position_of(source, wanted[i] - before, nodes, leaf_parent)

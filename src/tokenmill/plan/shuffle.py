@@ -89,21 +89,10 @@ def _turn(key: np.uint64, size: int) -> int:
 
 
 @kernel
-def shuffle_rows(
-    places: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
-) -> Int64Array:
-    """Return the rows at many places of one epoch."""
-    out = np.empty_like(places)
-    for i in range(places.size):
-        out[i] = shuffle_row(places[i], size, key, mode, block_rows, window_blocks)
-    return out
-
-
-@kernel
 def unshuffle_rows(
     rows: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
 ) -> Int64Array:
-    """Undo `shuffle_rows`."""
+    """Return the places of many rows of one epoch."""
     out = np.empty_like(rows)
     for i in range(rows.size):
         out[i] = unshuffle_row(rows[i], size, key, mode, block_rows, window_blocks)
