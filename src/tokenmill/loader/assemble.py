@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tokenmill.compiled import kernel
 from tokenmill.loader.buffers import Layout
 from tokenmill.loader.kernels import (
     ADDRESS,
     IGNORE,
-    LENGTH,
     MASK,
     SPAN_COLUMNS,
-    WIDTH,
+    copy_records,
     copy_rows,
-    copy_run,
+    copy_words,
     count_labels,
     describe_spans,
     find_segments,
@@ -34,16 +32,13 @@ from tokenmill.packing.exclude import distinct
 from tokenmill.packing.rows import StoredRows, is_stored
 from tokenmill.plan.order import rows_at
 from tokenmill.store.layout import key_file
-from tokenmill.store.locate import view_uint8, view_uint32
 from tokenmill.types import (
     RECORD_TYPES,
     STORED_ARRAYS,
     Batch,
-    BoolArray,
     Int32Array,
     Int64Array,
     Spans,
-    Uint32Array,
     token_arrays,
 )
 
@@ -465,7 +460,7 @@ class RecordBlock(Block):
             flags = out[mask][lines] if mask in out else _NO_LINE_FLAGS
             lengths = out[_LENGTHS[key]][lines] if _LENGTHS[key] in out else _NOTHING
             field = self._fields[key]
-            copy_records(field.rows, field.spans, (begin, self._pad), ids, flags, lengths)
+            copy_records(field.rows, field.spans, begin, self._pad, ids, flags, lengths)
         if REWARDS in out:
             field = self._fields[REWARDS]
             copy_words(field.rows, field.spans, begin, out[REWARDS].view(np.uint32))
@@ -473,58 +468,6 @@ class RecordBlock(Block):
             out["group_size"][:] = self._fields["responses"].rows[begin : begin + out["group_size"].size, 1]
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
-
-
-@kernel
-def copy_records(
-    rows: Int64Array,
-    spans: Int64Array,
-    shape: tuple[int, int],
-    ids: Int64Array,
-    flags: BoolArray,
-    lengths: Int64Array,
-) -> None:
-    """Fill the arrays that are not empty, a line for each span of a row; shape is (first row, pad id).
-
-    A span whose address is 0 leaves its values alone; one without a mask is trained on whole. A row that has fewer
-    spans than the arrays have lines is filled up with empty ones.
-    """
-    begin, pad = shape
-    nothing = ids[0:0].ravel()
-    for i in range(max(ids.shape[0], flags.shape[0], lengths.shape[0])):
-        first, count = rows[begin + i, 0], rows[begin + i, 1]
-        for k in range(max(ids.shape[1], flags.shape[1], lengths.shape[1])):
-            address, width, length, mask = 0, 0, 0, 0
-            if k < count:
-                address, width = int(spans[first + k, ADDRESS]), int(spans[first + k, WIDTH])
-                length, mask = int(spans[first + k, LENGTH]), int(spans[first + k, MASK])
-            if lengths.size:
-                lengths[i, k] = length
-            if ids.size:
-                if address:
-                    copy_run(np.uint64(address), width, length, ids[i, k], nothing)
-                ids[i, k, length:] = pad
-            if flags.size:
-                if mask:
-                    values = view_uint8(np.uint64(mask), length)
-                    for j in range(length):
-                        flags[i, k, j] = values[j] != 0
-                elif address:
-                    flags[i, k, :length] = True
-                flags[i, k, length:] = False
-
-
-@kernel
-def copy_words(rows: Int64Array, spans: Int64Array, begin: int, out: Uint32Array) -> None:
-    """Copy values of 32 bits, whatever they mean, one span a row, and put 0 behind them."""
-    for i in range(out.shape[0]):
-        span = spans[rows[begin + i, 0]]
-        length = int(span[LENGTH])
-        if span[ADDRESS]:
-            words = view_uint32(np.uint64(span[ADDRESS]), length)
-            for k in range(length):
-                out[i, k] = words[k]
-        out[i, length:] = 0
 
 
 _NOTHING = np.empty((0, 0), np.int64)

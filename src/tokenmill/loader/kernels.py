@@ -16,10 +16,11 @@ from tokenmill.compiled import (
     read_uint8,
     read_uint16,
     read_uint32,
+    write_int8,
     write_int32,
     write_int64,
 )
-from tokenmill.types import BoolArray, Int32Array, Int64Array
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array
 
 IGNORE = -100
 """The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
@@ -139,12 +140,6 @@ def _widen(source: int, width: int, count: int, target: int) -> None:
 
 
 @inner
-def copy_run(address: np.uint64, width: int, length: int, ids: Int64Array, labels: Int64Array) -> None:  # noqa: ARG001
-    """Copy a run of tokens."""
-    _widen(int64(address), width, least(length, ids.size), address_of(ids))
-
-
-@inner
 def _mark_labels(
     spans: Int64Array, first: int, last: int, labels: int, column: int, seq_len: int, crossing: int
 ) -> None:
@@ -247,3 +242,75 @@ def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Arr
     if crossing:
         counts -= rows[:, 1] > 0
     return counts
+
+
+# Records: several lines of one array in a row, each padded to one length.
+
+
+@kernel
+def copy_records(
+    rows: Int64Array,
+    spans: Int64Array,
+    begin: int,
+    pad: int,
+    ids: Int64Array,
+    flags: BoolArray,
+    lengths: Int64Array,
+) -> None:
+    """Fill the arrays that are not empty, from row `begin` on, a line for each span of a row.
+
+    A span whose address is 0 leaves its values alone; one without a mask is trained on whole. A row that has fewer
+    spans than the arrays have lines is filled up with empty ones.
+    """
+    num_rows, num_lines = lengths.shape
+    if ids.size:
+        num_rows, num_lines = ids.shape[0], ids.shape[1]
+    elif flags.size:
+        num_rows, num_lines = flags.shape[0], flags.shape[1]
+    line, flag_line = address_of(ids), address_of(flags)
+    for i in range(num_rows):
+        for k in range(num_lines):
+            address = width = length = mask = int64(0)
+            if k < rows[begin + i, 1]:
+                span = rows[begin + i, 0] + k
+                address, width = spans[span, ADDRESS], spans[span, WIDTH]
+                length, mask = spans[span, LENGTH], spans[span, MASK]
+            if lengths.size:
+                lengths[i, k] = length
+            if ids.size:
+                if address:
+                    _widen(address, width, length, line)
+                for j in range(length, ids.shape[2]):
+                    write_int64(line, j, pad)
+                line += 8 * ids.shape[2]
+            if flags.size:
+                _copy_flags(mask, address, length, flag_line, flags.shape[2])
+                flag_line += flags.shape[2]
+
+
+@inner
+def _copy_flags(mask: int, address: int, length: int, target: int, size: int) -> None:
+    """Write what a mask says, or True where there is none; False behind it. Without an address nothing is known."""
+    if mask:
+        for k in range(length):
+            write_int8(target, k, int64(read_uint8(mask, k) != 0))
+    elif address:
+        for k in range(length):
+            write_int8(target, k, int64(1))
+    for k in range(length, size):
+        write_int8(target, k, int64(0))
+
+
+@kernel
+def copy_words(rows: Int64Array, spans: Int64Array, begin: int, out: Uint32Array) -> None:
+    """Copy values of 32 bits, whatever they mean, one span a row, and put 0 behind them."""
+    line = address_of(out)
+    for i in range(out.shape[0]):
+        span = rows[begin + i, 0]
+        address, length = spans[span, ADDRESS], spans[span, LENGTH]
+        if address:
+            for k in range(length):
+                write_int32(line, k, read_uint32(address, k))
+        for k in range(length, out.shape[1]):
+            write_int32(line, k, int64(0))
+        line += 4 * out.shape[1]
