@@ -21,7 +21,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -29,7 +29,7 @@ from typing import IO, Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
-from numba.core import caching, cgutils, types
+from numba.core import caching, cgutils, event, types
 from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
@@ -37,6 +37,8 @@ from tokenmill.types import AnyArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_KERNELS: list[Any] = []
+"""All kernels of the modules that are imported."""
 _numba: Any = numba
 _caching: Any = caching
 _ir: Any = cgutils.ir  # type: ignore[attr-defined]  # of llvmlite, which is numba's own dependency
@@ -59,6 +61,7 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function that Python calls, and keep what was compiled for other processes."""
     dispatcher = _numba.njit(**_OPTIONS)(function)
     dispatcher._cache = _KernelCache(function)
+    _KERNELS.append(dispatcher)
     return cast(Callable[P, R], dispatcher)
 
 
@@ -77,6 +80,39 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 def least(a: int, b: int) -> int:
     """Return the smaller of two numbers; numba takes longer to compile `min`."""
     return a if a < b else b
+
+
+def known_kernels() -> dict[str, int]:
+    """Return the kernels of all modules that are imported, each with the number of signatures that are loaded."""
+    return {_name(dispatcher.py_func): len(dispatcher.signatures) for dispatcher in _KERNELS}
+
+
+@contextmanager
+def record_compiled() -> Iterator[dict[str, float]]:
+    """Note the kernels that are compiled within a `with` block, with the seconds that each took."""
+    seconds: dict[str, float] = {}
+
+    class Note(event.Listener):
+        """Counts what a kernel calls as a part of it."""
+
+        def __init__(self) -> None:
+            self.begun: list[float] = []
+
+        def on_start(self, event: Any) -> None:  # noqa: ANN401, ARG002 - numba's own types
+            self.begun.append(time.perf_counter())
+
+        def on_end(self, event: Any) -> None:  # noqa: ANN401
+            dispatcher, begin = event.data["dispatcher"], self.begun.pop()
+            if isinstance(dispatcher._cache, _KernelCache):
+                name = _name(dispatcher.py_func)
+                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    with event.install_listener("numba:compile", Note()):
+        yield seconds
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__.removeprefix('tokenmill.')}.{function.__qualname__}"
 
 
 # Memory by address, inside kernels.

@@ -10,7 +10,7 @@ import pytest
 
 import tokenmill as package
 
-COMMANDS = ["demo", "prepare", "inspect", "verify", "plan", "batches", "what", "when", "diff", "fork"]
+COMMANDS = ["demo", "prepare", "inspect", "verify", "plan", "batches", "what", "when", "diff", "fork", "warm"]
 ENTRY = Path(sys.executable).parent / "tokenmill"
 
 

@@ -15,6 +15,7 @@ from tokenmill.cli.inspect import inspect, verify
 from tokenmill.cli.plan import plan
 from tokenmill.cli.prepare import import_, prepare
 from tokenmill.cli.provenance import what, when
+from tokenmill.cli.warm import warm
 from tokenmill.errors import TokenmillError
 
 app = typer.Typer(
@@ -26,8 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order of the data flow, as --help lists them.
-for command in (demo, prepare, import_, inspect, verify, plan, batches, what, when, diff, fork):
-    app.command(command.__name__.strip("_"), no_args_is_help=command is not demo)(command)
+for command in (demo, prepare, import_, inspect, verify, plan, batches, what, when, diff, fork, warm):
+    app.command(command.__name__.strip("_"), no_args_is_help=command not in (demo, warm))(command)
 
 
 @app.callback(invoke_without_command=True)

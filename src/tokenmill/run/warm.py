@@ -1,0 +1,109 @@
+"""Compiles all kernels before they are needed: a rehearsal of builds, runs and live text on a few documents."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenmill.types import ARRAYS, PACKINGS
+
+RUN = {"steps": 12, "global_batch_size": 4, "seq_len": 24}
+STAGES = [
+    {"name": "first", "start_step": 0},
+    {"name": "longer", "start_step": 3, "seq_len": 32},
+    {"name": "mixed", "start_step": 6, "weights": {"told": 0.7, "web": 0.3}, "ramp": "cosine", "ramp_steps": 4},
+]
+"""Rows that come whole, what is left of an epoch, and weights that change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmReport:
+    """What was compiled, and where it lies."""
+
+    folder: str | None
+    """Where compiled kernels are kept; None where no folder can be written to."""
+    compiled: Mapping[str, float]
+    """Kernel -> seconds that it took."""
+    loaded: int
+    """How many kernels were there already."""
+    seconds: float
+    """Of the whole rehearsal."""
+
+
+def warm() -> WarmReport:
+    """Compile what a build, a run and live text may need, and keep it for processes to come.
+
+    What is compiled fits the kind of CPU that this machine has. The folder is the one that NUMBA_CACHE_DIR names,
+    else one in the package, else one in the temporary folder.
+    """
+    from tokenmill.compiled import known_kernels, record_compiled, writable_folder
+    from tokenmill.plan.mixture import build_mixture, draw_all
+
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="tokenmill-warm-") as folder, record_compiled() as compiled:
+        _build(Path(folder))
+        for tables in _runs():
+            _rehearse(tables, Path(folder))
+        draw_all(np.arange(4), build_mixture((1, 2)).nodes)  # as samplers of adapters do
+    place = writable_folder()
+    present = [name for name, signatures in known_kernels().items() if signatures]
+    return WarmReport(
+        folder=None if place is None else str(place),
+        compiled=dict(sorted(compiled.items(), key=lambda item: -item[1])),
+        loaded=len(set(present) - set(compiled)),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _build(folder: Path) -> None:
+    """Build a small store of every training type."""
+    from tokenmill.build import prepare
+
+    texts = [" ".join(f"word{k}" for k in range(number % 17)) for number in range(60)]
+    records: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": text} for text in texts],
+        "instruction": [{"prompt": "a " + text, "response": "b " + text} for text in texts],
+        "dpo": [{"prompt": "a", "chosen": "b " + text, "rejected": "c"} for text in texts],
+        "grpo": [{"prompt": "a", "responses": ["b", "c " + text], "rewards": [0.0, 1.0]} for text in texts],
+    }
+    for recipe, name in zip(records, ("web", "told", "pairs", "groups"), strict=True):
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records[recipe]), encoding="utf-8")
+        prepare(file, out=folder / name, tokenizer="bytes", recipe=recipe, workers=1, progress=False)
+
+
+def _runs() -> Iterator[dict[str, Any]]:
+    """Yield the tables of runs that use every packing, array and order, over stores and live text."""
+    stores = [{"name": name, "store": name} for name in ("web", "told")]
+    live = {"name": "talk", "documents": ["web.jsonl"], "tokenizer": "bytes", "live": True}
+    for packing in PACKINGS:
+        run = {**RUN, "packing": packing, **({"split": "truncate_end"} if packing == "padded" else {})}
+        stored = {**run, "arrays": list(ARRAYS), "weights": {"web": 0.6, "told": 0.4}}
+        yield {"run": stored, "sources": stores, "stages": STAGES}
+        mixed = {**run, "shuffle": "block", "weights": {"web": 0.5, "talk": 0.5}}
+        yield {"run": mixed, "sources": [stores[0], live]}
+    for name in ("pairs", "groups"):
+        yield {"run": {**RUN, "split": "truncate_end"}, "sources": [{"name": name, "store": name}]}
+
+
+def _rehearse(tables: Mapping[str, Any], folder: Path) -> None:
+    """Draw all batches of a run, and ask it what can be asked."""
+    from tokenmill.config.run import parse_config
+    from tokenmill.run.run import Run
+
+    run = Run(config=parse_config(tables), folder=folder)
+    loader = run.loader(micro_batch=2, threads=0)
+    for _ in loader:
+        pass
+    loader.load_state_dict(loader.state_dict())
+    run.report()
+    if not run.live:  # which documents a row of live text holds is known when it is read
+        run.plan().what(step=1)
+        run.plan().when(run.config.sources[0].name, document=1)
