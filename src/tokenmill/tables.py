@@ -192,6 +192,7 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line
     ('a list of whole numbers', 'a table of numbers', 'true or false', 'one of bin, h5')
     >>> _wanted(Annotated[int, msgspec.Meta(ge=1, le=9)])
     'a whole number that is at least 1 and at most 9'
+    >>> from typing import NamedTuple
     >>> _wanted(NamedTuple("Place", [("file", str), ("line", int)]))
     'a list of file, line'
     """

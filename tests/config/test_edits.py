@@ -236,7 +236,7 @@ def test_documents_may_be_named_in_a_file(run_of, tmp_path):
         (
             {"quarantine": [{"source": "books", "from_step": 9, "documents": list(range(17))}]},
             "stage 'base': a source must have documents left at step 9, got all of 'books' in quarantine; "
-            "put the whole source aside: leave out documents and file",
+            "quarantine the whole source: leave out documents and file",
         ),
         (
             {"quarantine": [{"source": "web", "from_step": 1, "documents": [4], "file": "x"}]},

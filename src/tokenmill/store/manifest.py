@@ -148,7 +148,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         manifest = read_table(Manifest, body, f"{file}:", error=StoreCorruptError)
     except StoreCorruptError as error:
         # Nobody writes a manifest by hand: how to write it right is no way out.
-        raise StoreCorruptError(f"{str(error).rpartition('; ')[0]}; {WAY_OUT}") from None
+        rule = str(error).removeprefix(f"{file}: ").rpartition("; ")[0]
+        raise StoreCorruptError(f"{file}: {rule}; {WAY_OUT}") from None
     broken = next(_broken_rules(manifest, totals), None)
     if broken is not None:
         raise StoreCorruptError(f"{file}: {broken[0]}, got {broken[1]!r}; {WAY_OUT}")
@@ -160,10 +161,12 @@ def _read_body(file: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        got = "nothing there; run `tokenmill prepare` or fix the path"
+        got, way_out = "nothing there", "run `tokenmill prepare` or fix the path"
         if file.parent.exists():
-            got = "none; if `tokenmill prepare` was interrupted there, run it again"
-        raise StoreMissingError(f"{file.parent}: a store must be a folder with {MANIFEST}, got {got}") from None
+            got, way_out = "none", "if `tokenmill prepare` was interrupted there, run it again"
+        raise StoreMissingError(
+            f"{file.parent}: a store must be a folder with {MANIFEST}, got {got}; {way_out}"
+        ) from None
     except IsADirectoryError:
         raise StoreCorruptError(f"{file}: must be a file, got a folder; {WAY_OUT}") from None
     try:

@@ -286,7 +286,7 @@ def _stages(
             )
         stage: dict[str, Any] = {"name": name, "start_step": phase.start_step}
         if data.datasets:
-            stage["weights"] = _phase_weights(f"{where}: {prefix}_weights", phase.dataset_weights, datasets)
+            stage["weights"] = _phase_weights((where, f"{prefix}_weights"), phase.dataset_weights, datasets)
         elif phase.dataset_weights:
             notes.append(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
         stages.append(stage | ({"lr_scale": phase.lr_scale} if phase.lr_scale != 1 else {}))
@@ -294,9 +294,10 @@ def _stages(
 
 
 def _phase_weights(
-    where: str, weights: Mapping[str, Number], datasets: Mapping[str, DatasetSource]
+    place: tuple[str, str], weights: Mapping[str, Number], datasets: Mapping[str, DatasetSource]
 ) -> dict[str, Number]:
     """Return what a phase draws: the weights that it says, else the original ones; 0 is left out."""
+    where, key = place
     called = [dataset.called for dataset in datasets.values()]
     # What two datasets are called alike names neither of them.
     names = {name: name for name in datasets}
@@ -304,11 +305,13 @@ def _phase_weights(
     merged = {name: dataset.weight for name, dataset in datasets.items()}
     for alias, weight in weights.items():
         if alias not in names:
-            raise ConfigError(f"{where} must name datasets, got {alias!r}; {nearest(alias, names)}")
+            raise ConfigError(f"{where}: {key} must name datasets, got {alias!r}; {nearest(alias, names)}")
         merged[names[alias]] = weight
     drawn = {name: weight for name, weight in merged.items() if weight > 0}
     if not drawn:
-        raise ConfigError(f"{where} must leave a source with a weight above 0, got {dict(weights)}; raise one")
+        raise ConfigError(
+            f"{where}: {key} must leave a source with a weight above 0, got {dict(weights)}; raise one"
+        )
     return drawn
 
 
