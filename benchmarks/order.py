@@ -21,8 +21,8 @@ import numpy as np
 
 from tokenmill.plan import Ramp, Shuffle, StageSpec, compile_plan
 from tokenmill.plan.mixture import build_mixture, draw_all, integer_weights
-from tokenmill.plan.order import rows_at
-from tokenmill.plan.permute import permute_all
+from tokenmill.plan.shuffle import permute_all
+from tokenmill.plan.stages import rows_at
 
 TINY = "--tiny" in sys.argv
 ROWS = 10**9

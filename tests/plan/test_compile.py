@@ -8,7 +8,7 @@ from tests.plan.conftest import NumberedRows
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.plan import Ramp, Shuffle, StageSpec, compile_plan
-from tokenmill.plan.order import rows_at
+from tokenmill.plan.stages import rows_at
 
 NAMES = [f"s{i}" for i in range(8)]
 SIZES = dict(zip(NAMES, (97, 31, 53, 11, 200, 64, 5, 128), strict=True))

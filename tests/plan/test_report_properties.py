@@ -14,8 +14,8 @@ from tokenmill.config.run import parse_config
 from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.loader import IGNORE, Loader, LoaderOptions, RankSlice
-from tokenmill.plan.order import rows_at
 from tokenmill.plan.report import report
+from tokenmill.plan.stages import rows_at
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 

@@ -30,10 +30,9 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
+from tokenmill.packing.policy import FORBID, MAX_DOCUMENTS
 from tokenmill.packing.rows import unseen
-from tokenmill.packing.window import FORBID, MAX_DOCUMENTS
-from tokenmill.plan.permute import permute_all
-from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.shuffle import Shuffle, permute_all
 from tokenmill.plan.stages import Seen
 from tokenmill.types import Encoded, Fates, Int64Array, Spans, UnsignedArray
 

@@ -19,7 +19,7 @@ import numpy as np
 from tokenmill.documents import FORMATS, InputFile, Piece, Unit, cut_files, place
 from tokenmill.errors import DocumentError
 from tokenmill.fingerprint import key64
-from tokenmill.plan.permute import permute
+from tokenmill.plan.shuffle import permute
 from tokenmill.types import Int64Array
 
 WHOLE, HEAD, TAIL = "whole", "head", "tail"

@@ -6,10 +6,9 @@
 3. Out: dicts of arrays, in order, from any step where no row is drawn; a small state; digests.
 """
 
-from tokenmill.loader.assemble import RECORD_ARRAYS
-from tokenmill.loader.digest import DIGEST_ARRAYS, batch_digest, row_digests
+from tokenmill.loader.batch import DIGEST_ARRAYS, RECORD_ARRAYS, batch_digest, count_tokens, row_digests, stack
 from tokenmill.loader.kernels import IGNORE
-from tokenmill.loader.loader import Loader, LoaderOptions, RankSlice, count_tokens, stack, usual_arrays
+from tokenmill.loader.loader import Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.types import ARRAYS
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tokenmill.loader.buffers import Layout
+from tokenmill.loader.batch import LENGTHS, REWARDS, Layout, layout, record_layout
 from tokenmill.loader.kernels import (
     ADDRESS,
     IGNORE,
@@ -30,7 +30,7 @@ from tokenmill.loader.kernels import (
 )
 from tokenmill.packing.exclude import distinct
 from tokenmill.packing.rows import StoredRows, is_stored
-from tokenmill.plan.order import rows_at
+from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import key_file
 from tokenmill.types import (
     RECORD_TYPES,
@@ -48,20 +48,6 @@ if TYPE_CHECKING:
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
 
-RECORD_ARRAYS: Mapping[str, tuple[str, ...]] = {
-    "dpo": ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len"),
-    "grpo": ("prompts", "prompt_len", "responses", "masks", "response_len", "rewards", "group_size"),
-}
-"""Training type -> what a batch delivers; beside these there is `source`."""
-_LENGTHS = {
-    "chosen": "chosen_len",
-    "rejected": "rejected_len",
-    "prompts": "prompt_len",
-    "responses": "response_len",
-}
-"""Array of token ids -> the array of a batch that says how many there are."""
-REWARDS = "rewards"
-
 
 def record_type(stage: Stage) -> str | None:
     """Return the training type of a stage whose rows are records; None where they are sequences."""
@@ -75,33 +61,6 @@ def stage_layout(stage: Stage, arrays: Sequence[str], rows: int) -> Layout:
     if kind is None:
         return layout(arrays, rows, stage.spec.seq_len)
     return record_layout(kind, arrays, (rows, _group_size(stage, kind), stage.spec.seq_len))
-
-
-def layout(arrays: Sequence[str], rows: int, seq_len: int) -> Layout:
-    """Return shape and dtype of each array of a batch of sequences that has a line for every row."""
-    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-        "input_ids": ((rows, seq_len), np.int64),
-        "labels": ((rows, seq_len), np.int64),
-        "position_ids": ((rows, seq_len), np.int64),
-        "doc_ids": ((rows, seq_len), np.int32),
-        "loss_mask": ((rows, seq_len), np.bool_),
-        "source": ((rows,), np.int32),
-    }
-    return {name: kinds[name] for name in arrays if name in kinds}
-
-
-def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int]) -> Layout:
-    """Return shape and dtype of each array of a batch of records; shape is (rows, largest group, seq_len)."""
-    rows, group, seq_len = shape
-    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {"source": ((rows,), np.int32)}
-    for key, mask in token_arrays(kind).items():
-        lines = (rows, group) if key == "responses" else (rows,)
-        kinds |= {key: ((*lines, seq_len), np.int64), _LENGTHS[key]: (lines, np.int64)}
-        if mask is not None:
-            kinds[mask] = ((*lines, seq_len), np.bool_)
-    if kind == "grpo":
-        kinds |= {REWARDS: ((rows, group), np.float32), "group_size": ((rows,), np.int64)}
-    return {name: kinds[name] for name in arrays}
 
 
 def _group_size(stage: Stage, kind: str) -> int:
@@ -458,7 +417,7 @@ class RecordBlock(Block):
             lines = ... if key == "responses" else (slice(None), None)  # a group has several of each
             ids = out[key][lines] if key in out else _NO_LINES
             flags = out[mask][lines] if mask in out else _NO_LINE_FLAGS
-            lengths = out[_LENGTHS[key]][lines] if _LENGTHS[key] in out else _NOTHING
+            lengths = out[LENGTHS[key]][lines] if LENGTHS[key] in out else _NOTHING
             field = self._fields[key]
             copy_records(field.rows, field.spans, begin, self._pad, ids, flags, lengths)
         if REWARDS in out:

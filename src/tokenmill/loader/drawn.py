@@ -13,8 +13,7 @@ import numpy as np
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader.assemble import Block, Drawn
 from tokenmill.loader.state import EDITED, LanePosition, LiveState, Position, RowFormat, live_json
-from tokenmill.plan.order import rows_at
-from tokenmill.plan.stages import Rows
+from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.types import Batch, Int64Array
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
-from tokenmill.loader.assemble import RECORD_ARRAYS, Block, RecordBlock, SequenceBlock, record_type, stage_layout
-from tokenmill.loader.buffers import BufferPool
+from tokenmill.loader.assemble import Block, RecordBlock, SequenceBlock, record_type, stage_layout
+from tokenmill.loader.batch import RECORD_ARRAYS, BufferPool
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.exclude import LOSS_MASK, distinct
@@ -486,37 +486,6 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
             for block in blocks:
                 if not block.cancelled() and block.exception() is None:
                     block.result().release()
-
-
-def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Return how many tokens a batch has room for, and how many are trained on; of a batch with all its arrays."""
-    if "labels" in batch:
-        return batch["input_ids"].size, int((batch["labels"] >= 0).sum())
-    if "chosen" in batch:
-        # The first token of a sequence is no label, whatever its mask says.
-        trained = sum(int(batch[name][:, 1:].sum()) for name in ("chosen_mask", "rejected_mask"))
-        return batch["chosen"].size + batch["rejected"].size, trained
-    unprompted = batch["masks"][batch["prompt_len"] == 0]
-    trained = int(batch["masks"].sum()) - int(unprompted[..., 0].sum())
-    return batch["prompts"].size + batch["responses"].size, trained
-
-
-def stack(batches: Sequence[Batch]) -> Batch:
-    """Join batches row by row, as the slices of all ranks make up the global batch."""
-    joined: Batch = {}
-    for name in batches[0]:
-        parts = [batch[name] for batch in batches]
-        if name == "cu_seqlens":
-            ends = np.cumsum([0, *(int(part[-1]) for part in parts)])
-            shifted = [part[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
-            joined[name] = np.concatenate([*shifted, ends[-1:]]).astype(np.int32)
-        elif name == "max_seqlen":
-            joined[name] = np.max(parts)
-        elif name == "num_loss_tokens":
-            joined[name] = parts[0]
-        else:
-            joined[name] = np.concatenate(parts)
-    return joined
 
 
 # Which rows of a global batch a rank takes, and in which micro-batches.

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import xxhash
@@ -21,7 +21,8 @@ from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, StoreCorruptError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.exclude import QUARANTINED, excluded_within
-from tokenmill.packing.window import (
+from tokenmill.packing.packers import pack_fragments
+from tokenmill.packing.policy import (
     BOS,
     BOS_ADDED,
     CROPPED,
@@ -39,16 +40,13 @@ from tokenmill.packing.window import (
     TRAINED,
     TRUNCATED,
     Fragments,
+    Policy,
     make_output,
     whole_fragments,
 )
 from tokenmill.store.durable import private_folder, read_index, writable, write_index
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.types import BoolArray, Fates, Int32Array, Int64Array, Spans, Uint8Array, Uint16Array, Uint32Array
-
-if TYPE_CHECKING:
-    from tokenmill.packing.policy import Policy
-
 
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
 """Columns of the table: first row and first byte of a window, how many pieces and cuts it has, its checksum."""
@@ -220,7 +218,7 @@ def pack_one(
         counts[EXCLUDED] = counts[TOKENS] = policy.count_tokens(fragments[:, is_gone])
         fragments = fragments[:, ~is_gone]
     out = make_output(fragments[2], seq_len)
-    rows, pieces, cuts = policy.pack(fragments, lengths, seq_len, out, counts)
+    rows, pieces, cuts = pack_fragments(policy, fragments, lengths, seq_len, out, counts)
     if counts[TOO_LONG]:
         document = window * MAX_DOCUMENTS + int(counts[TOO_LONG]) - 1
         raise ConfigError(

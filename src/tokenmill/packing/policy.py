@@ -1,28 +1,58 @@
-"""How documents become rows: the choices of a user, and the packing of one window by them."""
+"""How documents become rows: the choices of a user, and what a packed window is.
+
+A window has at most 2^14 documents, so a piece of a row is named by 16 bits: 14 for the document, and
+two flags. A piece that is not a whole document has its place in the `cuts` beside it.
+
+A document of more than T + 1 tokens is cut into pieces of T + 1 that overlap by one token, which is the
+last label of a piece and the first input of the next: every token but the first is a label once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from tokenmill.compiled import int64, kernel
+from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.packing.best_fit import pack_best_fit
-from tokenmill.packing.bos_best_fit import pack_bos_best_fit
-from tokenmill.packing.window import (
-    FORBID,
-    SPLIT,
-    TOKENS,
-    TRUNCATE_END,
-    TRUNCATE_START,
-    Fragments,
-    Output,
-    Written,
-    count_window,
-    emit,
-)
 from tokenmill.types import CROPS, PACKINGS, SPLITS, Int32Array, Int64Array, Uint16Array, Uint32Array
+
+MAX_DOCUMENTS = 1 << 14
+ID_MASK = MAX_DOCUMENTS - 1
+CUT = 1 << 15
+"""The piece is a part of its document."""
+BOS = 1 << 14
+"""The document's first token, its BOS, stands before the piece."""
+MAX_LENGTH = (1 << 31) - 1
+"""Tokens of one document, so that places in it fit 32 bits."""
+
+SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END = range(4)
+
+ROWS, TOKENS, TRAINED, FIRST, PADDING, TRUNCATED, CROPPED, CUT_DOCUMENTS, BOS_ADDED, TOO_LONG = range(10)
+"""What a window counts. TOKENS = TRAINED + FIRST + TRUNCATED + CROPPED + EXCLUDED, where FIRST are the tokens
+before which nothing stands. PADDING are input slots without a token; BOS_ADDED the BOS put before rests of
+documents; TOO_LONG is one more than the first document that must not be cut, or 0."""
+EXCLUDED = 10
+"""Tokens of excluded documents that would have been packed."""
+NUM_COUNTS = 11
+
+Fragments: TypeAlias = Int32Array
+"""What is to be packed, in three lines: documents, first tokens, numbers of tokens. No token stands in two."""
+Written: TypeAlias = tuple[int, int, int]
+"""How many (rows, pieces, cuts) there are."""
+
+
+class Output(NamedTuple):
+    """Where a packer writes the rows of a window."""
+
+    rows: Uint32Array
+    """First piece of each row."""
+    pieces: Uint16Array
+    """Document and flags of each piece."""
+    cuts: Uint32Array
+    """(piece, first token, number of tokens) of each piece that is not a whole document."""
+
 
 SPLIT_MODES = dict(zip(SPLITS, (SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END), strict=True))
 
@@ -72,44 +102,74 @@ class Policy:
         context = 0 if self.name == "bos_best_fit" else np.count_nonzero(fragments[1])
         return int(fragments[2].sum() - context)
 
-    def pack(
-        self, fragments: Fragments, lengths: Int32Array, seq_len: int, out: Output, counts: Int64Array
-    ) -> Written:
-        """Pack the fragments of one window into `out`; only the kernels of this policy are compiled for it."""
-        if self.name == "bos_best_fit":
-            written = pack_bos_best_fit(fragments, lengths, seq_len, self.crop == "discard", out, counts)
-        elif self.name == "concat":
-            written = _pack_stream(fragments, lengths, seq_len, out)
-        else:
-            shape = (seq_len, self.split_mode, self.name == "padded")
-            written = pack_best_fit(fragments, lengths, shape, out, counts)
-        counts[TOKENS] += self.count_tokens(fragments)
-        count_window(lengths, seq_len, self.split_mode, out, written, counts)
-        return written
+
+def whole_fragments(lengths: Int64Array) -> Fragments:
+    """Make a fragment of every document that has tokens."""
+    documents = np.arange(lengths.size) if lengths.all() else np.flatnonzero(lengths)
+    fragments = np.zeros((3, documents.size), np.int32)
+    fragments[0] = documents
+    fragments[2] = lengths[lengths > 0] if documents.size < lengths.size else lengths
+    return fragments
+
+
+def make_output(sizes: Int32Array, seq_len: int) -> Output:
+    """Make room that is enough for fragments of these sizes under any policy."""
+    room = 1 + 2 * sizes.size + 2 * int(sizes.sum()) // max(1, seq_len - 1)
+    return Output(np.empty(room, np.uint32), np.empty(room, np.uint16), np.empty((room, 3), np.uint32))
+
+
+@inner
+def emit(
+    pieces: Uint16Array, cuts: Uint32Array, number: int, cut: int, document: int, start: int, size: int, length: int
+) -> int:
+    """Write a piece of a document, named with its flags, that has `length` tokens; return the number of cuts."""
+    if start == 0 and size == length:
+        pieces[number] = document
+        return cut
+    pieces[number] = document | CUT
+    cuts[cut, 0] = number
+    cuts[cut, 1] = start
+    cuts[cut, 2] = size
+    return cut + 1
+
+
+def count_window(
+    lengths: Int32Array, seq_len: int, split: int, out: Output, written: Written, counts: Int64Array
+) -> None:
+    """Add up what the rows of a window hold."""
+    num_rows, num_pieces, num_cuts = written
+    rows, pieces, cuts = out.rows[:num_rows], out.pieces[:num_pieces], out.cuts[:num_cuts]
+    used, padding = _measure_rows(rows, pieces, cuts, lengths, seq_len)
+    added = np.count_nonzero(pieces & BOS)
+    # A later piece of a split document begins with the token that the piece before it ended with.
+    later = 0 if split == TRUNCATE_START else np.count_nonzero(cuts[:, 1])
+    counts[ROWS] += num_rows
+    counts[TRAINED] += used - num_pieces
+    counts[FIRST] += num_pieces - (added or later)
+    counts[PADDING] += padding
+    counts[BOS_ADDED] += added
 
 
 @kernel
-def _pack_stream(
-    fragments: Fragments, lengths: Int32Array, seq_len: int, out: tuple[Uint32Array, Uint16Array, Uint32Array]
-) -> Written:
-    """Cut fragments end to end into rows of seq_len inputs; the last row of the window is filled with padding."""
-    rows, pieces, cuts = out
-    row = number = cut = 0
-    column = seq_len
-    for i in range(fragments.shape[1]):
-        document, start, size = int64(fragments[0, i]), int64(fragments[1, i]), int64(fragments[2, i])
-        while True:
-            if column >= seq_len:
-                rows[row] = number
-                row += 1
-                column = 0
-            # A row takes the token behind its last input as a label; it is the first input of the next row.
-            taken = min(size, seq_len + 1 - column)
-            cut = emit(pieces, cuts, number, cut, document, start, taken, int64(lengths[document]))
+def _measure_rows(
+    rows: Uint32Array, pieces: Uint16Array, cuts: Uint32Array, lengths: Int32Array, seq_len: int
+) -> tuple[int, int]:
+    """Return how many tokens rows hold, with the BOS that were added, and how many input slots are left."""
+    cut = number = total = padding = int64(0)
+    for row in range(rows.size):
+        end = int64(rows[row + 1]) if row + 1 < rows.size else pieces.size
+        used = int64(0)
+        while number < end:
+            piece = pieces[number]
             number += 1
-            column += taken
-            if taken == size:
-                break
-            start += taken - 1
-            size -= taken - 1
-    return row, number, cut
+            if piece & CUT:
+                used += cuts[cut, 2]
+                cut += 1
+            else:
+                used += lengths[piece & ID_MASK]
+            if piece & BOS:
+                used += 1
+        total += used
+        if used < seq_len:
+            padding += seq_len - used
+    return total, padding

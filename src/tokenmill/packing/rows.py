@@ -33,15 +33,14 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.window import MAX_DOCUMENTS
+from tokenmill.packing.policy import MAX_DOCUMENTS
 from tokenmill.plan.stages import CountedRows, Rows
 from tokenmill.store.locate import locate
 from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans
 
 if TYPE_CHECKING:
-    from tokenmill.packing.policy import Policy
+    from tokenmill.packing.policy import Fragments, Policy
     from tokenmill.packing.records import Runs
-    from tokenmill.packing.window import Fragments
     from tokenmill.plan.stages import Held, Seen
     from tokenmill.store.reader import Store
 

@@ -14,9 +14,8 @@ import numpy as np
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, exact_weight, integer_weights
-from tokenmill.plan.permute import derived_key
 from tokenmill.plan.ramp import build_ramp
-from tokenmill.plan.shuffle import MODES, Shuffle
+from tokenmill.plan.shuffle import MODES, Shuffle, derived_key
 from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Rows, Seen, Stage, StageSpec
 
 if TYPE_CHECKING:

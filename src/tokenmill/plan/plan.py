@@ -16,8 +16,7 @@ from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.plan.compile import compile_stages
 from tokenmill.plan.mixture import exact_weight
-from tokenmill.plan.order import rows_at, uses_in_stage
-from tokenmill.plan.stages import Stage, StageSpec, stage_at
+from tokenmill.plan.stages import Stage, StageSpec, rows_at, stage_at, uses_in_stage
 from tokenmill.types import Int64Array, Span
 
 # What a step is made of, and when a document is seen.

@@ -15,9 +15,8 @@ import numpy as np
 
 from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.order import drawn_rows
 from tokenmill.plan.plan import Plan
-from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage
+from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
 from tokenmill.types import Fates
 
 COUNTED_ROWS = 1 << 20

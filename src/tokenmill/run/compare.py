@@ -16,9 +16,8 @@ import numpy as np
 
 from tokenmill.config.run import Config
 from tokenmill.packing.records import RecordRows
-from tokenmill.plan.order import rows_at
 from tokenmill.plan.plan import Plan
-from tokenmill.plan.stages import CountedRows, Stage
+from tokenmill.plan.stages import CountedRows, Stage, rows_at
 from tokenmill.run.history import Change, PlanRecord, begins, changes
 from tokenmill.run.run import LIMIT_ROWS
 from tokenmill.tables import as_json

@@ -149,7 +149,8 @@ def _is_stream(index: CountedRows | None) -> bool:
 
 def _row_bytes(run: Run, part: Stage) -> int:
     """Return how large the arrays of one row are in a batch."""
-    from tokenmill.loader.assemble import RECORD_ARRAYS, record_type, stage_layout
+    from tokenmill.loader.assemble import record_type, stage_layout
+    from tokenmill.loader.batch import RECORD_ARRAYS
 
     shapes = stage_layout(part, RECORD_ARRAYS.get(record_type(part) or "", run.config.run.arrays), 1)
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())

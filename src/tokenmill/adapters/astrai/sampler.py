@@ -13,7 +13,7 @@ from tokenmill.adapters.astrai.store import refuse_unknown
 from tokenmill.adapters.distributed import find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
-from tokenmill.plan.permute import permute_all
+from tokenmill.plan.shuffle import permute_all
 from tokenmill.tables import Count, as_json, check_seed, read_table
 from tokenmill.types import Int64Array
 

@@ -21,7 +21,7 @@ from tokenmill.config.dialects.sources import text_source
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError
 from tokenmill.fingerprint import digest
 from tokenmill.loader import IGNORE
-from tokenmill.loader.buffers import BufferPool
+from tokenmill.loader.batch import BufferPool
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.maps import MapCache

@@ -18,7 +18,7 @@ from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights
-from tokenmill.plan.permute import permute_all
+from tokenmill.plan.shuffle import permute_all
 from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_seed
 from tokenmill.types import Int64Array
 

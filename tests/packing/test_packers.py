@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.compiled import kernel
-from tokenmill.packing.best_fit import at_least, at_most, empty_set, insert, remove
+from tokenmill.packing.packers import at_least, at_most, empty_set, insert, remove
 
 
 @kernel

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.plan import Shuffle
-from tokenmill.plan.order import rows_at
+from tokenmill.plan.stages import rows_at
 
 SIZES = {"web": 101, "books": 37, "code": 64}
 STAGES = [
