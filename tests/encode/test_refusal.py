@@ -8,9 +8,9 @@ from tests.encode.chat.shapes import SHAPES, TOOLS, call, result
 
 from tokenmill import encode
 from tokenmill.documents import RULES as DOCUMENT_RULES
+from tokenmill.encode import RULES, Refusal
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import CHATML, ChatTemplate
-from tokenmill.encode.refusal import RULES, Refusal
 
 USER = {"role": "user", "content": "USER"}
 ANSWER = {"role": "assistant", "content": "ANSWER"}

@@ -11,8 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.encode.frame import frame
-from tokenmill.encode.tokenizer import join
+from tokenmill.encode.tokenizer import frame, join
 from tokenmill.errors import DocumentError, TokenizerError
 from tokenmill.live import LiveOptions, open_live
 from tokenmill.live.tokens import in_order, pack_window, tokenize_window

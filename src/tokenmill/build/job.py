@@ -10,10 +10,9 @@ from tokenmill.build.select import Rules
 from tokenmill.documents import ReadOptions
 from tokenmill.documents.units import MAX_RECORD_BYTES
 from tokenmill.encode.engines import open_tokenizer
-from tokenmill.encode.frame import token_dtype
 from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
-from tokenmill.encode.tokenizer import Tokenizer, with_policy
+from tokenmill.encode.tokenizer import Tokenizer, token_dtype, with_policy
 from tokenmill.errors import ConfigError, TokenizerError, nearest
 from tokenmill.store import StoreSpec
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD

@@ -33,7 +33,7 @@ from tokenmill.build.journal import (
 )
 from tokenmill.build.select import ROUTE, SURPLUS, select
 from tokenmill.documents import BadRecord, DocumentBatch, Unit, read_unit
-from tokenmill.encode.frame import frame, with_second_bos
+from tokenmill.encode.tokenizer import frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically

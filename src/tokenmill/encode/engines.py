@@ -398,18 +398,6 @@ ADVERSARIAL: tuple[str, ...] = (
 """Texts on which tokenizers have been seen to differ, or could; a corpus sample may hold none of them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Disagreement:
-    """The first text that two engines encode differently."""
-
-    text: str
-    index: int
-    """First token that differs."""
-    fast_ids: tuple[int, ...]
-    """At most eight, from `index`."""
-    reference_ids: tuple[int, ...]
-
-
 def texts_to_compare(tokenizer: Tokenizer, sample: Sequence[str]) -> list[str]:
     """Return the sample, `ADVERSARIAL`, and the tokenizer's own control strings, bare and inside text."""
     own = [shown for name in tokenizer.special_ids for shown in (name, f"see {name}{name}in text", f"x {name} y")]
@@ -445,7 +433,7 @@ def trusted(
     expected = reference.encode(texts)
     try:
         fast = opened(fast_name)
-        difference = first_difference(texts, fast.encode(texts), expected)
+        difference = _difference(texts, fast.encode(texts), expected)
     except TokenizerError as error:
         return reference, (
             f"tokenizer {spec!r}: {fast_engine()} cannot be used ({error.__cause__ or error}), "
@@ -453,30 +441,21 @@ def trusted(
         )
     if difference is None:
         return fast, None
-    text, fast_ids, reference_ids = difference.text, difference.fast_ids, difference.reference_ids
     return reference, (
-        f"tokenizer {spec!r}: {fast.engine} and {reference.engine} differ on the text {_shortened(text)} "
-        f"from token {difference.index} ({list(fast_ids)} instead of {list(reference_ids)}), "
+        f"tokenizer {spec!r}: {fast.engine} and {reference.engine} differ on the text {difference}, "
         f"so the slower engine {reference.engine} is used"
     )
 
 
-def first_difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> Disagreement | None:
-    """Return the first text that two engines encode differently."""
+def _difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> str | None:
+    """Say which text two engines encode differently first, from which token, and how; None: they agree."""
     for text, ours, theirs in zip(texts, split(fast), split(reference), strict=True):
         if np.array_equal(ours, theirs):
             continue
         common = min(ours.size, theirs.size)
         differs = np.flatnonzero(ours[:common] != theirs[:common])
         index = int(differs[0]) if differs.size else common
-        return Disagreement(
-            text=text,
-            index=index,
-            fast_ids=tuple(ours[index : index + 8].tolist()),
-            reference_ids=tuple(theirs[index : index + 8].tolist()),
-        )
+        shown = repr(text) if len(text) <= 48 else f"{text[:48]!r}... ({len(text)} characters)"
+        here, there = ours[index : index + 8].tolist(), theirs[index : index + 8].tolist()
+        return f"{shown} from token {index} ({here} instead of {there})"
     return None
-
-
-def _shortened(text: str) -> str:
-    return repr(text) if len(text) <= 48 else f"{text[:48]!r}... ({len(text)} characters)"

@@ -14,8 +14,7 @@ import xxhash
 
 from tokenmill.compiled import kernel
 from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.frame import frame, token_dtype
-from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.encode.tokenizer import Tokenizer, frame, token_dtype
 from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.source import LiveOptions
 from tokenmill.live.windows import Window, record_name

@@ -12,11 +12,11 @@ from tests.encode.chat.shapes import FEW, SHAPES, TOOLS, TURNS, reference, searc
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation, flattened
 from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import CHATML, ChatTemplate, load_template
 from tokenmill.encode.chat.tokens import ChatEncoder
-from tokenmill.encode.refusal import Refusal
 
 MARKED = [name for name in STOCK if "endgeneration" in stock_source(name)]
 UNMARKED = [name for name in STOCK if name not in MARKED]

@@ -6,13 +6,13 @@ import pytest
 from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat import render as rendering
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sample import _edges_of_sample
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Renderer
-from tokenmill.encode.refusal import Refusal
 
 UNMARKED = [name for name in STOCK if "endgeneration" not in stock_source(name)]
 OPTIONS = {"now": "2025-01-31"}

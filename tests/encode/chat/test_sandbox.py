@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat import trace
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.tracked import budget
-from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

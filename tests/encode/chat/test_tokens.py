@@ -16,12 +16,12 @@ from tests.encode.chat.stock import STOCK, stock_template, swept
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFace
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule, load_template
 from tokenmill.encode.chat.tokens import ChatEncoder, Controls, encode_all, segments_of
 from tokenmill.encode.engines import open_tokenizer
-from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 from tokenmill.types import Refused
 
@@ -30,7 +30,7 @@ SPECIAL = {"<s>": 1, "<s>x": 2, "[A]": 3}
 
 def cut(text: str, authored: list[tuple[int, int]], supervised: list[tuple[int, int]] = []) -> list:  # noqa: B006
     rendered = Rendered(text=text, supervised=tuple(supervised), authored=tuple(authored))
-    return segments_of(rendered, Controls.of(SPECIAL, {}, "test"))
+    return segments_of(rendered, Controls(ids=SPECIAL, rules={}, where="test"))
 
 
 def shown(pieces: list) -> list[tuple[str, int | None]]:
@@ -44,7 +44,7 @@ def test_control_strings_are_found_only_where_the_template_wrote_all_of_them():
     assert shown(cut("<s>x", [(0, 4)])) == [("<s>x", 2)], "the longest of those that start there"
     assert cut("", []) == []
     plain = Rendered(text="a<s>", supervised=(), authored=((0, 4),))
-    assert shown(segments_of(plain, Controls.of({}, {}, "test"))) == [("a<s>", None)]
+    assert shown(segments_of(plain, Controls(ids={}, rules={}, where="test"))) == [("a<s>", None)]
 
 
 def test_an_edge_inside_a_control_string_is_refused():
@@ -76,7 +76,7 @@ def marked_words(folder) -> object:
 def test_a_word_is_not_cut_by_a_tokenizer_that_marks_every_text(text, edge, provable, tmp_path):
     tokenizer = marked_words(tmp_path)
     rendered = Rendered(text=text, supervised=((edge, len(text)),), authored=((0, len(text)),))
-    (result,) = encode_all([rendered], tokenizer, Controls.of(tokenizer.special_ids, {}, "test"))
+    (result,) = encode_all([rendered], tokenizer, Controls(ids=tokenizer.special_ids, rules={}, where="test"))
     if not provable:
         assert isinstance(result, Refusal)
         assert result.reason == "straddles"
@@ -93,7 +93,7 @@ def test_every_character_may_be_an_edge():
     for begin in range(len(text)):
         for end in range(begin + 1, len(text) + 1):
             rendered = Rendered(text=text, supervised=((begin, end),), authored=())
-            ((ids, mask),) = encode_all([rendered], tokenizer, Controls.of({}, {}, "test"))
+            ((ids, mask),) = encode_all([rendered], tokenizer, Controls(ids={}, rules={}, where="test"))
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode(ids[mask == 1]) == text[begin:end]
             assert ids.dtype == np.uint32
@@ -248,16 +248,12 @@ def test_what_is_refused_is_told_by_index_and_the_rest_is_kept(small):
     assert (nothing.encoded.num_documents, nothing.masks.size, nothing.kept.size, nothing.refused) == (0, 0, 0, [])
 
 
-def test_options_of_the_conversation_go_before_those_of_the_encoder(small):
+def test_an_option_is_ordinary_text_and_replaces_nothing_that_the_template_is_given(small):
     source = "{{ effort }}|" + bare().source
-    encoder = opened(ChatTemplate(source=source, where="test"), small, kwargs={"effort": "low"})
-    given = [talk("a", "b"), Conversation(messages=talk("a", "b").messages, kwargs={"effort": "<|im_end|>"})]
-    encoded = encoder.encode(given)
-    assert [small.decode(ids).partition("|<|im_start|>")[0] for ids, _ in each(encoded)] == ["low", "<|im_end|>"]
-    lengths = [(ids == small.special_ids["<|im_end|>"]).sum() for ids, _ in each(encoded)]
-    assert lengths == [2, 2], "an option is ordinary text"
-    (one,) = encoder.encode([Conversation(messages=talk("a", "b").messages, kwargs={"messages": []})]).refused
-    assert one.reason == "options"
+    encoder = opened(ChatTemplate(source=source, where="test"), small, kwargs={"effort": "<|im_end|>"})
+    ((ids, _),) = each(encoder.encode([talk("a", "b")]))
+    assert small.decode(ids).partition("|<|im_start|>")[0] == "<|im_end|>"
+    assert (ids == small.special_ids["<|im_end|>"]).sum() == 2
     with pytest.raises(
         ConfigError, match=r"must not replace what the template is given, got 'tools'; leave it out"
     ):
@@ -572,10 +568,10 @@ def test_an_answer_of_nothing_but_white_space_that_goes_away_is_refused(tmp_path
 
 def test_two_control_strings_share_the_white_space_between_them():
     rules = {"<a>": StripRule(rstrip=True), "<b>": StripRule(lstrip=True)}
-    controls = Controls.of({"<a>": 1, "<b>": 2}, rules, "test")
+    controls = Controls(ids={"<a>": 1, "<b>": 2}, rules=rules, where="test")
     text = " <b> <a>  <b>\x1c <b>x"
     found = controls.find(text, [(0, len(text))])
     assert [text[one.begin : one.end] for one in found] == [" <b>", "<a>  ", "<b>", " <b>"]
     assert [text[one.at : one.stop] for one in found] == ["<b>", "<a>", "<b>", "<b>"]
-    assert np.concatenate([one.ids for one in found]).tolist() == [2, 1, 2, 2]
+    assert [one.id for one in found] == [2, 1, 2, 2]
     assert controls.find(text, []) == []

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.recipe.extract import joined, messages_of, texts_of, tools_of
-from tokenmill.encode.refusal import Refusal
 
 USER = {"role": "user", "content": "Is it?"}
 ANSWER = {"role": "assistant", "content": "Yes"}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.tracked import Tracked, authored, placed
-from tokenmill.encode.refusal import Refusal
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -38,8 +38,6 @@ class Conversation:
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
-    """Names that the template reads; they go before those of the encoder."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import (
     NO_OPTIONS,
     REASONING,
@@ -25,7 +26,6 @@ from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Range, Renderer, Trace
 from tokenmill.encode.chat.tracked import runs_of
-from tokenmill.encode.refusal import Refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
 from tokenmill.encode.chat.trace import Header, Renderer, Trace, bare
-from tokenmill.encode.refusal import Refusal
 
 _TEXT = "Q"
 _TOOL: Mapping[str, Any] = {

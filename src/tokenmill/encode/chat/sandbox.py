@@ -17,8 +17,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.tracked import Tracked, authored, charge, charge_size, generated, join, text_of, tojson
-from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 
 _FILTERS = (

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
 from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP
-from tokenmill.encode.refusal import Refusal
 from tokenmill.encode.tokenizer import Tokenizer, join, split
 from tokenmill.errors import ConfigError
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
@@ -37,17 +37,17 @@ class Control(NamedTuple):
     """First character of the string itself."""
     stop: int
     """One after its last."""
-    ids: Uint32Array
-    """Its id."""
+    id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Controls:
     """Finds the control strings of a tokenizer."""
 
-    ids: Mapping[str, Uint32Array]
+    ids: Mapping[str, int]
     rules: Mapping[str, StripRule]
     where: str
+    """What the user called the template, for messages."""
     _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,12 +55,6 @@ class Controls:
         odd = [name for name, rule in self.rules.items() if rule.unlike]
         names = sorted({*self.ids, *odd} - {""}, key=lambda name: (-len(name), name))
         object.__setattr__(self, "_pattern", re.compile("|".join(map(re.escape, names))) if names else None)
-
-    @classmethod
-    def of(cls, special_ids: Mapping[str, int], rules: Mapping[str, StripRule], where: str) -> Controls:
-        """Make one for a tokenizer."""
-        ids = {name: np.array([id_], np.uint32) for name, id_ in special_ids.items()}
-        return cls(ids=ids, rules=rules, where=where)
 
     def find(self, text: str, ranges: Iterable[tuple[int, int]]) -> list[Control]:
         """Return the control strings that lie within one of the ranges; white space around them may go beyond."""
@@ -126,7 +120,9 @@ def segments_of(rendered: Rendered, controls: Controls) -> list[Segment]:
         before, shown = bisect_right(bounds, control.at), text[control.at : control.stop]
         if before < len(bounds) and bounds[before] < control.stop:
             raise Refusal("straddles", f"what is trained on begins or ends inside {shown!r}")
-        segments.append(Segment(text=shown, edges=(), trained=before % 2 == 1, parts=[control.ids]))
+        segments.append(
+            Segment(text=shown, edges=(), trained=before % 2 == 1, parts=[np.array([control.id], np.uint32)])
+        )
         done = control.end
     add_text(done, len(text))
     return segments
@@ -237,7 +233,8 @@ class ChatEncoder:
     _controls: Controls = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        controls = Controls.of(self.tokenizer.special_ids, self.template.strip_rules, self.template.where)
+        template = self.template
+        controls = Controls(ids=self.tokenizer.special_ids, rules=template.strip_rules, where=template.where)
         object.__setattr__(self, "_controls", controls)
         identity = self.tokenizer.identity
         if identity.kind == "tokenizer.json" and self.template.tokenizer != identity.content:
@@ -251,7 +248,7 @@ class ChatEncoder:
             raise ConfigError(
                 f"chat: train_on must name roles, got {self.train_on!r}; write train_on=('assistant',)"
             )
-        taken = self._taken(self.kwargs)
+        taken = next((name for name in self.kwargs if name in (*_TAKEN, *self.template.special_tokens)), None)
         if taken is not None:
             raise ConfigError(
                 f"chat: an option must not replace what the template is given, got {taken!r}; leave it out"
@@ -285,7 +282,14 @@ class ChatEncoder:
         refused: dict[int, Refusal] = {}
         for index, conversation in enumerate(conversations):
             try:
-                rendered[index] = self._rendered(conversation)
+                rendered[index] = render(
+                    self.template,
+                    conversation.messages,
+                    tools=conversation.tools,
+                    kwargs=self.kwargs,
+                    train_on=self.train_on,
+                    last_only=self.last_only,
+                )
             except Refusal as error:
                 refused[index] = error
         ids: list[Uint32Array] = []
@@ -314,23 +318,6 @@ class ChatEncoder:
             ],
             lost=[rendered[index].lost for index in kept],
         )
-
-    def _rendered(self, conversation: Conversation) -> Rendered:
-        taken = self._taken(conversation.kwargs)
-        if taken is not None:
-            raise Refusal("options", repr(taken))
-        return render(
-            self.template,
-            conversation.messages,
-            tools=conversation.tools,
-            kwargs={**self.kwargs, **conversation.kwargs},
-            train_on=self.train_on,
-            last_only=self.last_only,
-        )
-
-    def _taken(self, options: Mapping[str, Any]) -> str | None:
-        """Return an option that would replace what the template is given; None if none does."""
-        return next((name for name in options if name in (*_TAKEN, *self.template.special_tokens)), None)
 
     def _with_one_bos(self, ids: Uint32Array, mask: Uint8Array) -> tuple[Uint32Array, Uint8Array]:
         """See that a conversation starts with one BOS if the template writes it or the tokenizer adds it.

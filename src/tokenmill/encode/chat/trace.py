@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jinja2.environment import Template
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation
 from tokenmill.encode.chat.sandbox import Compiled
 from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of
-from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import ConfigError
 
 Range: TypeAlias = tuple[int, int]

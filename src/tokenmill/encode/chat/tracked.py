@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
-from tokenmill.encode.refusal import Refusal
+from tokenmill.encode import Refusal
 
 # How much work a template may do for one render.
 
@@ -60,6 +60,22 @@ UNKNOWN = -1
 """The mark of a character that came out of an operation which is not followed."""
 GENERATION = 1 << 48
 """Added to the mark of a character that was written inside a `{% generation %}` block."""
+
+
+def _cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
+    """Return the method that changes case so; marked character by character where the length changes."""
+
+    def method(self: Tracked) -> Tracked:
+        text = change(self)
+        charge_size(len(text))
+        if self._runs is None or len(text) == len(self):
+            return marked(text, self._runs)
+        pieces = [change(char) for char in str.__iter__(self)]
+        if "".join(pieces) == text:
+            return marked(text, widened(self._runs, [len(piece) for piece in pieces]))
+        return marked(text, [(len(text), UNKNOWN, 0)])
+
+    return method
 
 
 class Tracked(str):
@@ -203,40 +219,12 @@ class Tracked(str):
         """As of `str`."""
         return join(_between(self, values))
 
-    def lower(self) -> Tracked:
-        """As of `str`."""
-        return self._cased(str.lower)
-
-    def upper(self) -> Tracked:
-        """As of `str`."""
-        return self._cased(str.upper)
-
-    def casefold(self) -> Tracked:
-        """As of `str`."""
-        return self._cased(str.casefold)
-
-    def capitalize(self) -> Tracked:
-        """As of `str`."""
-        return self._cased(str.capitalize)
-
-    def title(self) -> Tracked:
-        """As of `str`."""
-        return self._cased(str.title)
-
-    def swapcase(self) -> Tracked:
-        """As of `str`."""
-        return self._cased(str.swapcase)
-
-    def _cased(self, change: Callable[[str], str]) -> Tracked:
-        """Mark the text that a change of case made, character by character where its length changed."""
-        text = change(self)
-        charge_size(len(text))
-        if self._runs is None or len(text) == len(self):
-            return marked(text, self._runs)
-        pieces = [change(char) for char in str.__iter__(self)]
-        if "".join(pieces) == text:
-            return marked(text, widened(self._runs, [len(piece) for piece in pieces]))
-        return marked(text, [(len(text), UNKNOWN, 0)])
+    lower = _cased(str.lower)
+    upper = _cased(str.upper)
+    casefold = _cased(str.casefold)
+    capitalize = _cased(str.capitalize)
+    title = _cased(str.title)
+    swapcase = _cased(str.swapcase)
 
 
 def marked(text: str, runs: Sequence[Run] | None) -> Tracked:

@@ -1,6 +1,6 @@
 """Records to the arrays of one training type: texts through the tokenizer, conversations through the chat template.
 
-A batch is read record by record (`extract`), encoded in one call of the tokenizer, laid end to end (`ragged`),
+A batch is read record by record (`extract`), encoded in one call of the tokenizer, laid end to end,
 cut to the longest length, and rid of the records that were refused on the way.
 """
 
@@ -12,18 +12,163 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation
-from tokenmill.encode.frame import frame, token_dtype, with_second_bos
-from tokenmill.encode.recipe.extract import PlainItems, Record, VariantReader, choose, look_up, tools_of
-from tokenmill.encode.recipe.ragged import Ragged, lay_out, offsets_of
+from tokenmill.encode.recipe.extract import Message, PlainItems, Record, VariantReader, choose, look_up, tools_of
 from tokenmill.encode.recipe.recipe import DTYPES, Recipe
-from tokenmill.encode.refusal import Refusal
-from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.encode.tokenizer import (
+    Tokenizer,
+    TokenizerIdentity,
+    frame,
+    offsets_of,
+    place,
+    surrogate_in,
+    token_dtype,
+    with_second_bos,
+)
 from tokenmill.errors import ConfigError, TokenizerError
-from tokenmill.types import STORED_ARRAYS, AnyArray, Encoded, Int64Array, Records, Refused, token_arrays
+from tokenmill.types import (
+    STORED_ARRAYS,
+    AnyArray,
+    BoolArray,
+    Encoded,
+    Int64Array,
+    Records,
+    Refused,
+    Uint8Array,
+    Uint32Array,
+    UnsignedArray,
+    token_arrays,
+)
 
 if TYPE_CHECKING:
     from tokenmill.encode.chat.tokens import ChatEncoder
+
+# Items of many records end to end.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ragged:
+    """Items end to end."""
+
+    ids: UnsignedArray
+    mask: Uint8Array
+    """1 where a token is trained."""
+    offsets: Int64Array
+    """Where each item starts, and the end of the last."""
+    owners: Int64Array
+    """Which record each item belongs to; never less than the item before it."""
+
+    @classmethod
+    def empty(cls) -> Ragged:
+        """Return no items."""
+        no_ids, no_items = np.empty(0, np.uint32), np.zeros(1, np.int64)
+        return cls(ids=no_ids, mask=np.empty(0, np.uint8), offsets=no_items, owners=no_items[:0])
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each item."""
+        return np.diff(self.offsets)
+
+    @property
+    def trained(self) -> BoolArray:
+        """Say of each item whether any of its tokens is trained."""
+        some = np.zeros(self.owners.size, np.bool_)
+        filled = np.flatnonzero(self.lengths)  # reduceat takes an empty run for its first neighbour
+        if filled.size:
+            some[filled] = np.maximum.reduceat(self.mask, self.offsets[filled]) > 0
+        return some
+
+    @property
+    def positions(self) -> Uint32Array:
+        """Of each token, how many of its item stand before it."""
+        return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], self.lengths)).astype("<u4")
+
+    def taken(self, items: Int64Array) -> Ragged:
+        """Return these items, in this order."""
+        if items.size == self.owners.size and np.array_equal(items, np.arange(items.size)):
+            return self
+        return self.sliced(items, self.offsets[items], self.offsets[items + 1])
+
+    def sliced(self, items: Int64Array, starts: Int64Array, ends: Int64Array) -> Ragged:
+        """Return a run of tokens of each of these items."""
+        offsets = offsets_of(ends - starts)
+        index = np.repeat(starts - offsets[:-1], ends - starts) + np.arange(int(offsets[-1]))
+        return Ragged(ids=self.ids[index], mask=self.mask[index], offsets=offsets, owners=self.owners[items])
+
+    def merged(self, other: Ragged) -> Ragged:
+        """Bring the items of two into the order of their records."""
+        if not other.owners.size:
+            return self
+        if not self.owners.size:
+            return other
+        both = Ragged(
+            ids=np.concatenate([self.ids, other.ids]),
+            mask=np.concatenate([self.mask, other.mask]),
+            offsets=np.concatenate([self.offsets, other.offsets[1:] + self.offsets[-1]]),
+            owners=np.concatenate([self.owners, other.owners]),
+        )
+        return both.taken(np.argsort(both.owners, kind="stable"))
+
+    def shortened(self, most: int, *, keep_end: bool, bos_id: int | None) -> Ragged:
+        """Cut every item to `most` tokens; one that began with BOS still does."""
+        long = self.lengths > most
+        if not long.any():
+            return self
+        starts, ends = self.offsets[:-1], self.offsets[1:]
+        if not keep_end:
+            return self.sliced(np.arange(long.size), starts, np.minimum(ends, starts + most))
+        cut = self.sliced(np.arange(long.size), np.maximum(starts, ends - most), ends)
+        if bos_id is not None:
+            began = long & (self.ids[np.minimum(starts, self.ids.size - 1)] == bos_id)
+            cut.ids[cut.offsets[:-1][began]] = bos_id
+            cut.mask[cut.offsets[:-1][began]] = 0
+        return cut
+
+    def trained_run(self) -> tuple[Int64Array, Int64Array]:
+        """Return of each item where its first trained token is and where its last ends; each must have one."""
+        trained = np.flatnonzero(self.mask)
+        first = trained[np.searchsorted(trained, self.offsets[:-1])]
+        last = trained[np.searchsorted(trained, self.offsets[1:]) - 1]
+        return first, last + 1
+
+    def same_as_first(self) -> BoolArray:
+        """Say of each item whether it is, token for token, the first item of its record."""
+        _, first, inverse = np.unique(self.owners, return_index=True, return_inverse=True)
+        model = first[inverse.reshape(-1)]
+        same: BoolArray = np.equal(self.lengths, self.lengths[model])
+        own = np.flatnonzero(same)
+        left, right = self.taken(own), self.taken(model[own])
+        differs = np.zeros(left.ids.size + 1, np.int64)
+        np.cumsum(left.ids != right.ids, out=differs[1:])
+        same[own] = np.diff(differs[left.offsets]) == 0
+        return same
+
+
+def lay_out(encoded: Encoded, items: PlainItems, identity: TokenizerIdentity, *, close: bool) -> Ragged:
+    """Lay the texts of every item end to end, BOS before each that begins anew and EOS where one ends.
+
+    An EOS shares the fate of the text before it; a BOS is never trained. No token straddles two texts, as each was
+    encoded on its own. What is not to `close` gets no EOS: something else goes on behind it.
+    """
+    last = np.cumsum(np.array(items.counts, np.int64)) - 1
+    anew = np.array(items.anew, np.bool_)
+    ends = np.zeros(anew.size, np.bool_)
+    ends[:-1] = anew[1:]
+    ends[last] = True
+    needs_bos = anew & identity.add_bos
+    placed = place(encoded, needs_bos, ends & (identity.add_eos and close), identity)
+    mask = np.repeat(np.array(items.trained, np.uint8), np.diff(placed.offsets))
+    mask[placed.offsets[:-1][needs_bos]] = 0
+    return Ragged(
+        ids=placed.ids,
+        mask=mask,
+        offsets=np.concatenate([placed.offsets[:1], placed.offsets[last + 1]]),
+        owners=np.array(items.owners, np.int64),
+    )
+
+
+# Records to items, and to arrays.
 
 ANSWERS = "answers"
 """Conversations of a group, each a prompt and one of its responses; they are cut into those two."""
@@ -212,7 +357,7 @@ class RecordEncoder:
         if self.recipe.kind == "grpo":
             groups = [batch.rewards[index] for index in kept.tolist()]
             values["rewards"] = np.array([reward for group in groups for reward in group], dtype="<f4")
-            offsets["groups"] = offsets_of(np.array([len(group) for group in groups], np.int64))
+            offsets["groups"] = offsets_of(map(len, groups))
             assert int(offsets["groups"][-1]) == offsets["responses"].size - 1
         counts = {name: len(owners - batch.refused.keys()) for name, owners in sorted(batch.notes.items())}
         return Records(
@@ -239,9 +384,7 @@ class RecordEncoder:
             return
         for name, source in reader.sources.items():
             if reader.template:
-                conversation = Conversation(messages=source.messages(record), tools=self._tools(record))
-                self._refuse_without_template()
-                batch.conversations[name].append((index, conversation))
+                batch.conversations[name].append((index, self._conversation(source.messages(record), record)))
             else:
                 source.add_texts(batch.texts[name], index, record)
 
@@ -250,10 +393,9 @@ class RecordEncoder:
         rewards = reader.sources["rewards"].numbers(record)
         if reader.template:
             answers = responses.answers(record)
-            prompt, tools = prompts.messages(record), self._tools(record)
-            self._refuse_without_template()
+            prompt = prompts.messages(record)
             batch.conversations[ANSWERS] += [
-                (index, Conversation(messages=[*prompt, *answer], tools=tools)) for answer in answers
+                (index, self._conversation([*prompt, *answer], record)) for answer in answers
             ]
             num_responses = len(answers)
         else:
@@ -263,13 +405,13 @@ class RecordEncoder:
             raise Refusal("lengths_differ", f"{num_responses} responses and {len(rewards)} rewards")
         batch.rewards[index] = rewards
 
-    def _tools(self, record: Record) -> Sequence[Record] | None:
+    def _conversation(self, messages: list[Message], record: Record) -> Conversation:
+        """Put the tools of a record to messages; refuse them if there is no chat template to write them with."""
         name = self.recipe.tools_field
-        return None if name is None else tools_of(look_up(record, tuple(name.split("."))), name)
-
-    def _refuse_without_template(self) -> None:
+        tools = None if name is None else tools_of(look_up(record, tuple(name.split("."))), name)
         if self.no_template is not None:
             raise Refusal("no_template", self.no_template)
+        return Conversation(messages=messages, tools=tools)
 
     # All records of a batch.
 
@@ -310,7 +452,7 @@ class RecordEncoder:
         try:
             return self._cast(self.tokenizer.encode(texts))
         except TokenizerError:
-            bad = [index for index, text in enumerate(texts) if not _is_unicode(text)]
+            bad = [index for index, text in enumerate(texts) if surrogate_in(text) is not None]
             if not bad:
                 raise
         owners = np.concatenate([np.repeat(each.owners, each.counts) for each in batch.texts.values()])
@@ -393,14 +535,6 @@ def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
     batch.refuse(answers.owners[~prompts.same_as_first()].tolist(), "prompts_differ", detail)
     _, once = np.unique(prompts.owners, return_index=True)
     return prompts.taken(once), answers.sliced(items, first, last)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _refuse_nothing_said(batch: _Batch, encoded: Encoded, items: PlainItems) -> None:

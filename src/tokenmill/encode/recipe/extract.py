@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.recipe.recipe import Recipe, Section, Source, Variant
-from tokenmill.encode.refusal import Refusal
 from tokenmill.errors import nearest
 
 Record: TypeAlias = Mapping[str, Any]

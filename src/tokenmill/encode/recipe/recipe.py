@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Meta
 
 from tokenmill.encode.chat.conversation import ROLES
-from tokenmill.encode.recipe.presets import PRESETS
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_keys, read_table
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
@@ -316,9 +315,11 @@ def _recipe(table: object, where: str) -> Recipe:
     if through_template:
         variants = tuple(map(_through_template, variants))
     kind = _kind(written.kind, variants, where)
-    preprocessing, output = _present_keys(written, where)
-    if kind == "sft" and output.get("position_ids_mode") is None:
-        output["position_ids_mode"] = "doc_reset"
+    preprocessing, output_table = _present_keys(written, where)
+    if kind == "sft" and output_table.get("position_ids_mode") is None:
+        output_table["position_ids_mode"] = "doc_reset"
+    output = _read(Output, output_table, f"{where}: output")
+    dtypes = sorted(output.dtypes.items())
     template = "tokenizer" if any(variant.template for variant in variants) else None
     recipe = Recipe(
         name=(written.preset or kind) if written.name is None else written.name,
@@ -333,7 +334,7 @@ def _recipe(table: object, where: str) -> Recipe:
         chat_template=template if written.chat_template is None else written.chat_template,
         chat_template_kwargs=written.chat_template_kwargs,
         preprocessing=_read(Preprocessing, preprocessing, f"{where}: preprocessing"),
-        output=_output(output, f"{where}: output"),
+        output=replace(output, dtypes={key: _SAME_BYTES.get(name, name) for key, name in dtypes}),
     )
     check_recipe(recipe, where)
     return recipe
@@ -377,12 +378,6 @@ def _present_keys(written: _RecipeTable, where: str) -> tuple[Table, dict[str, A
     if "dtype" in output:
         output["dtypes"] = output.pop("dtype")
     return preprocessing, output
-
-
-def _output(table: Table, where: str) -> Output:
-    output = _read(Output, table, where)
-    dtypes = {key: _SAME_BYTES.get(name, name) for key, name in sorted(output.dtypes.items())}
-    return replace(output, dtypes=dtypes)
 
 
 def _variants(table: _InputTable, where: str) -> tuple[Variant, ...]:
@@ -611,3 +606,116 @@ def _check_output(recipe: Recipe, where: str) -> None:
             raise ConfigError(
                 f"{where}: dtypes.{key} must be one of {', '.join(known)}, got {name!r}; {nearest(name, known)}"
             )
+
+
+# The recipes that have a name: plain data, in the words of any other recipe.
+
+# Alpaca's headings, so that a prompt ends where an answer begins, in every tokenizer.
+_ASKED = "### Instruction:\n"
+_INPUT = "\n\n### Input:\n"
+_ANSWER = "\n\n### Response:\n"
+
+
+def _preset_section(field: str, role: str, **more: object) -> dict[str, object]:
+    return {"field": field, "action": "$role", "role": role, **more}
+
+
+def _asked(prompt: str, answer: str, more: str | None = None) -> dict[str, object]:
+    """Return a variant: a prompt, perhaps with an input of its own, and the answer."""
+    if more is None:
+        asked = [_preset_section(prompt, "user", prefix=_ASKED, suffix=_ANSWER)]
+    else:
+        asked = [
+            _preset_section(prompt, "user", prefix=_ASKED),
+            _preset_section(more, "user", prefix=_INPUT, suffix=_ANSWER),
+        ]
+    return {"sections": [*asked, _preset_section(answer, "assistant")]}
+
+
+def _messages(*fields: str) -> dict[str, object]:
+    return {"sections": [{"field": field, "action": "$role", "template": True} for field in fields]}
+
+
+def _pair(*, prompt: bool, template: bool) -> dict[str, object]:
+    asked = [_preset_section("prompt", "user", template=template)] if prompt else []
+    return {
+        "sources": {
+            answer: {"sections": [*asked, _preset_section(answer, "assistant", template=template)]}
+            for answer in ("chosen", "rejected")
+        }
+    }
+
+
+def _group(*, template: bool) -> dict[str, object]:
+    return {
+        "sources": {
+            "prompts": {
+                "sections": [{"field": "prompt", "action": "mask", "role": "user", "template": template}],
+            },
+            "responses": {
+                "sections": [{"field": "responses", "action": "train", "role": "assistant", "template": template}],
+                "list_field": True,
+                "mask_key": "masks",
+            },
+            "rewards": {"sections": [{"field": "rewards", "action": "value"}]},
+        }
+    }
+
+
+_ROLES = {"system": "mask", "user": "mask", "assistant": "train"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "text": {"input": {"sections": [{"field": "text", "action": "train"}]}},
+    "chat": {
+        "input": {
+            "tools_field": "tools",
+            "variants": [
+                _messages("messages"),
+                {
+                    "sections": [
+                        _preset_section("system", "system", template=True),
+                        {"field": "conversations", "action": "$role", "template": True},
+                    ]
+                },
+                _messages("conversations"),
+            ],
+        },
+        "mask": _ROLES,
+    },
+    "instruction": {
+        "input": {
+            "variants": [
+                _asked("prompt", "response"),
+                _asked("prompt", "completion"),
+                _asked("instruction", "output", "input"),
+                _asked("instruction", "output"),
+                _asked("instruction", "response", "context"),
+                _asked("instruction", "response"),
+                _asked("question", "answer"),
+            ]
+        },
+        "mask": _ROLES,
+    },
+    "dpo": {
+        "input": {
+            "tools_field": "tools",
+            "variants": [
+                _pair(prompt=True, template=False),
+                _pair(prompt=True, template=True),
+                {
+                    "sources": {
+                        answer: {"sections": [{"field": answer, "action": "$role", "template": True}]}
+                        for answer in ("chosen", "rejected")
+                    }
+                },
+            ],
+        },
+        "mask": _ROLES,
+        "train_turns": "last",
+    },
+    "grpo": {
+        "input": {"tools_field": "tools", "variants": [_group(template=False), _group(template=True)]},
+        "mask": _ROLES,
+    },
+}
+"""Name -> recipe. The order of variants is the priority by which fields are detected, record by record."""
