@@ -21,7 +21,7 @@ from rich.text import Text
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenmill.config.dialects import Translation
+    from tokenmill.config.run import Translation
     from tokenmill.run.run import Run
 
 console = Console()

@@ -48,6 +48,8 @@ MAX_RAMP_BATCH = 1 << 22
 MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
+NATIVE = "native"
+TABLES = ("run", "sources", "stages", "skip", "quarantine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -453,12 +455,22 @@ class Config:
 
 # Reading and writing
 
-_TABLES = ("run", "sources", "stages", "skip", "quarantine")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translation:
+    """A config in native tables."""
+
+    dialect: str = NATIVE
+    """`native`, `KempnerForge` or `torchtitan`."""
+    tables: dict[str, Any]
+    """What `parse_config` reads."""
+    notes: tuple[str, ...] = ()
+    """What was taken how, or ignored; a sentence each. A native config has none."""
 
 
 def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     """Make a config of nested tables, as a TOML reader gives them; every key must be known."""
-    check_keys(where, tables, _TABLES)
+    check_keys(where, tables, TABLES)
     if "run" not in tables:
         raise ConfigError(
             f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
@@ -493,7 +505,7 @@ def to_toml(tables: Mapping[str, Any]) -> str:
     """Write the tables of a config as TOML; a list of tables as [[name]], to which a user can add one."""
     parts = []
     # An empty list has no header of its own, and must stand before the first.
-    for name in sorted(tables, key=lambda name: (tables[name] != [], _TABLES.index(name))):
+    for name in sorted(tables, key=lambda name: (tables[name] != [], TABLES.index(name))):
         if not isinstance(tables[name], list) or not tables[name]:
             parts.append(tomli_w.dumps({name: tables[name]}))
             continue

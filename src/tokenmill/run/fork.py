@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.config.dialects import Translation
-from tokenmill.config.run import ResolvedStage, parse_config, to_toml
+from tokenmill.config.run import ResolvedStage, Translation, parse_config, to_toml
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, tables_of
@@ -178,7 +177,7 @@ def _run(tables: dict[str, Any], file: Path) -> Run:
         config=parse_config(tables, where=str(file)),
         folder=file.parent,
         name=file.stem,
-        translation=Translation(dialect="native", tables=tables, notes=()),
+        translation=Translation(tables=tables),
     )
 
 

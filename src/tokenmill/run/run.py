@@ -10,8 +10,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.config.dialects import Translation, translate
-from tokenmill.config.run import DEFAULT_ARRAYS, Config, ResolvedStage, SourceConfig, parse_config, read_tables
+from tokenmill.config.run import (
+    DEFAULT_ARRAYS,
+    TABLES,
+    Config,
+    ResolvedStage,
+    SourceConfig,
+    Translation,
+    parse_config,
+    read_tables,
+)
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
@@ -48,7 +56,12 @@ class Run:
 
         `world_size` is for configs of others, which give the batch of one rank.
         """
-        translation = translate(read_tables(path), where=str(path), world_size=world_size)
+        tables = read_tables(path)
+        translation = Translation(tables=tables)
+        if not tables or not tables.keys() <= set(TABLES):
+            from tokenmill.config.dialects import translate
+
+            translation = translate(tables, where=str(path), world_size=world_size)
         config = parse_config(translation.tables, where=str(path))
         file = Path(path).resolve()
         return cls(config=config, folder=file.parent, name=file.stem, translation=translation)

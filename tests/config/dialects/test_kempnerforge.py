@@ -95,8 +95,8 @@ def test_a_mixture_with_phases_is_taken_whole():
         "data.num_workers = 4: not needed, batches are assembled by threads",
         "data.pin_memory = true: not needed, the loader of the adapter decides it",
         "data.prefetch_factor = 2: not needed, the loader says how many batches are made ahead",
-        "model.vocab_size = 50257: taken as the vocabulary of all token files, whose ids are looked at once",
         "data.pack_sequences = false: rows are the stream of tokens cut, and labels cross documents",
+        "model.vocab_size = 50257: taken as the vocabulary of all token files, whose ids are looked at once",
     )
 
 

@@ -11,10 +11,19 @@ from tokenmill.adapters import need
 need("torch", extra="torch", adapter="tokenmill.adapters.kempnerforge")
 
 from tokenmill.adapters.kempnerforge.config import DataConfig
-from tokenmill.adapters.kempnerforge.datasets import HuggingFaceDataset, MemoryMappedDataset, MixtureDataset
-from tokenmill.adapters.kempnerforge.loader import StatefulDataLoader, build_dataloader
+from tokenmill.adapters.kempnerforge.datasets import (
+    HuggingFaceDataset,
+    MemoryMappedDataset,
+    MixtureDataset,
+    StreamingHuggingFaceDataset,
+)
+from tokenmill.adapters.kempnerforge.loader import (
+    StatefulDataLoader,
+    StreamingDataLoader,
+    build_dataloader,
+    merge_states,
+)
 from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
-from tokenmill.adapters.kempnerforge.streaming import StreamingDataLoader, StreamingHuggingFaceDataset, merge_states
 from tokenmill.config.dialects.kempnerforge import DatasetSource, TrainingPhase
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""Datasets that give a sample for an index: token files, and text of Hugging Face."""
+"""Datasets: token files and text of Hugging Face that give a sample for an index, and text without end."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,13 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from tokenmill.adapters.distributed import find_rank
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
+from tokenmill.adapters.torch import to_torch
 from tokenmill.build.cached import cached_store
-from tokenmill.config.dialects.sources import text_source
+from tokenmill.config.dialects import hub_name
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError
 from tokenmill.fingerprint import digest
+from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.loader import IGNORE
 from tokenmill.loader.batch import BufferPool
 from tokenmill.store import Store, open_store
@@ -31,6 +34,8 @@ from tokenmill.types import Int64Array
 Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
 """Where the tokens of text are kept, unless it is said: the place of a run whose config is in this folder."""
+_FOR_EVER = 1 << 40
+"""Steps of a stream that ends when nobody draws from it any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,11 +246,8 @@ class HuggingFaceDataset(Chunked):
     ) -> None:
         self.seq_len = seq_len
         self.text_field = text_field
-        source = text_source(
-            dataset_name, config=dataset_config or "", split=split, tokenizer=tokenizer_path, text_field=text_field
-        )
         store = cached_store(
-            source["documents"],
+            [hub_name(dataset_name, dataset_config or "", split)],
             tokenizer=tokenizer_path,
             text_field=text_field,
             folder=Path(cache_dir or CACHE_DIR),
@@ -383,3 +385,97 @@ class MixtureDataset(Dataset[Sample]):
         for number, dataset in enumerate(self.datasets):
             if f"dataset_{number}" in state and hasattr(dataset, "load_state_dict"):
                 dataset.load_state_dict(state[f"dataset_{number}"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamState:
+    """Where a stream stands."""
+
+    epoch: Count
+    live: Mapping[str, Any]
+
+
+class StreamingHuggingFaceDataset(IterableDataset[Sample]):
+    """Samples of `seq_len` inputs and labels without end, epoch after epoch; the text is tokenized as it is read.
+
+    To be used with `num_workers=0`: `threads` read and tokenize ahead, and the state stays in the process that
+    saves it. A sample never reaches into another window of the files; its end is padded then.
+
+    `lanes` are independent streams, dealt to the ranks (one a rank, unless it is said); their number stays for the
+    whole run. A `shuffle_buffer_size` of 0 reads documents in their order, any other number shuffles them in
+    windows of files, without a buffer. With `pack_sequences` samples have `doc_ids`; the label behind the end of a
+    document is -100 in any case.
+    """
+
+    def __init__(  # noqa: PLR0913 - as KempnerForge has it
+        self,
+        dataset_name: str,
+        split: str,
+        text_field: str,
+        seq_len: int,
+        tokenizer_path: str,
+        dataset_config: str | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int = 42,
+        shuffle_buffer_size: int = 10_000,
+        pack_sequences: bool = False,
+        lanes: int | None = None,
+        threads: int = 1,
+    ) -> None:
+        super().__init__()
+        self.rank, self.world_size = find_rank(rank=rank, world_size=world_size)
+        self.seed = seed
+        self.shuffle_buffer_size = shuffle_buffer_size
+        self.pack_sequences = pack_sequences
+        self.lanes = lanes or self.world_size
+        self.threads = threads
+        self.seq_len = seq_len
+        self.tokenizer_path = tokenizer_path
+        self.text_field = text_field
+        self.documents = hub_name(dataset_name, dataset_config or "", split)
+
+    @cached_property
+    def live(self) -> LiveLoader:
+        """The stream itself; files and tokenizer are opened when it is first needed."""
+        options = LiveOptions(
+            seq_len=self.seq_len,
+            packing="concat",
+            seed=self.seed,
+            shuffle=self.shuffle_buffer_size > 0,
+            text_field=self.text_field,
+        )
+        arrays = ("input_ids", "labels", "doc_ids") if self.pack_sequences else ("input_ids", "labels")
+        return LiveLoader(
+            open_live([self.documents], tokenizer=self.tokenizer_path, options=options),
+            steps=_FOR_EVER,
+            global_batch_size=self.lanes,
+            rank=self.rank,
+            world_size=self.world_size,
+            threads=self.threads,
+            arrays=arrays,
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "num_workers: must be 0 for text that is streamed, as its state would stay in the workers, "
+                f"got {get_worker_info().num_workers}; threads read ahead instead"
+            )
+        for batch in self.live:
+            yield {name: array[0] for name, array in to_torch(batch).items()}
+
+    def close(self) -> None:
+        """Stop the threads; who goes on drawing starts them again."""
+        if "live" in self.__dict__:
+            self.live.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the lanes of this rank stand, as JSON; `merge_states` joins those of all ranks."""
+        epochs = [position.epoch for position in self.live.text.positions().values()]
+        return {"epoch": min(epochs), "live": self.live.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says: that of this rank, or the joined one at any number of ranks."""
+        self.live.load_state_dict(read_state(StreamState, state).live)

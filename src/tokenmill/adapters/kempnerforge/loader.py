@@ -1,8 +1,8 @@
-"""A loader of torch that knows which batch comes next, and resumes there exactly."""
+"""Loaders of torch that know which batch comes next, and resume there exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,15 +13,21 @@ from torch.utils.data import DataLoader
 
 from tokenmill.adapters.distributed import find_rank
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, DataConfig, StepShape, read_state
-from tokenmill.adapters.kempnerforge.datasets import HuggingFaceDataset, MemoryMappedDataset, MixtureDataset
+from tokenmill.adapters.kempnerforge.datasets import (
+    HuggingFaceDataset,
+    MemoryMappedDataset,
+    MixtureDataset,
+    Sample,
+    StreamingHuggingFaceDataset,
+    StreamState,
+)
 from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
-from tokenmill.adapters.kempnerforge.streaming import StreamingDataLoader, StreamingHuggingFaceDataset
 from tokenmill.config.dialects.kempnerforge import DatasetSource
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
-from tokenmill.tables import Count, Positive
+from tokenmill.live import merge_states as merge_live
+from tokenmill.tables import Count, Positive, as_json
 
-Tensors = dict[str, torch.Tensor]
 STATE_VERSION = 2
 
 
@@ -128,18 +134,18 @@ class StatefulDataLoader:
         """Batches of the epoch, as if all had been of this size."""
         self._batches = 0
         """Batches of the run that were handed out."""
-        self._running: Iterator[Tensors] | None = None
+        self._running: Iterator[Sample] | None = None
         self._in_epoch = False
         self._generator = torch.Generator()
         self._asked = AskedBatches()
-        self._loader: DataLoader[Tensors] = self._make_loader()
+        self._loader: DataLoader[Sample] = self._make_loader()
         if not self._rest():
             raise ConfigError(
                 f"dataset: an epoch must have a whole step of {self._shape.round} samples, got {len(dataset)}; add "
                 "data, or lower batch_size"
             )
 
-    def _make_loader(self) -> DataLoader[Tensors]:
+    def _make_loader(self) -> DataLoader[Sample]:
         workers = self.config.num_workers
         return DataLoader(
             self.dataset,
@@ -209,7 +215,7 @@ class StatefulDataLoader:
         steps = max(0, self._position - origin - begun * self._shape.samples) // self._shape.round
         self._batches_yielded = steps * self._shape.batches + begun
 
-    def __next__(self) -> Tensors:
+    def __next__(self) -> Sample:
         if not self._in_epoch:
             raise StopIteration
         self._apply_phase()
@@ -232,7 +238,7 @@ class StatefulDataLoader:
         self._mark()
         return batch
 
-    def _start(self) -> Iterator[Tensors]:
+    def _start(self) -> Iterator[Sample]:
         """Begin to read the rest of the epoch."""
         self._asked.indices = self.sampler.indices(self._epoch, self._position, self._end())
         self._asked.batch_size = self.batch_size
@@ -330,6 +336,113 @@ class StatefulDataLoader:
             return []
         starts = [phase.start_step for phase in self.config.all_phases if phase.start_step < step]
         return [[start, self.config.weights_at(start)] for start in starts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamLoaderState(StreamState):
+    """Where a loader of a stream stands."""
+
+    batches_yielded: Count
+    batch_size: Positive
+    world_size: Positive
+    grad_accum_steps: Positive | None
+
+
+class StreamingDataLoader:
+    """Batches of a stream, by torch's own loader in this process.
+
+    `grad_accum_steps` says how many batches a step has, so that `lr_scale` follows the phases of the config.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingHuggingFaceDataset,
+        batch_size: int,
+        config: DataConfig | None = None,
+        *,
+        grad_accum_steps: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.config = config or DataConfig()
+        self.grad_accum_steps = grad_accum_steps
+        self._shape = StepShape(
+            batch_size=batch_size, num_replicas=dataset.world_size, grad_accum_steps=grad_accum_steps
+        )
+        self._loader: DataLoader[Sample] = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            # Without an accelerator there is nothing to pin memory for, and torch would warn.
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            drop_last=True,
+            # Its own, so that an iteration draws nothing from the generator that the model uses.
+            generator=torch.Generator(),
+        )
+        self._batches_yielded = 0
+        """Batches of the run, as if all had been of this size."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        for batch in self._loader:
+            self._batches_yielded += 1
+            yield batch
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
+        return self._batches_yielded // self._shape.batches
+
+    @property
+    def lr_scale(self) -> float:
+        """What the phases of the config multiply the learning rate of the next batch's step by."""
+        return self._shape.lr_scale(self.config, self.step)
+
+    def close(self) -> None:
+        """Stop the threads of the stream."""
+        self.dataset.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank stands, as JSON; `merge_states` joins those of all ranks."""
+        inner = self.dataset.state_dict()
+        return {
+            "epoch": inner["epoch"],
+            "batches_yielded": self._batches_yielded,
+            "batch_size": self.batch_size,
+            "world_size": self._shape.num_replicas,
+            "grad_accum_steps": self.grad_accum_steps,
+            "live": inner["live"],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says; a running iteration follows.
+
+        Between two steps batches may be of another size, and `batches_yielded` then goes on as if all had been: by
+        the steps, or by the samples if nobody said what a step is.
+        """
+        record = read_state(StreamLoaderState, state)
+        shape = StepShape(
+            batch_size=record.batch_size, num_replicas=record.world_size, grad_accum_steps=record.grad_accum_steps
+        )
+        batches = self._shape.count(record.batches_yielded, shape, inside="batches" in record.live)
+        if self.grad_accum_steps is None:
+            batches = record.batches_yielded * shape.samples // self._shape.samples
+        self.dataset.live.load_state_dict(record.live)
+        self._batches_yielded = batches
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the states of all ranks, saved after the same batch, into one that any number of ranks can load."""
+    loaders = any(isinstance(state, Mapping) and "batches_yielded" in state for state in states)
+    records = [as_json(read_state(StreamLoaderState if loaders else StreamState, state)) for state in states]
+    for record in records:
+        for key in ("batches_yielded", "batch_size", "world_size", "grad_accum_steps"):
+            if record.get(key) != records[0].get(key):
+                raise ResumeError(
+                    f"states: {key} must be the same on all ranks, got {records[0].get(key)!r} and "
+                    f"{record.get(key)!r}; save them after the same batch of one run"
+                )
+    live = merge_live([record["live"] for record in records])
+    return {**records[0], "epoch": min(record["epoch"] for record in records), "live": live}
 
 
 def build_dataloader(

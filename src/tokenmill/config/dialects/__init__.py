@@ -1,41 +1,30 @@
 """Config files of other projects as native ones.
 
-1. In: the tables of a TOML file: ours, KempnerForge's, or those of the torchtitan fork with data stages.
+1. In: the tables of a TOML file: KempnerForge's, or those of the torchtitan fork with data stages.
 2. Does: tells which of them it is, checks what it says of data by the rules of its own project, and says the same
-   in native tables.
+   in native tables. What both have in common stands here.
 3. Out: native tables for `config.parse_config`, and notes on what was taken how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from tokenmill.config.dialects.kempnerforge import from_kempnerforge
-from tokenmill.config.dialects.torchtitan import from_torchtitan
+from tokenmill.config.run import NATIVE, TABLES, Translation
 from tokenmill.errors import ConfigError, met_in, nearest
+from tokenmill.tables import Count, Positive, as_json, read_table
 
-NATIVE, KEMPNERFORGE, TORCHTITAN = "native", "KempnerForge", "torchtitan"
-_MARKS = {
-    NATIVE: ("run", "sources", "stages", "skip", "quarantine"),
-    KEMPNERFORGE: ("data", "train"),
-    TORCHTITAN: ("training",),
-}
+T = TypeVar("T")
+KEMPNERFORGE, TORCHTITAN = "KempnerForge", "torchtitan"
+_MARKS = {NATIVE: TABLES, KEMPNERFORGE: ("data", "train"), TORCHTITAN: ("training",)}
 """Tables that only one kind of config has."""
-_READERS = {KEMPNERFORGE: from_kempnerforge, TORCHTITAN: from_torchtitan}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Translation:
-    """A config in native tables."""
-
-    dialect: str
-    """`native`, `KempnerForge` or `torchtitan`."""
-    tables: dict[str, Any]
-    """What `config.parse_config` reads."""
-    notes: tuple[str, ...]
-    """What was taken how, or ignored; a sentence each."""
+OURS = "tokenmill"
+"""A table that a foreign config may have for us: what neither it nor its token files say."""
+DEFAULT_SPLIT = "train"
+DEFAULT_FIELD = "text"
 
 
 def translate(tables: Mapping[str, Any], *, where: str, world_size: int | None = None) -> Translation:
@@ -48,11 +37,17 @@ def translate(tables: Mapping[str, Any], *, where: str, world_size: int | None =
         raise ConfigError(f"world_size: must be at least 1, got {world_size}; leave it out for one rank")
     dialect = _dialect(tables, where)
     if dialect == NATIVE:
-        return Translation(dialect=dialect, tables=dict(tables), notes=())
+        return Translation(dialect=dialect, tables=dict(tables))
+    if dialect == KEMPNERFORGE:
+        from tokenmill.config.dialects.kempnerforge import from_kempnerforge as read
+    else:
+        from tokenmill.config.dialects.torchtitan import from_torchtitan as read
     try:
-        native, notes = _READERS[dialect](tables, world_size)
+        native, notes = read(tables, world_size)
+        notes += _add_facts(native["sources"], tables)
     except ConfigError as error:
         raise met_in(where, error) from None
+    notes += _path_notes(native["sources"])
     return Translation(dialect=dialect, tables=native, notes=tuple(notes))
 
 
@@ -73,3 +68,132 @@ def _dialect(tables: Mapping[str, Any], where: str) -> str:
     hint = nearest(next(iter(tables)), ["run", "data", "training"]) if len(tables) == 1 else "add one of them"
     got = ", ".join(f"[{name}]" for name in tables) or "no table"
     raise ConfigError(f"{where}: must have {known}, got {got}; {hint}")
+
+
+# Tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFacts:
+    """The table [tokenmill] of a foreign config."""
+
+    dtype: str | None = None
+    vocab_size: Count | None = None
+    eos_id: Count | None = None
+    bos_id: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTable:
+    """What the table [model] says of data."""
+
+    vocab_size: Positive | None = None
+    hf_assets_path: str = ""
+    tokenizer_path: str = ""
+
+
+def table_of(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table of a file; an empty one where there is none."""
+    value = tables.get(name, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}: must be a table, got {value!r}; write [{name}]")
+    return value
+
+
+def read_known(kind: type[T], tables: Mapping[str, Any], name: str) -> T:
+    """Read those keys of a table that a record has; the others do not say anything of data."""
+    known = get_type_hints(kind)
+    return read_table(kind, {key: value for key, value in table_of(tables, name).items() if key in known}, name)
+
+
+# Sources
+
+
+def plain_name(text: str) -> str:
+    """Return the last part of a path or of the name of a dataset, as a source can be called.
+
+    >>> plain_name("/data/web v2/"), plain_name("allenai/c4"), plain_name("..")
+    ('web-v2', 'c4', 'data')
+    """
+    last = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
+    name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in last)
+    return name if any(letter.isalnum() for letter in name) else "data"
+
+
+def free_name(wanted: str, taken: Container[str]) -> str:
+    """Return the name, or with -2, -3, ... behind it the first that nobody has.
+
+    >>> free_name("web", {"web", "web-2"})
+    'web-3'
+    """
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}-{number}"
+    return name
+
+
+def hub_name(dataset: str, config: str = "", split: str = DEFAULT_SPLIT) -> str:
+    """Return how a dataset of Hugging Face is called among `documents`.
+
+    >>> hub_name("allenai/c4", "en"), hub_name("x", split="test")
+    ('hf:allenai/c4:en', 'hf:x::test')
+    """
+    return f"hf:{dataset}:{config}:{'' if split == DEFAULT_SPLIT else split}".rstrip(":")
+
+
+def text_source(documents: str, *, tokenizer: str, text_field: str) -> dict[str, Any]:
+    """Return a source of text, without a name; what is as usual is left out."""
+    source: dict[str, Any] = {"documents": [documents], "tokenizer": tokenizer}
+    return source if text_field == DEFAULT_FIELD else {**source, "text_field": text_field}
+
+
+def _add_facts(sources: Sequence[dict[str, Any]], tables: Mapping[str, Any]) -> list[str]:
+    """Add to sources of token files what their config says of the tokens; return what there is to note.
+
+    [tokenmill] is for all of them. The vocabulary of [model] is taken only where something hangs on it, since all
+    ids are then looked at once.
+    """
+    table = as_json(read_table(TokenFacts, table_of(tables, OURS), OURS))
+    facts: dict[str, Any] = {name: value for name, value in table.items() if value is not None}
+    files = [source for source in sources if "store" in source]
+    raw = [source for source in files if source["store"].endswith(".bin")]
+    notes = []
+    vocab_size = read_known(ModelTable, tables, "model").vocab_size
+    if files and (len(sources) > 1 or raw) and "vocab_size" not in facts and vocab_size is not None:
+        facts["vocab_size"] = vocab_size
+        notes.append(
+            f"model.vocab_size = {vocab_size}: taken as the vocabulary of all token files, "
+            "whose ids are looked at once"
+        )
+    for source in files:
+        source.update(facts)
+    unknown = "vocab_size" not in facts
+    if raw and unknown and "dtype" not in facts:
+        notes.append(
+            "files that end in .bin do not say their dtype, and no size proves it: "
+            f'add dtype = "uint16" or "uint32" under [{OURS}]'
+        )
+    if files and len(sources) > 1 and unknown:
+        notes.append(
+            "token files do not say their vocabulary, without which only stores of tokenmill can be mixed: "
+            f"add vocab_size = ... under [{OURS}]"
+        )
+    return notes
+
+
+def _path_notes(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Note where relative paths count from, which is another folder there, and that nothing is downloaded."""
+    stores = [source["store"] for source in sources if "store" in source and _is_relative(source["store"])]
+    tokenizers = [source["tokenizer"] for source in sources if _is_relative(source.get("tokenizer", "/"))]
+    notes = [f"{stores[0]!r}: relative paths count from the folder of the config"] if stores else []
+    if tokenizers:
+        notes.append(
+            f"tokenizer {tokenizers[0]!r}: taken as a file or folder, from the folder of the config; "
+            "none is downloaded"
+        )
+    return notes
+
+
+def _is_relative(path: str) -> bool:
+    return not path.startswith(("/", "~")) and path != "bytes"

@@ -9,13 +9,12 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from tokenmill.config.dialects.sources import (
+from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     OURS,
-    add_facts,
     free_name,
-    path_notes,
+    hub_name,
     plain_name,
     read_known,
     table_of,
@@ -201,9 +200,7 @@ def from_kempnerforge(tables: Mapping[str, Any], world_size: int | None) -> tupl
     drawn = {name for stage in stages for name in stage.get("weights", datasets)}
     notes += [f"dataset {name!r}: left out, no phase draws from it" for name in datasets if name not in drawn]
     sources = [source for source in sources if source["name"] in drawn]
-    notes += add_facts(sources, tables)
-    notes += _packing_notes(data, sources)
-    notes += path_notes(sources)
+    notes += _packing_notes(data, sources, tables)
     return {"run": run, "sources": sources, "stages": stages}, notes
 
 
@@ -254,9 +251,7 @@ def _source(data: DataTable, dataset: DatasetSource) -> dict[str, Any]:
         # What is special in a glob is not, in the name of a folder.
         return {"store": f"{glob.escape(dataset.path.rstrip('/'))}/{data.file_pattern or '*.npy'}"}
     source = text_source(
-        dataset.hf_name,
-        config=dataset.hf_config,
-        split=data.hf_dataset_split or DEFAULT_SPLIT,
+        hub_name(dataset.hf_name, dataset.hf_config, data.hf_dataset_split or DEFAULT_SPLIT),
         tokenizer=data.tokenizer_for(dataset),
         text_field=data.hf_dataset_text_field or DEFAULT_FIELD,
     )
@@ -315,11 +310,11 @@ def _phase_weights(
     return drawn
 
 
-def _packing_notes(data: DataTable, sources: Sequence[Mapping[str, Any]]) -> list[str]:
+def _packing_notes(data: DataTable, sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]) -> list[str]:
     if not data.pack_sequences:
         return ["data.pack_sequences = false: rows are the stream of tokens cut, and labels cross documents"]
     notes = ["data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"]
-    if any("store" in source and "eos_id" not in source for source in sources):
+    if any("store" in source for source in sources) and "eos_id" not in table_of(tables, OURS):
         notes.append(
             "the config does not say the id of EOS: an array of two dimensions has a document a row, any other "
             f"file is one document; add eos_id = ... under [{OURS}]"

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.config.dialects.sources import (
+from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     ModelTable,
-    add_facts,
     free_name,
-    path_notes,
+    hub_name,
     plain_name,
     read_known,
     table_of,
@@ -216,8 +215,6 @@ def from_torchtitan(tables: Mapping[str, Any], world_size: int | None) -> tuple[
         | ({"weights": weights} if len(sources) > 1 else {})
         for stage, seed, weights in zip(stages, seeds, mixtures, strict=True)
     ]
-    notes += add_facts(sources, tables)
-    notes += path_notes(sources)
     return {"run": run, "sources": sources, "stages": native}, notes
 
 
@@ -290,4 +287,4 @@ def _source(stage: DataStage, place: str, tokenizer: str, notes: list[str]) -> d
         note = f"dataset = {place!r}: taken as {dataset}{f', config {config}' * bool(config)}, split {split}"
         if note not in notes:
             notes.append(note)
-    return text_source(dataset, config=config, split=split, tokenizer=tokenizer, text_field=DEFAULT_FIELD)
+    return text_source(hub_name(dataset, config, split), tokenizer=tokenizer, text_field=DEFAULT_FIELD)
