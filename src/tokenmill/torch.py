@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tokenmill.adapters.distributed import find_rank
 from tokenmill.adapters.kempnerforge import (
     DataConfig,
     DatasetSource,
@@ -17,7 +16,7 @@ from tokenmill.adapters.kempnerforge import (
     TrainingPhase,
     build_dataloader,
 )
-from tokenmill.adapters.torch import TorchLoader, to_torch, torch_loader
+from tokenmill.adapters.torch import TorchLoader, find_rank, to_torch, torch_loader
 
 __all__ = [
     "DataConfig",

@@ -22,8 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tokenmill import Run
-from tokenmill.adapters.distributed import find_rank, flat_state, own_state
-from tokenmill.adapters.torch import TorchLoader, torch_loader
+from tokenmill.adapters.torch import TorchLoader, find_rank, flat_state, own_state, torch_loader
 from tokenmill.errors import ConfigError, ResumeError, TokenmillError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 

@@ -12,8 +12,7 @@ need("lightning", extra="lightning", adapter="tokenmill.adapters.lightning")
 
 import lightning
 
-from tokenmill.adapters.distributed import check_rank, joined_state
-from tokenmill.adapters.torch import Tensors, to_torch
+from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Loader
 from tokenmill.run.run import Run

@@ -17,8 +17,7 @@ need("torch", extra="torch", adapter="tokenmill.adapters.nanochat")
 
 import torch
 
-from tokenmill.adapters.distributed import find_rank, gather, is_running
-from tokenmill.adapters.torch import to_device, to_torch
+from tokenmill.adapters.torch import find_rank, gather, is_running, to_device, to_torch
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest
 from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live

@@ -1,25 +1,37 @@
-"""Batches as torch tensors, for a plain training loop, alone or under torch.distributed."""
+"""Batches as torch tensors, alone or under torch.distributed: rank, state of all ranks, and whether they agree."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import xxhash
 
 from tokenmill.adapters import need
 
 need("torch", extra="torch", adapter="tokenmill.torch")
 
 import torch
+import torch.distributed as dist
 
-from tokenmill.adapters.distributed import RankCheck, find_rank, flat_state, own_state
+from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, TokenmillError
+from tokenmill.fingerprint import canonical, digest, first_difference
+from tokenmill.loader import Loader
+from tokenmill.loader.state import merge_states
+from tokenmill.types import Batch
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from tokenmill.loader import Loader
     from tokenmill.run.run import Run
-    from tokenmill.types import Batch
 
+_MID_STEP = ("batches", "micro_batch", "world_size")
+_NESTED = ("made_of", "live")
+"""What states of live text hold beside numbers and texts."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -100,3 +112,308 @@ def torch_loader(
     rank, world_size = find_rank(group, rank=rank, world_size=world_size)
     loader = run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, arrays=arrays)
     return TorchLoader(loader, device=device, check_ranks=check_ranks, group=group)
+
+
+# Ranks, and the state of all of them.
+
+
+def find_rank(
+    group: dist.ProcessGroup | None = None, *, rank: int | None = None, world_size: int | None = None
+) -> tuple[int, int]:
+    """Return rank and world size: those given, else as torch.distributed or the launcher says, else (0, 1)."""
+    if rank is None or world_size is None:
+        own = _own_rank(group)
+        rank, world_size = own[0] if rank is None else rank, own[1] if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank: must lie within 0 and the {world_size} ranks, got {rank}; give both rank and number of ranks"
+        )
+    return rank, world_size
+
+
+def _own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return rank and world size: of torch.distributed if it runs, else of RANK and WORLD_SIZE, else (0, 1)."""
+    if is_running():
+        return dist.get_rank(group), dist.get_world_size(group)
+    launcher = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not launcher:
+        return 0, 1
+    if len(launcher) == 1 or not all(value.isdecimal() for value in launcher.values()):
+        raise ConfigError(
+            f"environment: RANK and WORLD_SIZE must both be whole numbers, or not be set, got {launcher}; "
+            "start with torchrun, or pass rank and world_size"
+        )
+    return int(launcher["RANK"]), int(launcher["WORLD_SIZE"])
+
+
+def is_running() -> bool:
+    """Say whether there is a process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:  # noqa: ANN401 - any JSON value
+    """Return the values of all ranks of a group, on each of them."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def check_rank(loader: Loader, rank: int, world_size: int, *, where: str, way_out: str) -> None:
+    """Refuse a loader of another rank, which would train on rows twice."""
+    part = loader.part
+    if (part.rank, part.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"{where}: the loader must be that of rank {rank} of {world_size}, got rank {part.rank} of "
+            f"{part.world_size}; {way_out}"
+        )
+
+
+def joined_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Return where all ranks stand, as JSON.
+
+    A rank of live text, alone or beside stores, knows its own lanes alone: where torch.distributed runs, all ranks
+    must ask together, and each gets the lanes of all.
+    """
+    state: dict[str, Any] = dict(loader.state_dict())
+    if not loader.lanes or not is_running():
+        return state
+    part = loader.part
+    states: list[tuple[int, Mapping[str, Any]]] = gather((part.rank, state), group)
+    missing = sorted(set(range(part.world_size)) - {rank for rank, _ in states})
+    if missing:
+        raise ResumeError(
+            f"state: must have the lanes of all {part.world_size} ranks, got none of {missing} from the process "
+            "group; pass the group that has every data-parallel rank"
+        )
+    return merge_states([own for _, own in states])
+
+
+def flat_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, int | str]:
+    """Return where all ranks stand with the same keys at any time, each a number or a text.
+
+    A distributed checkpoint loads the keys that a fresh loader has, and no others.
+    """
+    state = joined_state(loader, group)
+    # A loader of live text without a plan on record goes by what it is made of, and by the batch within a step.
+    mid_step = (*_MID_STEP, "global_batch_size") if "made_of" in state else _MID_STEP
+    always = {key: value for key, value in state.items() if key not in mid_step}
+    texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in always.items()}
+    return texts | {key: state.get(key, 0) for key in mid_step}
+
+
+def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state as the loaders have it; one that already is stays as it is."""
+    if not isinstance(state, Mapping):
+        return state  # the loader says what is wrong with it
+    nested = dict(state)
+    for key in _NESTED:
+        if isinstance(nested.get(key), str):
+            try:
+                nested[key] = json.loads(nested[key])
+            except ValueError as error:
+                raise ResumeError(
+                    f"state: {key} must be JSON, got {nested[key]!r}; use a state that was not edited"
+                ) from error
+    return nested
+
+
+# Whether all ranks read the same.
+
+View: TypeAlias = dict[str, str]
+"""What a rank reads at a step, in the eyes of a rank: source -> digest of its rows."""
+_OF_THE_BATCH = frozenset(("cu_seqlens", "max_seqlen", "num_loss_tokens"))
+"""Arrays that have no line for every row."""
+_DIGEST_BITS = 48
+"""Of what is summed up over ranks: 32768 of them do not overflow 64 bits."""
+
+
+@dataclass(eq=False)
+class RankCheck:
+    """Compares the ranks at every step, by one sum of 8 bytes, and stops all of them where they disagree.
+
+    Each rank adds a digest of what it delivered and takes away one of what the next rank must deliver: the sum is 0
+    if all neighbours agree on step, plan and tokens. For that it reads the rows of the next rank besides its own.
+    Where text is live, step, files, tokenizer and options are compared, but no rows.
+    """
+
+    loader: Loader
+    group: dist.ProcessGroup | None = None
+    """All data-parallel ranks; None: all there are."""
+    _seen: list[bytes] = field(default_factory=list, init=False)
+    """Digests of the rows of the step that were delivered."""
+    _others: dict[int, Loader] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size > 1 and not is_running():
+            raise ConfigError(
+                f"check_ranks: torch.distributed must run to compare {self.world_size} ranks, got none; "
+                "call init_process_group first, or leave check_ranks out"
+            )
+
+    @property
+    def rank(self) -> int:
+        """The rank that the loader was made for."""
+        return self.loader.part.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that the loader was made for."""
+        return self.loader.part.world_size
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches of the loader; the last one of a step only after all ranks were compared."""
+        stream = iter(self.loader)
+        self._seen = []
+        self._compare(self.loader.step)  # plans and ranks, before the first batch
+        expected = self.loader.position
+        while True:
+            position = self.loader.position
+            if position != expected or position.batch == 0:
+                self._seen = []  # a state was loaded, or a step begins
+            batch = next(stream, None)
+            if batch is None:
+                return
+            if not self.loader.lanes:  # rows of live text no other rank can look at
+                self._seen += _row_digests(batch)
+            expected = self.loader.position
+            if expected.step != position.step:
+                self._compare(position.step)
+            yield batch
+
+    def _compare(self, step: int) -> None:
+        if not is_running():
+            return
+        own, after = self._token(step, self.rank), self._token(step, (self.rank + 1) % self.world_size)
+        total = torch.tensor(own - after, dtype=torch.int64, device=_device(self.group))
+        dist.all_reduce(total, group=self.group)
+        if int(total):
+            raise self._disagreement(step)
+
+    def _token(self, step: int, rank: int) -> int:
+        """Return a number for what a rank delivers at a step, in the eyes of this one."""
+        seen = canonical([step, self._fingerprint, rank, self._view(step, rank)])
+        return xxhash.xxh3_64_intdigest(seen) % (1 << _DIGEST_BITS)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return digest(self.loader.describe())
+
+    def _view(self, step: int, rank: int) -> View:
+        """Return what a rank reads of the rows of a step that were delivered, as this one sees it."""
+        if not self._seen:
+            return {}
+        plan, digests = self.loader.plan, self._seen
+        if rank != self.rank:
+            digests = _row_digests(self._other(rank)[step])[-len(self._seen) :]
+        rows = self.loader.part.rows(plan.stage(step))
+        sources = plan.rows(step)[0][rank * rows : (rank + 1) * rows][-len(digests) :]
+        folded = {source: xxhash.xxh3_64() for source in np.unique(sources).tolist()}
+        for source, row in zip(sources.tolist(), digests, strict=True):
+            folded[source].update(row)
+        return {plan.sources[source]: state.hexdigest() for source, state in folded.items()}
+
+    def _other(self, rank: int) -> Loader:
+        """Return the loader of another rank."""
+        if rank not in self._others:
+            part, options = replace(self.loader.part, rank=rank), replace(self.loader.options, threads=0)
+            self._others[rank] = Loader(self.loader.plan, part, options)
+        return self._others[rank]
+
+    def _disagreement(self, step: int) -> TokenmillError:
+        """Find out, with all ranks, which of them is not like the others; each gets the same answer."""
+        ranks: list[int] = gather(self.rank, self.group)
+        steps: list[int] = gather(step, self.group)
+        if len(set(steps)) > 1:
+            return ResumeError(
+                f"ranks: all must be at one step, got {_spread(ranks, steps)}; load the same state on every rank"
+            )
+        descriptions = gather(self.loader.describe(), self.group)
+        odd = _odd(ranks, [digest(described) for described in descriptions])
+        if odd:
+            return _difference(step, ranks, descriptions, odd)
+        if sorted(ranks) != sorted([*range(self.world_size)] * (len(ranks) // self.world_size)):
+            return ConfigError(
+                f"ranks: each of the {self.world_size} must be taken by one process, got {ranks}; "
+                "pass the rank in the data-parallel group"
+            )
+        return self._other_tokens(step, ranks)
+
+    def _other_tokens(self, step: int, ranks: Sequence[int]) -> TokenmillError:
+        """Let all ranks read the rows that two disagree on, and name the one that reads others."""
+        after = (self.rank + 1) % self.world_size
+        delivered: list[View] = gather(self._view(step, self.rank), self.group)
+        awaited: list[View] = gather(self._view(step, after), self.group)
+        views = dict(zip(ranks, delivered, strict=True))
+        rank, other = next(
+            ((rank + 1) % self.world_size, view)
+            for rank, view in zip(ranks, awaited, strict=True)
+            if view != views[(rank + 1) % self.world_size]
+        )
+        source = next(name for name in sorted({*views[rank], *other}) if views[rank].get(name) != other.get(name))
+        odd = _odd(ranks, gather(self._view(step, rank).get(source), self.group))
+        return StoreCorruptError(
+            f"source {source!r}: all ranks must read the same tokens at step {step}, got others on {_ranks(odd)}; "
+            "run `tokenmill verify` on the copy of the store there, and put it right"
+        )
+
+
+def _row_digests(batch: Batch) -> list[bytes]:
+    """Return a digest of every row, over all arrays that are there."""
+    arrays = [array for name, array in batch.items() if name not in _OF_THE_BATCH]
+    digests = []
+    for row in range(arrays[0].shape[0]):
+        state = xxhash.xxh3_64()
+        for array in arrays:
+            state.update(array[row].tobytes())
+        digests.append(state.digest())
+    return digests
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a number must be to be summed up over ranks."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _odd(ranks: Sequence[int], values: Sequence[object]) -> list[int]:
+    """Return the ranks whose value is not that of most; all of them where no value has a majority.
+
+    >>> _odd([0, 1, 2], ["a", "b", "a"]), _odd([0, 1], ["a", "b"]), _odd([0, 1], ["a", "a"])
+    ([1], [0, 1], [])
+    """
+    value, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return list(ranks)
+    return [rank for rank, own in zip(ranks, values, strict=True) if own != value]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _spread(ranks: Sequence[int], values: Sequence[object]) -> str:
+    """Say what each rank has that is not like most, and what the others have.
+
+    >>> _spread([0, 1, 2], [5, 6, 5]), _spread([0, 1], [5, 6])
+    ('6 on rank 1, 5 on the others', '5 on rank 0, 6 on rank 1')
+    """
+    odd = _odd(ranks, values)
+    pairs = list(zip(ranks, values, strict=True))
+    rest = [f"{value} on the others" for rank, value in pairs if rank not in odd]
+    return ", ".join([*(f"{value} on rank {rank}" for rank, value in pairs if rank in odd), *rest[:1]])
+
+
+def _difference(
+    step: int, ranks: Sequence[int], descriptions: Sequence[Mapping[str, Any]], odd: Sequence[int]
+) -> TokenmillError:
+    """Say what one rank has otherwise than another."""
+    sides = list(zip(ranks, descriptions, strict=True))
+    first, old = next(side for side in sides if len(odd) == len(ranks) or side[0] not in odd)
+    other, new = next(side for side in sides if side[0] in odd and digest(side[1]) != digest(old))
+    difference = first_difference(dict(old), dict(new))
+    assert difference is not None
+    path, old_value, new_value = difference
+    also = f", and {_ranks(odd)} unlike the others" if 1 < len(odd) < len(ranks) else ""
+    return ConfigError(
+        f"{path}: must be the same on all ranks, got {new_value!r} on rank {other} and {old_value!r} on rank "
+        f"{first} at step {step}{also}; give every rank the same config and stores"
+    )

@@ -17,8 +17,7 @@ import torch
 import transformers
 from transformers.trainer_callback import ExportableState
 
-from tokenmill.adapters.distributed import check_rank, joined_state
-from tokenmill.adapters.torch import Tensors, to_torch
+from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import IGNORE, Loader
 from tokenmill.run.run import Run

@@ -72,7 +72,7 @@ def test_a_forged_description_of_positions_is_refused(tmp_path, astrai, change):
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta["position_ids"] |= change
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(StoreError, match="position_ids must be whole numbers in one dimension"):
+    with pytest.raises(StoreError, match=r"position_ids.* must have .*whole numbers"):
         positions_of(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_chunked_positions_are_refused(tmp_path, astrai, options):
     astrai.save_h5(tmp_path / "a.h5", {"sequence": [IDS], "loss_mask": [MASK]})
     with h5py.File(tmp_path / "a.h5", "a") as opened:
         opened.create_group("position_ids").create_dataset("data_0", data=POSITIONS, **options)
-    with pytest.raises(StoreError, match="position_ids/data_0 must be whole numbers in one piece inside the file"):
+    with pytest.raises(StoreError, match="must be whole numbers as they are, but it is chunked"):
         positions_of(tmp_path)
 
 

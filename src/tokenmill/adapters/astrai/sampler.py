@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenmill.adapters.astrai.store import refuse_unknown
-from tokenmill.adapters.distributed import find_rank
+from tokenmill.adapters.torch import find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.shuffle import permute_all

@@ -9,23 +9,21 @@ from inspect import signature
 from itertools import pairwise
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, overload
+from typing import ClassVar, TypeAlias, overload
 
-import msgspec
 import numpy as np
 import torch
 
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
-from tokenmill.store.foreign.files import ForeignArray, array_of, files_of, find_files, real_file
+from tokenmill.store.foreign.astrai import POSITIONS, written_positions
+from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.locate import locate
-from tokenmill.store.maps import FileRequest, MemoryRequest, Request
+from tokenmill.store.maps import FileRequest, MemoryRequest
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
-_KEY = "position_ids"
-"""What AstrAI writes beside the tokens and delivers; the engine counts positions itself."""
 _WAY_OUT = "write the store again, or prepare it from its records"
 Value: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 """One array of a record; of a group of responses, a list of tensors."""
@@ -284,73 +282,41 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
     """Return the store of AstrAI at a path with its positions as one more key; as it is where none were written."""
     if store.manifest.kind != "sft":
         return store
-    files = find_files(path, f"astrai-{storage_type}")[1]
-    parts = [_bin_positions(file) if storage_type == "bin" else _h5_positions(file) for file in files]
-    if not any(parts):
+    parts = [written_positions(file) for file in find_files(path, f"astrai-{storage_type}")[1]]
+    arrays = [array for part in parts for array in part]
+    if not arrays:
         return store
-    flats = [flat for part in parts for flat in part]
-    dtypes = {flat.dtype for flat in flats}
+    for array in arrays:
+        if array.obstacle or array.dtype.kind not in "iu":
+            obstacle = array.obstacle or f"its numbers are {array.dtype.name}"
+            raise StoreError(
+                f"{array.path}: {POSITIONS} must be whole numbers as they are, but {obstacle}; {_WAY_OUT}"
+            )
+    dtypes = {array.dtype for array in arrays}
     if not all(parts) or len(dtypes) > 1:
         raise StoreError(
-            f"{path}: all parts must have {_KEY} of one dtype, got {len([part for part in parts if part])} of "
-            f"{len(files)} with {sorted(dtype.name for dtype in dtypes)}; {_WAY_OUT}"
+            f"{path}: all parts must have {POSITIONS} of one dtype, got {len([part for part in parts if part])} of "
+            f"{len(parts)} with {sorted(dtype.name for dtype in dtypes)}; {_WAY_OUT}"
         )
-    requests: dict[tuple[int, str], Request] = {
-        (shard, key_file(_KEY)): request for shard, request in enumerate(_requests(store, flats, path))
-    }
-    keys = {**store.manifest.keys, _KEY: flats[0].dtype.str}
-    return replace(store, manifest=replace(store.manifest, keys=keys), requests={**store.requests, **requests})
-
-
-def _requests(store: TokenStore, flats: Sequence[ForeignArray], path: Path) -> list[FileRequest]:
-    """Find the positions of each shard, which is a dataset of the tokens: those of positions may be fewer."""
-    begins = np.cumsum([0, *(flat.count for flat in flats)]).tolist()
+    begins = np.cumsum([0, *(array.count for array in arrays)]).tolist()
     edges = store.token_begins.tolist()
     if begins[-1] != edges[-1]:
-        raise StoreError(f"{path}: {_KEY} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}")
-    requests = []
-    for begin, end in pairwise(edges):
+        raise StoreError(
+            f"{path}: {POSITIONS} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}"
+        )
+    requests = dict(store.requests)
+    # A shard is an array of the tokens; an array of positions may serve several.
+    for shard, (begin, end) in enumerate(pairwise(edges)):
         number = int(np.searchsorted(begins[1:-1], begin, side="right"))
-        flat, size = flats[number], flats[number].dtype.itemsize
+        array, size = arrays[number], arrays[number].dtype.itemsize
         if end > begins[number + 1]:
             raise StoreError(
-                f"{path}: a dataset of {_KEY} must hold those of whole datasets of tokens, "
+                f"{path}: a dataset of {POSITIONS} must hold those of whole datasets of tokens, "
                 f"got one that ends at {begins[number + 1]} within {begin}:{end}; {_WAY_OUT}"
             )
-        first = flat.begin + (begin - begins[number]) * size
-        requests.append(FileRequest(flat.path, flat.file_bytes, first, (end - begin) * size))
-    return requests
-
-
-def _bin_positions(meta: Path) -> list[ForeignArray]:
-    # The engine has read this meta.json before: it is an object of objects, of a bounded size.
-    info = msgspec.json.decode(meta.read_bytes()).get(_KEY)
-    if info is None:
-        return []
-    shape, dtype = info.get("shape"), info.get("dtype")
-    whole = isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] >= 0
-    if not whole or dtype not in ("uint8", "uint16", "uint32", "int8", "int16", "int32", "int64"):
-        raise StoreError(
-            f"{meta}: {_KEY} must be whole numbers in one dimension, got {dtype!r} of shape {shape}; {_WAY_OUT}"
+        first = array.begin + (begin - begins[number]) * size
+        requests[shard, key_file(POSITIONS)] = FileRequest(
+            array.path, array.file_bytes, first, (end - begin) * size
         )
-    return [array_of(meta.with_name(key_file(_KEY)), np.dtype(dtype).newbyteorder("<"), count=shape[0])]
-
-
-def _h5_positions(file: Path) -> list[ForeignArray]:
-    import h5py
-
-    real, size = real_file(file)
-    with h5py.File(real, "r", locking=False) as opened:
-        # The engine has looked at all groups before: datasets data_0, data_1, ... and no links.
-        group = opened.get(_KEY, {})
-        return [_h5_flat(group[f"data_{number}"], real, size) for number in range(len(group))]
-
-
-def _h5_flat(dataset: Any, real: Path, size: int) -> ForeignArray:  # noqa: ANN401 - h5py ships no types
-    count, begin, dtype = dataset.size, dataset.id.get_offset(), dataset.dtype
-    if dataset.ndim != 1 or dtype.kind not in "iu" or dataset.external or (count and begin is None):
-        raise StoreError(
-            f"{real}: {dataset.name} must be whole numbers in one piece inside the file, "
-            f"got {dtype.name} of shape {dataset.shape}; {_WAY_OUT}"
-        )
-    return ForeignArray(path=real, file_bytes=size, begin=begin or 0, count=int(count), dtype=dtype)
+    keys = {**store.manifest.keys, POSITIONS: arrays[0].dtype.str}
+    return replace(store, manifest=replace(store.manifest, keys=keys), requests=requests)

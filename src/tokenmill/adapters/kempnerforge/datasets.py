@@ -15,9 +15,8 @@ import torch
 from msgspec import UNSET, UnsetType
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from tokenmill.adapters.distributed import find_rank
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
-from tokenmill.adapters.torch import to_torch
+from tokenmill.adapters.torch import find_rank, to_torch
 from tokenmill.build.cached import cached_store
 from tokenmill.config.dialects import hub_name
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError

@@ -11,7 +11,6 @@ import torch
 from msgspec import UnsetType
 from torch.utils.data import DataLoader
 
-from tokenmill.adapters.distributed import find_rank
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, DataConfig, StepShape, read_state
 from tokenmill.adapters.kempnerforge.datasets import (
     HuggingFaceDataset,
@@ -22,6 +21,7 @@ from tokenmill.adapters.kempnerforge.datasets import (
     StreamState,
 )
 from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
+from tokenmill.adapters.torch import find_rank
 from tokenmill.config.dialects.kempnerforge import DatasetSource
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64

@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from torch.utils.data import Sampler
 
-from tokenmill.adapters.distributed import find_rank
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
+from tokenmill.adapters.torch import find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights

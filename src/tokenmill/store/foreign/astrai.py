@@ -14,6 +14,7 @@ import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store.foreign.files import (
+    META,
     ForeignArray,
     ForeignFiles,
     ForeignOptions,
@@ -26,6 +27,8 @@ from tokenmill.store.h5 import import_h5py
 from tokenmill.store.layout import axes_of, axis_of
 from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 
+POSITIONS = "position_ids"
+"""What AstrAI writes beside the tokens and delivers; the engine counts positions itself."""
 MAX_META = 1 << 28
 """Bytes that a meta.json may have."""
 _DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
@@ -118,23 +121,40 @@ def read_astrai_h5(files: Sequence[Path], options: ForeignOptions) -> ForeignFil
 
 
 def _h5_arrays(file: Path) -> tuple[str, list[dict[str, ForeignArray]]]:
+    with _h5_groups(file) as (groups, array):
+        kind = _training_type(file, groups)
+        keys = _read_keys(kind, groups)
+        for key in keys:
+            if groups[key] != groups[keys[0]] or [*map(_number, groups[key])] != [*range(len(groups[key]))]:
+                raise StoreCorruptError(
+                    f"{file}: every key must have datasets data_0, data_1, ..., as many as the others, "
+                    f"got {len(groups[key])} of {key!r}; {_WAY_OUT}"
+                )
+        return kind, [{key: array(key, name) for key in keys} for name in groups[keys[0]]]
+
+
+def written_positions(file: Path) -> list[ForeignArray]:
+    """Return the position_ids of a part, which a meta.json or an .h5 file is; nothing where none were written.
+
+    In an .h5 file they may be fewer arrays than those of the tokens.
+    """
+    if file.name == META:
+        table = _read_meta(file)
+        return [_bin_array(file, POSITIONS, table[POSITIONS])] if POSITIONS in table else []
+    with _h5_groups(file) as (groups, array):
+        return [array(POSITIONS, name) for name in groups.get(POSITIONS, ())]
+
+
+@contextmanager
+def _h5_groups(file: Path) -> Iterator[tuple[dict[str, list[str]], Callable[[str, str], ForeignArray]]]:
+    """Open an .h5 file: key -> the names of its datasets in order, and what describes one of them."""
     h5py = import_h5py(file, "read")
     real, size = real_file(file)
     with _damage_named(file), h5py.File(real, "r", locking=False) as opened:
         if opened.userblock_size:
             raise StoreError(f"{file}: must begin with HDF5, got a user block; write it without one")
         groups = {key: _members(h5py, opened, key, file) for key in opened}
-        kind = _training_type(file, groups)
-        keys = _read_keys(kind, groups)
-        numbers = sorted(groups[keys[0]], key=_number)
-        for key in keys:
-            if sorted(groups[key], key=_number) != numbers or [*map(_number, numbers)] != [*range(len(numbers))]:
-                raise StoreCorruptError(
-                    f"{file}: every key must have datasets data_0, data_1, ..., as many as the others, "
-                    f"got {len(groups[key])} of {key!r}; {_WAY_OUT}"
-                )
-        arrays = [{key: _h5_array(h5py, opened[key][name], real, size) for key in keys} for name in numbers]
-    return kind, arrays
+        yield groups, lambda key, name: _h5_array(h5py, opened[key][name], real, size)
 
 
 @contextmanager
@@ -148,22 +168,19 @@ def _damage_named(file: Path) -> Iterator[None]:
         raise StoreCorruptError(f"{file}: must be a whole HDF5 file, got {error}; {_WAY_OUT}") from None
 
 
-def _members(h5py: Any, opened: Any, key: str, file: Path) -> dict[str, Any]:  # noqa: ANN401 - h5py ships no types
-    """Return the names of a group's datasets; links out of the file are refused."""
-    inside = isinstance(opened.get(key, getlink=True), h5py.HardLink) and isinstance(opened[key], h5py.Group)
-    names = list(opened[key]) if inside else []
-    for name in names:
-        plain = isinstance(opened[key].get(name, getlink=True), h5py.HardLink) and re.fullmatch(
-            r"data_[0-9]+", name
-        )
-        if not plain or not isinstance(opened[key][name], h5py.Dataset):
-            inside = False
-    if not inside:
+def _members(h5py: Any, opened: Any, key: str, file: Path) -> list[str]:  # noqa: ANN401 - h5py ships no types
+    """Return the names of a group's datasets in their order; links out of the file are refused."""
+
+    def is_plain(parent: Any, name: str, kind: type) -> bool:  # noqa: ANN401
+        return isinstance(parent.get(name, getlink=True), h5py.HardLink) and isinstance(parent[name], kind)
+
+    names = list(opened[key]) if is_plain(opened, key, h5py.Group) else ["none"]
+    if not all(re.fullmatch(r"data_[0-9]+", name) and is_plain(opened[key], name, h5py.Dataset) for name in names):
         raise StoreError(
             f"{file}: {key!r} must be a group of datasets data_0, data_1, ... in this file, got others or links; "
             "write it as AstrAI does"
         )
-    return dict.fromkeys(names)
+    return sorted(names, key=_number)
 
 
 def _h5_array(h5py: Any, dataset: Any, real: Path, size: int) -> ForeignArray:  # noqa: ANN401 - h5py ships no types
