@@ -218,8 +218,7 @@ with open("/proc/self/status") as status:
 
 def make_huge(folder: Path, documents: int) -> Path:
     """Make a store whose documents are known by their offsets; its tokens are a sparse file of zeros."""
-    from tokenmill.store.layout import document_file_bytes
-    from tokenmill.store.manifest import FileInfo, Manifest, ShardInfo, manifest_bytes
+    from tokenmill.store.layout import FileInfo, Manifest, ShardInfo, document_file_bytes, manifest_bytes
 
     shutil.rmtree(folder, ignore_errors=True)
     shard = folder / "web" / "shard-00000"

@@ -112,7 +112,14 @@ def _check_keys(hint: Any, value: object, where: str, error: Refuse) -> None:  #
             raise error(f"{_shown(where)}: must be a table, got {value!r}; write {header}")
         check_keys(where, value, list(_hints(kind)), error)
     for inner, item, place in _parts(kind, value, where):
-        _check_keys(inner, item, place, error)
+        if _has_records(inner):  # most values have none, and a manifest has 10,000 shards of them
+            _check_keys(inner, item, place, error)
+
+
+@cache
+def _has_records(hint: Any) -> bool:  # noqa: ANN401 - what a hint is
+    kind = _bare(hint)
+    return _is_record(kind) or any(map(_has_records, get_args(kind)))
 
 
 def _parts(kind: Any, value: object, where: str) -> Iterator[tuple[Any, Any, str]]:  # noqa: ANN401 - a hint
@@ -169,6 +176,7 @@ def _fits(hint: Any, value: object) -> bool:  # noqa: ANN401 - what a hint is
     return True
 
 
+@cache
 def _bare(hint: Any) -> Any:  # noqa: ANN401 - what a hint is
     """Return a hint without what stands for nothing, and without limits."""
     if get_origin(hint) in (Union, types.UnionType):

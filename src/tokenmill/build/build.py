@@ -44,7 +44,7 @@ from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import locked_folder, make_folder, write_atomically
-from tokenmill.store.manifest import read_manifest
+from tokenmill.store.layout import read_manifest
 from tokenmill.types import Uint8Array
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")

@@ -18,8 +18,7 @@ from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import content_digest
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.fingerprint import digest
-from tokenmill.store.layout import MANIFEST
-from tokenmill.store.manifest import read_manifest
+from tokenmill.store.layout import MANIFEST, read_manifest
 
 MAX_WAIT_SECONDS = 3600.0
 """How long another process is waited for."""

@@ -27,8 +27,17 @@ from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, file_dig
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.store.durable import make_folder, sync_folder, write_atomically
-from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, ROWS_FOLDER, TEMPORARY, is_shard_name
-from tokenmill.store.manifest import Manifest, ShardInfo, manifest_bytes, read_manifest
+from tokenmill.store.layout import (
+    JOURNAL_FOLDER,
+    MANIFEST,
+    ROWS_FOLDER,
+    TEMPORARY,
+    Manifest,
+    ShardInfo,
+    is_shard_name,
+    manifest_bytes,
+    read_manifest,
+)
 from tokenmill.store.writer import check_sizes, clear, publish_shard, refuse_foreign_shards
 from tokenmill.tables import as_json, read_table
 

@@ -151,7 +151,7 @@ def _facts(store: StoreContents) -> list[tuple[str, object]]:
 
 
 def _tokenizer(identity: Mapping[str, Any]) -> str:
-    from tokenmill.store.manifest import GIVEN, UNKNOWN
+    from tokenmill.store.layout import GIVEN, UNKNOWN
 
     kind, size, content = identity.get("kind", UNKNOWN), identity["vocab_size"], identity.get("content")
     if kind == UNKNOWN:

@@ -343,7 +343,7 @@ def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
 
 def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse sources whose ids do not mean the same."""
-    from tokenmill.store.manifest import tokenizer_difference
+    from tokenmill.store.layout import tokenizer_difference
 
     first, *others = tokenizers
     for other in others:

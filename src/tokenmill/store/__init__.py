@@ -10,9 +10,8 @@
 
 from tokenmill.store.foreign.convert import ImportReport, import_store
 from tokenmill.store.foreign.files import ForeignOptions, detect_format
-from tokenmill.store.manifest import Manifest, ShardInfo, read_manifest
-from tokenmill.store.open import open_store
-from tokenmill.store.reader import Store
+from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
+from tokenmill.store.reader import Store, open_store
 from tokenmill.store.verify import VerifyReport, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 

@@ -1,14 +1,26 @@
-"""Which files a store is made of: their names, dtypes and sizes."""
+"""A store at rest: the names, dtypes and sizes of its files, and the manifest that lists them.
+
+The manifest is everything that is known of a store without opening another file. `docs/format.md` is the same in
+words.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
+import xxhash
 
+from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
+from tokenmill.fingerprint import canonical, digest, first_difference
+from tokenmill.tables import as_json, read_table
 from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES, IntegerArray, Uint32Array, natural_key
 
 FORMAT = "tokenmill-store"
@@ -151,3 +163,249 @@ def token_keys(keys: Iterable[str]) -> tuple[str, ...]:
     """Return those arrays that hold token ids, in order; the first of all where none has a known name."""
     names = list(keys)
     return tuple(key for key in names if key in TOKEN_KEYS) or (min(names),)
+
+
+# The manifest.
+
+_MAX_COUNT = 2**53
+"""No count of a manifest may be larger: up to here all readers of JSON agree on whole numbers."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_COUNT)]
+UNKNOWN, GIVEN = "unknown", "given"
+"""Kinds of tokenizers of foreign files: nothing is known, or the user gave the size of the vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileInfo:
+    """Size and checksum of one file, or of one array inside a shard that is a single file."""
+
+    bytes: Count
+    xxh3: str
+    """XXH3-128 of all its bytes, 32 hex digits."""
+    begin: Count = 0
+    """First byte inside the shard's file; 0 where the shard is a folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo:
+    """What a manifest says of one shard."""
+
+    name: str
+    documents: Count
+    """Records, whatever the training type."""
+    tokens: Count
+    """Token ids, over all arrays that hold some."""
+    files: Mapping[str, FileInfo]
+    axes: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
+    """Axis -> (items, values), where there are others than `documents`."""
+    container: FileInfo | None = None
+    """The one file that holds the arrays; None where the shard is a folder with a file an array."""
+
+    def size_of(self, axis: str) -> tuple[int, int]:
+        """Return how many items and values an axis has."""
+        return self.axes[axis] if self.axes else (self.documents, self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything that is known of a store without opening another file."""
+
+    kind: str
+    """Training type: `seq`, `sft`, `dpo` or `grpo`."""
+    keys: Mapping[str, str]
+    """Array name -> little-endian numpy dtype."""
+    tokenizer: Mapping[str, Any]
+    """Identity of the tokenizer; `vocab_size` bounds the ids."""
+    recipe: Mapping[str, Any]
+    """How documents became tokens."""
+    inputs: tuple[Mapping[str, Any], ...] = ()
+    """Where the documents came from."""
+    skipped: Mapping[str, Any] = field(default_factory=dict)
+    """Records that were left out: counts by reason, and the first of them by file and line."""
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def token_key(self) -> str:
+        """Name of the array that holds token ids, or the first of several, however the manifest orders its keys."""
+        return next((key for key in TOKEN_KEYS if key in self.keys), min(self.keys))
+
+    @property
+    def storage(self) -> str:
+        """How shards are kept: `bin`, a folder with a file an array, or `h5`, one HDF5 file."""
+        return "h5" if any(shard.container for shard in self.shards) else "bin"
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what the tokens are; paths and other provenance play no part, so a store may be moved.
+
+        Nor does the vocabulary of files of other projects: it is the user's word, to be given when it is needed.
+        """
+        shards = [
+            [s.documents, s.tokens, {name: [f.bytes, f.xxh3] for name, f in s.files.items()}] for s in self.shards
+        ]
+        by_the_user = ("kind", "vocab_size") if self.tokenizer.get("kind") in (UNKNOWN, GIVEN) else ()
+        tokenizer = {name: value for name, value in self.tokenizer.items() if name not in by_the_user}
+        return digest([1, self.kind, dict(self.keys), tokenizer, shards])
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the one text of a manifest: indented JSON whose `checksum` covers all the rest."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        # The oldest version that can say this.
+        "version": 2 if any(shard.axes or shard.container for shard in manifest.shards) else 1,
+        "kind": manifest.kind,
+        "keys": manifest.keys,
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        **as_json(manifest),
+    }
+    for shard in body["shards"]:
+        _leave_out_defaults(shard)
+    body["checksum"] = xxhash.xxh3_128_hexdigest(canonical(body))
+    return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
+
+
+def _leave_out_defaults(shard: dict[str, Any]) -> None:
+    """Leave out what a shard of version 1 does not have, and places in files of their own."""
+    if not shard["axes"]:
+        del shard["axes"]
+    alone = shard["files"].values() if shard["container"] is None else [shard["container"]]
+    for file in alone:
+        del file["begin"]
+    if shard["container"] is None:
+        del shard["container"]
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read and check the manifest of the store at `path`; opens no other file."""
+    file = Path(path) / MANIFEST
+    body = _read_body(file)
+    totals = {name: body.pop(name, None) for name in ("documents", "tokens")}
+    try:
+        manifest = read_table(Manifest, body, f"{file}:", error=StoreCorruptError)
+    except StoreCorruptError as error:
+        # Nobody writes a manifest by hand: how to write it right is no way out.
+        rule = str(error).removeprefix(f"{file}: ").rpartition("; ")[0]
+        raise StoreCorruptError(f"{file}: {rule}; {WAY_OUT}") from None
+    broken = next(_broken_rules(manifest, totals), None)
+    if broken is not None:
+        raise StoreCorruptError(f"{file}: {broken[0]}, got {broken[1]!r}; {WAY_OUT}")
+    return manifest
+
+
+def _read_body(file: Path) -> dict[str, Any]:
+    """Read a manifest; format, version and checksum are checked and left out."""
+    try:
+        text = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        got, way_out = "nothing there", "run `tokenmill prepare` or fix the path"
+        if file.parent.exists():
+            got, way_out = "none", "if `tokenmill prepare` was interrupted there, run it again"
+        raise StoreMissingError(
+            f"{file.parent}: a store must be a folder with {MANIFEST}, got {got}; {way_out}"
+        ) from None
+    except IsADirectoryError:
+        raise StoreCorruptError(f"{file}: must be a file, got a folder; {WAY_OUT}") from None
+    try:
+        body: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        checksum = body.pop("checksum")
+        intact = checksum == xxhash.xxh3_128_hexdigest(canonical(body))
+    except (ValueError, RecursionError, KeyError) as error:
+        raise StoreCorruptError(f"{file}: must be a JSON object with a checksum, got {error}; {WAY_OUT}") from None
+    format, version = body.pop("format", None), body.pop("version", None)
+    if format != FORMAT or version not in range(1, VERSION + 1):
+        raise StoreError(
+            f"{file}: must be {FORMAT!r} version 1 to {VERSION}, got {format!r} version {version!r}; "
+            "open it with the tokenmill that wrote it, or prepare it again"
+        )
+    if not intact:
+        raise StoreCorruptError(f"{file}: checksum must match its content, got {checksum!r}; {WAY_OUT}")
+    return body
+
+
+def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield rules that a manifest breaks, with what it has instead; each takes those before it as kept."""
+    if not manifest.keys:
+        yield "keys must not be empty", manifest.keys
+    allowed = allowed_dtypes(manifest.keys)
+    for key, dtype in manifest.keys.items():
+        if not is_key(key):
+            yield f"a key must be a plain name and not that of {DOCUMENTS}", key
+        if dtype not in allowed[key]:
+            yield f"a dtype must be one of {allowed[key]}", dtype
+    for name, total in (("documents", manifest.documents), ("tokens", manifest.tokens)):
+        if type(totals[name]) is not int or not totals[name] == total < _MAX_COUNT:
+            yield f"{name} must be the sum over shards", totals[name]
+    vocab_size = manifest.tokenizer.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        yield "vocab_size must be a positive number", vocab_size
+    for name, count in Counter(shard.name for shard in manifest.shards).items():
+        if count > 1:
+            yield "shard names must differ", name
+    for shard in manifest.shards:
+        if not is_plain_name(shard.name):
+            yield "a shard name must be a plain name", shard.name
+        yield from _broken_shard_rules(shard, manifest.kind, manifest.keys)
+
+
+def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """Yield rules that the numbers of a shard break."""
+    axes = axes_of(kind, keys)
+    given = sorted(shard.axes or ("documents",))
+    if given != sorted(axes):
+        yield f"{shard.name} must say the sizes of {sorted(axes)}", given
+    if "responses" in axes and "groups" not in axes:
+        yield f"keys of {shard.name} must have rewards, which cut responses into records", sorted(keys)
+    sizes = {index_file(axis): document_file_bytes(*shard.size_of(axis)) for axis in axes}
+    for key, dtype in keys.items():
+        _, values = shard.size_of(axis_of(kind, key))
+        sizes[key_file(key)] = values * np.dtype(dtype).itemsize
+    if set(shard.files) != set(sizes):
+        yield f"shard {shard.name} must have files {sorted(sizes)}", sorted(shard.files)
+    for name, info in shard.files.items():
+        if info.bytes != sizes[name]:
+            yield f"{shard.name}/{name} must have {sizes[name]} bytes", info.bytes
+        if shard.container is None and info.begin:
+            yield f"{shard.name}/{name} must begin at 0 in a file of its own", info.begin
+        if shard.container is not None and info.bytes and not info.begin:
+            yield f"{shard.name}/{name} must begin behind the header of HDF5", info.begin
+        if shard.container is not None and info.begin + info.bytes > shard.container.bytes:
+            yield f"{shard.name}/{name} must lie within {shard.container.bytes} bytes", info.begin + info.bytes
+    for axis, (items, _) in shard.axes.items():
+        # Responses are cut into records by the groups, every other axis is cut into records itself.
+        expected = shard.axes["groups"][1] if axis == "responses" else shard.documents
+        if items != expected:
+            yield f"axis {axis} of {shard.name} must have {expected} items", items
+    tokens = sum(shard.size_of(axis_of(kind, key))[1] for key in token_keys(keys))
+    if tokens != shard.tokens:
+        yield f"{shard.name} must have {tokens} tokens", shard.tokens
+
+
+def tokenizer_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, Any, Any, str] | None:
+    """Return the first thing in which two tokenizers differ, both sides and the way out; None if ids mean the same.
+
+    Foreign files do not say which tokenizer made them. Giving their vocab_size is the user's word that it was the
+    one of the other sources: then vocab_size must agree, and eos_id and bos_id where both say them. Without that
+    word they mix with nothing.
+    """
+    kinds = first.get("kind"), second.get("kind")
+    if UNKNOWN in kinds:
+        return "kind", *kinds, "give the vocab_size of files of other projects"
+    if GIVEN not in kinds:
+        difference = first_difference(dict(first), dict(second))
+        return (*difference, "prepare one of them again") if difference else None
+    for name in ("vocab_size", "eos_id", "bos_id"):
+        values = first.get(name), second.get(name)
+        if None not in values and values[0] != values[1]:
+            return name, *values, "fix what is said of the files of another project"
+    return None

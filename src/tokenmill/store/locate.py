@@ -1,18 +1,16 @@
-"""Where documents, or the items of any axis, are: shard, first token and length of many at once."""
+"""Where documents, or the items of any axis, are: shard, first token and length of many at once.
+
+Not in `reader`: who writes or verifies a store need not wait for numba, which compiles this.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenmill.compiled import kernel, read_int64
-from tokenmill.errors import StoreCorruptError
 from tokenmill.store.layout import index_file
+from tokenmill.store.reader import Store, bad_offsets
 from tokenmill.types import Int64Array
-
-if TYPE_CHECKING:
-    from tokenmill.store.reader import Store
 
 
 def locate(
@@ -22,11 +20,11 @@ def locate(
     items, values = store.axes[axis].items, store.axes[axis].values
     name = index_file(axis)
     if store.num_shards == 1:
-        shards = np.zeros(documents.size, np.int64)
+        shards, needed = np.zeros(documents.size, np.int64), np.zeros(1, np.int64)
     else:
         shards = np.searchsorted(items, documents, side="right") - 1
+        needed = np.flatnonzero(np.bincount(shards))
     begins, lengths = np.empty((2, documents.size), np.int64)
-    needed = np.flatnonzero(np.bincount(shards)) if store.num_shards > 1 else np.zeros(1, np.int64)
     size = store.maps.limit // 4
     addresses = np.zeros(store.num_shards, np.int64)
     for first in range(0, needed.size, size):
@@ -36,10 +34,7 @@ def locate(
             wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
             addresses[group] = 0
         if wrong >= 0:
-            raise StoreCorruptError(
-                f"{store.file(int(shards[wrong]), name).path}: offsets must not decrease nor pass the shard, "
-                "got others; run `tokenmill verify`, then copy or prepare the store again"
-            )
+            raise bad_offsets(store.file(int(shards[wrong]), name))
     return shards, begins, lengths
 
 

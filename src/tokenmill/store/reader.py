@@ -1,7 +1,8 @@
-"""Reading a store: any run of tokens, any document, across shards."""
+"""Reading a store: from a path to any run of tokens and any document, across shards."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,17 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest
-from tokenmill.store.layout import OFFSET_DTYPE, axes_of, axis_of, index_file, key_file
-from tokenmill.store.manifest import Manifest
+from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, nearest
+from tokenmill.store.layout import (
+    OFFSET_DTYPE,
+    Manifest,
+    axes_of,
+    axis_of,
+    index_file,
+    is_ours,
+    key_file,
+    read_manifest,
+)
 from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
 from tokenmill.types import AnyArray, Int64Array
 
@@ -162,10 +171,7 @@ class Store:
             offsets = read_range(request, 8 * first, 8 * (last - first + 1)).view(OFFSET_DTYPE).astype(np.int64)
             size = int(values[shard + 1] - values[shard])
             if int(offsets[0]) < 0 or (np.diff(offsets) < 0).any() or int(offsets[-1]) > size:
-                raise StoreCorruptError(
-                    f"{request.path}: offsets must not decrease nor pass the shard, "
-                    "got others; run `tokenmill verify`, then copy or prepare the store again"
-                )
+                raise bad_offsets(request)
             parts.append(offsets + values[shard])
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
@@ -189,6 +195,56 @@ def _pieces(begins: Int64Array, begin: int, end: int) -> Iterator[tuple[int, int
             yield shard, begin - int(begins[shard]), stop - int(begins[shard])
         begin = stop
         shard += 1
+
+
+def bad_offsets(request: Request) -> StoreCorruptError:
+    """Return the error of an index whose offsets lead elsewhere."""
+    return StoreCorruptError(
+        f"{request.path}: offsets must not decrease nor pass the shard, "
+        "got others; run `tokenmill verify`, then copy or prepare the store again"
+    )
+
+
+# From a path to an open store.
+
+
+def open_store(
+    path: str | os.PathLike[str],
+    *,
+    maps: MapCache | None = None,
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    eos_id: int | None = None,
+    bos_id: int | None = None,
+    format: str | None = None,
+) -> Store:
+    """Open the store at `path` by reading its manifest, or files of another project in place.
+
+    `maps` is shared by the stores of a run. The rest is for foreign files, which may be named as a file, a folder,
+    a glob or a prefix, and say less than they should: see `ForeignOptions`. For a store of ours it must not
+    contradict the manifest.
+    """
+    place = Path(path)
+    if is_ours(place) or format == "tokenmill":
+        said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
+        return store_of(place, read_ours(place, said), maps)
+    from tokenmill.store.foreign.files import ForeignOptions
+    from tokenmill.store.foreign.open import open_foreign
+
+    options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
+    return open_foreign(place, options, maps)
+
+
+def read_ours(path: Path, said: Mapping[str, object]) -> Manifest:
+    """Read the manifest of a store of ours; what is said of it and contradicts it is refused."""
+    manifest = read_manifest(path)
+    known = {**manifest.tokenizer, "dtype": np.dtype(manifest.keys[manifest.token_key]).name, "format": "tokenmill"}
+    for name, value in said.items():
+        if value not in (None, known.get(name)):
+            raise ConfigError(
+                f"{path}: {name} must be as the manifest says, {known.get(name)!r}, got {value!r}; leave it out"
+            )
+    return manifest
 
 
 def store_of(

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store import layout
-from tokenmill.store.foreign.files import ForeignOptions
-from tokenmill.store.foreign.index import find_documents, index_bytes, mask_bytes
-from tokenmill.store.layout import MANIFEST, WAY_OUT
-from tokenmill.store.manifest import Manifest, manifest_bytes
+from tokenmill.store.layout import MANIFEST, WAY_OUT, Manifest, manifest_bytes
 from tokenmill.store.maps import FileRequest, Request, map_file
-from tokenmill.store.open import check_vocabulary, open_foreign, read_foreign, read_ours
-from tokenmill.store.reader import store_of
-from tokenmill.types import MASK_KEYS, AnyArray, Uint8Array
+from tokenmill.store.reader import read_ours, store_of
+from tokenmill.types import AnyArray
+
+if TYPE_CHECKING:
+    from tokenmill.store.foreign.files import ForeignOptions
 
 _BLOCK = 1 << 24
 Progress = Callable[[int], None]
@@ -55,13 +55,17 @@ def verify(
     Raises StoreCorruptError with the file's name at the first thing that is wrong. Memory does not grow with the
     store.
     """
-    store, known = Path(path), options or ForeignOptions()
-    ours = layout.is_ours(store) or known.format == "tokenmill"
-    return (_verify_ours if ours else _verify_foreign)(store, known, progress)
+    place, said = Path(path), options.given if options else {}
+    if layout.is_ours(place) or said.get("format") == "tokenmill":
+        return _verify_ours(place, said, progress)
+    from tokenmill.store.foreign.files import ForeignOptions
+    from tokenmill.store.foreign.open import verify_foreign
+
+    return verify_foreign(place, options or ForeignOptions(), progress)
 
 
-def _verify_ours(path: Path, options: ForeignOptions, progress: Progress) -> VerifyReport:
-    manifest = read_ours(path, options)
+def _verify_ours(path: Path, said: Mapping[str, object], progress: Progress) -> VerifyReport:
+    manifest = read_ours(path, said)
     if (path / MANIFEST).read_bytes() != manifest_bytes(manifest):
         raise StoreCorruptError(
             f"{path / MANIFEST}: must be as tokenmill writes it, got other white space; {WAY_OUT}"
@@ -141,51 +145,3 @@ def _check_ids(request: Request, dtype: str, manifest: Manifest) -> None:
                 f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
                 "prepare the store again with the right tokenizer"
             )
-
-
-# Files of another project, which have no checksums.
-
-
-def _verify_foreign(path: Path, options: ForeignOptions, progress: Progress) -> VerifyReport:
-    """Read every id of foreign files: sizes, boundaries, masks, ids below the vocabulary if one is given.
-
-    Ids that were changed into other ids are not noticed: `tokenmill import` makes a store that has checksums.
-    """
-    store = open_foreign(path, options)
-    format, files = read_foreign(path, options)
-    for number, shard in enumerate(files.shards):
-        documents = find_documents(shard, files.kind, options, look=True)
-        check_vocabulary(shard, documents.facts, options)
-        expected: dict[str, Iterable[Uint8Array]] = {
-            layout.index_file(axis): [index_bytes(offsets)] for axis, offsets in documents.offsets.items()
-        }
-        masks = [key for key in shard.arrays if key in MASK_KEYS]
-        expected |= {layout.key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
-        for name, blocks in expected.items():
-            _compare(store.file(number, name), f"{name} of {shard.name}", blocks)
-        progress(sum(array.bytes for array in shard.arrays.values()))
-    vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
-    return VerifyReport(
-        path=path,
-        shards=store.num_shards,
-        files=sum(len(shard.arrays) + len(shard.beside) for shard in files.shards),
-        bytes=sum(array.bytes for shard in files.shards for array in shard.arrays.values()),
-        documents=store.num_documents,
-        tokens=store.manifest.tokens,
-        fingerprint=store.fingerprint,
-        checked=f"the format has no checksums; sizes and boundaries are right, {vocabulary}",
-        format=format,
-    )
-
-
-def _compare(request: Request, what: str, expected: Iterable[Uint8Array]) -> None:
-    """Compare what a store would read with what the data says, given in blocks."""
-    data = map_file(request).data
-    place = 0
-    for block in expected:
-        if not np.array_equal(data[place : place + block.size], block):
-            raise StoreCorruptError(
-                f"{request.path}: {what} must be what the data says, got other bytes; "
-                "delete the folder .tokenmill beside the data"
-            )
-        place += block.size

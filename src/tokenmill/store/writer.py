@@ -9,6 +9,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import file_digest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +20,7 @@ import xxhash
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.durable import lock_folder, make_folder, sync_folder, unlock_folder, write_atomically
-from tokenmill.store.h5 import is_container, to_h5
-from tokenmill.store.layout import MANIFEST
-from tokenmill.store.manifest import FileInfo, Manifest, ShardInfo, manifest_bytes
+from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
@@ -29,7 +28,7 @@ MAX_TOKENS_PER_SHARD = 1 << 29
 """About a GiB of 16-bit ids: large enough that a big corpus needs few maps, small enough to copy about."""
 STORAGES = ("bin", "h5")
 _POSITIONS = "position_ids"
-_BLOCK = 1 << 20
+_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,7 +359,7 @@ class CheckedFile:
     def __init__(self, path: Path, saved: FileInfo | None = None) -> None:
         self._path = path
         self._hash = xxhash.xxh3_128()
-        self._bytes = 0
+        self._bytes = saved.bytes if saved else 0
         self._stream: io.FileIO | None = None
         if saved is None:
             path.open("xb").close()
@@ -370,10 +369,8 @@ class CheckedFile:
                 f"{path}: must have {saved.bytes} bytes to go on, got fewer; the unit is done again"
             )
         os.truncate(path, saved.bytes)
-        with path.open("rb", buffering=0) as stream:
-            while block := stream.read(_BLOCK):
-                self._hash.update(block)
-                self._bytes += len(block)
+        if saved.bytes:
+            self._hash.update(self.read_back(np.dtype(np.uint8), saved.bytes).data)
         if self._hash.hexdigest() != saved.xxh3:
             raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
 
@@ -475,3 +472,61 @@ def refuse_foreign_shards(path: Path) -> None:
             )
         if child.is_file() and not is_container(child):
             raise StoreError(f"{child}: a file of this name must be a shard, got another's; choose another path")
+
+
+# A shard as one HDF5 file, its arrays contiguous, so that they are mapped in place like any other.
+
+H5_MAGIC = b"\x89HDF\r\n\x1a\n"
+INDEX_GROUP = "tokenmill"
+"""Where a file keeps its indexes; every other group is an array, with its values in `data_0`."""
+_ALIGNMENT = 64
+
+
+def to_h5(folder: Path, shard: ShardInfo, keys: Mapping[str, str]) -> ShardInfo:
+    """Turn the finished folder of a shard into a `.h5` file beside it, and remove the folder."""
+    target = folder.with_name(f"{folder.name}.h5")
+    datasets = {layout.key_file(key): (f"{key}/data_0", np.dtype(dtype)) for key, dtype in keys.items()}
+    begins: dict[str, int] = {}
+    with import_h5py("storage h5", "write").File(
+        target, "w", libver="v108", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_order=False
+    ) as file:
+        for name, info in shard.files.items():
+            index = f"{INDEX_GROUP}/{name.removesuffix('.bin')}"
+            path, dtype = datasets.get(name, (index, np.dtype("|u1")))
+            count = info.bytes // dtype.itemsize
+            dataset = file.create_dataset(path, (count,), dtype, track_times=False)
+            if count:
+                source = np.memmap(folder / name, dtype, "r")
+                for begin in range(0, count, _BLOCK):
+                    dataset[begin : begin + _BLOCK] = source[begin : begin + _BLOCK]
+                begins[name] = int(dataset.id.get_offset())
+    with target.open("rb") as written:
+        os.fsync(written.fileno())
+        checksum = file_digest(written, xxhash.xxh3_128).hexdigest()
+    sync_folder(target.parent)
+    shutil.rmtree(folder)
+    return replace(
+        shard,
+        name=target.name,
+        files={name: replace(info, begin=begins.get(name, 0)) for name, info in shard.files.items()},
+        container=FileInfo(bytes=target.stat().st_size, xxh3=checksum),
+    )
+
+
+def is_container(file: Path) -> bool:
+    """Whether a file was made by `to_h5`: it has the group that only ours have."""
+    if not file.stat().st_size:
+        return False
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data[:8] == H5_MAGIC and data.find(INDEX_GROUP.encode()) >= 0
+
+
+def import_h5py(where: object, use: str) -> Any:  # noqa: ANN401 - h5py ships no types
+    """Return the library, which is needed to write HDF5 and to find the arrays in files of others."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise StoreError(
+            f"{where}: h5py must be installed to {use} it, got {error}; pip install 'tokenmill[h5]'"
+        ) from error
+    return h5py

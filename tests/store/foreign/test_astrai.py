@@ -203,7 +203,7 @@ def test_a_record_that_is_missing_is_noticed(tmp_path, tools):
 
 def test_too_many_records_to_map_are_pointed_to_import(tmp_path, tools, monkeypatch):
     tools.save_h5(tmp_path / "a.h5", {"sequence": [np.arange(4, dtype=np.int32)] * 5})
-    monkeypatch.setattr("tokenmill.store.open.MAX_RECORDS", 4)
+    monkeypatch.setattr("tokenmill.store.foreign.open.MAX_RECORDS", 4)
     with pytest.raises(StoreError, match="at most 4 datasets can be mapped one by one, got 5; convert it"):
         open_store(tmp_path)
     import_store(tmp_path, out=tmp_path / "ours")

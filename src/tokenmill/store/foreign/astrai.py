@@ -23,8 +23,8 @@ from tokenmill.store.foreign.files import (
     names_of,
     real_file,
 )
-from tokenmill.store.h5 import import_h5py
 from tokenmill.store.layout import axes_of, axis_of
+from tokenmill.store.writer import import_h5py
 from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 
 POSITIONS = "position_ids"

@@ -12,10 +12,15 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.store.foreign.files import ForeignFiles, ForeignOptions, ForeignShard
-from tokenmill.store.foreign.index import Documents, Facts, find_documents
-from tokenmill.store.layout import MANIFEST, axis_of, is_ours
-from tokenmill.store.manifest import Manifest, read_manifest
-from tokenmill.store.open import check_vocabulary, read_foreign, tokenizer_of
+from tokenmill.store.foreign.open import (
+    Documents,
+    Facts,
+    check_vocabulary,
+    find_documents,
+    read_foreign,
+    tokenizer_of,
+)
+from tokenmill.store.layout import MANIFEST, Manifest, axis_of, is_ours, read_manifest
 from tokenmill.store.reader import store_of
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array

@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, nearest
-from tokenmill.store.h5 import H5_MAGIC
 from tokenmill.store.layout import MANIFEST, is_ours, stores_below
 from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.writer import H5_MAGIC
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
 
 META = "meta.json"

@@ -1,9 +1,12 @@
-"""Where the documents of a foreign shard are, and what one look at all its ids proves: found once, then kept."""
+"""Foreign files as a store: a manifest is made up, arrays stay where they are, and documents are found once.
+
+What one look at all ids of a shard proves, and where its documents are, is kept beside the data.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,24 +18,157 @@ from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
 from tokenmill.store.durable import private_folder, private_path, read_index, writable, write_index
+from tokenmill.store.foreign.astrai import read_astrai_bin, read_astrai_h5
 from tokenmill.store.foreign.files import (
     BLOCK,
+    IMPORT,
     ForeignArray,
+    ForeignFiles,
     ForeignOptions,
     ForeignShard,
+    find_files,
     sample_digest,
     stored_dtype,
 )
-from tokenmill.store.manifest import Count
-from tokenmill.store.maps import FileRequest, MemoryRequest, Request
+from tokenmill.store.foreign.formats import read_datatrove, read_llmc, read_megatron, read_npy, read_olmo, read_raw
+from tokenmill.store.layout import (
+    GIVEN,
+    UNKNOWN,
+    Count,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    axis_of,
+    key_file,
+    token_keys,
+)
+from tokenmill.store.maps import FileRequest, MapCache, MemoryRequest, Request, map_file
+from tokenmill.store.reader import Store, store_of
+from tokenmill.store.verify import Progress, VerifyReport
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array
 
+MAX_RECORDS = 4096
+"""Datasets of HDF5 that are mapped one by one; more have to be imported."""
+READERS: Mapping[str, Callable[[Sequence[Path], ForeignOptions], ForeignFiles]] = {
+    "npy": read_npy,
+    "bin": read_raw,
+    "nanogpt": read_raw,
+    "llmc": read_llmc,
+    "megatron": read_megatron,
+    "datatrove": read_datatrove,
+    "olmo": read_olmo,
+    "astrai-bin": read_astrai_bin,
+    "astrai-h5": read_astrai_h5,
+}
 VERSION = 1
 """Of what is found and how it is kept; another one makes indexes be built again."""
 IN_MEMORY_BYTES = 1 << 16
 """A larger index goes to a file: there may be thousands of shards."""
 CHEAP_BYTES = 1 << 20
 """What takes longer to look at is looked at once, and the result is kept."""
+
+
+def open_foreign(path: Path, options: ForeignOptions, maps: MapCache | None = None) -> Store:
+    """Open foreign files as a store, without copying their tokens.
+
+    The first time, ids are looked at where documents or a vocabulary have to be proven by them; what was found is
+    kept, and later the cost grows with the number of files alone.
+    """
+    format, files = read_foreign(path, options)
+    if format == "astrai-h5" and len(files.shards) > MAX_RECORDS:
+        raise StoreError(
+            f"{path}: at most {MAX_RECORDS} datasets can be mapped one by one, got {len(files.shards)}; {IMPORT}"
+        )
+    keys = _keys_of(path, files)
+    shards, facts = [], []
+    requests: dict[tuple[int, str], Request] = {}
+    for number, shard in enumerate(files.shards):
+        index = index_of(shard, files.kind, options)
+        check_vocabulary(shard, index.facts, options)
+        facts.append(index.facts)
+        info, places = _shard_info(shard, files.kind, index)
+        shards.append(info)
+        requests.update({(number, name): place for name, place in places.items()})
+    manifest = Manifest(
+        kind=files.kind,
+        keys=keys,
+        tokenizer=tokenizer_of(keys, facts, options),
+        recipe={"format": format, "options": options.given, **files.facts},
+        shards=tuple(shards),
+        inputs=tuple({"name": info.name, "documents": info.documents, "tokens": info.tokens} for info in shards),
+    )
+    return store_of(path, manifest, maps, requests)
+
+
+def read_foreign(path: Path, options: ForeignOptions) -> tuple[str, ForeignFiles]:
+    """Return the format of what is at a path, and its arrays; no token is read."""
+    format, files = find_files(path, options.format)
+    return format, READERS[format](files, options)
+
+
+def _keys_of(path: Path, files: ForeignFiles) -> dict[str, str]:
+    """Return key -> dtype for all shards; what cannot be mapped is refused with the way out."""
+    keys: dict[str, str] = {}
+    for shard in files.shards:
+        for key, array in shard.arrays.items():
+            dtype, obstacle = stored_dtype(key, array)
+            if obstacle and key not in MASK_KEYS:
+                raise StoreError(f"{array.path}: {key} must be mapped as it is, but {obstacle}; {IMPORT}")
+            if keys.setdefault(key, dtype) != dtype:
+                raise StoreError(
+                    f"{path}: all files must have one dtype for {key}, got {keys[key]} and {dtype} in "
+                    f"{shard.name}; name them apart"
+                )
+    return keys
+
+
+def check_vocabulary(shard: ForeignShard, facts: Facts, options: ForeignOptions) -> None:
+    """Refuse ids outside the vocabulary that was given."""
+    if options.vocab_size is not None and facts.largest >= options.vocab_size:
+        raise StoreError(
+            f"{shard.name}: token ids must be below the vocabulary size {options.vocab_size}, got {facts.largest}; "
+            "say the vocabulary and dtype that the file was written with"
+        )
+
+
+def _shard_info(shard: ForeignShard, kind: str, index: ShardIndex) -> tuple[ShardInfo, dict[str, Request]]:
+    """Return what a manifest says of a foreign shard, and where its files are."""
+    places: dict[str, Request] = dict(index.requests)
+    files = {name: FileInfo(bytes=place.wanted, xxh3=index.digests[name]) for name, place in places.items()}
+    for key, array in shard.arrays.items():
+        if key_file(key) not in places:
+            places[key_file(key)] = FileRequest(array.path, array.file_bytes, array.begin, array.bytes)
+            # No checksum, and it says so: reading all of a corpus to open it would take hours.
+            files[key_file(key)] = FileInfo(bytes=array.bytes, xxh3=f"sample:{array.sample}")
+    tokens = {axis_of(kind, key): shard.arrays[key].count for key in token_keys(shard.arrays)}
+    axes = {axis: (index.facts.items[axis], values) for axis, values in tokens.items()}
+    info = ShardInfo(
+        name=shard.name,
+        documents=next(iter(index.facts.items.values())),
+        tokens=sum(tokens.values()),
+        files=files,
+        axes={} if tuple(axes) == ("documents",) else axes,
+    )
+    return info, places
+
+
+def tokenizer_of(keys: Mapping[str, str], facts: Sequence[Facts], options: ForeignOptions) -> dict[str, Any]:
+    """Return what stands for the identity of a tokenizer: `given` if the user bounded the ids, else `unknown`."""
+    key = token_keys(keys)[0]
+    filled = [shard for shard in facts if any(shard.items.values())]
+    return {
+        "kind": UNKNOWN if options.vocab_size is None else GIVEN,
+        "content": "",
+        "vocab_size": options.vocab_size or 1 << 8 * np.dtype(keys[key]).itemsize,
+        "bos_id": options.bos_id,
+        "eos_id": options.eos_id,
+        "pad_id": None,
+        "add_bos": bool(filled) and all(shard.starts_with_bos for shard in filled),
+        "add_eos": bool(filled) and all(shard.ends_with_eos for shard in filled),
+    }
+
+
+# Where the documents of a shard are.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +206,10 @@ class ShardIndex:
 def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIndex:
     """Return the index of a shard: kept from before, or made now."""
     # All ids have to be looked at before they may be read as unsigned numbers, or as below a vocabulary size.
-    signed = any(shard.arrays[key].dtype.kind == "i" for key in layout.token_keys(shard.arrays))
+    signed = any(shard.arrays[key].dtype.kind == "i" for key in token_keys(shard.arrays))
     look = signed or options.vocab_size is not None
     description = _description(shard, kind, options, look=look)
-    beside = shard.arrays[layout.token_keys(shard.arrays)[0]].path
+    beside = shard.arrays[token_keys(shard.arrays)[0]].path
     masks = _converted_masks(shard)
     kept = _read_kept(beside, description)
     if kept is not None and _fits(kept, shard, kind):
@@ -81,7 +217,7 @@ def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIn
     documents = find_documents(shard, kind, options, look=look)
     indexes = {layout.index_file(axis): index_bytes(offsets) for axis, offsets in documents.offsets.items()}
     sections: dict[str, Iterable[Uint8Array]] = {name: [data] for name, data in indexes.items()}
-    sections |= {layout.key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
+    sections |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
     size = sum(data.size for data in indexes.values()) + sum(shard.arrays[key].count for key in masks)
     if size > IN_MEMORY_BYTES or sum(array.bytes for array in shard.arrays.values()) > CHEAP_BYTES:
         return _keep(beside, description, documents.facts, sections)
@@ -95,9 +231,9 @@ def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIn
 
 def _fits(index: ShardIndex, shard: ForeignShard, kind: str) -> bool:
     """Whether what was kept has the sizes of the shard: kernels read by address, so no other may get near them."""
-    sizes = {layout.key_file(key): shard.arrays[key].count for key in _converted_masks(shard)}
-    for key in layout.token_keys(shard.arrays):
-        axis = layout.axis_of(kind, key)
+    sizes = {key_file(key): shard.arrays[key].count for key in _converted_masks(shard)}
+    for key in token_keys(shard.arrays):
+        axis = axis_of(kind, key)
         items, values = index.facts.items.get(axis, -1), shard.arrays[key].count
         sizes[layout.index_file(axis)] = layout.document_file_bytes(items, values)
     return sizes == {name: request.wanted for name, request in index.requests.items()}
@@ -114,8 +250,8 @@ def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, l
     offsets: dict[str, Int64Array] = {}
     largest = -1
     bos = eos = True
-    for key in layout.token_keys(shard.arrays):
-        array, axis = shard.arrays[key], layout.axis_of(kind, key)
+    for key in token_keys(shard.arrays):
+        array, axis = shard.arrays[key], axis_of(kind, key)
         cut = axis not in shard.ends and kind in ("seq", "sft") and (options.eos_id, options.bos_id) != (None, None)
         ends = np.empty(0, np.int64)
         if look or cut:
@@ -288,3 +424,51 @@ def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
         requests={name: FileRequest(real, real.stat().st_size, *place) for name, place in places.items()},
         digests={name: checksum for name, (_, _, checksum) in footer.sections.items()},
     )
+
+
+# Files of another project, which have no checksums.
+
+
+def verify_foreign(path: Path, options: ForeignOptions, progress: Progress) -> VerifyReport:
+    """Read every id of foreign files: sizes, boundaries, masks, ids below the vocabulary if one is given.
+
+    Ids that were changed into other ids are not noticed: `tokenmill import` makes a store that has checksums.
+    """
+    store = open_foreign(path, options)
+    format, files = read_foreign(path, options)
+    for number, shard in enumerate(files.shards):
+        documents = find_documents(shard, files.kind, options, look=True)
+        check_vocabulary(shard, documents.facts, options)
+        expected: dict[str, Iterable[Uint8Array]] = {
+            layout.index_file(axis): [index_bytes(offsets)] for axis, offsets in documents.offsets.items()
+        }
+        masks = [key for key in shard.arrays if key in MASK_KEYS]
+        expected |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
+        for name, blocks in expected.items():
+            _compare(store.file(number, name), f"{name} of {shard.name}", blocks)
+        progress(sum(array.bytes for array in shard.arrays.values()))
+    vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
+    return VerifyReport(
+        path=path,
+        shards=store.num_shards,
+        files=sum(len(shard.arrays) + len(shard.beside) for shard in files.shards),
+        bytes=sum(array.bytes for shard in files.shards for array in shard.arrays.values()),
+        documents=store.num_documents,
+        tokens=store.manifest.tokens,
+        fingerprint=store.fingerprint,
+        checked=f"the format has no checksums; sizes and boundaries are right, {vocabulary}",
+        format=format,
+    )
+
+
+def _compare(request: Request, what: str, expected: Iterable[Uint8Array]) -> None:
+    """Compare what a store would read with what the data says, given in blocks."""
+    data = map_file(request).data
+    place = 0
+    for block in expected:
+        if not np.array_equal(data[place : place + block.size], block):
+            raise StoreCorruptError(
+                f"{request.path}: {what} must be what the data says, got other bytes; "
+                "delete the folder .tokenmill beside the data"
+            )
+        place += block.size
