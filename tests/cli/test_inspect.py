@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -388,6 +389,7 @@ def test_json_reports_the_counts(tokenmill, folder):
         "documents": 60,
         "tokens": store.num_tokens,
         "fingerprint": store.manifest.fingerprint,
+        "problems": [],
     }
 
 
@@ -398,8 +400,38 @@ def test_a_broken_store_gives_exit_code_1_and_the_name_of_the_file_on_stderr(tok
     change, name = DAMAGE[damage]
     change(folder / "stores" / "web")
     done = tokenmill("verify", folder / "stores" / "web", *(["--json"] if json else []))
-    assert (done.code, done.out) == (1, "")
-    assert re.fullmatch(rf"error: .*{re.escape(name)}.*, got .*; .*\n", done.err)
+    assert done.code == 1
+    lines = done.err.splitlines()
+    assert all(re.fullmatch(r"error: .*, got .*; .*", line) for line in lines)
+    assert name in lines[0]
+    if json:
+        found = msgspec.json.decode(done.out)
+        assert found["ok"] is False
+        assert [f"error: {problem}" for problem in found["problems"]] == lines
+    else:
+        assert done.out == ""
+
+
+def test_all_broken_files_of_several_stores_are_named(tokenmill, folder):
+    """[S.f]"""
+    web = folder / "stores" / "web"
+    shutil.copytree(web, folder / "whole")
+    shutil.copytree(web, folder / "gone")
+    flip(web / "shard-00000" / "sequence.bin")
+    flip(web / "shard-00000" / "documents.bin")
+    (folder / "gone" / "manifest.json").unlink()
+    done = tokenmill("verify", web, folder / "whole", folder / "gone")
+    assert done.code == 1
+    assert [line.split(": ")[0] for line in done.lines] == [f"ok  {folder}/whole"]
+    broken = [f"{web}/shard-00000/sequence.bin", f"{web}/shard-00000/documents.bin", f"{folder}/gone"]
+    assert [line.split(": ")[1] for line in done.err.splitlines()] == broken
+    found = msgspec.json.decode(tokenmill("verify", web, folder / "whole", folder / "gone", "--json").out)
+    assert ("path" in found, found["ok"]) == (False, False)
+    assert [(store["ok"], store["documents"], len(store["problems"])) for store in found["stores"]] == [
+        (False, 60, 2),
+        (True, 60, 0),
+        (False, 0, 1),
+    ]
 
 
 def test_the_exit_code_of_the_process_tells_a_whole_store_from_a_broken_one(folder):
@@ -452,4 +484,6 @@ def test_one_broken_store_of_a_folder_gives_exit_code_1(tokenmill, split, damage
     assert [line.split(": ")[0] for line in done.lines] == [f"ok  {split}/train"]
     assert re.fullmatch(rf"error: {re.escape(str(split))}/{name}: .*, got .*; .*\n", done.err)
     done = tokenmill("verify", split, "--json")
-    assert (done.code, done.out) == (1, "")
+    found = msgspec.json.decode(done.out)
+    assert (done.code, found["ok"]) == (1, False)
+    assert [store["ok"] for store in found["stores"]] == [True, False]

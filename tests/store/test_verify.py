@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
-from tokenmill.store import open_store, verify
+from tokenmill.store import check_store, open_store, verify
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 FILES = [
@@ -32,6 +32,43 @@ def test_the_report_counts_what_was_read(golden):
     assert (report.shards, report.files, report.documents, report.tokens) == (2, 4, 4, 15)
     assert report.bytes == sum((GOLDEN / name).stat().st_size for name in FILES[1:]) == sum(seen)
     assert report.fingerprint == open_store(golden).manifest.fingerprint
+
+
+def test_all_that_is_wrong_is_told_at_once_and_each_file_once(golden):
+    """[S.f]"""
+    (golden / "shard-00000" / "sequence.bin").unlink()
+    (golden / "shard-00000" / "documents.bin").write_bytes(b"short")
+    ids = np.fromfile(golden / "shard-00001" / "sequence.bin", "<u2")
+    ids[-1] = 60_000  # a wrong checksum, and an id above the vocabulary
+    ids.tofile(golden / "shard-00001" / "sequence.bin")
+    (golden / "shard-00007").mkdir()
+    report = check_store(golden)
+    assert [str(problem).split(": ")[0].removeprefix(f"{golden}/") for problem in report.problems] == [
+        "shard-00007",
+        "shard-00000/sequence.bin",
+        "shard-00000/documents.bin",
+        "shard-00001/sequence.bin",
+    ]
+    assert (report.documents, report.tokens) == (4, 15)
+    with pytest.raises(StoreCorruptError) as caught:
+        verify(golden)
+    assert str(caught.value).splitlines() == [str(problem) for problem in report.problems]
+
+
+def test_the_message_of_an_error_stays_readable(make_store):
+    path, _, _ = make_store("web", [1] * 30, max_tokens_per_shard=1)
+    for file in path.glob("*/sequence.bin"):
+        file.unlink()
+    assert len(check_store(path).problems) == 30
+    with pytest.raises(StoreMissingError) as caught:
+        verify(path)
+    assert str(caught.value).splitlines()[20:] == ["and 10 more"]
+
+
+def test_a_whole_store_has_no_problems_and_a_missing_one_has_one(golden, tmp_path):
+    assert check_store(golden) == verify(golden)
+    report = check_store(tmp_path / "nothing")
+    assert [type(problem) for problem in report.problems] == [StoreMissingError]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -56,8 +56,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    ui.errors.print("error:", style="bold red", end=" ")
-    ui.errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    ui.show_error(message)
     # As of diff(1): 1 says that two runs differ.
     sys.exit(2 if sys.argv[1:2] == ["diff"] else 1)
 

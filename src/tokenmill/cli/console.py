@@ -111,6 +111,12 @@ def print_line(line: str) -> None:
     console.print(Text(line), soft_wrap=True, highlight=False)
 
 
+def show_error(message: str) -> None:
+    """Write what is wrong to stderr."""
+    errors.print("error:", style="bold red", end=" ")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
 def cell(value: object) -> str:
     """Show a value: thousands with a comma, None as a dash.
 

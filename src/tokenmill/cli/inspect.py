@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tokenmill.cli import console as ui
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from tokenmill.run.inspect import Audit, Example, StoreContents
@@ -214,30 +214,43 @@ def _show_examples(console: Console, examples: list[Example]) -> None:
 
 
 def verify(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or of several.")],
-    json: Annotated[bool, typer.Option(help="Print the result as JSON.")] = False,
+    stores: Annotated[
+        list[Path], typer.Argument(metavar="STORE...", help="Folders of stores, or of several each.")
+    ],
+    json: Annotated[bool, typer.Option(help="Print the result as JSON, also if something is broken.")] = False,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
     eos_id: ui.EosId = None,
     bos_id: ui.BosId = None,
     format: ui.Format = None,
 ) -> None:
-    """Read every byte of a store, or of all stores in a folder; exit 1 and the file's name if anything is broken.
+    """Read every byte of stores, or of all stores in folders; exit 1 and the names of all files that are broken.
 
     Files of other projects have no checksums; what was checked of them is said.
     """
-    from tokenmill.store import ForeignOptions
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from tokenmill.store import ForeignOptions, check_store
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
-    places = _places(store)
-    reports = []
-    for place in places:
-        reports.append(_check(place, options))
-        if not json:
-            _show_verified(place, reports[-1])
+    places = [place for store in stores for place in _places(store)]
+    columns = ("verify", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as bar:
+        task = bar.add_task("verify", total=sum(_num_bytes(place, options) for place in places))
+        reports = []
+        for place in places:
+            reports.append(check_store(place, progress=lambda count: bar.advance(task, count), options=options))
+            if not json and not reports[-1].problems:
+                _show_verified(reports[-1])
+            for problem in reports[-1].problems:
+                ui.show_error(str(problem))
+    ok = not any(report.problems for report in reports)
     if json:
         checked = [_to_json(report) for report in reports]
-        ui.print_json(checked[0] if places == [store] else {"path": str(store), "ok": True, "stores": checked})
+        named = {"path": str(stores[0])} if len(stores) == 1 else {}
+        ui.print_json(checked[0] if places == stores[:1] else {**named, "ok": ok, "stores": checked})
+    if not ok:
+        raise typer.Exit(1)
 
 
 def _places(path: Path) -> list[Path]:
@@ -247,23 +260,21 @@ def _places(path: Path) -> list[Path]:
     return [path] if is_ours(path) or not path.is_dir() else stores_below(path) or [path]
 
 
-def _check(store: Path, options: ForeignOptions) -> VerifyReport:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _num_bytes(store: Path, options: ForeignOptions) -> int:
+    """Return how much there is to read; nothing of what cannot be opened."""
+    from tokenmill.store import open_store
 
-    from tokenmill.store import open_store, verify
-
-    manifest = open_store(store, **asdict(options)).manifest
-    total = sum(info.bytes for shard in manifest.shards for info in shard.files.values())
-    columns = ("verify", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as progress:
-        task = progress.add_task("verify", total=total)
-        return verify(store, progress=lambda count: progress.advance(task, count), options=options)
+    try:
+        shards = open_store(store, **asdict(options)).manifest.shards
+    except (StoreError, OSError):
+        return 0
+    return sum(info.bytes for shard in shards for info in (*shard.files.values(), shard.container) if info)
 
 
 def _to_json(report: VerifyReport) -> dict[str, object]:
     return {
         "path": str(report.path),
-        "ok": True,
+        "ok": not report.problems,
         "shards": report.shards,
         "files": report.files,
         "bytes": report.bytes,
@@ -271,12 +282,13 @@ def _to_json(report: VerifyReport) -> dict[str, object]:
         "tokens": report.tokens,
         "fingerprint": report.fingerprint,
         **({} if report.format == "tokenmill" else {"format": report.format, "checked": report.checked}),
+        "problems": [str(problem) for problem in report.problems],
     }
 
 
-def _show_verified(store: Path, report: VerifyReport) -> None:
+def _show_verified(report: VerifyReport) -> None:
     ui.console.print(
-        f"[bold green]ok[/]  {escape(str(store))}: {report.files} files in {report.shards} shards, "
+        f"[bold green]ok[/]  {escape(str(report.path))}: {report.files} files in {report.shards} shards, "
         f"{ui.megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
         f"{'' if report.format == 'tokenmill' else report.format + ': '}{escape(report.checked)}",
         soft_wrap=True,

@@ -12,7 +12,7 @@ from tokenmill.store.foreign.convert import ImportReport, import_store
 from tokenmill.store.foreign.files import ForeignOptions, detect_format
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
 from tokenmill.store.reader import Store, open_store
-from tokenmill.store.verify import VerifyReport, verify
+from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "StoreSpec",
     "StoreWriter",
     "VerifyReport",
+    "check_store",
     "detect_format",
     "import_store",
     "open_store",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError
+from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.layout import MANIFEST, WAY_OUT, Manifest, manifest_bytes
+from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
 from tokenmill.store.maps import FileRequest, Request, map_file
 from tokenmill.store.reader import read_ours, store_of
 from tokenmill.types import AnyArray
@@ -22,87 +23,125 @@ if TYPE_CHECKING:
     from tokenmill.store.foreign.files import ForeignOptions
 
 _BLOCK = 1 << 24
+MAX_TOLD = 20
+"""Problems that the message of an error lists; the report has them all."""
 Progress = Callable[[int], None]
 """Told the bytes that were read since its last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What was read and found right."""
+    """What was read, and what is wrong with it."""
 
     path: Path
-    shards: int
-    files: int
-    bytes: int
-    documents: int
-    tokens: int
-    fingerprint: str
+    shards: int = 0
+    files: int = 0
+    bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    fingerprint: str = ""
     checked: str = "checksums, offsets and ids are right"
-    """What was proven, in words."""
+    """What was proven, in words, if nothing is wrong."""
     format: str = "tokenmill"
+    problems: tuple[StoreError, ...] = ()
+    """What is wrong, one for each file; counts are 0 where a store cannot even be opened."""
 
 
 def verify(
-    path: str | os.PathLike[str],
-    *,
-    progress: Progress = lambda _bytes: None,
-    options: ForeignOptions | None = None,
+    path: str | os.PathLike[str], *, progress: Progress = lambda _bytes: None, options: ForeignOptions | None = None
 ) -> VerifyReport:
     """Read every byte of a store: checksums, sizes, order of offsets, ids below the vocabulary size.
 
     Files of another project, for which `options` are, have no checksums; the report says what was checked of them.
 
-    Raises StoreCorruptError with the file's name at the first thing that is wrong. Memory does not grow with the
-    store.
+    Raises the StoreError of what is wrong, with the file's name; where several things are, it has a line for each.
+    Memory does not grow with the store.
     """
+    report = check_store(path, progress=progress, options=options)
+    if report.problems:
+        first, told = report.problems[0], [str(problem) for problem in report.problems[:MAX_TOLD]]
+        more = len(report.problems) - len(told)
+        raise type(first)("\n".join([*told, f"and {more} more"] if more else told))
+    return report
+
+
+def check_store(
+    path: str | os.PathLike[str], *, progress: Progress = lambda _bytes: None, options: ForeignOptions | None = None
+) -> VerifyReport:
+    """Read every byte of a store as `verify` does, but return what is wrong instead of raising it."""
     place, said = Path(path), options.given if options else {}
-    if layout.is_ours(place) or said.get("format") == "tokenmill":
-        return _verify_ours(place, said, progress)
-    from tokenmill.store.foreign.files import ForeignOptions
-    from tokenmill.store.foreign.open import verify_foreign
+    problems: list[StoreError] = []
+    report = VerifyReport(path=place)
+    with collected(problems, place):
+        if layout.is_ours(place) or said.get("format") == "tokenmill":
+            report = _check_ours(place, said, progress, problems)
+        else:
+            from tokenmill.store.foreign.files import ForeignOptions
+            from tokenmill.store.foreign.open import check_foreign
 
-    return verify_foreign(place, options or ForeignOptions(), progress)
+            report = check_foreign(place, options or ForeignOptions(), progress, problems)
+    return replace(report, problems=tuple(problems))
 
 
-def _verify_ours(path: Path, said: Mapping[str, object], progress: Progress) -> VerifyReport:
+@contextmanager
+def collected(problems: list[StoreError], path: Path) -> Iterator[None]:
+    """Add what is wrong to a list instead of raising it."""
+    try:
+        yield
+    except StoreError as error:
+        problems.append(error)
+    except OSError as error:
+        problems.append(StoreError(f"{error.filename or path}: must be readable, got {error}; check the disk"))
+
+
+def _check_ours(
+    path: Path, said: Mapping[str, object], progress: Progress, problems: list[StoreError]
+) -> VerifyReport:
     manifest = read_ours(path, said)
     if (path / MANIFEST).read_bytes() != manifest_bytes(manifest):
-        raise StoreCorruptError(
-            f"{path / MANIFEST}: must be as tokenmill writes it, got other white space; {WAY_OUT}"
+        problems.append(
+            StoreCorruptError(
+                f"{path / MANIFEST}: must be as tokenmill writes it, got other white space; {WAY_OUT}"
+            )
         )
-    _check_names(path, manifest)
+    listed = {shard.name for shard in manifest.shards}
+    problems += [
+        StoreCorruptError(
+            f"{child}: must be listed in {MANIFEST}, got a stranger; "
+            f"if `tokenmill prepare` was interrupted, run it again, else remove it, or {WAY_OUT}"
+        )
+        for child in sorted(path.iterdir())
+        if child.is_symlink() or (layout.is_shard_name(child.name) and child.name not in listed)
+    ]
     store = store_of(path, manifest, None)
-    total = 0
     for number, shard in enumerate(manifest.shards):
         if shard.container is not None:
             whole = FileRequest(path / shard.name, shard.container.bytes, 0, shard.container.bytes)
-            _check_checksum(whole, shard.container.xxh3, progress)
+            before = len(problems)
+            with collected(problems, path):
+                _check_checksum(whole, shard.container.xxh3, progress)
+            if len(problems) > before:
+                continue  # its arrays are as broken as it is
+        indexes = {layout.index_file(axis): axis for axis in store.axes}
+        ids = {layout.key_file(key): key for key in layout.token_keys(manifest.keys)}
         for name, info in shard.files.items():
-            total += info.bytes
-            _check_checksum(store.file(number, name), info.xxh3, progress)
-        for axis in layout.axes_of(manifest.kind, manifest.keys):
-            _check_index(store.file(number, layout.index_file(axis)), *shard.size_of(axis))
-        for key in layout.token_keys(manifest.keys):
-            _check_ids(store.file(number, layout.key_file(key)), manifest.keys[key], manifest)
+            with collected(problems, path):
+                request = store.file(number, name)
+                _check_checksum(request, info.xxh3, progress)
+                if name in indexes:
+                    _check_index(request, *shard.size_of(indexes[name]))
+                elif name in ids:
+                    _check_ids(request, manifest.keys[ids[name]], int(manifest.tokenizer["vocab_size"]))
+    files = [info for shard in manifest.shards for info in shard.files.values()]
     return VerifyReport(
         path=path,
         shards=len(manifest.shards),
-        files=sum(len(shard.files) for shard in manifest.shards),
-        bytes=total,
+        files=len(files),
+        bytes=sum(info.bytes for info in files),
         documents=manifest.documents,
         tokens=manifest.tokens,
-        fingerprint=manifest.fingerprint,
+        fingerprint=store.fingerprint,
     )
-
-
-def _check_names(store: Path, manifest: Manifest) -> None:
-    listed = {shard.name for shard in manifest.shards}
-    for child in sorted(store.iterdir()):
-        if child.is_symlink() or (layout.is_shard_name(child.name) and child.name not in listed):
-            raise StoreCorruptError(
-                f"{child}: must be listed in {MANIFEST}, got a stranger; "
-                f"if `tokenmill prepare` was interrupted, run it again, else remove it, or {WAY_OUT}"
-            )
 
 
 def _check_checksum(request: Request, expected: str, progress: Progress) -> None:
@@ -135,9 +174,8 @@ def _check_index(request: Request, items: int, values: int) -> None:
     require(right, "anchors must name the document of every 1,024th token, got others")
 
 
-def _check_ids(request: Request, dtype: str, manifest: Manifest) -> None:
+def _check_ids(request: Request, dtype: str, vocab_size: int) -> None:
     ids: AnyArray = map_file(request).data.view(dtype)
-    vocab_size = int(manifest.tokenizer["vocab_size"])
     for begin in range(0, ids.size, _BLOCK):
         largest = int(ids[begin : begin + _BLOCK].max())
         if largest >= vocab_size:

@@ -44,7 +44,7 @@ from tokenmill.store.layout import (
 )
 from tokenmill.store.maps import FileRequest, MapCache, MemoryRequest, Request, map_file
 from tokenmill.store.reader import Store, store_of
-from tokenmill.store.verify import Progress, VerifyReport
+from tokenmill.store.verify import Progress, VerifyReport, collected
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array
 
 MAX_RECORDS = 4096
@@ -429,23 +429,27 @@ def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
 # Files of another project, which have no checksums.
 
 
-def verify_foreign(path: Path, options: ForeignOptions, progress: Progress) -> VerifyReport:
+def check_foreign(
+    path: Path, options: ForeignOptions, progress: Progress, problems: list[StoreError]
+) -> VerifyReport:
     """Read every id of foreign files: sizes, boundaries, masks, ids below the vocabulary if one is given.
+
+    What is wrong is added to `problems`.
 
     Ids that were changed into other ids are not noticed: `tokenmill import` makes a store that has checksums.
     """
     store = open_foreign(path, options)
     format, files = read_foreign(path, options)
     for number, shard in enumerate(files.shards):
-        documents = find_documents(shard, files.kind, options, look=True)
-        check_vocabulary(shard, documents.facts, options)
-        expected: dict[str, Iterable[Uint8Array]] = {
-            layout.index_file(axis): [index_bytes(offsets)] for axis, offsets in documents.offsets.items()
-        }
-        masks = [key for key in shard.arrays if key in MASK_KEYS]
-        expected |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
-        for name, blocks in expected.items():
-            _compare(store.file(number, name), f"{name} of {shard.name}", blocks)
+        with collected(problems, path):
+            documents = find_documents(shard, files.kind, options, look=True)
+            check_vocabulary(shard, documents.facts, options)
+            for axis, offsets in documents.offsets.items():
+                name = layout.index_file(axis)
+                _compare(store.file(number, name), f"{name} of {shard.name}", [index_bytes(offsets)])
+            for key in filter(MASK_KEYS.__contains__, shard.arrays):
+                name = key_file(key)
+                _compare(store.file(number, name), f"{name} of {shard.name}", mask_bytes(shard.arrays[key], key))
         progress(sum(array.bytes for array in shard.arrays.values()))
     vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
     return VerifyReport(
