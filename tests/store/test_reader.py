@@ -179,3 +179,9 @@ def test_offsets_that_point_outside_the_shard_are_an_error(make_store):
     for document in (0, 1):
         with pytest.raises((PlanError, StoreCorruptError), match=r"web"):
             store.fetch_record(document, "sequence")
+
+
+def test_a_store_is_shown_in_one_line_whatever_its_shards(make_store):
+    path, _, _ = make_store("web", [3] * 2000, max_tokens_per_shard=3, dtype="<u2")
+    shown = f"<Store {path}: seq, 2,000 documents, 6,000 tokens, 2,000 shards, sequence uint16>"
+    assert repr(open_store(path)) == shown

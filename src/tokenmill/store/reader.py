@@ -38,7 +38,7 @@ class Axis:
     """First value of each shard, and the end of the last."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Store:
     """An open store: the manifest in memory, everything else read when asked for.
 
@@ -54,6 +54,14 @@ class Store:
     """Digest of what the tokens are, computed once."""
     requests: dict[tuple[int, str], Request] = field(default_factory=dict)
     """Where each file of each shard is, filled as they are asked for; formats of others fill it at once."""
+
+    def __repr__(self) -> str:
+        """Say in a line what it holds: the manifest alone may have thousands of shards."""
+        arrays = ", ".join(f"{key} {np.dtype(dtype).name}" for key, dtype in self.manifest.keys.items())
+        return (
+            f"<Store {self.path}: {self.manifest.kind}, {self.num_documents:,} documents, "
+            f"{self.manifest.tokens:,} tokens, {self.num_shards:,} shards, {arrays}>"
+        )
 
     @property
     def token_begins(self) -> Int64Array:

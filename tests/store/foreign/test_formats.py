@@ -469,3 +469,14 @@ def test_a_forged_file_is_refused(datatrove, tmp_path, ending, data, message):
     (tmp_path / f"{file.name}{ending}").write_bytes(data)
     with pytest.raises(StoreCorruptError, match=message):
         open_store(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "got"), [(b"no array at all, just text", r"b'no array at all,'"), (b"", "an empty")]
+)
+def test_a_file_named_npy_that_is_none_is_told_as_such(tmp_path, content, got):
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(
+        StoreError, match=rf"a\.npy: must begin with the header of numpy, got {got}.*np\.save.*say dtype"
+    ):
+        open_store(tmp_path / "a.npy")

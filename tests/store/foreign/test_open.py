@@ -469,3 +469,60 @@ def test_options_count_for_a_store_of_ours_as_well(make_store):
     assert verify(path, options=ForeignOptions(vocab_size=300)).format == "tokenmill"
     with pytest.raises(ValueError, match="vocab_size must be as the manifest says"):
         verify(path, options=ForeignOptions(vocab_size=301))
+
+
+# A sidecar says once for all readers what files do not say.
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """Return a folder with two raw files of 16-bit ids, whose dtype a size does not tell."""
+    for name in ("a.bin", "b.bin"):
+        np.array([5, 6, 0, 7, 8, 0], np.uint16).tofile(tmp_path / name)
+    return tmp_path
+
+
+def test_a_sidecar_says_what_raw_files_do_not(raw):
+    with pytest.raises(StoreError, match="dtype of files without a header must be said"):
+        open_store(raw)
+    (raw / "tokens.json").write_text('{"dtype": "uint16", "vocab_size": 300, "eos_id": 0}')
+    for path in (raw, raw / "*.bin"):
+        store = open_store(path)
+        assert store.document_offsets(0, store.num_documents).tolist() == [0, 3, 6, 9, 12]
+        assert store.manifest.tokenizer["vocab_size"] == 300
+    store = open_store(raw / "a.bin", vocab_size=300)
+    assert store.fetch(0, 6, "sequence").tolist() == [5, 6, 0, 7, 8, 0]
+    assert verify(raw).documents == 4
+    report = import_store(raw, out=raw / "out")
+    assert (report.documents, report.keys) == (4, {"sequence": "<u2"})
+
+
+def test_a_sidecar_and_options_must_agree(raw):
+    (raw / "tokens.json").write_text('{"dtype": "uint16"}')
+    with pytest.raises(ConfigError, match=r"tokens\.json: dtype must be 'uint32', as the options.*got 'uint16'"):
+        open_store(raw, dtype="uint32")
+    (raw / "more").mkdir()
+    np.arange(4, dtype=np.uint32).tofile(raw / "more" / "c.bin")
+    (raw / "more" / "tokens.json").write_text('{"dtype": "uint32"}')
+    with pytest.raises(ConfigError, match=r"more/tokens\.json: dtype must be 'uint16'.*name the files apart"):
+        open_store(raw)
+    (raw / "tokens.json").write_text('{"format": "llmc"}')
+    with pytest.raises(ConfigError, match=r"format must be 'bin'.*got 'llmc'"):
+        open_store(raw / "a.bin", dtype="uint16")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{", r"tokens\.json: must be JSON"),
+        ('{"dtypes": "uint16"}', r"tokens\.json: keys must be known, got 'dtypes'; did you mean 'dtype'"),
+        ('{"dtype": "float32"}', r"dtype: must be one of"),
+        ('{"vocab_size": "many"}', r"tokens\.json: vocab_size: must be a whole number"),
+        ("[" * 100_000, r"tokens\.json: must be JSON"),
+    ],
+)
+def test_a_sidecar_that_cannot_be_right_is_refused(raw, content, match):
+    """[S.e]"""
+    (raw / "tokens.json").write_text(content)
+    with pytest.raises((StoreError, ConfigError), match=match):
+        open_store(raw, dtype="uint16")

@@ -66,7 +66,7 @@ def import_store(
     known = _with_tokenizer(options or ForeignOptions(), tokenizer)
     if is_ours(source) or known.format == "tokenmill":
         raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")
-    format, files = read_foreign(source, known)
+    format, files, known = read_foreign(source, known)
     total = sum(array.count for shard in files.shards for array in shard.arrays.values())
     looked = _counted(progress, "look", total)
     facts = []

@@ -109,6 +109,12 @@ def read_olmo(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
     for file in files:
         if head(file, 6) == NPY_MAGIC:
             raise StoreError(f"{file}: a file of OLMo must have no header, got one of numpy's; use format = npy")
+    if (options.dtype, options.vocab_size, options.format) == (None, None, None):
+        start = head(files[0], 16)
+        raise StoreError(
+            f"{files[0]}: must begin with the header of numpy, got {repr(start) if start else 'an empty file'}; "
+            "save it with np.save, or, if it is raw ids as OLMo writes them, say dtype"
+        )
     shards = []
     for file, shard in zip(files, read_raw(files, options).shards, strict=True):
         table = file.with_name(f"{file.name.removesuffix('.npy')}.csv.gz")

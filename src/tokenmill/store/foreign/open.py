@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
 from tokenmill.store.durable import private_folder, private_path, read_index, writable, write_index
@@ -27,6 +27,7 @@ from tokenmill.store.foreign.files import (
     ForeignOptions,
     ForeignShard,
     find_files,
+    head,
     sample_digest,
     stored_dtype,
 )
@@ -45,6 +46,7 @@ from tokenmill.store.layout import (
 from tokenmill.store.maps import FileRequest, MapCache, MemoryRequest, Request, map_file
 from tokenmill.store.reader import Store, store_of
 from tokenmill.store.verify import Progress, VerifyReport, collected
+from tokenmill.tables import read_json
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array
 
 MAX_RECORDS = 4096
@@ -60,6 +62,9 @@ READERS: Mapping[str, Callable[[Sequence[Path], ForeignOptions], ForeignFiles]] 
     "astrai-bin": read_astrai_bin,
     "astrai-h5": read_astrai_h5,
 }
+SIDECAR = "tokens.json"
+"""Stands beside token files and says what they do not: any of `ForeignOptions`, as a JSON object."""
+MAX_SIDECAR = 1 << 16
 VERSION = 1
 """Of what is found and how it is kept; another one makes indexes be built again."""
 IN_MEMORY_BYTES = 1 << 16
@@ -74,7 +79,7 @@ def open_foreign(path: Path, options: ForeignOptions, maps: MapCache | None = No
     The first time, ids are looked at where documents or a vocabulary have to be proven by them; what was found is
     kept, and later the cost grows with the number of files alone.
     """
-    format, files = read_foreign(path, options)
+    format, files, options = read_foreign(path, options)
     if format == "astrai-h5" and len(files.shards) > MAX_RECORDS:
         raise StoreError(
             f"{path}: at most {MAX_RECORDS} datasets can be mapped one by one, got {len(files.shards)}; {IMPORT}"
@@ -100,10 +105,28 @@ def open_foreign(path: Path, options: ForeignOptions, maps: MapCache | None = No
     return store_of(path, manifest, maps, requests)
 
 
-def read_foreign(path: Path, options: ForeignOptions) -> tuple[str, ForeignFiles]:
-    """Return the format of what is at a path, and its arrays; no token is read."""
+def read_foreign(path: Path, options: ForeignOptions) -> tuple[str, ForeignFiles, ForeignOptions]:
+    """Return the format of what is at a path, its arrays, and all that is known of them; no token is read."""
     format, files = find_files(path, options.format)
-    return format, READERS[format](files, options)
+    known = _with_sidecars(files, format, options)
+    return format, READERS[format](files, known), known
+
+
+def _with_sidecars(files: Sequence[Path], format: str, options: ForeignOptions) -> ForeignOptions:
+    """Add what the `tokens.json` beside files says; it must not contradict the options, nor one the other."""
+    known: dict[str, Any] = {**options.given, "format": format}
+    for folder in dict.fromkeys(file.parent for file in files):
+        sidecar = folder / SIDECAR
+        if not sidecar.is_file():
+            continue
+        said = read_json(ForeignOptions, head(sidecar, MAX_SIDECAR), f"{sidecar}:", error=StoreError).given
+        for name, value in said.items():
+            if known.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{sidecar}: {name} must be {known[name]!r}, as the options or other files say, got {value!r}; "
+                    "mend the one that is wrong, or name the files apart"
+                )
+    return replace(options, **{name: value for name, value in known.items() if name != "format"})
 
 
 def _keys_of(path: Path, files: ForeignFiles) -> dict[str, str]:
@@ -439,7 +462,7 @@ def check_foreign(
     Ids that were changed into other ids are not noticed: `tokenmill import` makes a store that has checksums.
     """
     store = open_foreign(path, options)
-    format, files = read_foreign(path, options)
+    format, files, options = read_foreign(path, options)
     for number, shard in enumerate(files.shards):
         with collected(problems, path):
             documents = find_documents(shard, files.kind, options, look=True)
