@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +64,8 @@ def demo(
     ] = None,
 ) -> None:
     """Run the whole flow on a bundled corpus, with no network, and prove what it promises."""
-    with _workplace(out) as folder:
+    with tempfile.TemporaryDirectory(prefix="tokenmill-demo-") if out is None else nullcontext(out) as place:
+        folder = Path(place)
         ui.console.print("tokenmill: documents → encode → store → packing → plan → loader\n", style="bold")
         _prepare(folder)
         run = _plan(folder)
@@ -76,16 +76,6 @@ def demo(
         if out is not None:
             hint = f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`"
             ui.console.print(hint, highlight=False, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _workplace(out: Path | None) -> Iterator[Path]:
-    if out is None:
-        with tempfile.TemporaryDirectory(prefix="tokenmill-demo-") as folder:
-            yield Path(folder)
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        yield out
 
 
 def _prepare(folder: Path) -> None:
@@ -127,12 +117,7 @@ def _show_batch(run: Run) -> None:
     loader = run.loader(micro_batch=4)
     batch = next(iter(loader))
     rows = [
-        (
-            name,
-            str(array.dtype),
-            str(array.shape),
-            " ".join(str(number) for number in array[0, :10].tolist()) + " …",
-        )
+        (name, str(array.dtype), str(array.shape), " ".join(map(str, array[0, :10].tolist())) + " …")
         for name, array in batch.items()
     ]
     ui.console.print(ui.table("The first micro-batch", ("array", "dtype", "shape", "begin of row 0"), rows))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from math import ceil, floor, log10
 from typing import NamedTuple
 
@@ -32,14 +30,14 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 _STYLE = """
 .tm{font:11px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 .tm-paper{fill:#fff}.tm-ink{fill:#1c1f24}.tm-dim{fill:#5b616b}.tm-head{font-size:15px;font-weight:600}
-.tm-edge{stroke:#1c1f24;fill:none}.tm-grid{stroke:#5b616b;stroke-opacity:.25}.tm-tag{fill:#fff;fill-opacity:.88}
+.tm-edge{stroke:#1c1f24;fill:none}.tm-grid{stroke:#5b616b;stroke-opacity:.25}
 .tm-band{stroke:#fff;stroke-width:.6;stroke-linejoin:round}.tm-veil{fill:#fff;fill-opacity:.72}
 .tm-hatch{stroke:#1c1f24;stroke-opacity:.6}.tm-cut{stroke:#1c1f24;stroke-dasharray:4 3}
 .tm-mark{fill:#fff;stroke:#1c1f24;stroke-width:1.6}
 @media (prefers-color-scheme:dark){
 .tm-paper{fill:#15181d}.tm-ink{fill:#e8eaed}.tm-dim{fill:#a2a9b4}.tm-edge{stroke:#e8eaed}.tm-grid{stroke:#a2a9b4}
 .tm-band{stroke:#15181d}.tm-veil{fill:#15181d}.tm-hatch{stroke:#e8eaed}.tm-cut{stroke:#e8eaed}
-.tm-mark{fill:#15181d;stroke:#e8eaed}.tm-tag{fill:#15181d}}
+.tm-mark{fill:#15181d;stroke:#e8eaed}}
 """
 _HATCH = (
     '<pattern id="tm-skipped" width="8" height="8" patternUnits="userSpaceOnUse">'
@@ -49,41 +47,32 @@ _HATCH = (
 
 # The shares of sources over the steps of a plan
 
-
-class Piece(NamedTuple):
-    """Steps over which the shares go in straight lines."""
-
-    begin: float
-    end: float
-    first: tuple[float, ...]
-    """Share of every source at the beginning."""
-    last: tuple[float, ...]
+Point = tuple[float, tuple[float, ...]]
+"""A step, and the share of every source there."""
 
 
-def pieces(plan: Plan) -> list[Piece]:
-    """Sample the shares of a plan: every edge exactly, ramps at some points."""
-    sampled: list[Piece] = []
+def sample(plan: Plan) -> list[Point]:
+    """Sample the shares of a plan, to be joined by straight lines: every edge exactly, ramps at some points."""
+    points: list[Point] = []
     for part in plan.stages:
         begin, end = part.spec.start_step, part.end_step
-        points = min(part.num_steps, max(8, POINTS * part.num_steps // plan.steps)) if part.spec.ramp else 1
-        steps = np.unique(np.linspace(begin, end - 1, points).astype(np.int64)).tolist()
-        shares = [part.shares(step) for step in (steps[0], *steps, steps[-1])]
-        heights = [tuple(share.get(name, 0.0) for name in plan.sources) for share in shares]
+        count = min(part.num_steps, max(8, POINTS * part.num_steps // plan.steps)) if part.spec.ramp else 1
+        steps = np.unique(np.linspace(begin, end - 1, count).astype(np.int64)).tolist()
         # The share of a step stands at its middle.
         places = [float(begin), *(step + 0.5 for step in steps), float(end)]
-        edges = pairwise(zip(places, heights, strict=True))
-        sampled += [Piece(left, right, first, last) for (left, first), (right, last) in edges]
-    return sampled
+        for place, step in zip(places, [steps[0], *steps, steps[-1]], strict=True):
+            shares = part.shares(step)
+            points.append((place, tuple(shares.get(name, 0.0) for name in plan.sources)))
+    return points
 
 
-def outlines(pieces: Sequence[Piece], source: int) -> Iterator[list[tuple[float, float]]]:
+def outlines(points: Sequence[Point], source: int) -> Iterator[list[tuple[float, float]]]:
     """Yield the corners (step, height) of the band of a source, for each run of steps at which it is there."""
-    for is_there, run in groupby(pieces, key=lambda piece: piece.first[source] > 0 or piece.last[source] > 0):
+    for is_there, run in groupby(points, key=lambda point: point[1][source] > 0):
         if is_there:
-            edges = [edge for piece in run for edge in ((piece.begin, piece.first), (piece.end, piece.last))]
-            floors = [(step, list(accumulate(shares[: source + 1], initial=0.0))) for step, shares in edges]
-            upper = [(step, heights[-1]) for step, heights in floors]
-            lower = [(step, heights[-2]) for step, heights in reversed(floors)]
+            edges = [(step, sum(shares[:source]), sum(shares[: source + 1])) for step, shares in run]
+            upper = [(step, top) for step, _, top in edges]
+            lower = [(step, bottom) for step, bottom, _ in reversed(edges)]
             yield list(dict.fromkeys([*upper, *lower]))
 
 
@@ -141,37 +130,13 @@ def ticks(end: int, most: int) -> list[int]:
     return list(range(0, end + 1, step))
 
 
-class Box(NamedTuple):
-    """A place on the picture."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, other: Box) -> bool:
-        """Say whether two places overlap."""
-        beside = self.right <= other.left or other.right <= self.left
-        return not (beside or self.bottom <= other.top or other.bottom <= self.top)
-
-
-def place(wanted: Iterable[Box], taken: list[Box], frame: Box) -> Box | None:
-    """Take and return the first of some places that lies within the frame and meets none that is taken."""
-    for box in wanted:
-        inside = box.left >= frame.left and box.top >= frame.top and box.right <= frame.right
-        if inside and box.bottom <= frame.bottom and not any(box.meets(other) for other in taken):
-            taken.append(box)
-            return box
-    return None
-
-
 def _text(x: float, y: float, text: str, kind: str = "tm-ink", anchor: str = "start") -> str:
     return f'<text x="{number(x)}" y="{number(y)}" class="{kind}" text-anchor="{anchor}">{text_of(text)}</text>'
 
 
-def _rect(box: Box, paint: str) -> str:
-    size = f'width="{number(box.right - box.left)}" height="{number(box.bottom - box.top)}"'
-    return f'<rect x="{number(box.left)}" y="{number(box.top)}" {size} {paint}/>'
+def _rect(x: float, y: float, width: float, height: float, paint: str) -> str:
+    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    return f"<rect {place} {paint}/>"
 
 
 def _line(start: tuple[float, float], rest: str, kind: str) -> str:
@@ -186,12 +151,22 @@ def _group(kind: str, title: str, *parts: str) -> str:
 # The picture
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Event(NamedTuple):
+    step: int
+    label: str
+    text: str
+    """All of it, for who points at the mark."""
+    source: int | None = None
+    """Index of the source on whose band it is marked; None where it is marked over the whole height."""
+
+
 class _Chart:
-    plan: Plan
-    report: PlanReport
-    events: Sequence[tuple[int, str, str]]
-    """(step, short label, whole text) of quarantines, and of sources that are used up, by step."""
+    def __init__(self, plan: Plan, report: PlanReport, quarantined: Sequence[Quarantined]) -> None:
+        self.plan, self.report = plan, report
+        self.points = sample(plan)
+        self.events = sorted(_events(report, quarantined))
+        self.axis = BOTTOM + (min(EVENT_LINES, len(self.events)) * LINE + 14 if self.events else 0)
+        """Where the steps are marked, below what happens."""
 
     def x(self, step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / self.plan.steps
@@ -199,19 +174,10 @@ class _Chart:
     def y(self, share: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * min(1.0, share)
 
-    @cached_property
-    def pieces(self) -> list[Piece]:
-        return pieces(self.plan)
-
-    @property
-    def axis(self) -> float:
-        """Where the steps are marked, below what happens."""
-        return BOTTOM + (min(EVENT_LINES, len(self.events)) * LINE + 6 if self.events else 0)
-
 
 def timeline(plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Quarantined] = ()) -> str:
     """Draw a plan as an SVG that needs nothing else, for light and dark pages."""
-    chart = _Chart(plan=plan, report=report, events=sorted(_events(report, quarantined)))
+    chart = _Chart(plan, report, quarantined)
     legend = list(_legend(chart))
     height = number(chart.axis + 62 + LINE * len(legend))
     described = "; ".join(
@@ -230,17 +196,20 @@ def timeline(plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Qu
     return "\n".join([*parts, *(line for lines in drawn for line in lines), *legend, "</svg>\n"])
 
 
-def _events(report: PlanReport, quarantined: Sequence[Quarantined]) -> Iterator[tuple[int, str, str]]:
-    for source in report.sources:
+def _events(report: PlanReport, quarantined: Sequence[Quarantined]) -> Iterator[_Event]:
+    for index, source in enumerate(report.sources):
         if source.gone_from is not None:
             text = f"source {source.name} has no row left from step {source.gone_from:,} on"
-            yield source.gone_from, f"{source.name} used up", text
+            yield _Event(source.gone_from, f"{source.name} used up", text)
+        if source.first_repeat is not None:
+            text = f"{source.name} repeats from step {source.first_repeat:,} on"
+            yield _Event(source.first_repeat, f"{source.name} repeats", text, index)
     for edit in quarantined:
         number = "all" if edit.whole or edit.documents is None else f"{edit.documents:,}"
         size = "all" if edit.documents is None else f"{edit.documents:,} documents ({edit.tokens:,} tokens)"
         why = f", {edit.reason}" if edit.reason else ""
         text = f"{size} of {edit.source} are quarantined{why}, from step {edit.from_step:,} on"
-        yield edit.from_step, f"{number} of {edit.source} quarantined", text
+        yield _Event(edit.from_step, f"{number} of {edit.source} quarantined", text)
 
 
 def _heading(chart: _Chart, name: str) -> Iterator[str]:
@@ -275,7 +244,7 @@ def _bands(chart: _Chart) -> Iterator[str]:
     for index, source in enumerate(chart.report.sources):
         shapes = [
             "L".join(f"{number(chart.x(step))} {number(chart.y(share))}" for step, share in corners)
-            for corners in outlines(chart.pieces, index)
+            for corners in outlines(chart.points, index)
         ]
         if shapes:
             path = f'<path d="{"".join(f"M{shape}Z" for shape in shapes)}" {_paint(index)} class="tm-band"/>'
@@ -290,10 +259,11 @@ def _skipped(chart: _Chart) -> Iterator[str]:
     for part in chart.plan.stages:
         if part.spec.skipped is not None:
             begin, end = part.spec.start_step, part.end_step
-            # A few steps of a long run must still be seen.
-            box = Box(chart.x(begin), TOP, max(chart.x(end), chart.x(begin) + 1.5), BOTTOM)
+            x = chart.x(begin)
+            wide = max(chart.x(end) - x, 1.5)  # a few steps of a long run must still be seen
+            paints = ('class="tm-veil"', 'fill="url(#tm-skipped)"')
             title = f"steps {begin:,} to {end:,} are skipped: {part.spec.skipped or 'no reason'}"
-            yield _group("tm-skip", title, _rect(box, 'class="tm-veil"'), _rect(box, 'fill="url(#tm-skipped)"'))
+            yield _group("tm-skip", title, *(_rect(x, TOP, wide, BOTTOM - TOP, paint) for paint in paints))
 
 
 def _axes(chart: _Chart) -> Iterator[str]:
@@ -327,31 +297,24 @@ def _stages(chart: _Chart) -> Iterator[str]:
 
 
 def _marks(chart: _Chart) -> Iterator[str]:
-    """Mark edits and sources that are used up below the shares, and first repeats on their bands."""
-    below = Box(LEFT, BOTTOM, RIGHT + 20, chart.axis)
-    taken = [Box(chart.x(step) - 5, BOTTOM, chart.x(step) + 5, BOTTOM + 10) for step, _, _ in chart.events]
-    for step, label, title in chart.events:
-        x, wide = chart.x(step), width_of(label, SIZE) + 8
-        tops = [BOTTOM + 2 + line * LINE for line in range(EVENT_LINES)]
-        wanted = (Box(left, top, left + wide, top + LINE) for left in (x + 6, x - 6 - wide) for top in tops)
-        box = place(wanted, taken, below)
-        line = _line((x, TOP), f"V{number(BOTTOM + 5)}", "tm-cut") + _line((x, BOTTOM + 1), "l4 7h-8z", "tm-ink")
-        yield _group("tm-event", title, line, _text(box.left + 2, box.top + 12, label) if box else "")
-    repeats = []
-    for index, source in enumerate(chart.report.sources):
-        if source.first_repeat is not None:
-            piece = next(piece for piece in chart.pieces if piece.end > source.first_repeat)
-            middle = sum(piece.first[:index]) + piece.first[index] / 2
-            repeats.append((source.name, source.first_repeat, chart.x(source.first_repeat), chart.y(middle)))
-    taken = [Box(x - 5, y - 5, x + 5, y + 5) for _, _, x, y in repeats]
-    for name, step, x, y in repeats:
-        label = f"{name} repeats, {step:,}"
-        wide, lifts = width_of(label, SIZE) + 8, (-7.5, -22, 7, -38, 23)
-        wanted = (Box(left, y + up, left + wide, y + up + 15) for up in lifts for left in (x + 8, x - 8 - wide))
-        box = place(wanted, taken, Box(LEFT, TOP, RIGHT, BOTTOM))
-        tag = _rect(box, 'rx="3" class="tm-tag"') + _text(box.left + 4, box.top + 11.5, label) if box else ""
-        circle = f'<circle cx="{number(x)}" cy="{number(y)}" r="4" class="tm-mark"/>'
-        yield _group("tm-repeat", f"{name} repeats from step {step:,} on", circle, tag)
+    """Mark what happens, each with a label on the first line below the shares that has room for it."""
+    ends = [0.0] * EVENT_LINES
+    """Where the last label of each line ends."""
+    for step, label, text, source in chart.events:
+        x, top, circle = chart.x(step), TOP, ""
+        if source is not None:
+            shares = [shares for place, shares in chart.points if place <= step][-1]
+            top = chart.y(sum(shares[:source]) + shares[source] / 2)
+            circle = f'<circle cx="{number(x)}" cy="{number(top)}" r="4" class="tm-mark"/>'
+        line = _line((x, top), f"V{number(BOTTOM + 5)}", "tm-cut") + _line((x, BOTTOM + 1), "l4 7h-8z", "tm-ink")
+        wide = width_of(label, SIZE)
+        left = min(x - 4, WIDTH - 4 - wide)
+        free = next((index for index, end in enumerate(ends) if end <= left), None)
+        words = ""
+        if free is not None:
+            ends[free] = left + wide + 8
+            words = _text(left, BOTTOM + 21 + free * LINE, label)
+        yield _group("tm-event", text, line, circle, words)
 
 
 def _legend(chart: _Chart) -> Iterator[str]:
@@ -367,6 +330,6 @@ def _legend(chart: _Chart) -> Iterator[str]:
             share = f"{source.drawn / rows:.1%}"
             name = shortened(source.name, SIZE, wide - 28 - width_of(share, SIZE))
             title = f"{source.name}: {source.drawn:,} of {rows:,} rows, {_epochs(source.epochs)}"
-            box = _rect(Box(x, y, x + 13, y + 13), f'rx="2" {_paint(index)}')
+            box = _rect(x, y, 13, 13, f'rx="2" {_paint(index)}')
             line += _group("tm-legend", title, box, _text(x + 19, y + 10.5, f"{name} {share}"))
         yield line

@@ -99,30 +99,42 @@ def tables(report: RunReport) -> Iterator[ui.WideTable]:
     yield _costs(report.costs)
 
 
+_DULL = {
+    "ramp until": None,
+    "lr_scale": 1,
+    "lanes": None,
+    "used up from step": None,
+    "steps skipped": 0,
+    "rows skipped": 0,
+    "tokens skipped": 0,
+    "of them skipped": 0,
+}
+"""Columns that are left out where every line says only this."""
+
+
 def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names: int = 1) -> ui.WideTable:
     """Make a table of columns, each a header and cells."""
-    rows = list(zip(*(cells for _, cells in columns), strict=True))
-    return ui.WideTable(title=title, columns=[name for name, _ in columns], rows=rows, names=names)
+    told = [(name, cells) for name, cells in columns if name not in _DULL or set(cells) != {_DULL[name]}]
+    rows = list(zip(*(cells for _, cells in told), strict=True))
+    return ui.WideTable(title=title, columns=[name for name, _ in told], rows=rows, names=names)
 
 
 def _stages(stages: Sequence[StageFacts]) -> ui.WideTable:
-    skipping, scaled = any(s.skipped_steps for s in stages), any(s.lr_scale != 1 for s in stages)
-    ramped = any(s.ramp_end is not None for s in stages)
     return _columns(
         "Stages",
         [
             ("stage", [s.name for s in stages]),
             ("first step", [s.start_step for s in stages]),
             ("end step", [s.end_step for s in stages]),
-            *([("ramp until", [s.ramp_end for s in stages])] if ramped else []),
+            ("ramp until", [s.ramp_end for s in stages]),
             ("batch", [s.global_batch_size for s in stages]),
             ("seq_len", [s.seq_len for s in stages]),
-            *([("lr_scale", [s.lr_scale for s in stages])] if scaled else []),
+            ("lr_scale", [s.lr_scale for s in stages]),
             ("rows", [s.rows for s in stages]),
             ("tokens", [s.tokens for s in stages]),
-            *([("steps skipped", [s.skipped_steps for s in stages])] if skipping else []),
-            *([("rows skipped", [s.skipped_rows for s in stages])] if skipping else []),
-            *([("tokens skipped", [s.skipped_tokens for s in stages])] if skipping else []),
+            ("steps skipped", [s.skipped_steps for s in stages]),
+            ("rows skipped", [s.skipped_rows for s in stages]),
+            ("tokens skipped", [s.skipped_tokens for s in stages]),
         ],
     )
 
@@ -132,7 +144,6 @@ def _mixture(shares: Sequence[SourceShare]) -> ui.WideTable:
         values = [(share, getattr(share, name)) for share in shares]
         return [value if share.counted else f"about {value:,}" for share, value in values]
 
-    skipping = any(s.skipped_rows for s in shares)
     return _columns(
         "Mixture",
         [
@@ -147,7 +158,7 @@ def _mixture(shares: Sequence[SourceShare]) -> ui.WideTable:
             ("no label", figures("unlabelled")),
             ("padding", figures("padding")),
             ("epochs", [_rounded(s.epochs) for s in shares]),
-            *([("rows skipped", [s.skipped_rows for s in shares])] if skipping else []),
+            ("rows skipped", [s.skipped_rows for s in shares]),
         ],
         names=2,
     )
@@ -158,18 +169,17 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _sources(sources: Sequence[SourceFacts]) -> ui.WideTable:
-    skipping, stopping = any(s.skipped for s in sources), any(s.gone_from is not None for s in sources)
     return _columns(
         "Sources",
         [
             ("source", [s.name for s in sources]),
             ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
-            *([("lanes", [s.lanes for s in sources])] if any(s.lanes for s in sources) else []),
+            ("lanes", [s.lanes for s in sources]),
             ("rows drawn", [s.drawn for s in sources]),
-            *([("of them skipped", [s.skipped for s in sources])] if skipping else []),
+            ("of them skipped", [s.skipped for s in sources]),
             ("epochs", [_rounded(s.epochs) for s in sources]),
             ("first repeat", [s.first_repeat for s in sources]),
-            *([("used up from step", [s.gone_from for s in sources])] if stopping else []),
+            ("used up from step", [s.gone_from for s in sources]),
         ],
     )
 
