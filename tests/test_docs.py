@@ -175,22 +175,46 @@ def script_of(row: str) -> str:
     return found[0]
 
 
+def make_workplace(folder: Path) -> Path:
+    """Make a working directory as the documents assume it: a small corpus in corpus/."""
+    shutil.copytree(ROOT / "src" / "tokenmill" / "demo" / "corpus", folder / "corpus")
+    return folder
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """Make a working directory as the documents assume it: a small corpus in corpus/."""
-    shutil.copytree(ROOT / "src" / "tokenmill" / "demo" / "corpus", tmp_path / "corpus")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(make_workplace(tmp_path))
     return tmp_path
 
 
+ALONE = {"README.md", "first-run.md", "jax.md"}
+"""Pages that a reader begins with, each in a fresh interpreter; and one whose threads would outlive it."""
+FRAMEWORKS = r"^\s*(?:import|from) (?:transformers|trl|lightning)\b"
+TORCH = r"^\s*(?:import|from) (?:torch|tokenmill\.torch|tokenmill\.adapters)\b"
+
+
+def group_of(page: Path) -> str:
+    """Say with which other pages a page is run: importing a framework takes longer than running a page."""
+    if page.name in ALONE:
+        return page.name
+    text = page.read_text(encoding="utf-8")
+    for name, imports in (("frameworks", FRAMEWORKS), ("torch", TORCH)):
+        if re.search(imports, text, re.MULTILINE):
+            return name
+    return f"plain {PAGES.index(page) % 2}"
+
+
+GROUPS = {group: [page for page in PAGES if group_of(page) == group] for group in sorted({*map(group_of, PAGES)})}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_code_block_runs(page, workplace):
+@pytest.mark.parametrize("pages", GROUPS.values(), ids=lambda pages: ", ".join(page.name for page in pages))
+def test_every_code_block_runs(pages, tmp_path):
     """[A1.c]"""
-    # In an interpreter of its own, as a reader has it: nothing is imported yet.
+    # In an interpreter of its own, as a reader has it: nothing but what other pages took is imported yet.
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", __file__, str(page)],
-        cwd=workplace,
+        [sys.executable, "-P", "-W", "error", __file__, *map(str, pages)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
@@ -340,4 +364,8 @@ def test_the_figures_are_rows_with_numbers_under_their_heading():
 
 
 if __name__ == "__main__":
-    run_page(Path(sys.argv[1]).read_text(encoding="utf-8"), sys.argv[1], Path.cwd())
+    start = Path.cwd()
+    for page in map(Path, sys.argv[1:]):
+        print(f"{page}:", flush=True)
+        os.chdir(make_workplace(start / page.stem))
+        run_page(page.read_text(encoding="utf-8"), str(page), Path.cwd())
