@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -42,6 +43,27 @@ def tokenizer_identity() -> Callable[[int], dict[str, int | str | bool | None]]:
         }
 
     return identity
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Return a function that gives a folder of this name, filled once for all workers of the test runner."""
+    base = tmp_path_factory.getbasetemp()
+    place = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = place / f"once-{name}"
+        with open(place / f"once-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                unfinished = place / f"once-{name}.tmp"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return made
 
 
 @pytest.fixture

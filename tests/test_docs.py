@@ -244,7 +244,13 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if "adapters" in name or name == "tokenmill.torch" else name
+        for name in MODULES
+    ],
+)
 def test_the_examples_in_docstrings_hold(name):
     failed, _ = doctest.testmod(importlib.import_module(name), raise_on_error=False)
     assert failed == 0

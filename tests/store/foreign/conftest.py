@@ -220,15 +220,17 @@ builder.finalize(f"{folder}/multi.idx")
 
 
 @pytest.fixture(scope="session")
-def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """Let megatron-core write datasets u2, i4, i8, open (its last document not ended) and multi (multimodal).
 
-    In a process of its own: importing it warns of what is not installed.
+    In a process of its own: importing it warns of what is not installed. Once for all workers of the test runner.
     """
-    folder = tmp_path_factory.mktemp("megatron")
-    program = [sys.executable, "-W", "ignore", "-c", MEGATRON, str(folder)]
-    subprocess.run(program, input=json.dumps(documents(9)), text=True, check=True, capture_output=True)
-    return folder
+
+    def write(folder: Path) -> None:
+        program = [sys.executable, "-W", "ignore", "-c", MEGATRON, str(folder)]
+        subprocess.run(program, input=json.dumps(documents(9)), text=True, check=True, capture_output=True)
+
+    return made_once("megatron", write)
 
 
 def write_megatron(folder: Path, made: Path, name: str) -> Written:
@@ -268,6 +270,14 @@ def write(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Wri
         return Written(**{**vars(made), "format": made.format or name})
 
     return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what makes megatron-core, and torch with it, be imported."""
+    for item in items:
+        function = item if isinstance(item, pytest.Function) else None
+        if function and ("megatron" in item.name or {"megatron", "pair"} & set(function.fixturenames)):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
