@@ -70,12 +70,19 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def base_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
 @pytest.fixture
 def make(folder, request):
-    """Open loaders that are closed when the test ends."""
+    """Open loaders that are closed when the test ends; their states resume after the batch that they came with."""
 
     def made(loader=FIT_STATE, rows=4, split="train", **more):
-        more = {"tokenizer_threads": 1, "device": "cpu", "data_dir": folder, "buffer_size": 10, **more}
+        own = {"tokenizer_threads": 1, "device": "cpu", "data_dir": folder, "buffer_size": 10, "prefetched": False}
+        more = own | more
         stream = loader(more.pop("tokenizer", None) or Numbers(), rows, T, split, **more)
         request.addfinalizer(stream.close)
         return stream
@@ -101,6 +108,7 @@ def test_the_parameters_are_those_of_nanochat_in_their_order_with_their_defaults
         "tokenizer_batch_size": 128,
         "device": "cuda",
         "resume_state_dict": None,
+        "buffer_size": 1000,
     }
     for loader in (FLAT_STATE, FIT_STATE):
         parameters = inspect.signature(loader).parameters
@@ -116,7 +124,7 @@ def test_batches_are_int64_tensors_of_rows_and_their_next_tokens(make):
     inputs, targets, state = next(make())
     assert (inputs.shape, targets.shape) == ((4, T), (4, T))
     assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
-    assert set(state) == {"pq_idx", "rg_idx", "epoch", "live"}
+    assert set(state) == {"pq_idx", "rg_idx", "epoch", "rows", "live"}
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
@@ -221,11 +229,37 @@ def test_from_every_state_the_stream_goes_on_exactly(make, loader, shuffle):
         assert take(resumed, 20) == whole[k + 1 : k + 21], k
 
 
-def test_a_loop_that_draws_ahead_of_saving_loses_no_batch(make):
-    """[R1.a] nanochat's script saves when the next batch is drawn and not yet trained on."""
-    whole = take(make(prefetched=True), 30)
-    for k in (0, 1, 12):
-        assert take(make(prefetched=True, resume_state_dict=whole[k][2]), 10) == whole[k : k + 10]
+def base_train(make, steps, save_at=(), resume=None, accumulate=1, **more):
+    """Draw as nanochat's base_train does, with the loader's own defaults; return what was trained on, and saves."""
+    loader = make(prefetched=True, resume_state_dict=resume, **more)
+    step, trained, saved = 0, [], {}
+    x, y, dataloader_state_dict = next(loader)  # kick off load of the very first batch of data
+    for step in range(steps):
+        if step in save_at:
+            saved[step] = json.loads(json.dumps(dataloader_state_dict))
+        for _ in range(accumulate):
+            trained.append((x.tolist(), y.tolist()))
+            x, y, dataloader_state_dict = next(loader)  # prefetch the next batch
+    return trained, saved
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_base_train_goes_on_with_the_very_batch_that_it_had_drawn_when_it_saved(make, accumulate):
+    """[R1.a]"""
+    whole, saved = base_train(make, 20, save_at=(0, 1, 7), accumulate=accumulate)
+    for step, state in saved.items():
+        rest, _ = base_train(make, 20 - step, resume=state, accumulate=accumulate)
+        assert rest == whole[step * accumulate :], step
+
+
+def test_a_state_resumes_by_default_with_the_batch_that_it_came_with(folder):
+    call = (Numbers(), 4, T, "train", 1, 128, "cpu")
+    stream = FIT_STATE(*call, None, 10, data_dir=folder)
+    batches = take(stream, 8)
+    stream.close()
+    resumed = FIT_STATE(*call, batches[5][2], 10, data_dir=folder)
+    assert take(resumed, 3) == batches[5:]
+    resumed.close()
 
 
 def joined(ranks):
@@ -252,11 +286,106 @@ def test_any_world_size_gives_the_same_rows_and_goes_on_from_the_states_of_anoth
     assert [row for batch in halves for row in batch[0]] == [row for batch in alone[30:40] for row in batch[0]]
 
 
-def test_the_state_of_one_rank_does_not_do_for_another(make):
-    _, _, state = next(make(rank=0, world_size=2))
-    assert take(make(rank=0, world_size=2, resume_state_dict=state), 1)
-    with pytest.raises(ResumeError, match=r"lanes 4:8 of 'text' for rank 1 of 2.*merge_states"):
-        make(rank=1, world_size=2, resume_state_dict=state)
+def of_ranks(make, world_size, count, resume=None, rows=8, **more):
+    """Return so many batches of every rank, which have so many rows together."""
+    ranks = range(world_size)
+    own = [{"rows": rows // world_size, "rank": rank, "world_size": world_size, **more} for rank in ranks]
+    return [take(make(**each, resume_state_dict=resume), count) for each in own]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("loader", [FLAT_STATE, FIT_STATE], ids=["flat", "bestfit"])
+def test_the_state_of_rank_0_alone_resumes_all_ranks(make, loader, shuffle):
+    """[R2.a] It is all that base_train saves."""
+    more = {"loader": loader, "shuffle": shuffle, "prefetched": True}
+    ranks = of_ranks(make, 2, 60, **more)
+    alone = joined(ranks)
+    for step in (0, 1, 8, 30, 52):
+        for world_size in (1, 2, 4):
+            resumed = of_ranks(make, world_size, 8, ranks[0][step][2], **more)
+            assert joined(resumed) == alone[step : step + 8], (step, world_size)
+
+
+def test_any_one_rank_will_do(make):
+    """[R2.a]"""
+    ranks = of_ranks(make, 4, 40)
+    for rank in range(4):
+        assert joined(of_ranks(make, 4, 10, ranks[rank][25][2])) == joined(ranks)[26:36]
+
+
+def test_a_run_that_was_resumed_with_other_batches_is_resumed_from_one_rank_too(make):
+    """[R2.a] In the middle of a step of several batches, and where steps have another size than at the start."""
+    first = of_ranks(make, 2, 9, rows=8)
+    for rows, saved in ((4, 5), (16, 3), (2, 6)):
+        whole = of_ranks(make, 2, 20, first[0][8][2], rows=rows)
+        resumed = of_ranks(make, 2, 20 - saved - 1, whole[0][saved][2], rows=rows)
+        assert joined(resumed) == joined(whole)[saved + 1 :], rows
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn", "forged", "of one rank"])
+def test_what_the_ranks_have_not_written_down_is_read_again(make, base_dir, caplog, damage):
+    """[R2.a]"""
+    ranks = of_ranks(make, 2, 40)
+    files = sorted((base_dir / "tokenmill_lanes").glob("*/rank-*"))
+    assert [file.name for file in files] == ["rank-0-of-2", "rank-1-of-2"]
+    for file in files if damage != "of one rank" else files[1:]:
+        lines = file.read_bytes().splitlines(keepends=True)
+        if damage == "torn":
+            file.write_bytes(b"".join(lines[:2]) + lines[2][:7] + b"\n" + b"\xff".join(lines[3:]))
+        elif damage == "forged":
+            file.write_bytes(b"".join(line.replace(b" ", b" 1", 1) for line in lines))
+        else:
+            file.unlink()
+    resumed = of_ranks(make, 2, 10, ranks[0][29][2])
+    assert joined(resumed) == joined(ranks)[30:]
+    assert any("reads text again" in record.message for record in caplog.records)
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_resumed_from_all_the_same(make, base_dir, caplog):
+    base_dir.write_text("a file where a folder should be")
+    ranks = of_ranks(make, 2, 20)
+    assert [record.message.count("lane_dir that all ranks can write to") for record in caplog.records] == [1, 1]
+    assert joined(of_ranks(make, 2, 5, ranks[0][9][2])) == joined(ranks)[10:15]
+
+
+def test_one_rank_writes_nothing(make, base_dir):
+    take(make(), 5)
+    assert not base_dir.exists()
+
+
+def test_validation_is_the_same_rows_in_the_same_order_for_any_batch_and_any_world_size(make):
+    """[R2.a]"""
+    for loader in (FLAT, FIT):
+        rows = [row for batch in take(make(loader, rows=1, split="val"), 48) for row in zip(*batch, strict=True)]
+        for each, world_size in ((2, 1), (8, 1), (24, 1), (2, 4), (12, 2), (1, 3)):
+            ranks = [make(loader, rows=each, split="val", rank=r, world_size=world_size) for r in range(world_size)]
+            steps = joined([take(rank, 48 // (each * world_size)) for rank in ranks])
+            assert [row for batch in steps for row in zip(*batch, strict=True)] == rows, (each, world_size)
+
+
+def test_validation_goes_on_from_the_state_of_any_rank(make):
+    """[R2.a]"""
+    ranks = [take(make(split="val", rank=rank, world_size=2), 20) for rank in range(2)]
+    assert [batch[2] for batch in ranks[0]] == [batch[2] for batch in ranks[1]]
+    for world_size in (1, 2, 4):
+        state = ranks[1][11][2]
+        own = [
+            make(rows=8 // world_size, split="val", rank=rank, world_size=world_size, resume_state_dict=state)
+            for rank in range(world_size)
+        ]
+        assert joined([take(rank, 8) for rank in own]) == joined(ranks)[12:]
+
+
+def test_a_bad_record_may_be_skipped_as_the_message_says(tmp_path):
+    for name in ("a.parquet", "b.parquet"):
+        pq.write_table(pa.table({"text": ["1 2 3", None, "4 5 6"] * 20}), tmp_path / name)
+    call = {"device": "cpu", "data_dir": tmp_path}
+    stream = FLAT(Numbers(), 1, T, "train", **call)
+    with pytest.raises(DocumentError, match=r"a\.parquet.*say on_error='skip'"):
+        next(stream)
+    stream = FLAT(Numbers(), 1, T, "train", on_error="skip", **call)
+    assert next(stream)[0][0].tolist() == [0, 1, 2, 3, 0, 4, 5, 6] * 2
+    stream.close()
 
 
 def test_the_keys_of_nanochat_say_where_the_first_lane_reads(make):
@@ -269,9 +398,13 @@ def test_the_keys_of_nanochat_say_where_the_first_lane_reads(make):
     assert places[-1][0] == 2
 
 
-@pytest.mark.parametrize("state", [{"pq_idx": 3, "rg_idx": 8, "epoch": 1}, {"live": 3}, [1]])
+@pytest.mark.parametrize(
+    "state", [{"pq_idx": 3, "rg_idx": 8, "epoch": 1}, {"live": 3}, {"live": {}, "rows": -1}, [1]]
+)
 def test_a_state_of_nanochat_itself_is_refused(make, state):
-    with pytest.raises(ResumeError, match=r"must be a state of this loader, with 'live'.*start without it"):
+    with pytest.raises(
+        ResumeError, match=r"must be a state of this loader, with 'live' and 'rows'.*start without it"
+    ):
         make(resume_state_dict=state)
 
 
@@ -346,14 +479,17 @@ import torch.distributed as dist
 from test_nanochat import FIT_STATE, Numbers, take
 from tokenmill.adapters.nanochat import gather_state
 
-shape = {"device": "cpu", "data_dir": folder, "buffer_size": 10}
+shape = {"device": "cpu", "data_dir": folder, "buffer_size": 10, "prefetched": False}
 stream = FIT_STATE(Numbers(), 4, 16, "train", **shape)  # by the environment
 drawn = take(stream, 9)
 at = {"rank": int(os.environ.pop("RANK")), "world_size": int(os.environ.pop("WORLD_SIZE"))}
 dist.init_process_group("gloo", init_method=f"file://{out}", **at)
 saved = gather_state(drawn[-1][2])
-resumed = FIT_STATE(Numbers(), 4, 16, "train", **shape, resume_state_dict=saved)  # by torch.distributed
-drawn += take(resumed, 5)
+of_first = [drawn[-1][2]]
+dist.broadcast_object_list(of_first)  # as all ranks read the file that rank 0 has saved
+for state in (saved, *of_first):
+    resumed = FIT_STATE(Numbers(), 4, 16, "train", **shape, resume_state_dict=state)  # by torch.distributed
+    drawn += take(resumed, 5)
 with open(f"{out}-{dist.get_rank()}", "w") as file:
     json.dump([drawn, saved], file)
 stream.close()
@@ -375,6 +511,6 @@ def test_ranks_of_one_job_share_the_stream_and_gather_one_state(make, folder, tm
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     found = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
     alone = take(make(rows=8), 14)
-    assert joined([drawn for drawn, _ in found]) == [batch[:2] for batch in alone]
+    assert joined([drawn for drawn, _ in found]) == [batch[:2] for batch in (*alone, *alone[9:])]
     assert found[0][1] == found[1][1]
     assert found[0][1]["live"] == alone[8][2]["live"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypedDict, Unpack
 
 import numpy as np
+import xxhash
 
 from tokenmill.adapters import need
 
@@ -21,30 +24,34 @@ from tokenmill.adapters.torch import find_rank, gather, is_running, to_device, t
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest
 from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live
+from tokenmill.live.lanes import LaneWindow, Request, find_window
 from tokenmill.live.source import NanochatTokenizer
 from tokenmill.loader import IGNORE
+from tokenmill.loader.state import DrawnRows, LanePosition, live_json
 
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
 
 FOLDERS = ("base_data_climbmix", "base_data")
 """Where nanochat keeps its Parquet files below its base folder: now, and before."""
+LANE_FOLDER = "tokenmill_lanes"
+"""Where ranks write below that folder where their lanes were."""
 ENDLESS = 1 << 40
 """Steps of a stream that has no end."""
-LIVE = "live"
-"""The key of a state under which there is what exactness needs."""
+LIVE, ROWS = "live", "rows"
+"""Keys of a state under which there is what exactness needs: the places of lanes, and how many rows each lane had
+given when the step began."""
 AnyTokenizer: TypeAlias = "str | Tokenizer | NanochatTokenizer"
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 State: TypeAlias = dict[str, Any]
 Triple: TypeAlias = tuple[torch.Tensor, torch.Tensor, State]
 P = ParamSpec("P")
+_log = logging.getLogger("tokenmill")
 
 
 class More(TypedDict, total=False):
     """What may be given by name beside nanochat's parameters."""
 
-    buffer_size: int
-    """About how many documents are packed together: 1000."""
     data_dir: str | os.PathLike[str]
     """Folder of the Parquet files: where nanochat keeps them."""
     shuffle: bool
@@ -52,9 +59,14 @@ class More(TypedDict, total=False):
     crop: str
     """What becomes of the rest of a cropped document: `discard` as in nanochat, or `return` to later rows."""
     lanes: int
-    """Streams over all ranks: those of the state that is resumed, else B times the ranks."""
+    """Streams over all ranks: those of the state that is resumed, else B times the ranks; 1 to validate."""
     prefetched: bool
-    """Whether a state resumes at the batch that it came with, not after it: for loops that draw before saving."""
+    """Whether a state resumes at the batch that it came with, not after it; True, as base_train draws a batch
+    ahead before it saves."""
+    lane_dir: str | os.PathLike[str]
+    """Folder, shared by all ranks, where they write where their lanes were: one in nanochat's base folder."""
+    on_error: str
+    """What a record that cannot be read does: `stop` the run, or be `skip`ped and counted."""
     ignore_index: int
     """Target of padding: -1, which nanochat's loss leaves out."""
     rank: int
@@ -62,7 +74,7 @@ class More(TypedDict, total=False):
     world_size: int
 
 
-def tokenizing_distributed_data_loader_with_state(
+def tokenizing_distributed_data_loader_with_state(  # noqa: PLR0913, PLR0917 - nanochat's own
     tokenizer: AnyTokenizer,
     B: int,
     T: int,
@@ -71,13 +83,18 @@ def tokenizing_distributed_data_loader_with_state(
     tokenizer_batch_size: int = 128,  # noqa: ARG001 - texts are tokenized by size, which changes no batch
     device: str | torch.device = "cuda",
     resume_state_dict: Mapping[str, Any] | None = None,
+    buffer_size: int = 1000,
     **more: Unpack[More],
 ) -> Iterator[Triple]:
-    """Yield (inputs, targets, state) for ever; rows cut the text wherever they end."""
-    return _stream("concat", tokenizer, (B, T), split, tokenizer_threads, device, resume_state_dict, more)
+    """Yield (inputs, targets, state) for ever; rows cut the text wherever they end.
+
+    `buffer_size` is about how many documents are packed together.
+    """
+    stream = _Stream("concat", tokenizer, (B, T), split, tokenizer_threads, buffer_size, resume_state_dict, more)
+    return stream.batches(_device(device))
 
 
-def tokenizing_distributed_data_loader_with_state_bos_bestfit(
+def tokenizing_distributed_data_loader_with_state_bos_bestfit(  # noqa: PLR0913, PLR0917
     tokenizer: AnyTokenizer,
     B: int,
     T: int,
@@ -86,10 +103,17 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     tokenizer_batch_size: int = 128,  # noqa: ARG001
     device: str | torch.device = "cuda",
     resume_state_dict: Mapping[str, Any] | None = None,
+    buffer_size: int = 1000,
     **more: Unpack[More],
 ) -> Iterator[Triple]:
-    """Yield (inputs, targets, state) for ever; rows start with BOS and are filled by best fit and cropping."""
-    return _stream("bos_best_fit", tokenizer, (B, T), split, tokenizer_threads, device, resume_state_dict, more)
+    """Yield (inputs, targets, state) for ever; rows start with BOS and are filled by best fit and cropping.
+
+    `buffer_size` is about how many documents are packed together.
+    """
+    stream = _Stream(
+        "bos_best_fit", tokenizer, (B, T), split, tokenizer_threads, buffer_size, resume_state_dict, more
+    )
+    return stream.batches(_device(device))
 
 
 def _without_state(loader: Callable[P, Iterator[Triple]]) -> Callable[P, Iterator[Pair]]:
@@ -109,7 +133,7 @@ tokenizing_distributed_data_loader_bos_bestfit = _without_state(
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """Join the states of all ranks, each of the same batch, into one that any number of ranks can resume."""
-    live = merge_live([_live(state) for state in states])  # refuses an empty list
+    live = merge_live([_checked(state)[LIVE] for state in states])  # refuses an empty list
     return {**states[0], LIVE: live}
 
 
@@ -121,101 +145,270 @@ def gather_state(state: Mapping[str, Any]) -> State:
 def list_parquet_files(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """Return the Parquet files of a folder by name; None: of nanochat's own folder."""
     if data_dir is None:
-        base = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
+        base = _base_dir()
         data_dir = next((base / name for name in FOLDERS if (base / name).is_dir()), base / FOLDERS[0])
     if not os.path.isdir(data_dir):
         raise DocumentError(f"{data_dir}: must be a folder of Parquet files, got none; say data_dir")
     return [os.path.join(data_dir, name) for name in sorted(os.listdir(data_dir)) if name.endswith(".parquet")]
 
 
-def _stream(
-    packing: str,
-    tokenizer: AnyTokenizer,
-    shape: tuple[int, int],
-    split: str,
-    threads: int,
-    device: str | torch.device,
-    resume: Mapping[str, Any] | None,
-    more: More,
-) -> Iterator[Triple]:
-    """Open all that is needed now, so that what is wrong is said now and not with the first batch."""
-    for name in set(more) - set(More.__annotations__):
-        raise ConfigError(f"loader: parameters must be known, got {name!r}; {nearest(name, More.__annotations__)}")
-    if split not in ("train", "val"):
-        raise ConfigError(f"split: must be 'train' or 'val', got {split!r}; use one of these")
+def _base_dir() -> Path:
+    return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
+
+
+class _Stream:
+    """The batches of one rank. All that is needed is opened at once, so that what is wrong is said at the call.
+
+    Lanes of training belong to ranks. To validate, every rank reads the one lane that there is, and keeps its part
+    of the rows: those of some batches of all ranks then depend on neither B nor the number of ranks.
+    """
+
+    def __init__(
+        self,
+        packing: str,
+        tokenizer: AnyTokenizer,
+        shape: tuple[int, int],
+        split: str,
+        threads: int,
+        buffer_size: int,
+        resume: Mapping[str, Any] | None,
+        more: More,
+    ) -> None:
+        for name in set(more) - set(More.__annotations__):
+            known = [*More.__annotations__, "buffer_size"]
+            raise ConfigError(f"loader: parameters must be known, got {name!r}; {nearest(name, known)}")
+        if split not in ("train", "val"):
+            raise ConfigError(f"split: must be 'train' or 'val', got {split!r}; use one of these")
+        files = _files(split, more)
+        state = None if resume is None else _checked(resume)
+        rank, world_size = find_rank(rank=more.get("rank"), world_size=more.get("world_size"))
+        if min(shape) < 1:
+            raise ConfigError(f"B, T: must be at least 1, got {shape[0]} and {shape[1]}; raise them")
+        rows = shape[0] * world_size
+        lanes = more.get("lanes") or _lanes(state) or (rows if split == "train" else 1)
+        options = _options(packing, shape[1], files[0], lanes, buffer_size, more)
+        if isinstance(tokenizer, str):
+            options = replace(options, add_bos=True, add_eos=False)
+        elif isinstance(tokenizer, NanochatTokenizer):
+            tokenizer, threads = ForeignTokenizer(inner=tokenizer, num_threads=threads), 1  # has threads of its own
+        source = open_live(files, tokenizer=tokenizer, options=options)
+        if not source.tokenizer.identity.add_bos:
+            raise ConfigError(
+                "tokenizer: must start documents with BOS, got one without; open it with add_bos=True"
+            )
+        self._kept, self._share = (rank, world_size) if split == "val" else (0, 1)
+        # With more lanes than rows, a step is as many batches as it takes to ask each lane once.
+        batch = math.lcm(lanes, rows)
+        self._each = batch // lanes
+        """Rows that a lane gives in a step."""
+        self.loader = LiveLoader(
+            source,
+            steps=ENDLESS,
+            global_batch_size=batch,
+            rank=rank if split == "train" else 0,
+            world_size=world_size if split == "train" else 1,
+            micro_batch=shape[0],
+            threads=threads,
+            arrays=("input_ids", "labels", "doc_ids"),
+        )
+        self._lanes = LaneLog(
+            Path(more.get("lane_dir") or _base_dir() / LANE_FOLDER),
+            self.loader,
+            name=f"rank-{rank}-of-{world_size}",
+        )
+        self._rows_before = 0
+        """Rows that lanes gave in steps of another size, where a run was resumed with another B."""
+        if state is not None:
+            self._load(state)
+        self._prefetched, self._ignore = more.get("prefetched", True), more.get("ignore_index", -1)
+        self._file_numbers = {file.path: number for number, file in enumerate(source.files)}
+
+    def batches(self, device: torch.device) -> Iterator[Triple]:
+        """Yield (inputs, targets, state) for ever."""
+        before, kept = self._state(), {}
+        bos = self.loader.source.tokenizer.identity.bos_id
+        assert bos is not None
+        try:
+            for number, batch in enumerate(self.loader):
+                if number % self._share == self._kept:
+                    kept = batch
+                if number % self._share != self._share - 1:
+                    continue
+                after = self._state()
+                if self.loader.part.world_size > 1:
+                    self._note_windows()
+                # The end of a document is followed by the BOS of another, as in one long stream.
+                ends = kept["labels"] == IGNORE
+                kept["labels"][ends] = np.where(kept["doc_ids"][ends] < 0, self._ignore, bos)
+                tensors = to_device(to_torch({name: kept[name] for name in ("input_ids", "labels")}), device)
+                yield tensors["input_ids"], tensors["labels"], before if self._prefetched else after
+                before = after
+        finally:
+            self.loader.close()
+            self._lanes.close()
+
+    def _state(self) -> State:
+        """Return where the rank stands; the keys of nanochat say where its first lane does."""
+        text = self.loader.text
+        lane = text.numbers.start
+        position = text.lanes[lane].position
+        piece = text.windows.at(lane, position.epoch, position.turn).unit.pieces[0]
+        place = {"pq_idx": self._file_numbers[piece.file.path], "rg_idx": piece.begin, "epoch": position.epoch + 1}
+        rows = self._rows_before + self.loader.step * self._each
+        return {**place, ROWS: rows, LIVE: self.loader.state_dict()}
+
+    def _given(self, index: int, rows: int, batches: int) -> int:
+        """Return how many rows the lane of an index within any rank has given, after some batches of a step."""
+        return rows + min(max(0, batches * self.loader.part.micro_batch - index * self._each), self._each)
+
+    def _note_windows(self) -> None:
+        """Write down which windows the lanes have come to."""
+        position = self.loader.position
+        rows = self._rows_before + position.step * self._each
+        for index, (number, lane) in enumerate(self.loader.text.lanes.items()):
+            if lane.window is not None:
+                self._lanes.note(number, self._given(index, rows, position.batch) - lane.row, lane.window)
+
+    def _load(self, state: State) -> None:
+        """Go to where a state says; the lanes that it does not have are those of other ranks, and are looked up."""
+        live, rows, text = state[LIVE], state[ROWS], self.loader.text
+        lanes = live["live"]["lanes"].get("text", {})
+        missing = [number for number in text.numbers if str(number) not in lanes]
+        made_by_this = live["fingerprint"] == self.loader.source.fingerprint(text.windows.lanes)
+        if missing and lanes and made_by_this:
+            batches = live.get("batches", 0)
+            places = {
+                number: self._lanes.position(number, self._given(number - text.numbers.start, rows, batches))
+                for number in missing
+            }
+            live = merge_live([live, {**live, "live": live_json(live["live"]["at"], {"text": places}, {})}])
+        self.loader.load_state_dict(live)
+        self._rows_before = rows - live["step"] * self._each
+
+
+class _Window(NamedTuple):
+    """A window of a lane, as a line of the log tells of it."""
+
+    start: int
+    """Rows that the lane had given before it."""
+    epoch: int
+    turn: int
+    rows: int
+    check: str
+    """Digest of what it held."""
+
+
+class LaneLog:
+    """Which windows lanes came to after how many rows: by this the state of one rank does for all ranks.
+
+    nanochat saves what rank 0 has. How many rows the lanes of other ranks have given is known, as all go in step;
+    in which window that is, only who has read the text knows. So every rank writes a line for each window that its
+    lanes come to. A line is a fact of the text, the same in every run of it. What no line tells is read again.
+    """
+
+    def __init__(self, folder: Path, loader: LiveLoader, *, name: str) -> None:
+        self._source, self._text = loader.source, loader.text
+        self._made_of = self._source.fingerprint(self._text.windows.lanes)
+        self._folder = folder / self._made_of[:16]
+        self._name = name
+        self._file: int | None = None
+        self._noted: dict[int, int] = {}
+        """Lane -> start of the window that was last noted."""
+        self._warned = False
+
+    def note(self, number: int, start: int, window: LaneWindow) -> None:
+        """Write down a window that a lane has come to, once; a log that cannot be written is given up."""
+        if self._noted.get(number) == start or self._file == -1:
+            return
+        self._noted[number] = start
+        line = f"{number} {start} {window.epoch} {window.turn} {window.rows.num_rows} {window.rows.tokenized.check}"
+        try:
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self._folder / self._name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(self._file, f"{line} {self._sum(line)}\n".encode())
+        except OSError as error:
+            self.close()
+            self._file = -1
+            _log.warning(
+                "%s: cannot be written (%s), so a resume from the state of one rank has to read the text from the "
+                "start; say a lane_dir that all ranks can write to, or save gather_state(state)",
+                self._folder,
+                error,
+            )
+
+    def position(self, number: int, given: int) -> LanePosition:
+        """Return where a lane stands that has given so many rows."""
+        window = max((window for window in self._known.get(number, ()) if window.start <= given), default=None)
+        start, place = 0, LanePosition()
+        while window is not None or start < given:
+            window = window or self._find(number, start, place)
+            if given < window.start + window.rows:
+                drawn = (DrawnRows(self._source.options.format, given - window.start),)
+                stands = (drawn, window.check) if given > window.start else ((), "")
+                return LanePosition(window.epoch, window.turn, *stands)
+            start = window.start + window.rows
+            place = LanePosition(*self._text.windows.after(number, window.epoch, window.turn))
+            window = None
+        return place
+
+    def _find(self, number: int, start: int, place: LanePosition) -> _Window:
+        """Read the next window of a lane."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "lane %d: reads text again from row %d on, which %s tells nothing of", number, start, self._folder
+            )
+        request = Request(lane=number, position=place, format=self._source.options.format)
+        found = find_window(self._source, self._text.windows, request, lambda _: None)
+        return _Window(start, found.epoch, found.turn, found.rows.num_rows, found.rows.tokenized.check)
+
+    @cached_property
+    def _known(self) -> dict[int, list[_Window]]:
+        """Lane -> its windows that are on record; lines that are torn, or of other text, are passed over."""
+        windows: dict[int, list[_Window]] = {}
+        for file in self._folder.glob("rank-*"):
+            for line in file.read_text("utf-8", errors="replace").splitlines():
+                fields, _, seen = line.rpartition(" ")
+                if seen == self._sum(fields):
+                    *numbers, check = fields.split(" ")
+                    number, start, epoch, turn, rows = map(int, numbers)
+                    windows.setdefault(number, []).append(_Window(start, epoch, turn, rows, check))
+        return windows
+
+    def _sum(self, line: str) -> str:
+        return xxhash.xxh3_64_hexdigest(f"{self._made_of} {line}".encode())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None and self._file >= 0:
+            os.close(self._file)
+        self._file = None
+
+
+def _device(device: str | torch.device) -> torch.device:
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: must be one of this machine, got 'cuda' and no GPU; say device='cpu'")
-    files = _files(split, more)
-    live = None if resume is None else _live(resume)
-    rank, world_size = find_rank(rank=more.get("rank"), world_size=more.get("world_size"))
-    if min(shape) < 1:
-        raise ConfigError(f"B, T: must be at least 1, got {shape[0]} and {shape[1]}; raise them")
-    lanes = more.get("lanes") or _lanes(live) or shape[0] * world_size
-    options = _options(packing, shape[1], files[0], lanes, more)
-    if isinstance(tokenizer, str):
-        options = replace(options, add_bos=True, add_eos=False)
-    elif isinstance(tokenizer, NanochatTokenizer):
-        tokenizer, threads = ForeignTokenizer(inner=tokenizer, num_threads=threads), 1  # has threads of its own
-    source = open_live(files, tokenizer=tokenizer, options=options)
-    if not source.tokenizer.identity.add_bos:
-        raise ConfigError("tokenizer: must start documents with BOS, got one without; open it with add_bos=True")
-    loader = LiveLoader(
-        source,
-        steps=ENDLESS,
-        # With more lanes than rows, a step is as many batches as it takes to ask each lane once.
-        global_batch_size=math.lcm(lanes, shape[0] * world_size),
-        rank=rank,
-        world_size=world_size,
-        micro_batch=shape[0],
-        threads=threads,
-        arrays=("input_ids", "labels", "doc_ids"),
-    )
-    if live is not None:
-        loader.load_state_dict(live)
-    return _batches(loader, device, more)
+    return device
 
 
-def _batches(loader: LiveLoader, device: torch.device, more: More) -> Iterator[Triple]:
-    numbers = {file.path: number for number, file in enumerate(loader.source.files)}
-    prefetched, before = more.get("prefetched", False), _state(loader, numbers)
-    bos, ignore = loader.source.tokenizer.identity.bos_id, more.get("ignore_index", -1)
-    assert bos is not None
-    try:
-        for batch in loader:
-            after = _state(loader, numbers)
-            # The end of a document is followed by the BOS of another, as in one long stream.
-            ends = batch["labels"] == IGNORE
-            batch["labels"][ends] = np.where(batch["doc_ids"][ends] < 0, ignore, bos)
-            tensors = to_device(to_torch({name: batch[name] for name in ("input_ids", "labels")}), device)
-            yield tensors["input_ids"], tensors["labels"], before if prefetched else after
-            before = after
-    finally:
-        loader.close()
-
-
-def _state(loader: LiveLoader, numbers: Mapping[str, int]) -> State:
-    """Return where the rank stands; the keys of nanochat say where its first lane does."""
-    lane = loader.text.numbers.start
-    position = loader.text.lanes[lane].position
-    piece = loader.text.windows.at(lane, position.epoch, position.turn).unit.pieces[0]
-    place = {"pq_idx": numbers[piece.file.path], "rg_idx": piece.begin, "epoch": position.epoch + 1}
-    return {**place, LIVE: loader.state_dict()}
-
-
-def _live(state: Mapping[str, Any]) -> State:
-    if not isinstance(state, Mapping) or not isinstance(state.get(LIVE), Mapping):
+def _checked(state: Mapping[str, Any]) -> State:
+    """Return a state of this loader, or refuse another."""
+    rows = state.get(ROWS) if isinstance(state, Mapping) else None
+    if not isinstance(rows, int) or rows < 0 or not isinstance(state.get(LIVE), Mapping):
         shown = list(state) if isinstance(state, Mapping) else type(state).__name__
         raise ResumeError(
-            f"resume_state_dict: must be a state of this loader, with {LIVE!r}, got {shown}; one of nanochat's own "
-            "does not say what was trained on: start without it, with the files that it has not come to in data_dir"
+            f"resume_state_dict: must be a state of this loader, with {LIVE!r} and {ROWS!r}, got {shown}; one of "
+            "nanochat's own does not say what was trained on: start without it, with the files that it has not "
+            "come to in data_dir"
         )
-    return merge_live([state[LIVE]])  # checks its shape
+    return {**state, LIVE: merge_live([state[LIVE]])}  # checks its shape
 
 
-def _lanes(live: Mapping[str, Any] | None) -> int | None:
+def _lanes(state: State | None) -> int | None:
     """Return how many lanes a state was made with; what it says otherwise wrong, the loader finds."""
-    options = None if live is None else live.get("made_of", {}).get("options")
+    options = None if state is None else state[LIVE].get("made_of", {}).get("options")
     lanes = options.get("lanes") if isinstance(options, Mapping) else None
     return lanes if isinstance(lanes, int) and lanes > 0 else None
 
@@ -227,10 +420,9 @@ def _files(split: str, more: More) -> list[str]:
     return files[:-1] if split == "train" else files[-1:]
 
 
-def _options(packing: str, seq_len: int, first: str, lanes: int, more: More) -> LiveOptions:
+def _options(packing: str, seq_len: int, first: str, lanes: int, documents: int, more: More) -> LiveOptions:
     import pyarrow.parquet as pq
 
-    documents = more.get("buffer_size", 1000)
     if documents < 1:
         raise ConfigError(f"buffer_size: must be at least 1, got {documents}; raise it")
     try:
@@ -244,6 +436,7 @@ def _options(packing: str, seq_len: int, first: str, lanes: int, more: More) -> 
         seed=more.get("seed", 0),
         shuffle=more.get("shuffle", False),
         lanes=lanes,
+        on_error=more.get("on_error", "stop"),
         # Less than was asked for, so that a row group of about as many documents is one window.
         window_bytes=max(int(0.75 * documents * each), 1),
     )
