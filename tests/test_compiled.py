@@ -104,6 +104,12 @@ def test_an_edit_of_what_a_kernel_uses_compiles_it_again(folder, file, old, new,
     assert output(start(folder, cache=folder / "cache")) == f"{results} {ALL}\n"
 
 
+def test_a_first_start_that_takes_long_says_why(folder):
+    slow = start(folder, cache=folder / "cache", at_end="time.sleep(1.1)")
+    line = "compiling kernels for this CPU, once: `tokenmill warm` does so ahead"
+    assert output(slow) == f"{line}\n[10, 11] {ALL}\n"
+
+
 def test_a_comment_compiles_nothing_again(folder):
     assert output(start(folder, cache=folder / "cache")) == f"[10, 11] {ALL}\n"
     (folder / "some_kernels.py").write_text("# A comment.\n\n" + KERNELS)

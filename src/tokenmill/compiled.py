@@ -48,6 +48,9 @@ PACKAGE = Path(__file__).parent
 MAX_WAIT_SECONDS = 60.0
 """How long a process waits for others that compile the same; one kernel takes a few seconds at most."""
 
+SILENT_SECONDS = 2.0
+"""How long kernels are compiled before a line says so."""
+
 _TESTED_NUMBA = (0, 68)
 """The last version with which kernels were loaded without all that compiles them; later ones load it as well."""
 
@@ -347,6 +350,7 @@ class _Turn:
         self._depth = 0
         self._lock: IO[bytes] | None = None
         self._patient = True
+        self._begun = self._spent = 0.0
 
     def begin(self) -> bool:
         """Wait until no other process compiles; False if this one already had the right."""
@@ -359,6 +363,10 @@ class _Turn:
             self._wait(self._lock, folder)
         except (ImportError, OSError) as error:
             logger.debug("%s: no lock: %s", folder, error)
+        if self._spent > SILENT_SECONDS:
+            logger.warning("compiling kernels for this CPU, once: `tokenmill warm` does so ahead")
+            self._spent = float("-inf")
+        self._begun = time.monotonic()
         return True
 
     def _wait(self, lock: IO[bytes], folder: Path) -> None:
@@ -382,6 +390,7 @@ class _Turn:
         """Give the right back."""
         self._depth -= 1
         if self._depth == 0 and self._lock is not None:
+            self._spent += time.monotonic() - self._begun
             self._lock.close()
             self._lock = None
 

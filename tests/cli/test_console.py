@@ -1,12 +1,15 @@
 """What a command says of a config that was written for another project, and the options that it takes for one."""
 
+import io
+import time
 import tomllib
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
-from tokenmill.cli.console import ToNative, WorldSize, print_native, tell
+from tokenmill.cli.console import ToNative, WorldSize, megabytes, print_native, progress, tell
 from tokenmill.config.dialects import Translation, translate
 
 TABLES = {"data": {"dataset_path": "/data/[web]", "num_workers": 2}, "train": {"seed": 1}}
@@ -74,3 +77,25 @@ def test_a_world_without_ranks_is_refused():
     done = CliRunner().invoke(app, ["--world-size", "0"])
     assert done.exit_code == 2
     assert "--world-size" in done.stderr
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_a_command_is(capsys, monkeypatch):
+    clock = iter([0.0, 10.0, 31.0, 31.0, 40.0, 62.0, 62.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with progress(megabytes) as tell:
+        for done in (1_000_000, 2_000_000, 3_000_000):
+            tell("verify", done, 8_000_000)
+        tell("rows compared", 9_000, None)
+    assert capsys.readouterr() == ("", "verify: 2 MB of 8 MB, 25%\nrows compared: 9 kB\n")
+
+
+def test_on_a_terminal_a_bar_does_and_is_gone_at_the_end(monkeypatch):
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, width=100)
+    monkeypatch.setattr("tokenmill.cli.console.errors", terminal)
+    with progress() as tell:
+        tell("look", 5_000, 10_000)
+        tell("write", 1, None)
+    assert "look" in written.getvalue()
+    assert "5,000 of 10,000" in written.getvalue()
+    assert written.getvalue().endswith("\x1b[2K")

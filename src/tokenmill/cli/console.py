@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,6 +23,8 @@ from rich.text import Text
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from tokenmill.config.run import Translation
     from tokenmill.run.run import Run
 
@@ -32,7 +36,8 @@ MIN_NAME = 12
 PAGE_COLUMNS = 120
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")]
-AsJson = Annotated[bool, typer.Option(help="Print as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+Rebuild = Annotated[bool, typer.Option("--rebuild", help="Replace a finished store at OUT.")]
 WorldSize = Annotated[
     int | None,
     typer.Option(
@@ -48,10 +53,10 @@ ToNative = Annotated[
 ]
 """Type of the option --to-native; its default is False."""
 # What token files of other projects do not say of themselves.
-Dtype = Annotated[str | None, typer.Option(help="Of ids in files that do not say it: uint16, uint32, ...")]
-VocabSize = Annotated[int | None, typer.Option(help="Ids of files of other projects must be below.")]
-EosId = Annotated[int | None, typer.Option(help="Id that ends documents where the format has no boundaries.")]
-BosId = Annotated[int | None, typer.Option(help="Id that starts documents.")]
+Dtype = Annotated[str | None, typer.Option(help="Type of ids, where files do not say it: uint16, uint32, ...")]
+VocabSize = Annotated[int | None, typer.Option(help="Number of ids that there are, where files do not say it.")]
+EosId = Annotated[int | None, typer.Option(help="Id that ends a document, where the format has no boundaries.")]
+BosId = Annotated[int | None, typer.Option(help="Id that starts a document.")]
 Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: recognised.")]
 
 
@@ -91,6 +96,47 @@ def check_file(option: str, file: Path | None) -> None:
 
 
 # What commands write
+
+LINE_SECONDS = 30.0
+"""How often a line says how far a command is, where no terminal shows a bar."""
+
+
+@contextmanager
+def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show on stderr how far a command is: a bar on a terminal, else a line every 30 s.
+
+    Yields a function that is told what is done, how much of it, and how much there is, if that is known.
+    """
+    if not errors.is_terminal:
+        last = time.monotonic()
+
+        def tell(what: str, done: int, total: int | None) -> None:
+            nonlocal last
+            if time.monotonic() - last >= LINE_SECONDS:
+                last = time.monotonic()
+                share = f" of {amount(total)}, {done / total:.0%}" if total else ""
+                errors.print(Text(f"{what}: {amount(done)}{share}"), soft_wrap=True, highlight=False)
+
+        yield tell
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[of]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int | None) -> None:
+            of = f"{amount(done)} of {amount(total)}" if total else amount(done)
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, of=of)
+            bar.update(tasks[what], completed=done, total=total, of=of)
+
+        yield show
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value

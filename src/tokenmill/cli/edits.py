@@ -33,10 +33,8 @@ def diff(
     The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
     """
     left, right = (ui.open_run(path, world_size) for path in (old, new))
-    with ui.errors.status("comparing") as status:
-        difference = left.diff(
-            right, limit_rows=rows, progress=lambda count: status.update(f"compared {count:,} rows")
-        )
+    with ui.progress() as tell:
+        difference = left.diff(right, limit_rows=rows, progress=lambda count: tell("rows compared", count, None))
     if json:
         ui.print_json(difference.to_json())
     else:

@@ -217,7 +217,7 @@ def verify(
     stores: Annotated[
         list[Path], typer.Argument(metavar="STORE...", help="Folders of stores, or of several each.")
     ],
-    json: Annotated[bool, typer.Option(help="Print the result as JSON, also if something is broken.")] = False,
+    json: ui.AsJson = False,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
     eos_id: ui.EosId = None,
@@ -228,18 +228,21 @@ def verify(
 
     Files of other projects have no checksums; what was checked of them is said.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
     from tokenmill.store import ForeignOptions, check_store
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     places = [place for store in stores for place in _places(store)]
-    columns = ("verify", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as bar:
-        task = bar.add_task("verify", total=sum(_num_bytes(place, options) for place in places))
+    total, done = sum(_num_bytes(place, options) for place in places), 0
+    with ui.progress(ui.megabytes) as tell:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            tell("verify", done, total)
+
         reports = []
         for place in places:
-            reports.append(check_store(place, progress=lambda count: bar.advance(task, count), options=options))
+            reports.append(check_store(place, progress=advance, options=options))
             if not json and not reports[-1].problems:
                 _show_verified(reports[-1])
             for problem in reports[-1].problems:

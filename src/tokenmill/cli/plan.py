@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def plan(
     run: ui.RunFile,
-    json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
+    json: ui.AsJson = False,
     html: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write tables, warnings and picture as a page.")
     ] = None,

@@ -82,8 +82,8 @@ def prepare(
     engine: Annotated[
         str, typer.Option(help="auto: the fast engine where it proves equal to the reference.")
     ] = "auto",
-    rebuild: Annotated[bool, typer.Option(help="Replace a finished store at OUT.")] = False,
-    json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
+    rebuild: ui.Rebuild = False,
+    json: ui.AsJson = False,
 ) -> None:
     """Turn files of text or records into a store; go on with an interrupted one, or add new files to it."""
     from tokenmill.build import PrepareOptions
@@ -172,12 +172,10 @@ def import_(
         str | None, typer.Option(help="What made the ids: bytes, a tokenizer.json, a folder, tiktoken:RANKFILE.")
     ] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
-    rebuild: Annotated[bool, typer.Option(help="Replace a finished store at OUT.")] = False,
-    json: Annotated[bool, typer.Option(help="Print the report as JSON.")] = False,
+    rebuild: ui.Rebuild = False,
+    json: ui.AsJson = False,
 ) -> None:
     """Convert token files of another project to a store with checksums, and compare it with them."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from tokenmill.store import ForeignOptions, import_store
     from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 
@@ -186,9 +184,7 @@ def import_(
         from tokenmill.encode.engines import open_tokenizer
 
         identity = open_tokenizer(tokenizer).identity.to_json()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal) as bar:
-        tasks = {what: bar.add_task(what, total=None) for what in ("look", "write", "compare")}
+    with ui.progress() as tell:
         report = import_store(
             path,
             out=out,
@@ -196,7 +192,7 @@ def import_(
             tokenizer=identity,
             rebuild=rebuild,
             max_tokens_per_shard=MAX_TOKENS_PER_SHARD if max_tokens_per_shard is None else max_tokens_per_shard,
-            progress=lambda what, done, total: bar.update(tasks[what], completed=done, total=total),
+            progress=tell,
         )
     if json:
         ui.print_json(asdict(report))
