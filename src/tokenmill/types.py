@@ -242,6 +242,16 @@ class Fates:
         assert self.tokens == self.trained + self.masked + sum(self.dropped.values()), self
 
 
+def counted_from(first: Int64Array, count: Int64Array) -> Int64Array:
+    """Return `count` numbers from each `first` on, one run behind another.
+
+    >>> counted_from(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    behind: Int64Array = np.repeat(first - (np.cumsum(count) - count), count)
+    return np.arange(behind.size) + behind
+
+
 def natural_key(path: str) -> tuple[object, ...]:
     """Return a sort key that compares digits as numbers, folder by folder.
 

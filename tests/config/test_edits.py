@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenmill.config.run import QuarantineConfig, parse_config
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import batch_digest, row_digests
-from tokenmill.plan.plan import what
+from tokenmill.plan.stages import rows_at
 from tokenmill.run.run import Run
 
 SIZES = {"web": 40, "books": 17, "code": 23}
@@ -48,8 +48,13 @@ def labels(run, name):
     counts = np.zeros(int(offsets[-1]), np.int64)
     last = np.full(counts.size, -1)
     for step in range(plan.steps):
-        for use in what(plan.stage(step), step, plan.sources):
-            for span in use.spans if use.source == name else ():
+        stage = plan.stage(step)
+        slots = np.arange(stage.spec.global_batch_size)
+        sources, rows = rows_at(stage, np.full_like(slots, step), slots)
+        own = rows[sources == plan.sources.index(name)]
+        spans = stage.counted(name).spans(own) if own.size else None
+        for row in range(own.size):
+            for span in spans.row(row):
                 tokens = slice(*(offsets[span.document] + span.start + np.array([1, span.length])))
                 counts[tokens] += 1
                 last[tokens] = step

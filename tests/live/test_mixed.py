@@ -15,6 +15,7 @@ from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError
 from tokenmill.live import LiveOptions, merge_states, open_live
 from tokenmill.live.lanes import LiveRows
 from tokenmill.loader import batch_digest, row_digests, stack
+from tokenmill.loader.state import signed
 from tokenmill.packing import Policy
 from tokenmill.run.compare import compare
 
@@ -355,7 +356,7 @@ def test_ranks_that_lanes_cannot_be_dealt_to_are_refused(make_run):
 
 
 def edited(state, **live):
-    return {**state, "live": {**state["live"], **live}}
+    return {**state, "live": signed({**state["live"], **live})}
 
 
 @pytest.mark.parametrize(

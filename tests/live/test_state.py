@@ -8,6 +8,7 @@ import pytest
 
 from tokenmill.errors import ResumeError
 from tokenmill.live import LiveOptions, merge_states, open_live
+from tokenmill.loader.state import signed
 
 
 def saved(loader):
@@ -22,7 +23,7 @@ def lanes_of(state):
 def edited(state, **lanes):
     """Return a state with other lanes."""
     live = state["live"]
-    return {**state, "live": {**live, "lanes": {"text": {**live["lanes"]["text"], **lanes}}}}
+    return {**state, "live": signed({**live, "lanes": {"text": {**live["lanes"]["text"], **lanes}}})}
 
 
 def test_a_state_holds_a_few_numbers_a_lane_and_little_else(make_source, make_loader, draw):
@@ -162,6 +163,60 @@ def test_a_state_that_cannot_be_is_refused(make_source, make_loader, edit, messa
     with pytest.raises(ResumeError, match=message):
         loader.load_state_dict(edit(before))
     assert saved(loader) == before
+
+
+def altered(value):
+    """Yield every value that differs from a JSON value in one place: another number or text, or one item less."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield {name: other for name, other in value.items() if name != key}
+            yield {**{name: other for name, other in value.items() if name != key}, f"{key}0": item}
+            yield from ({**value, key: other} for other in altered(item))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield value[:index] + value[index + 1 :]
+            yield from ([*value[:index], other, *value[index + 1 :]] for other in altered(item))
+    else:
+        yield from (value + 1, value - 1, -value - 1) if isinstance(value, int) else (value + "0", value[1:], "")
+
+
+def test_every_alteration_of_lanes_is_refused(make_source, make_loader, draw):
+    """A lane that stands elsewhere would repeat or lose rows, and nobody would know."""
+    loader = make_loader(make_source(window_bytes=3000), global_batch_size=4, micro_batch=2)
+    draw(loader, 7)
+    state = saved(loader)
+    assert state["batches"] == state["live"]["batch"] == 1
+    others = [{**state, "live": live} for live in altered(state["live"])]
+    others += [{**state, "batches": number} for number in (0, 2)]
+    others += [{**state, "step": number} for number in (state["step"] - 1, state["step"] + 1)]
+    fresh = make_loader(make_source(window_bytes=3000), global_batch_size=4, micro_batch=2)
+    for other in others:
+        with pytest.raises(ResumeError, match="state"):
+            fresh.load_state_dict(other)
+    assert len(others) > 100
+    fresh.load_state_dict(state)
+    fresh.load_state_dict(json.loads(json.dumps(state, sort_keys=True)))
+
+
+def with_numbers_for_names(value):
+    """Yield a JSON value with a number in place of each name of a table in it."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield {**{name: other for name, other in value.items() if name != key}, 7: item}
+            yield {**value, 7: item}
+            yield from ({**value, key: other} for other in with_numbers_for_names(item))
+
+
+def test_names_that_are_no_strings_are_refused(make_source, make_loader, draw):
+    loader = make_loader(make_source(window_bytes=3000))
+    draw(loader, 3)
+    state = saved(loader)
+    for other in with_numbers_for_names(state):
+        with pytest.raises(ResumeError, match="state"):
+            loader.load_state_dict(other)
+        with pytest.raises(ResumeError, match="state"):
+            merge_states([state, other])
+    assert saved(loader) == state
 
 
 def test_a_row_that_a_window_does_not_have_is_refused(make_source, make_loader):

@@ -281,7 +281,9 @@ class _Stream:
                 number: self._lanes.position(number, self._given(number - text.numbers.start, rows, batches))
                 for number in missing
             }
-            live = merge_live([live, {**live, "live": live_json(live["live"]["at"], {"text": places}, {})}])
+            live = merge_live(
+                [live, {**live, "live": live_json(live["live"]["at"], batches, {"text": places}, {})}]
+            )
         self.loader.load_state_dict(live)
         self._rows_before = rows - live["step"] * self._each
 

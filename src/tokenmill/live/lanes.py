@@ -20,9 +20,8 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError, met_in
 from tokenmill.fingerprint import digest
-from tokenmill.live.source import LiveSource
+from tokenmill.live.source import LiveSource, Windows
 from tokenmill.live.tokens import WindowRows, in_order, no_documents, pack_window, tokenize_window
-from tokenmill.live.windows import Windows
 from tokenmill.loader.assemble import Drawn, pad_id
 from tokenmill.loader.drawn import Skipped, SkippedText
 from tokenmill.loader.kernels import SPAN_COLUMNS
@@ -350,10 +349,8 @@ class LiveLanes:
         """Be where the lanes were; whoever draws again gets the same rows, by other threads."""
         places, counts, num_skipped = mark
         self.close()
-        self.stand(
-            {number: position_at(place) for number, place in places}, {number: place[3] for number, place in places}
-        )
-        self.count_skipped(counts)
+        positions = {number: position_at(place) for number, place in places}
+        self.stand(positions, {number: place[3] for number, place in places}, counts)
         del self.skipped.places[num_skipped:]
 
     def positions(self) -> dict[int, LanePosition]:
@@ -364,18 +361,17 @@ class LiveLanes:
         """Return how many windows a lane reads in an epoch."""
         return self.windows.num_turns(number)
 
-    def stand(self, positions: Mapping[int, LanePosition], left: Mapping[int, int]) -> None:
+    def stand(
+        self, positions: Mapping[int, LanePosition], left: Mapping[int, int], skipped: Mapping[str, int]
+    ) -> None:
         """Go to where positions say; windows that are held for these lanes are let go."""
         for number, position in positions.items():
             lane = self.lanes[number]
             lane.drop()
             lane.go(position)
             lane.left = left[number]
-
-    def count_skipped(self, counts: Mapping[str, int]) -> None:
-        """Count what was left out from these numbers on."""
         self.skipped.counts.clear()
-        self.skipped.counts.update(counts)
+        self.skipped.counts.update(skipped)
 
     def restart(self) -> None:
         """Begin the next epoch in every lane that is within one."""

@@ -16,8 +16,7 @@ from tokenmill.compiled import kernel
 from tokenmill.documents import RULES, read_unit
 from tokenmill.encode.tokenizer import Tokenizer, frame, token_dtype
 from tokenmill.errors import DocumentError, ResumeError
-from tokenmill.live.source import LiveOptions
-from tokenmill.live.windows import Window, record_name
+from tokenmill.live.source import LiveOptions, Window, record_name
 from tokenmill.loader.drawn import Skipped
 from tokenmill.loader.kernels import ADDRESS, SPAN_COLUMNS, describe_spans, point_spans
 from tokenmill.loader.state import CHECK_DIGITS, DrawnRows

@@ -28,8 +28,7 @@ from tokenmill.loader.kernels import (
     find_segments,
     point_spans,
 )
-from tokenmill.packing.exclude import distinct
-from tokenmill.packing.rows import StoredRows, is_stored
+from tokenmill.packing.stored import StoredRows, distinct, is_stored
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import key_file
 from tokenmill.types import (
@@ -39,6 +38,7 @@ from tokenmill.types import (
     Int32Array,
     Int64Array,
     Spans,
+    counted_from,
     token_arrays,
 )
 
@@ -346,10 +346,8 @@ class SequenceBlock(Block):
         if drawn[0].chosen is None:
             return _Field(drawn[0].rows, drawn[0].spans)
         rows = self._field.rows[begin : begin + count].copy()
-        counts = rows[:, 1]
-        ends = np.cumsum(counts)
-        stored = np.arange(int(ends[-1])) + np.repeat(rows[:, 0] - ends + counts, counts)
-        rows[:, 0] = ends - counts
+        stored = counted_from(rows[:, 0], rows[:, 1])
+        rows[:, 0] = np.cumsum(rows[:, 1]) - rows[:, 1]
         spans = [self._field.spans[stored]]
         size = stored.size
         for part in drawn:

@@ -46,56 +46,38 @@ class SkippedText:
 class Lanes(Protocol):
     """The lanes of one source that one rank reads; each gives its rows in order."""
 
-    @property
-    def numbers(self) -> range:
-        """Which lanes of the source they are."""
-        ...
-
-    @property
-    def waited(self) -> float:
-        """Seconds that the caller had to wait for rows."""
-        ...
-
-    @property
-    def skipped(self) -> SkippedText:
-        """What was left out so far."""
-        ...
+    numbers: range
+    """Which lanes of the source they are."""
+    waited: float
+    """Seconds that the caller had to wait for rows."""
+    skipped: SkippedText
+    """What was left out so far."""
 
     def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> Drawn:
         """Return the next row of each of some lanes, in the order given; those are the `chosen` rows of a batch."""
-        ...
 
     def mark(self, numbers: Collection[int]) -> Any:  # noqa: ANN401 - what `back` takes
         """Return what `back` needs to undo the draws from some of the lanes."""
-        ...
 
     def back(self, mark: Any) -> None:  # noqa: ANN401 - what `mark` gave
         """Be where the lanes were; whoever draws again gets the same rows."""
-        ...
 
     def positions(self) -> dict[int, LanePosition]:
         """Return where each lane stands."""
-        ...
 
     def num_turns(self, number: int) -> int:
         """Return how many windows a lane reads in an epoch."""
-        ...
 
-    def stand(self, positions: Mapping[int, LanePosition], left: Mapping[int, int]) -> None:
-        """Go to where positions say; `left` says how many rows at most the run still asks of each lane."""
-        ...
-
-    def count_skipped(self, counts: Mapping[str, int]) -> None:
-        """Count what was left out from these numbers on."""
-        ...
+    def stand(
+        self, positions: Mapping[int, LanePosition], left: Mapping[int, int], skipped: Mapping[str, int]
+    ) -> None:
+        """Go to where positions say; the run still asks `left` rows of each lane, and has `skipped` so much."""
 
     def restart(self) -> None:
         """Begin the next epoch in every lane that is within one."""
-        ...
 
     def close(self) -> None:
         """Stop all threads and let go of all memory; who goes on drawing starts them again."""
-        ...
 
 
 class LaneRows(Rows, Protocol):
@@ -104,21 +86,17 @@ class LaneRows(Rows, Protocol):
     @property
     def lanes(self) -> int:
         """How many lanes the source has, over all ranks."""
-        ...
 
     @property
     def format(self) -> RowFormat:
         """How its rows are made."""
-        ...
 
     @property
     def pad_id(self) -> int:
         """The id that fills rows."""
-        ...
 
     def open_lanes(self, numbers: range, options: LoaderOptions) -> Lanes:
         """Open some of the lanes, each at the start of its first epoch."""
-        ...
 
 
 def is_drawn(rows: Rows) -> TypeGuard[LaneRows]:
@@ -278,17 +256,18 @@ class DrawnSources:
 
     # States.
 
-    def state(self) -> dict[str, Any]:
-        """Return where the lanes of this rank stand, as JSON."""
+    def state(self, batch: int) -> dict[str, Any]:
+        """Return where the lanes of this rank stand after so many micro-batches of a step, as JSON."""
         return live_json(
             self._at,
+            batch,
             {name: lanes.positions() for name, lanes in self.lanes.items()},
             {name: lanes.skipped.counts for name, lanes in self.lanes.items()},
         )
 
     def begin(self) -> None:
         """Go back to the start of the run."""
-        self._stand(Position(step=0), LiveState(at=0, formats=(), lanes={}))
+        self._stand(Position(step=0), LiveState())
 
     def load(self, position: Position, state: LiveState | None) -> None:
         """Go to where a state says, or refuse it with the reason."""
@@ -298,6 +277,10 @@ class DrawnSources:
             raise ResumeError(
                 f"state: live.at must be its step {position.step}, or have skipped steps alone up to it, got "
                 f"{state.at}; {EDITED}"
+            )
+        if state.batch != position.batch:
+            raise ResumeError(
+                f"state: batches must be its live.batch, {state.batch}, got {position.batch}; {EDITED}"
             )
         for name, lanes in self.lanes.items():
             positions = state.positions(name)
@@ -328,16 +311,16 @@ class DrawnSources:
         at = position.step
         while at and self._plan.stage(at - 1).spec.skipped is not None:
             at = self._plan.stage(at - 1).spec.start_step
-        return LiveState(at=at, formats=(), lanes={})
+        return LiveState(at=at, batch=position.batch)
 
     def _stand(self, position: Position, state: LiveState) -> None:
         for name, lanes in self.lanes.items():
             positions = state.positions(name)
             own = {number: positions.get(number, LanePosition()) for number in lanes.numbers}
-            lanes.stand(own, self._rows_left(name, lanes.numbers, state.at, position))
             # A rank goes on counting from its own numbers, or, of those of all ranks, the first rank from all.
             alone = len(positions) <= len(own)
-            lanes.count_skipped(state.skipped.get(name, {}) if alone or not self._part.rank else {})
+            skipped = state.skipped.get(name, {}) if alone or not self._part.rank else {}
+            lanes.stand(own, self._rows_left(name, lanes.numbers, state.at, position), skipped)
         self._at = state.at
         self._block = None
 

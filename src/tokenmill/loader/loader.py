@@ -21,8 +21,7 @@ from tokenmill.loader.assemble import Block, RecordBlock, SequenceBlock, record_
 from tokenmill.loader.batch import RECORD_ARRAYS, BufferPool
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
-from tokenmill.packing.exclude import LOSS_MASK, distinct
-from tokenmill.packing.rows import StoredRows, is_stored
+from tokenmill.packing.stored import LOSS_MASK, StoredRows, distinct, is_stored
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.stages import Stage
 from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array
@@ -215,7 +214,7 @@ class Loader:
         """
         position = self.position
         state = save_state(position, self.part, self._made_by(position))
-        return {**state, "live": self._sources.state()} if self._sources else state
+        return {**state, "live": self._sources.state(position.batch)} if self._sources else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration goes on from there."""

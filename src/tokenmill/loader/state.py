@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from tokenmill.errors import ResumeError
-from tokenmill.fingerprint import first_difference
+from tokenmill.fingerprint import digest, first_difference
 from tokenmill.tables import read_table
 
 if TYPE_CHECKING:
@@ -67,14 +67,18 @@ class _Lane(NamedTuple):
 class LiveState:
     """Where the lanes of live text stand, those of one rank or of all, as JSON."""
 
-    at: Count
+    at: Count = 0
     """The first step of which they have not given all rows; behind it steps may follow that are skipped."""
-    formats: tuple[RowFormat, ...]
+    batch: Count = 0
+    """Micro-batches of that step that were drawn."""
+    formats: tuple[RowFormat, ...] = ()
     """Those that lanes name by their numbers."""
-    lanes: Mapping[str, Mapping[str, _Lane]]
+    lanes: Mapping[str, Mapping[str, _Lane]] = field(default_factory=dict)
     """Source -> number of a lane -> where it stands."""
     skipped: Mapping[str, Mapping[str, Count]] = field(default_factory=dict)
     """How much was left out of each source, by reason."""
+    digest: str = ""
+    """Of all of the above: a place that was altered is not to be told from another that a lane may stand at."""
 
     def __post_init__(self) -> None:
         for source, lanes in self.lanes.items():
@@ -107,7 +111,10 @@ class LiveState:
 
 
 def live_json(
-    at: int, positions: Mapping[str, Mapping[int, LanePosition]], skipped: Mapping[str, Mapping[str, int]]
+    at: int,
+    batch: int,
+    positions: Mapping[str, Mapping[int, LanePosition]],
+    skipped: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Return where lanes stand as JSON, which `LiveState` reads."""
     formats: dict[RowFormat, int] = {}
@@ -123,8 +130,16 @@ def live_json(
         for source, lanes in positions.items()
     }
     live: dict[str, Any] = {"at": at, "formats": [list(form) for form in formats], "lanes": lines}
+    if batch:
+        live["batch"] = batch
     counts = {source: dict(sorted(reasons.items())) for source, reasons in skipped.items() if reasons}
-    return {**live, "skipped": counts} if counts else live
+    return signed({**live, "skipped": counts} if counts else live)
+
+
+def signed(live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where lanes stand with the digest of that."""
+    content = {name: value for name, value in live.items() if name != "digest"}
+    return {**content, "digest": digest(content)[:16]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +186,23 @@ def read_state(state: Mapping[str, Any]) -> State:
     """Return what a record says, or refuse it with the reason."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"state: must be the dict that state_dict() gave, got {type(state).__name__}; pass that")
-    return read_table(State, state, "state", error=ResumeError)
+    _check_names(state, "state")
+    saved = read_table(State, state, "state", error=ResumeError)
+    if saved.live is not None and saved.live.digest != signed(state["live"])["digest"]:
+        raise ResumeError(
+            "state: live must be as it was saved, got lanes that its digest "
+            f"{saved.live.digest!r} does not stand for; {EDITED}"
+        )
+    return saved
+
+
+def _check_names(value: object, where: str) -> None:
+    """Refuse names that are no strings, in tables of tables too: JSON has none."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ResumeError(f"{where}: names must be strings, got {name!r}; {EDITED}")
+            _check_names(item, f"{where}.{name}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +271,7 @@ def _merge_lanes(states: Sequence[LiveState]) -> dict[str, Any]:
     positions: dict[str, dict[int, LanePosition]] = {}
     skipped: dict[str, Counter[str]] = {}
     for state in states:
-        if state.at != states[0].at:
+        if (state.at, state.batch) != (states[0].at, states[0].batch):
             raise ResumeError(
                 f"states: live.at must be the same on all ranks, got {states[0].at} and {state.at}; "
                 f"{_SAVED_TOGETHER}"
@@ -255,7 +286,7 @@ def _merge_lanes(states: Sequence[LiveState]) -> dict[str, Any]:
                         f"states: lane {number} of {source!r} must stand at one place, got epoch, window and rows "
                         f"{_shown(lanes[number])} and {_shown(position)}; {_SAVED_TOGETHER}"
                     )
-    return live_json(states[0].at, positions, skipped)
+    return live_json(states[0].at, states[0].batch, positions, skipped)
 
 
 def _shown(position: LanePosition) -> str:

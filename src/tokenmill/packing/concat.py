@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel, least, read_int64, read_uint32
-from tokenmill.errors import PlanError, StoreCorruptError
-from tokenmill.packing.exclude import (
+from tokenmill.errors import StoreCorruptError
+from tokenmill.packing.policy import Policy
+from tokenmill.packing.stored import (
     LOSS_MASK,
     QUARANTINED,
     Holes,
+    StoredRows,
     are_excluded,
     check_excluded,
     count_rows,
@@ -28,15 +30,13 @@ from tokenmill.packing.exclude import (
     describe_excluded,
     distinct,
     excluded_within,
-    hold,
     token_holes,
 )
-from tokenmill.packing.policy import Policy
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
-from tokenmill.types import AnyArray, Fates, Int64Array, Spans
+from tokenmill.types import AnyArray, Fates, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:
-    from tokenmill.plan.stages import CountedRows, Held, Seen
+    from tokenmill.plan.stages import CountedRows, Seen
     from tokenmill.store.reader import Store
 
     Runs: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
@@ -47,7 +47,7 @@ _DOCUMENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConcatRows:
+class ConcatRows(StoredRows):
     """The rows of a store under the policy `concat`."""
 
     store: Store
@@ -56,8 +56,6 @@ class ConcatRows:
     """Whether the first token of a document is a label of the last token of the one before it."""
     excluded: Int64Array | None = None
     """Documents that no row holds, ascending."""
-
-    num_rest: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_excluded(self.store, self.excluded)
@@ -83,34 +81,13 @@ class ConcatRows:
         return self.num_tokens - (self.num_rows * self.seq_len + 1 if self.num_rows else 0)
 
     @property
-    def counted(self) -> ConcatRows:
-        """Themselves: every row of an epoch is known."""
-        return self
-
-    @property
-    def row_slots(self) -> int:
-        """How many input slots a row has."""
-        return self.seq_len
-
-    @property
-    def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of an epoch."""
-        return self.description
-
-    @property
     def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
         """None: where a row begins is computed."""
         return ()
 
-    def fates(self) -> Fates:
-        """Return what becomes of every token of the source in an epoch.
-
-        Reads where documents begin, and the loss mask where the store has one, in parts, once.
-        """
-        return self._fates
-
     @cached_property
     def _fates(self) -> Fates:
+        """Reads where documents begin, and the loss mask where the store has one, in parts."""
         held = self.num_tokens - self.dropped_tokens
         if LOSS_MASK in self.store.keys:
             masked = held - (count_rows(self) if self.holes.size else count_stream(self))
@@ -152,10 +129,6 @@ class ConcatRows:
             **describe_excluded(self.excluded),
         }
 
-    def part(self, *, rest: bool) -> ConcatRows:  # noqa: ARG002 - `FollowingRows` has two
-        """Return the rows of an epoch, or of the rest before the first one."""
-        return self
-
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
         from tokenmill.packing.rows import follow
@@ -180,21 +153,9 @@ class ConcatRows:
         last = min(self.num_rows - 1, (end - 1) // self.seq_len)
         return np.arange(first, last + 1, dtype=np.int64)
 
-    def fields(self, rows: Int64Array) -> dict[str, Spans]:
-        """Return where the tokens of the given rows are: a row has one array."""
-        return {self.store.manifest.token_key: self.spans(rows)}
-
-    def held(self, rows: Int64Array) -> Held:
-        """Return what the given rows hold; reads their loss mask, where the store has one."""
-        return hold(self, rows)
-
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
-            raise PlanError(
-                f"{self.store.path}: rows must lie within 0:{self.num_rows}, "
-                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
-            )
+        self.check_rows(rows)
         begins, sizes, runs = self.holes.runs(rows * self.seq_len, self.seq_len + 1)
         first_shard = np.searchsorted(self.store.token_begins, begins, side="right") - 1
         last_shard = np.searchsorted(self.store.token_begins, begins + sizes - 1, side="right") - 1
@@ -254,10 +215,9 @@ def _join_runs(
     runs: Int64Array,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Put the spans of rows that are made of several runs side by side; return them, and (first, count) of rows."""
-    ends = np.cumsum(count)
-    order = np.arange(columns.shape[1]) + np.repeat(first - (ends - count), count)
     heads = np.cumsum(runs) - runs
-    return columns[:, order], (ends - count)[heads], np.add.reduceat(count, heads)
+    begins = np.cumsum(count) - count
+    return columns[:, counted_from(first, count)], begins[heads], np.add.reduceat(count, heads)
 
 
 def _groups(first: Int64Array, last: Int64Array, limit: int) -> Iterator[tuple[Int64Array, Int64Array]]:

@@ -20,7 +20,6 @@ import xxhash
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, StoreCorruptError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.exclude import QUARANTINED, excluded_within
 from tokenmill.packing.packers import pack_fragments
 from tokenmill.packing.policy import (
     BOS,
@@ -44,6 +43,7 @@ from tokenmill.packing.policy import (
     make_output,
     whole_fragments,
 )
+from tokenmill.packing.stored import QUARANTINED, excluded_within
 from tokenmill.store.durable import private_folder, read_index, writable, write_index
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.types import BoolArray, Fates, Int32Array, Int64Array, Spans, Uint8Array, Uint16Array, Uint32Array

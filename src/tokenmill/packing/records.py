@@ -11,9 +11,10 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.exclude import (
+from tokenmill.packing.stored import (
     QUARANTINED,
     Holes,
+    StoredRows,
     are_excluded,
     check_excluded,
     count_ones,
@@ -23,7 +24,7 @@ from tokenmill.packing.exclude import (
 )
 from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.store.locate import locate
-from tokenmill.types import AnyArray, BoolArray, Fates, Int64Array, Spans, token_arrays
+from tokenmill.types import AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Policy
@@ -52,7 +53,7 @@ class Runs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordRows:
+class RecordRows(StoredRows):
     """The rows of a store of DPO pairs or GRPO groups: a record a row, in order, each array cut to `seq_len`.
 
     `spans` names the tokens of the first array, `chosen` or `prompts`; `fields` finds those of all.
@@ -104,11 +105,6 @@ class RecordRows:
         return int(self.rest.size)
 
     @property
-    def counted(self) -> RecordRows:
-        """Themselves: every row of an epoch is known."""
-        return self
-
-    @property
     def cross_document_labels(self) -> bool:
         """Records never reach into one another."""
         return False
@@ -153,6 +149,7 @@ class RecordRows:
 
     @cached_property
     def _fates(self) -> Fates:
+        """Of all arrays; reads lengths and masks."""
         held = sum((self.held(np.arange(begin, end)) for begin, end in _blocks(self.num_rows)), NOTHING)
         tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
         quarantined = self._count_excluded()
@@ -165,10 +162,6 @@ class RecordRows:
             dropped={reason: number for reason, number in dropped.items() if number},
             padding=self.num_rows * self.row_slots - held.tokens,
         )
-
-    def fates(self) -> Fates:
-        """Return what becomes of every token of all arrays in an epoch; reads lengths and masks, once."""
-        return self._fates
 
     def _count_excluded(self) -> int:
         """Return how many tokens the excluded records have, over all arrays."""
@@ -225,11 +218,7 @@ class RecordRows:
 
     def records(self, rows: Int64Array) -> Int64Array:
         """Return the record that each row holds."""
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows + self.num_rest:
-            raise PlanError(
-                f"{self.store.path}: rows must lie within 0:{self.num_rows + self.num_rest}, "
-                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
-            )
+        self.check_rows(rows)
         records = self.holes.opened(rows)
         left = rows >= self.num_rows
         records[left] = self.rest[rows[left] - self.num_rows]
@@ -273,11 +262,7 @@ class RecordRows:
         """Return the items of an array that records have, and which of the records each belongs to."""
         if self.store.axis(key) != "responses":
             return records, np.arange(records.size)
-        groups = locate(self.store, records, "groups")
-        owner = np.repeat(np.arange(records.size), groups[2])
-        ends = np.cumsum(groups[2])
-        inside = np.arange(owner.size) - np.repeat(ends - groups[2], groups[2])
-        return (self.store.axes["groups"].values[groups[0]] + groups[1])[owner] + inside, owner
+        return responses_of(self.store, records)
 
     def locate(self, key: str, items: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return (shard, first token within it, number of tokens) of what rows deliver of items of an array."""
@@ -300,6 +285,13 @@ class RecordRows:
                         f"{int(length[long[0]])} in record {int(records[owner[long[0]]])}; "
                         "raise seq_len, or use split = truncate_end or truncate_start"
                     )
+
+
+def responses_of(store: Store, records: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return the responses that groups have, and which of the records each belongs to."""
+    shard, first, number = locate(store, records, "groups")
+    begins = store.axes["groups"].values[shard] + first
+    return counted_from(begins, number), np.repeat(np.arange(records.size), number)
 
 
 def _blocks(number: int) -> Iterator[tuple[int, int]]:

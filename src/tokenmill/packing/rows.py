@@ -6,21 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
-from tokenmill.packing.exclude import (
-    LOSS_MASK,
-    check_excluded,
-    count_rows,
-    describe_excluded,
-    excluded_within,
-    hold,
-)
 from tokenmill.packing.index import (
     Documents,
     PackedWindow,
@@ -34,33 +26,22 @@ from tokenmill.packing.index import (
     whole_documents,
 )
 from tokenmill.packing.policy import MAX_DOCUMENTS
-from tokenmill.plan.stages import CountedRows, Rows
+from tokenmill.packing.stored import (
+    LOSS_MASK,
+    StoredRows,
+    check_excluded,
+    count_rows,
+    describe_excluded,
+    excluded_within,
+)
+from tokenmill.plan.stages import CountedRows
 from tokenmill.store.locate import locate
-from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans
+from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:
     from tokenmill.packing.policy import Fragments, Policy
-    from tokenmill.packing.records import Runs
-    from tokenmill.plan.stages import Held, Seen
+    from tokenmill.plan.stages import Seen
     from tokenmill.store.reader import Store
-
-
-class StoredRows(CountedRows, Protocol):
-    """Rows whose tokens stand in a store."""
-
-    @property
-    def store(self) -> Store:
-        """Where the tokens are."""
-        ...
-
-    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
-        """Return where each array of the given rows is, in the order given."""
-        ...
-
-
-def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
-    """Say whether rows stand in a store: of those that can be read, all that are counted do."""
-    return rows.counted is not None
 
 
 IN_MEMORY_DOCUMENTS = 1 << 21
@@ -68,7 +49,7 @@ IN_MEMORY_DOCUMENTS = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedRows:
+class PackedRows(StoredRows):
     """The rows of a store under a policy that packs windows."""
 
     store: Store
@@ -79,7 +60,6 @@ class PackedRows:
     cross_document_labels: bool = False
     excluded: Int64Array | None = None
     """Documents that no row holds, ascending."""
-    num_rest: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -87,40 +67,15 @@ class PackedRows:
         return self.index.num_rows
 
     @property
-    def counted(self) -> PackedRows:
-        """Themselves: every row of an epoch is known."""
-        return self
-
-    @property
-    def row_slots(self) -> int:
-        """How many input slots a row has."""
-        return self.seq_len
-
-    @property
-    def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of an epoch."""
-        return self.description
-
-    @property
     def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
         """Arrays of the index, each with whether it is mapped from a file."""
         mapped = self.index.checked is not None
         return (self.index.table, mapped), (self.index.data, mapped)
 
-    def fates(self) -> Fates:
-        """Return what becomes of every token in an epoch, as counted when the rows were packed.
-
-        Where the store has a loss mask, it is read, once.
-        """
-        return self._fates
-
     @cached_property
     def _fates(self) -> Fates:
+        """As counted when the rows were packed; where the store has a loss mask, it is read."""
         return self.index.fates(count_rows(self) if LOSS_MASK in self.store.keys else None)
-
-    def part(self, *, rest: bool) -> PackedRows:  # noqa: ARG002 - `FollowingRows` has two
-        """Return the rows of an epoch, or of the rest before the first one."""
-        return self
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
@@ -139,22 +94,10 @@ class PackedRows:
             )
         return self.index.rows_of(document, str(self.store.path))
 
-    def held(self, rows: Int64Array) -> Held:
-        """Return what the given rows hold; reads their loss mask, where the store has one."""
-        return hold(self, rows)
-
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
-            raise PlanError(
-                f"{self.store.path}: rows must lie within 0:{self.num_rows}, "
-                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
-            )
+        self.check_rows(rows)
         return self.index.spans(rows, self.store.num_documents, partial(locate, self.store), str(self.store.path))
-
-    def fields(self, rows: Int64Array) -> dict[str, Spans]:
-        """Return where the tokens of the given rows are: a row has one array."""
-        return {self.store.manifest.token_key: self.spans(rows)}
 
 
 def pack_rows(
@@ -222,7 +165,7 @@ def _index(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowingRows:
+class FollowingRows(StoredRows):
     """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is behind them."""
 
     full: ConcatRows | PackedRows
@@ -239,11 +182,6 @@ class FollowingRows:
         return self.full.seq_len
 
     @property
-    def row_slots(self) -> int:
-        """How many input slots a row has."""
-        return self.seq_len
-
-    @property
     def cross_document_labels(self) -> bool:
         """Whether labels cross documents."""
         return self.full.cross_document_labels
@@ -257,11 +195,6 @@ class FollowingRows:
     def num_rest(self) -> int:
         """How many rows the rest has."""
         return self.rest.num_rows
-
-    @property
-    def counted(self) -> FollowingRows:
-        """Themselves: every row of an epoch is known."""
-        return self
 
     @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
@@ -278,13 +211,9 @@ class FollowingRows:
         """Arrays of both indexes, each with whether it is mapped from a file."""
         return (*self.full.index_arrays, *self.rest.index_arrays)
 
-    def fates(self) -> Fates:
-        """Return what becomes of every token of the source in a whole epoch."""
+    @property
+    def _fates(self) -> Fates:
         return self.full.fates()
-
-    def part(self, *, rest: bool) -> ConcatRows | PackedRows:
-        """Return the rows of an epoch, or of the rest before the first one."""
-        return self.rest if rest else self.full
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return the rows of an epoch, preceded by what is left of another."""
@@ -293,15 +222,6 @@ class FollowingRows:
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, those of the rest last."""
         return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
-
-    def fields(self, rows: Int64Array) -> dict[str, Spans]:
-        """Return where the tokens of the given rows are: a row has one array."""
-        return {self.store.manifest.token_key: self.spans(rows)}
-
-    def held(self, rows: Int64Array) -> Held:
-        """Return what the given rows hold; reads their loss mask, where the store has one."""
-        left = rows >= self.num_rows
-        return self.full.held(rows[~left]) + self.rest.held(rows[left] - self.num_rows)
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
@@ -337,27 +257,17 @@ def follow(full: ConcatRows | PackedRows, previous: CountedRows, seen: Seen, pol
             f"{full.store.path}: a source must keep its store from stage to stage, got another than "
             f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
         )
-    rest = pack_rest(before.part(rest=seen.rest), seen, seq_len=full.seq_len, policy=policy, excluded=full.excluded)
-    return FollowingRows(full=full, rest=rest) if rest.num_rows else full
-
-
-def pack_rest(
-    part: ConcatRows | PackedRows,
-    seen: Seen,
-    *,
-    seq_len: int,
-    policy: Policy,
-    excluded: Int64Array | None = None,
-) -> PackedRows:
-    """Pack what is left of an epoch, or of the rest of one, in another way."""
-    return pack_rows(
-        part.store,
-        seq_len=seq_len,
+    if isinstance(before, FollowingRows):
+        before = before.rest if seen.rest else before.full
+    rest = pack_rows(
+        full.store,
+        seq_len=full.seq_len,
         policy=policy,
-        fragments_of=unseen(part, seen, policy),
-        after=digest({"rows": dict(part.description), "seen": dict(seen.describe())}),
-        excluded=excluded,
+        fragments_of=unseen(before, seen, policy),
+        after=digest({"rows": dict(before.description), "seen": dict(seen.describe())}),
+        excluded=full.excluded,
     )
+    return FollowingRows(full=full, rest=rest) if rest.num_rows else full
 
 
 class PackedDocuments(Protocol):
@@ -409,7 +319,7 @@ def unseen(part: PackedDocuments, seen: Seen, policy: Policy) -> WindowFragments
 
 def _owed(spans: Spans, begin: int, end: int, lengths: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return (document of the window, first label, end of labels) for the spans that lie in it."""
-    order = np.repeat(spans.first, spans.count) + _counting(spans.count)
+    order = counted_from(spans.first, spans.count)
     document, start, length = spans.document[order], spans.start[order], spans.length[order]
     # Behind the BOS that was put before it, all tokens of a rest are labels.
     joined = spans.joined[order]
@@ -420,12 +330,6 @@ def _owed(spans: Spans, begin: int, end: int, lengths: Int64Array) -> tuple[Int6
     # No label is owed by a lone first token, unless it is all of its document.
     owing = (last > first) | (lengths[local] == 1)
     return local[owing], first[owing], last[owing]
-
-
-def _counting(counts: Int64Array) -> Int64Array:
-    """Return 0, 1, ... anew for each count."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - counts, counts)
 
 
 def _merge(

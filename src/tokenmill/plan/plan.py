@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -33,41 +33,6 @@ class RowUse:
     row: int
     """Index of the row in its source."""
     spans: tuple[Span, ...]
-
-
-def what(stage: Stage, step: int, sources: tuple[str, ...]) -> tuple[RowUse, ...]:
-    """Return the rows of a step of this stage, in the order of the global batch."""
-    slots = np.arange(stage.spec.global_batch_size)
-    source_ids, rows = rows_at(stage, np.full_like(slots, step), slots)
-    spans: dict[int, tuple[Span, ...]] = {}
-    for source in np.unique(source_ids):
-        chosen = np.flatnonzero(source_ids == source)
-        found = stage.counted(sources[source]).spans(rows[chosen])
-        spans |= {int(slot): found.row(i) for i, slot in enumerate(chosen)}
-    return tuple(
-        RowUse(
-            step=step, slot=int(slot), source=sources[source_ids[slot]], row=int(rows[slot]), spans=spans[int(slot)]
-        )
-        for slot in slots
-    )
-
-
-def when(stages: tuple[Stage, ...], source: str, document: int) -> Iterator[RowUse]:
-    """Yield every use of a document over the whole run, in order; only its own spans are named."""
-    for stage in stages:
-        if source not in stage.names or stage.spec.skipped is not None:
-            continue
-        index = stage.counted(source)
-        rows = index.rows_of(document)
-        if not rows.size:
-            continue
-        found = index.spans(rows)
-        own = {
-            int(row): tuple(span for span in found.row(i) if span.document == document)
-            for i, row in enumerate(rows)
-        }
-        for step, slot, row in zip(*(part.tolist() for part in uses_in_stage(stage, source, rows)), strict=True):
-            yield RowUse(step=step, slot=slot, source=source, row=row, spans=own[row])
 
 
 MAX_ROWS = 1 << 62
@@ -151,7 +116,17 @@ class Plan:
 
     def what(self, step: int) -> tuple[RowUse, ...]:
         """Return the documents and spans of the global batch of a step."""
-        return what(self.trained_stage(step), step, self.sources)
+        stage = self.trained_stage(step)
+        source_ids, rows = self.rows(step)
+        uses: list[RowUse] = []
+        for source in np.unique(source_ids).tolist():
+            name, slots = self.sources[source], np.flatnonzero(source_ids == source)
+            spans = stage.counted(name).spans(rows[slots])
+            uses += [
+                RowUse(step=step, slot=int(slot), source=name, row=int(rows[slot]), spans=spans.row(i))
+                for i, slot in enumerate(slots)
+            ]
+        return tuple(sorted(uses, key=lambda use: use.slot))
 
     def trained_stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, of a step; refuse a step that is skipped."""
@@ -170,10 +145,27 @@ class Plan:
         return step
 
     def when(self, source: str, document: int) -> tuple[RowUse, ...]:
-        """Return every step and slot at which a document is seen, over the whole run."""
+        """Return every step and slot at which a document is seen, over the whole run, with its own spans alone."""
         if source not in self.sources:
             raise PlanError(f"source: must be one of the plan's, got {source!r}; {nearest(source, self.sources)}")
-        return tuple(when(self.stages, source, document))
+        uses: list[RowUse] = []
+        for stage in self.stages:
+            if source not in stage.names or stage.spec.skipped is not None:
+                continue
+            index = stage.counted(source)
+            rows = index.rows_of(document)
+            spans = index.spans(rows)
+            own = {
+                row: tuple(span for span in spans.row(i) if span.document == document)
+                for i, row in enumerate(rows.tolist())
+            }
+            uses += [
+                RowUse(step=step, slot=slot, source=source, row=row, spans=own[row])
+                for step, slot, row in zip(
+                    *(part.tolist() for part in uses_in_stage(stage, source, rows)), strict=True
+                )
+            ]
+        return tuple(uses)
 
     def describe(self, step: int | None = None) -> dict[str, Any]:
         """Return what decides the batches before `step` (default: all of them), as JSON."""

@@ -21,7 +21,7 @@ from tokenmill.plan.stages import CountedRows, Stage, rows_at
 from tokenmill.run.history import Change, PlanRecord, begins, changes
 from tokenmill.run.run import LIMIT_ROWS
 from tokenmill.tables import as_json
-from tokenmill.types import BoolArray, Int64Array, Spans
+from tokenmill.types import BoolArray, Int64Array, Spans, counted_from
 
 _BLOCK_ROWS = 1 << 16
 """Rows that are computed together."""
@@ -274,8 +274,7 @@ def _delivered(spans: Spans, seq_len: int, *, crossing: bool) -> _Delivered:
     """Return what rows deliver: all, but for a last token that is neither an input nor a label."""
     number = spans.count.size
     ends = np.cumsum(spans.count)
-    row = np.repeat(np.arange(number), spans.count)
-    order = np.arange(row.size) + np.repeat(spans.first - (ends - spans.count), spans.count)
+    row, order = np.repeat(np.arange(number), spans.count), counted_from(spans.first, spans.count)
     joined = spans.joined[order]
     length = spans.length[order]
     behind = np.concatenate([[0], np.cumsum(length)])

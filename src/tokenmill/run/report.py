@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.config.run import QuarantineConfig, ResolvedStage
 from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
+from tokenmill.packing.records import responses_of
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
@@ -190,10 +191,7 @@ def _count_tokens(store: Store, documents: Int64Array) -> int:
     for key in keys:
         axis, items = store.axis(key), documents
         if axis == "responses":
-            shard, first, number = locate(store, documents, "groups")
-            begins = store.axes["groups"].values[shard] + first
-            inside = np.arange(int(number.sum())) - np.repeat(np.cumsum(number) - number, number)
-            items = np.repeat(begins, number) + inside
+            items, _ = responses_of(store, documents)
         tokens += int(locate(store, items, axis)[2].sum())
     return tokens
 

@@ -72,7 +72,8 @@ class Run:
         from tokenmill.store import open_store
         from tokenmill.store.maps import MapCache
 
-        maps = MapCache()
+        stored = [source for source in self.config.sources if not source.live]
+        maps = MapCache() if stored else None
         stores = {
             source.name: open_store(
                 self._store_folder(source),
@@ -83,8 +84,7 @@ class Run:
                 bos_id=source.bos_id,
                 format=source.format,
             )
-            for source in self.config.sources
-            if not source.live
+            for source in stored
         }
         _check_tokenizers(
             {name: store.manifest.tokenizer for name, store in stores.items()}

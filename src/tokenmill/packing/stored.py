@@ -1,27 +1,109 @@
-"""What a quarantine leaves out of a store, and how the numbers of what stays close up over it."""
+"""Rows of a store: what all kinds have in common, what a quarantine leaves out, what a mask leaves to train on."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self, TypeGuard
 
 import numpy as np
 import xxhash
 
 from tokenmill.compiled import int64, kernel, read_uint8
-from tokenmill.errors import ConfigError
-from tokenmill.plan.stages import Held
+from tokenmill.errors import ConfigError, PlanError
+from tokenmill.plan.stages import CountedRows, Held, Rows
 from tokenmill.store.layout import key_file
 from tokenmill.store.locate import locate
 from tokenmill.types import BoolArray, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
-    from tokenmill.packing.rows import PackedRows
+    from tokenmill.packing.records import Runs
     from tokenmill.store.reader import Store
+    from tokenmill.types import Fates, Spans
+
+    Counted = CountedRows
+else:
+    Counted = object  # a property of a protocol would be the default of a field of its name
 
 QUARANTINED = "quarantined"
 """Key of a description, and the reason for which tokens of excluded documents are dropped."""
+
+
+class StoredRows(Counted):
+    """Rows whose tokens stand in a store, so that all rows of an epoch are known."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def store(self) -> Store:
+            """Where the tokens are."""
+
+    @property
+    def num_rest(self) -> int:
+        """How many rows come before the first epoch."""
+        return 0
+
+    @property
+    def counted(self) -> Self:
+        """Themselves."""
+        return self
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of an epoch."""
+        return self.description
+
+    @property
+    def _fates(self) -> Fates:
+        raise NotImplementedError
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token of the source in an epoch; counted once."""
+        return self._fates
+
+    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given; a row of a sequence has one."""
+        return {self.store.manifest.token_key: self.spans(rows)}
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what the given rows hold; reads their part of the loss mask where the store has one."""
+        spans = self.spans(rows)
+        ends = np.concatenate([[0], np.cumsum(spans.length)])
+        used = ends[spans.first + spans.count] - ends[spans.first]
+        # The first token of a span has nothing before it that predicts it, unless it goes on behind its BOS.
+        skip = (~spans.joined).astype(np.int64)
+        if self.cross_document_labels:
+            skip[:] = 0
+            skip[spans.first[spans.count > 0]] = 1
+        if LOSS_MASK in self.store.keys:
+            trained = count_ones(self.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
+        else:
+            trained = int((spans.length - skip).sum())
+        # A full row holds one more token than it has inputs: its last label.
+        return Held(tokens=int(np.minimum(used, self.seq_len).sum()), trained=trained)
+
+    def check_rows(self, rows: Int64Array) -> None:
+        """Refuse rows that there are not."""
+        end = self.num_rows + self.num_rest
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < end:
+            raise PlanError(
+                f"{self.store.path}: rows must lie within 0:{end}, "
+                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
+            )
+
+
+def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
+    """Say whether rows stand in a store: of those that can be read, all that are counted do."""
+    return rows.counted is not None
+
+
+# What a quarantine leaves out, and how the numbers of what stays close up over it.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +185,7 @@ def record_holes(excluded: Int64Array | None) -> Holes:
     return holes_of(excluded, np.ones_like(excluded))
 
 
-NO_HOLES = holes_of(np.empty(0, np.int64), np.empty(0, np.int64))
+NO_HOLES = Holes(begins=np.empty(0, np.int64), places=np.empty(0, np.int64), before=np.zeros(1, np.int64))
 
 
 def check_excluded(store: Store, excluded: Int64Array | None) -> None:
@@ -178,34 +260,18 @@ _TOKENS = 1 << 24
 _DOCUMENTS = 1 << 20
 
 
-def hold(rows: ConcatRows | PackedRows, numbers: Int64Array) -> Held:
-    """Return what the rows of these numbers hold; reads their part of the loss mask where the store has one."""
-    spans = rows.spans(numbers)
-    ends = np.concatenate([[0], np.cumsum(spans.length)])
-    used = ends[spans.first + spans.count] - ends[spans.first]
-    # The first token of a span has nothing before it that predicts it, unless it goes on behind its BOS.
-    skip = (~spans.joined).astype(np.int64)
-    if rows.cross_document_labels:
-        skip[:] = 0
-        skip[spans.first[spans.count > 0]] = 1
-    if LOSS_MASK in rows.store.keys:
-        trained = count_ones(rows.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
-    else:
-        trained = int((spans.length - skip).sum())
-    # A full row holds one more token than it has inputs: its last label.
-    return Held(tokens=int(np.minimum(used, rows.seq_len).sum()), trained=trained)
-
-
-def count_rows(rows: ConcatRows | PackedRows) -> int:
+def count_rows(rows: StoredRows) -> int:
     """Return how many labels of an epoch the mask leaves; reads all of it, some rows at a time."""
     starts = range(0, rows.num_rows, _ROWS)
-    return sum(hold(rows, np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
+    return sum(rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
 
 
 def count_stream(rows: ConcatRows) -> int:
     """Return what `count_rows` does for rows cut from a stream without holes; faster, as it finds no spans."""
     store, end = rows.store, rows.store.num_tokens - rows.dropped_tokens
-    found = sum(_ones_within(store, begin, min(begin + _TOKENS, end)) for begin in range(1, end, _TOKENS))
+    found = 0
+    for begin in range(1, end, _TOKENS):
+        found += int(np.count_nonzero(store.fetch(begin, min(begin + _TOKENS, end), LOSS_MASK)))
     if rows.cross_document_labels:
         return found
     for begin in range(0, store.num_documents, _DOCUMENTS):
@@ -214,10 +280,6 @@ def count_stream(rows: ConcatRows) -> int:
         shards = np.searchsorted(store.token_begins, starts, side="right") - 1
         found -= count_ones(store, LOSS_MASK, shards, starts - store.token_begins[shards], np.ones_like(starts))
     return found
-
-
-def _ones_within(store: Store, begin: int, end: int) -> int:
-    return int(np.count_nonzero(store.fetch(begin, end, LOSS_MASK)))
 
 
 def count_ones(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.packing.exclude import check_excluded, describe_excluded, holes_of, record_holes, token_holes
+from tokenmill.packing.stored import check_excluded, describe_excluded, holes_of, record_holes, token_holes
 from tokenmill.store import open_store
 
 stretches = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20)
