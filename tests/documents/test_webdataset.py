@@ -7,8 +7,11 @@ import tarfile
 
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.documents.corpora import bad_of, read, reasons_of, records_of, tar_of, texts_of
 
+from tokenmill.documents.webdataset import BlockStream
 from tokenmill.errors import DocumentError
 
 MEMBERS = [
@@ -253,3 +256,9 @@ def test_many_records_come_in_order_and_bounded_batches(tmp_path):
     batches = read(tmp_path / "a.tar", batch_documents=100)
     assert texts_of(batches) == [f'"{i}"' for i in range(1000)]
     assert all(100 <= len(batch.documents) < 200 for batch in batches[:-1])
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 50))
+def test_lines_do_not_see_where_blocks_end(blocks, buffer_bytes):
+    with io.BufferedReader(BlockStream(iter(blocks)), buffer_bytes) as stream:
+        assert list(stream) == list(io.BytesIO(b"".join(blocks)))

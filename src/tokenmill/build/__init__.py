@@ -8,6 +8,6 @@
 """
 
 from tokenmill.build.build import PrepareReport, prepare
-from tokenmill.build.job import PrepareOptions
+from tokenmill.build.worker import PrepareOptions
 
 __all__ = ["PrepareOptions", "PrepareReport", "prepare"]

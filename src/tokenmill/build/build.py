@@ -17,7 +17,6 @@ from typing import Any
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.job import Job, OpenJob, PrepareOptions, RecipeSpec, open_job, settle_recipe
 from tokenmill.build.journal import (
     MAX_LISTED,
     Build,
@@ -32,9 +31,8 @@ from tokenmill.build.journal import (
     stamp_of,
     unit_key,
 )
-from tokenmill.build.select import LEFT_OUT, TAKEN, fates_of
-from tokenmill.build.unit import Task, read_progress
-from tokenmill.build.worker import WorkerPool
+from tokenmill.build.unit import LEFT_OUT, TAKEN, OpenJob, fates_of, read_progress
+from tokenmill.build.worker import Job, PrepareOptions, RecipeSpec, Task, WorkerPool, open_job, settle_recipe
 from tokenmill.documents import RULES, BadRecord, InputFile, Unit, cut_files, find_files, place, sample_texts
 from tokenmill.encode.engines import open_tokenizer, trusted
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
@@ -183,11 +181,13 @@ def prepare(
             if rebuild:
                 journal.drop_unreadable()
             journal.finish_publishing()
-            build = begin_build(journal, _identity(opened), files, chunk_bytes=options.chunk_bytes, rebuild=rebuild)
+            build = begin_build(
+                journal, _identity(job, opened), files, chunk_bytes=options.chunk_bytes, rebuild=rebuild
+            )
             if build.files:
-                with WorkerPool(opened, num_workers, lock) as pool:
+                with WorkerPool(job, opened, num_workers, lock) as pool:
                     result = run_build(build, pool, progress)
-                _publish(build, result, opened, warning)
+                _publish(build, result, job, opened, warning)
             return _report(build, result, opened, opening_seconds, begin)
 
 
@@ -248,12 +248,12 @@ def _warn_of_spelled_turns(opened: OpenJob) -> None:
         )
 
 
-def _identity(opened: OpenJob) -> dict[str, Any]:
+def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
     """Return what two builds must have in common to be one."""
     return {
         "tokenizer": opened.tokenizer.identity.to_json(),
-        "recipe": opened.encoder.to_json() if opened.encoder else opened.job.recipe.to_json(),
-        "options": {name: getattr(opened.job.options, name) for name in _OF_READING},
+        "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
+        "options": {name: getattr(job.options, name) for name in _OF_READING},
     }
 
 
@@ -349,8 +349,7 @@ def _bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
 
 def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
-    journal, stop = build.journal, pool.opened.job.options.on_error == "stop"
-    chosen = pool.opened.job.recipe.preprocessing
+    journal, stop, chosen = build.journal, pool.opened.stop, pool.opened.chosen
     units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes))
     how = digest([__version__, dict(build.identity)])
     result = BuildResult()
@@ -467,9 +466,9 @@ def _refuse_nothing(build: Build, result: BuildResult) -> None:
 # What is published and reported of a build.
 
 
-def _publish(build: Build, result: BuildResult, opened: OpenJob, warning: str | None) -> None:
+def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warning: str | None) -> None:
     """Make the finished units stores."""
-    recipe, job = opened.job.recipe, opened.job
+    recipe = job.recipe
     routes = build.base.routes if build.base else ()
     publication = Publication(
         phase="move" if build.cleared is None else "clear",
@@ -543,7 +542,7 @@ def _report(
     result = result or BuildResult()
     return PrepareReport(
         path=out,
-        kind=opened.job.recipe.kind,
+        kind=opened.spec.kind,
         stores=[
             StoreReport(
                 route=route,

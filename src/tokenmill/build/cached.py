@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenmill.build.build import prepare
-from tokenmill.build.job import PrepareOptions
 from tokenmill.build.journal import Journal, entry_digest
+from tokenmill.build.worker import PrepareOptions
 from tokenmill.documents import file_digest, find_files
 from tokenmill.documents.inputs import PREFIX, parse
 from tokenmill.encode.files import kind_of

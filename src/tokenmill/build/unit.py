@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
+import re
 import shutil
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import filterfalse, repeat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.build.job import TEXT_KEY, Job, OpenJob, open_job
 from tokenmill.build.journal import (
     RESULT,
     ROUTES,
@@ -31,9 +30,10 @@ from tokenmill.build.journal import (
     route_folder,
     write_signed,
 )
-from tokenmill.build.select import ROUTE, SURPLUS, select
-from tokenmill.documents import BadRecord, DocumentBatch, Unit, read_unit
-from tokenmill.encode.tokenizer import frame, with_second_bos
+from tokenmill.documents import BadRecord, DocumentBatch, ReadOptions, Unit, read_unit
+from tokenmill.encode.recipe import RecordEncoder
+from tokenmill.encode.recipe.recipe import Preprocessing
+from tokenmill.encode.tokenizer import Tokenizer, frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
@@ -43,69 +43,40 @@ from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 
 T = TypeVar("T")
+TEXT_KEY = "sequence"
+"""The array of a build whose records are nothing but a text."""
 _PROGRESS = struct.Struct("<3q")
 _CHECKPOINT = "checkpoint-2.json"
 """The number changes with the batches that a unit is read in: a checkpoint says after how many it was made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One unit and what is to be done with it."""
+class OpenJob:
+    """What a process opens once to do all units of a job."""
 
-    unit: Unit
-    key: str
-    """Name of what comes out; no other task of a build has it."""
-    scan: bool = False
-    """Whether its records are hashed only."""
-    fates: str | None = None
-    """File that says what becomes of each record; None: all are taken."""
-
-
-def run_unit(job: bytes, task: bytes) -> bytes:
-    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
-
-    What it writes is a function of the input and the options alone. A process opens a job once.
-    """
-    return msgspec.json.encode(run_task(_opened(job), msgspec.json.decode(task, type=Task)))
-
-
-@lru_cache(maxsize=1)
-def _opened(job: bytes) -> OpenJob:
-    return open_job(msgspec.json.decode(job, type=Job))
-
-
-def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
-    """Do a task, and return what came of its unit; None where it was hashed only."""
-    with seldom_collecting():
-        if task.scan:
-            scan_unit(opened, task.unit, task.key, tick)
-            return None
-        fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
-        return write_unit(opened, task.unit, task.key, fates, tick)
-
-
-@contextmanager
-def seldom_collecting() -> Iterator[None]:
-    """Let Python look for cycles seldom: records come and go by the thousand, and none is part of one.
-
-    It takes a tenth of the time of a build else, much of it amid the tokenizer (benchmarks/prepare.py).
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+    folder: Path
+    """Where units are written."""
+    stop: bool
+    """Whether a bad record stops the build."""
+    checkpoint_seconds: float
+    tokenizer: Tokenizer
+    encoder: RecordEncoder | None
+    """None where records are nothing but a text."""
+    chosen: Preprocessing
+    """Which records are taken."""
+    reading: ReadOptions
+    spec: StoreSpec
+    key_fields: tuple[str, ...]
+    """Fields that tell records apart; the domain is none of them."""
 
 
 def write_unit(
     opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
 ) -> UnitResult:
     """Turn a unit into finished shards, or go on where an earlier try left off."""
-    folder, options = Path(opened.job.folder), opened.job.options
     with (
-        disk_errors_explained(unit, folder),
-        closing(UnitWriter(folder, key, len(unit.pieces), opened.spec)) as writer,
+        disk_errors_explained(unit, opened.folder),
+        closing(UnitWriter(opened.folder, key, len(unit.pieces), opened.spec)) as writer,
     ):
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
@@ -117,13 +88,13 @@ def write_unit(
                 add_counts(counts.skipped, {"max_items": len(batch.documents) + len(batch.bad)})
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
-            if counts.bad and options.on_error == "stop":
+            if counts.bad and opened.stop:
                 return UnitResult(key=key, counts=counts, shards={}, finished=False)
             for run in batch.runs:
                 counts.lines[run.piece] += run.num_lines
             counts.batches += 1
             writer.note_progress(min(batch.position, unit.bytes))
-            writer.checkpoint(options.checkpoint_seconds)
+            writer.checkpoint(opened.checkpoint_seconds)
             tick()
         if fates is not None and wanted < fates.size and counts.place >= wanted:
             counts.place = fates.size
@@ -145,13 +116,12 @@ def _num_wanted(fates: Uint8Array | None) -> int:
 
 def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, writer: UnitWriter) -> list[BadRecord]:
     """Choose among the records of a batch, encode them, add them to the shards of their routes; return bad ones."""
-    counts, rules, bad = writer.counts, opened.rules, list(batch.bad)
+    counts, bad = writer.counts, list(batch.bad)
     documents = _Documents(opened, batch)
-    if rules.take_all and fates is None:
+    if takes_all(opened.chosen) and fates is None:
         return bad + _append(documents, ROUTE, None, writer)
     left = None if fates is None else fates[counts.place :]
-    keys = documents.keys() if rules.val_fraction else None
-    chosen = select(documents.contents, documents.records, rules, left, keys)
+    chosen = _select(documents, opened.chosen, left)
     add_counts(counts.skipped, chosen.left_out)
     counts.place += chosen.num_eligible
     for index, value in chosen.without_domain:
@@ -230,22 +200,22 @@ def _num_tokens(records: Records, spec: StoreSpec) -> Int64Array:
 
 
 def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> None:
-    """Write the hashes of the records of a unit that are eligible, in order (see `select`)."""
-    scans = Path(opened.job.folder).parent / "scans"
+    """Write the hashes of the records of a unit that are eligible, in order (see `fates_of`)."""
+    scans = opened.folder.parent / "scans"
     with disk_errors_explained(unit, scans):
         make_folder(scans)
         write_parts_atomically(scans / key, _hashes(opened, unit, tick))
 
 
 def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
-    rules = opened.rules
+    chosen = opened.chosen
     for batch in read_unit(unit, opened.reading):
         documents = _Documents(opened, batch)
         records = documents.records or repeat(None)
         yield b"".join(
             xxhash.xxh3_128_digest(key)
             for content, key, record in zip(documents.contents, documents.keys(), records, strict=False)
-            if content is not None and rules.too_short_or_long(content) is None and rules.has_domain(record)
+            if content is not None and _too_short_or_long(content, chosen) is None and has_domain(record, chosen)
         )
         tick()
 
@@ -299,6 +269,182 @@ def _canonical(record: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(record, enc_hook=repr, order="sorted")
     except (TypeError, UnicodeEncodeError):  # a key that is no name, or half of a surrogate pair
         return json.dumps(record, sort_keys=True, default=repr).encode()
+
+
+# Which records are taken, and which store each goes to: by their own content, and by that of those before them.
+
+ROUTE = ""
+"""The route of a build with one store: `out` itself."""
+SPLITS = ("train", "val")
+TAKEN, DUPLICATE, SURPLUS = range(3)
+_REASONS = (None, "duplicate", "max_items")
+LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars"})
+"""Why a record is left out that is not a bad one."""
+_SEED = 0x746F6B656E6D696C
+"""Of the hash that sets records apart for validation, so that it is no other hash of the same content."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What became of some records."""
+
+    routes: Mapping[str, Int64Array]
+    """Store below `out` -> which records go there, in order."""
+    left_out: Mapping[str, int]
+    """Records that were left out on purpose, by reason."""
+    without_domain: Sequence[tuple[int, str]]
+    """Records that cannot be routed: index and what their domain is instead of a name."""
+    unfit: Int64Array
+    """Records that the recipe will refuse."""
+    num_eligible: int
+    """Records that are long and short enough, and have a domain where one is asked for."""
+
+
+def takes_all(chosen: Preprocessing) -> bool:
+    """Whether every record is taken and goes to one store."""
+    return not (chosen.min_chars or chosen.val_fraction or chosen.domain_key) and chosen.max_chars is None
+
+
+def _too_short_or_long(content: str, chosen: Preprocessing) -> str | None:
+    """Return why a record is left out, None if it is taken."""
+    if len(content) < chosen.min_chars:
+        return "min_chars"
+    return "max_chars" if chosen.max_chars is not None and len(content) > chosen.max_chars else None
+
+
+def _select(documents: _Documents, chosen: Preprocessing, fates: Uint8Array | None) -> Selection:
+    """Decide over the records of a batch by their content, which is None for those that will be refused.
+
+    `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each eligible record, in order; None takes them all. That there
+    are too few of them is for the caller to see, by `num_eligible`.
+    """
+    keys = documents.keys() if chosen.val_fraction else None
+    routes: dict[str, list[int]] = {}
+    left_out: Counter[str] = Counter()
+    without_domain: list[tuple[int, str]] = []
+    unfit: list[int] = []
+    place = 0
+    for index, content in enumerate(documents.contents):
+        if content is None:
+            unfit.append(index)
+            continue
+        record = documents.records[index] if documents.records else None
+        reason = _too_short_or_long(content, chosen)
+        if reason is None and not has_domain(record, chosen):
+            without_domain.append((index, repr(_domain(record, chosen))[:80]))
+            continue
+        if reason is None:
+            reason = _REASONS[TAKEN if fates is None or place >= fates.size else fates[place]]
+            place += 1
+        if reason is not None:
+            left_out[reason] += 1
+            continue
+        route = [str(domain_name(_domain(record, chosen)))] if chosen.domain_key else []
+        if keys is not None:
+            route.append(SPLITS[is_validation(keys[index], chosen.val_fraction)])
+        routes.setdefault("/".join(route), []).append(index)
+    return Selection(
+        routes={route: np.array(indices, np.int64) for route, indices in sorted(routes.items())},
+        left_out=left_out,
+        without_domain=without_domain,
+        unfit=np.array(unfit, np.int64),
+        num_eligible=place,
+    )
+
+
+def is_validation(key: bytes, fraction: float) -> bool:
+    """Say whether a record is set apart: by its content alone, so that it stays when files are added."""
+    return xxhash.xxh3_64_intdigest(key, _SEED) < fraction * 2**64
+
+
+def domain_name(value: object) -> str | None:
+    """Return the name of the folder for a domain, None for what is no name.
+
+    Other characters than letters, digits, `.`, `_` and `-` become `_`, and a hash tells such names apart.
+
+    >>> domain_name("web"), domain_name("a/b")[:4], domain_name("..")[:3], domain_name(3)
+    ('web', 'a_b-', '_.-', '3')
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        return None
+    name = str(value)
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", name[:1]) + re.sub(r"[^A-Za-z0-9._-]", "_", name[1:64])
+    if plain == name and not re.fullmatch(r"shard-[0-9]{5,}(\.h5)?|manifest\.json", name):
+        return name
+    return f"{plain}-{xxhash.xxh3_64_hexdigest(name.encode(errors='surrogatepass'))[:8]}"
+
+
+def has_domain(record: Mapping[str, Any] | None, chosen: Preprocessing) -> bool:
+    """Whether the domain of a record is a name, where one is asked for."""
+    return chosen.domain_key is None or domain_name(_domain(record, chosen)) is not None
+
+
+def _domain(record: Mapping[str, Any] | None, chosen: Preprocessing) -> object:
+    value: object = record
+    for name in (chosen.domain_key or "").split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+# Which records have the same content as an earlier one, and which are beyond the number that is wanted.
+#
+# Records are hashed in the workers first; the hashes of all are compared here, part by part, so that memory stays
+# bounded but for one byte a record; then the units are run knowing the fate of each of their records.
+
+_HASH = np.dtype([("high", "<u8"), ("low", "<u8")])
+_HASHES_AT_ONCE = 1 << 22
+"""How many hashes are compared at a time: 100 MB with what sorting them takes."""
+
+
+def fates_of(scans: Sequence[Path], *, deduplicate: bool, max_items: int | None) -> list[Uint8Array]:
+    """Return for each scan what becomes of its records; those of scans that come first do not depend on later ones.
+
+    The first record in order with a content is taken, later ones are duplicates; of those taken only the first
+    `max_items` are, None for all.
+    """
+    sizes = [path.stat().st_size // _HASH.itemsize for path in scans]
+    begins = np.cumsum([0, *sizes])
+    fates: Uint8Array = np.full(int(begins[-1]), TAKEN, np.uint8)
+    if deduplicate:
+        num_parts = max(1, -(-int(begins[-1]) // _HASHES_AT_ONCE))
+        for part in range(num_parts):
+            _mark_duplicates(scans, begins, fates, part, num_parts)
+    parts = [fates[int(begins[i]) : int(begins[i + 1])] for i in range(len(scans))]
+    if max_items is not None:
+        room = max_items
+        for each in parts:
+            taken = np.flatnonzero(each == TAKEN)
+            each[taken[room:]] = SURPLUS
+            room = max(0, room - taken.size)
+    return parts
+
+
+def _mark_duplicates(
+    scans: Sequence[Path],
+    begins: Int64Array,
+    fates: Uint8Array,
+    part: int,
+    num_parts: int,
+) -> None:
+    """Compare the hashes of one part: those whose upper half leaves this rest."""
+    hashes: list[AnyArray] = []
+    places: list[Int64Array] = []
+    for index, path in enumerate(scans):
+        if not path.stat().st_size:
+            continue
+        hashed = np.memmap(path, _HASH, "r")
+        in_part = np.flatnonzero(hashed["high"] % np.uint64(num_parts) == part)
+        hashes.append(hashed[in_part])
+        places.append(in_part + begins[index])
+    if not hashes:
+        return
+    values, where = np.concatenate(hashes), np.concatenate(places)
+    order = np.lexsort((where, values["low"], values["high"]))
+    ordered = values[order]
+    fates[where[order[1:][ordered[1:] == ordered[:-1]]]] = DUPLICATE
+
+
+# The files of a unit.
 
 
 class UnitWriter:

@@ -5,15 +5,21 @@
    apart from each other; reads a unit as a stream, so that memory is bounded by a batch and the longest record.
 3. Out: batches of texts or records in input order, and the records that could not be read, by line and reason.
 
-A new kind of file is one `Format` (see `units`) and its line in `formats`. Formats share how files are opened
-(`opening`) and how lines and JSON values become documents (`lines`).
+A new kind of file is one `Format` (see `units`) and its line in `inputs.FORMATS`. Formats share how files are
+opened (`units`) and how lines and JSON values become documents (`lines`).
 """
 
-from tokenmill.documents.formats import FORMATS, cut_files, place, read_unit, sample_texts
-from tokenmill.documents.inputs import Inputs, find_files
-from tokenmill.documents.opening import file_digest
+from tokenmill.documents.inputs import (
+    Inputs,
+    chunk_size,
+    cut_files,
+    find_files,
+    format_of,
+    place,
+    read_unit,
+    sample_texts,
+)
 from tokenmill.documents.units import (
-    REASONS,
     RULES,
     BadRecord,
     DocumentBatch,
@@ -21,12 +27,10 @@ from tokenmill.documents.units import (
     Piece,
     ReadOptions,
     Unit,
-    chunk_size,
+    file_digest,
 )
 
 __all__ = [
-    "FORMATS",
-    "REASONS",
     "RULES",
     "BadRecord",
     "DocumentBatch",
@@ -39,6 +43,7 @@ __all__ = [
     "cut_files",
     "file_digest",
     "find_files",
+    "format_of",
     "place",
     "read_unit",
     "sample_texts",

@@ -6,10 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.documents.opening import open_input
-from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, RecordError, decode_utf8, read_each
+from tokenmill.documents.units import (
+    Format,
+    Group,
+    InputFile,
+    Piece,
+    ReadOptions,
+    RecordError,
+    decode_utf8,
+    open_input,
+    read_each,
+)
 from tokenmill.errors import DocumentError, nearest
 
 if TYPE_CHECKING:
@@ -218,31 +228,28 @@ longer to read (benchmarks/prepare.py)."""
 _DICTIONARY_BYTES = 256 << 20
 
 
-class Parquet:
-    """Files of row groups, each of which can be read on its own."""
+def _parquet_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
+    with _open_parquet(file) as opened:
+        about = opened.metadata
+        sizes = [max(about.row_group(group).total_byte_size, 1) for group in range(about.num_row_groups)]
+    return runs(sizes, file.bytes, chunk_bytes)
 
-    counts = "row"
 
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
-        with _open_parquet(file) as opened:
-            sizes = [
-                max(opened.metadata.row_group(group).total_byte_size, 1)
-                for group in range(opened.metadata.num_row_groups)
-            ]
-        return runs(sizes, file.bytes, chunk_bytes)
+def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read the rows of the piece's row groups, of the columns that are needed."""
+    with _open_parquet(piece.file) as opened:
+        schema = opened.schema_arrow
+        leaves = wanted_columns(schema, options, piece.file.path)
+        if options.text_field is not None:
+            leaves = [".".join(text_path(schema, options.text_field))]
+        for group in range(piece.begin, piece.end):
+            position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
+            for batch in _batches(opened, group, leaves, options):
+                yield from column_groups(batch, options, position, decompressed=True)
 
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read the rows of the piece's row groups, of the columns that are needed."""
-        with _open_parquet(piece.file) as opened:
-            schema = opened.schema_arrow
-            leaves = wanted_columns(schema, options, piece.file.path)
-            if options.text_field is not None:
-                leaves = [".".join(text_path(schema, options.text_field))]
-            for group in range(piece.begin, piece.end):
-                position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
-                for batch in _batches(opened, group, leaves, options):
-                    yield from column_groups(batch, options, position, decompressed=True)
+
+PARQUET = Format(counts="row", read=_read_parquet, ranges=_parquet_ranges)
 
 
 def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -327,44 +334,33 @@ _OLD_FEATHER_MARK = b"FEA1"
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-class Arrow:
-    """Files with an index of their record batches, and streams without, as Hugging Face datasets keep them."""
-
-    counts = "row"
-
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a file into runs of record batches of about `chunk_bytes`; reads its index or its messages' heads."""
-        with _mapped(file) as (source, is_file):
-            sizes = _file_sizes(source) if is_file else _stream_sizes(source)
-        return runs(sizes, file.bytes, chunk_bytes)
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read the rows of the piece's record batches, of the columns that are needed."""
-        with _mapped(piece.file) as (source, is_file):
-            batches = _file_batches if is_file else _stream_batches
-            for done, batch in enumerate(batches(source, piece, options), 1):
-                position = piece.bytes * done // (piece.end - piece.begin)
-                yield from column_groups(batch, options, position)
-
-
-def _file_sizes(source: pa.NativeFile) -> list[int]:
+def _arrow_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a file into runs of record batches of about `chunk_bytes`; reads its index or its messages' heads."""
     import pyarrow as pa
 
-    # The index of a file knows where its batches are, but pyarrow does not say; they are mostly of one size.
-    return [1] * pa.ipc.open_file(source).num_record_batches
+    with _mapped(file) as (source, is_file):
+        if is_file:
+            # The index knows where the batches are, but pyarrow does not say; they are mostly of one size.
+            sizes = [1] * pa.ipc.open_file(source).num_record_batches
+        else:
+            # Bytes of each record batch, with the dictionaries before it.
+            reader = pa.ipc.MessageReader.open_stream(source)
+            ends = [0, *(source.tell() for message in reader if message.type == "record batch")]
+            sizes = [end - begin for begin, end in pairwise(ends)]
+    return runs(sizes, file.bytes, chunk_bytes)
 
 
-def _stream_sizes(source: pa.NativeFile) -> list[int]:
-    """Return the bytes of each record batch of a stream, with the dictionaries before it."""
-    import pyarrow as pa
+def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read the rows of the piece's record batches, of the columns that are needed."""
+    with _mapped(piece.file) as (source, is_file):
+        batches = _file_batches if is_file else _stream_batches
+        for done, batch in enumerate(batches(source, piece, options), 1):
+            position = piece.bytes * done // (piece.end - piece.begin)
+            yield from column_groups(batch, options, position)
 
-    sizes: list[int] = []
-    before = 0
-    for message in pa.ipc.MessageReader.open_stream(source):
-        if message.type == "record batch":
-            sizes.append(source.tell() - before)
-            before = source.tell()
-    return sizes
+
+ARROW = Format(counts="row", read=_read_arrow, ranges=_arrow_ranges)
+"""Files with an index of their record batches, and streams without, as Hugging Face datasets keep them."""
 
 
 def _file_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -> Iterator[pa.RecordBatch]:

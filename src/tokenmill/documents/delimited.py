@@ -5,41 +5,32 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from tokenmill.documents.lines import Unread, split_lines
-from tokenmill.documents.opening import Decompress, open_blocks
-from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, RecordError, whole
+from tokenmill.documents.units import Format, Group, Piece, ReadOptions, RecordError, open_blocks
 from tokenmill.errors import DocumentError, nearest
 
 _ROWS = 256
 _CARRIAGE_RETURN = re.compile(r"(?<=\r)(?!\n)")
 
 
-class Delimited:
-    """Rows of cells between commas or tabs; a cell in quotes may hold newlines."""
+def _read(piece: Piece, options: ReadOptions, *, delimiter: str) -> Iterator[Group]:
+    """Read all rows below the header; a cell in quotes may hold newlines."""
+    with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+        rows = _Rows(split_lines(blocks, options.max_record_bytes), delimiter, options.max_record_bytes)
+        header = _header(rows, piece.file.path)
+        if header is None:
+            return
+        table = _Table(header, options, piece.file.path)
+        while (group := _group(rows, table, options)).num_lines:
+            group.position = tell()
+            yield group
 
-    counts = "row"
 
-    def __init__(self, delimiter: str, decompress: Decompress | None = None) -> None:
-        self._delimiter = delimiter
-        self._decompress = decompress
-
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
-        """Take the file whole."""
-        return whole(file)
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read all rows below the header."""
-        with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
-            rows = _Rows(split_lines(blocks, options.max_record_bytes), self._delimiter, options.max_record_bytes)
-            header = _header(rows, piece.file.path)
-            if header is None:
-                return
-            table = _Table(header, options, piece.file.path)
-            while (group := _group(rows, table, options)).num_lines:
-                group.position = tell()
-                yield group
+CSV = Format(counts="row", read=partial(_read, delimiter=","))
+TSV = Format(counts="row", read=partial(_read, delimiter="\t"))
 
 
 def _group(rows: _Rows, table: _Table, options: ReadOptions) -> Group:

@@ -1,24 +1,232 @@
-"""From what a user names to a list of files, in an order that any machine agrees on."""
+"""From what a user names to documents: files in an order that any machine agrees on, units of work, batches."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from glob import glob
+from importlib import import_module
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokenmill.documents.formats import COMPRESSIONS, ENDINGS, forced_suffix, known_suffix
-from tokenmill.documents.units import InputFile
-from tokenmill.errors import DocumentError, nearest
+from tokenmill.documents.units import (
+    COMPRESSIONS,
+    DocumentBatch,
+    Format,
+    InputFile,
+    Piece,
+    ReadOptions,
+    Unit,
+    decompressed,
+)
+from tokenmill.errors import ConfigError, DocumentError, nearest
 from tokenmill.types import natural_key
 
 if TYPE_CHECKING:
     import datasets
+
+
+# Which kinds of files are known, by the ending of their names.
+
+FORMATS: Mapping[str, tuple[str, str]] = {
+    ".jsonl": ("lines", "JSON_LINES"),
+    ".json": ("json_file", "JSON_FILE"),
+    ".parquet": ("columns", "PARQUET"),
+    ".arrow": ("columns", "ARROW"),
+    ".txt": ("lines", "PLAIN_TEXT"),
+    ".csv": ("delimited", "CSV"),
+    ".tsv": ("delimited", "TSV"),
+    ".tar": ("webdataset", "WEBDATASET"),
+}
+"""Suffix -> module of this room, and the `Format` in it: loaded when the first such file is met."""
+
+NAMES: Mapping[str, str] = {"text" if suffix == ".txt" else suffix[1:]: suffix for suffix in FORMATS}
+"""What a user may call a format, whatever the endings of the files."""
+
+ENDINGS: Mapping[str, str] = {
+    **{suffix: suffix for suffix in FORMATS},
+    ".ndjson": ".jsonl",
+    ".feather": ".arrow",
+    ".text": ".txt",
+    ".md": ".txt",
+}
+"""Endings of file names, before that of a compression, and the formats that they stand for."""
+_COMPRESSED_WITHIN = (".parquet", ".arrow")
+
+
+@cache
+def format_of(suffix: str) -> Format:
+    """Return what is known of the files of a suffix, such as `.jsonl.gz`."""
+    module, name = FORMATS["." + suffix.split(".")[1]]
+    format: Format = getattr(import_module(f"tokenmill.documents.{module}"), name)
+    return format
+
+
+def suffix_of(name: str, format: str | None = None) -> str | None:
+    """Return how a file is read: by the ending of its name, or as `format` whatever that is; None: not known.
+
+    >>> suffix_of("part-0.NDJSON.gz"), suffix_of("part-0.gz"), suffix_of("part-0.gz", "csv")
+    ('.jsonl.gz', None, '.csv.gz')
+    """
+    if format is not None and format not in NAMES:
+        raise ConfigError(f"format: must be one of {', '.join(NAMES)}, got {format!r}; {nearest(format, NAMES)}")
+    name = re.sub(r"\.tgz$", ".tar.gz", name.lower())
+    compression = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
+    stem = name.removesuffix(compression)
+    if format is not None:
+        suffix = NAMES[format]
+        return suffix if suffix in _COMPRESSED_WITHIN else suffix + compression
+    known = next((suffix for ending, suffix in ENDINGS.items() if stem.endswith(ending)), None)
+    return None if known is None or (known in _COMPRESSED_WITHIN and compression) else known + compression
+
+
+# From what a user names to a list of files.
+
+_NOTES = ("readme", "license", "licence")
+"""Text files that tell of the data beside them and are no part of it."""
+_TEXT, _ARROW = ".txt", ".arrow"
+_SNIFFED_BYTES = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """The files to read, in order."""
+
+    files: tuple[InputFile, ...]
+    passed_over: tuple[str, ...]
+    """Files in the given folders that are not read: of no known kind, notes beside data, or binary where text is
+    asked for."""
+
+
+def find_files(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None
+) -> Inputs:
+    """List the files that paths, globs, folders (with all below) and `hf:name[:config[:split]]` stand for.
+
+    The order is that of the whole paths, digits compared as numbers, whatever the order they were
+    given in: a glob expanded by the shell gives the same as one expanded here. A file that is named
+    twice is read once. Hidden files of a folder are left alone. `format` says how files are read, whatever their
+    endings: with `text`, every file of a folder that is UTF-8 is a document.
+    """
+    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    if not given:
+        raise DocumentError("inputs: must name at least one file, got an empty list; give a path, glob or folder")
+    suffix_of("", format)  # an unknown format is refused before anything is looked for
+    found: dict[str, str] = {}
+    passed_over: list[str] = []
+    for item in given:
+        of_item, others = _files_of(os.fspath(item), format)
+        found |= of_item
+        passed_over += others
+    if not found:
+        raise DocumentError(
+            f"{', '.join(_shown(os.fspath(item)) for item in given)}: must hold files that end in {_known()}, "
+            f"got {len(passed_over)} others; convert or rename them, or say their format"
+        )
+    folder = os.path.commonpath([os.path.dirname(path) for path in found])
+    paths = sorted(found, key=lambda path: natural_key(os.path.relpath(path, folder)))
+    files = tuple(
+        InputFile(
+            path=path,
+            name=PurePath(os.path.relpath(path, folder)).as_posix(),
+            bytes=os.path.getsize(path),
+            suffix=found[path],
+        )
+        for path in paths
+    )
+    return Inputs(files=files, passed_over=tuple(passed_over))
+
+
+def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]:
+    """Return the suffix by path of the files that one input stands for, and what is passed over."""
+    if item.startswith(PREFIX):
+        return {os.path.abspath(path): _ARROW for path in dataset_files(item)}, []
+    found: dict[str, str] = {}
+    passed_over: list[str] = []
+    notes: list[str] = []
+    for path, named in _expand(item):
+        suffix = suffix_of(path, format)
+        if named and suffix is None:
+            raise DocumentError(
+                f"{path}: must end in {_known()}, got another ending; convert or rename it, or say its format"
+            )
+        if suffix is None or (not named and not _is_input(path, suffix, format)):
+            passed_over.append(path)
+            continue
+        found[os.path.abspath(path)] = suffix
+        stem = os.path.basename(path).partition(".")[0].lower()
+        if not named and stem in _NOTES and suffix.startswith(_TEXT):
+            notes.append(path)
+    if format is None and any(not suffix.startswith(_TEXT) for suffix in found.values()):
+        found = {path: found[path] for path in found.keys() - set(map(os.path.abspath, notes))}
+        passed_over += notes
+    return found, passed_over
+
+
+def _expand(item: str) -> Iterator[tuple[str, bool]]:
+    """Yield (path, whether it was named itself and not found in a folder)."""
+    if "://" in item:
+        raise DocumentError(
+            f"{_shown(item)}: must be a path on this machine, got an address; download the files first"
+        )
+    item = os.path.expanduser(item)
+    if os.path.isfile(item):
+        yield item, True
+    elif os.path.isdir(item):
+        for folder, folders, names in os.walk(item):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                if not name.startswith("."):
+                    yield os.path.join(folder, name), False
+    elif os.path.exists(item):
+        raise DocumentError(f"{item}: must be a file or folder, got something else; write it to a file first")
+    else:
+        matches = glob(item, recursive=True)
+        if not matches:
+            raise DocumentError(
+                f"{item}: must be a file, folder or glob that matches some, got nothing there; "
+                f"fix the path (this process runs in {os.getcwd()})"
+            )
+        for match in matches:
+            yield from _expand(match)
+
+
+def _is_input(path: str, suffix: str, format: str | None) -> bool:
+    """Tell whether a file in a folder is to be read: no broken link, pipe, or note of a saved dataset."""
+    if not os.path.isfile(path):
+        return False
+    return _is_text(path, suffix) if format == "text" else not is_saved_note(path)
+
+
+def _is_text(path: str, suffix: str) -> bool:
+    """Tell whether the start of a file is UTF-8 text."""
+    file = InputFile(path=path, name=path, bytes=0, suffix=suffix)
+    try:
+        with open(path, "rb") as stream:
+            start = next(decompressed(stream, file), b"") if file.compression else stream.read(_SNIFFED_BYTES)
+    except (OSError, DocumentError):
+        return False
+    start = start[:_SNIFFED_BYTES]
+    try:
+        start.decode()
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data" or len(start) < _SNIFFED_BYTES:
+            return False
+    return b"\0" not in start
+
+
+def _known() -> str:
+    return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {' or '.join(COMPRESSIONS)})"
+
+
+def _shown(item: str) -> str:
+    """Return an input as messages may show it: an address may carry a password before the host."""
+    return re.sub(r"(?<=://)[^/@]*@", "", item)
 
 
 # Hugging Face datasets as the Arrow files that they are made of.
@@ -52,8 +260,8 @@ def is_saved_note(path: str) -> bool:
     folder, name = os.path.split(path)
     if name not in (_SAVED, _SAVED_INFO, _SAVED_DICT):
         return False
-    others = {_SAVED: (_SAVED_INFO,), _SAVED_INFO: (_SAVED,), _SAVED_DICT: ()}[name]
-    return all(os.path.isfile(os.path.join(folder, other)) for other in others)
+    other = {_SAVED: _SAVED_INFO, _SAVED_INFO: _SAVED, _SAVED_DICT: _SAVED_DICT}[name]
+    return os.path.isfile(os.path.join(folder, other))
 
 
 def parse(item: str) -> tuple[str, str | None, str | None]:
@@ -87,13 +295,23 @@ def _saved(item: str, folder: str, config: str | None, split: str | None) -> dat
             f"{item}: must name no config, as a saved dataset has none, got {config!r}; write hf:{folder}:{split}"
         )
     split = split or config
-    if os.path.isfile(os.path.join(folder, _SAVED_DICT)):
-        folder = os.path.join(folder, _split_of(item, folder, split))
-        split = None
-    _refuse_old_indices(item, folder)
     try:
+        if os.path.isfile(os.path.join(folder, _SAVED_DICT)):
+            known = [str(name) for name in _read_json(folder, _SAVED_DICT)["splits"]]
+            chosen, split = split or _DEFAULT_SPLIT, None
+            if chosen not in known:
+                raise DocumentError(
+                    f"{item}: must name one of the splits {', '.join(known)}, got {chosen!r}; "
+                    f"{nearest(chosen, known)}"
+                )
+            folder = os.path.join(folder, chosen)
+        # An old `datasets` saved a selection beside the rows, which newer ones do not see.
+        if any(_read_json(folder, _SAVED).get(name) for name in _INDICES):
+            raise _selection(item)
         dataset = datasets.load_from_disk(folder, keep_in_memory=False)
-    except (OSError, ValueError, KeyError) as error:
+    except DocumentError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _not_opened(item, error) from None
     if not isinstance(dataset, datasets.Dataset) or (split is not None and split != str(dataset.split)):
         raise DocumentError(
@@ -103,29 +321,9 @@ def _saved(item: str, folder: str, config: str | None, split: str | None) -> dat
     return dataset
 
 
-def _split_of(item: str, folder: str, split: str | None) -> str:
-    try:
-        with open(os.path.join(folder, _SAVED_DICT), "rb") as file:
-            known = [str(name) for name in msgspec.json.decode(file.read())["splits"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _not_opened(item, error) from None
-    chosen = split or _DEFAULT_SPLIT
-    if chosen not in known:
-        raise DocumentError(
-            f"{item}: must name one of the splits {', '.join(known)}, got {chosen!r}; {nearest(chosen, known)}"
-        )
-    return chosen
-
-
-def _refuse_old_indices(item: str, folder: str) -> None:
-    """Raise if an old `datasets` saved a selection beside the rows, which newer ones do not see."""
-    try:
-        with open(os.path.join(folder, _SAVED), "rb") as file:
-            state = msgspec.json.decode(file.read())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _not_opened(item, error) from None
-    if any(state.get(name) for name in _INDICES):
-        raise _selection(item)
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    with open(os.path.join(folder, name), "rb") as file:
+        return msgspec.json.decode(file.read(), type=dict[str, Any])
 
 
 def _loaded(item: str, name: str, config: str | None, split: str | None) -> datasets.Dataset:
@@ -142,22 +340,21 @@ def _loaded(item: str, name: str, config: str | None, split: str | None) -> data
 
 def _arrow_files(item: str, dataset: datasets.Dataset) -> list[str]:
     """Return the files that hold the rows of a dataset, and no others, in its order."""
+    import pyarrow as pa
+
     if dataset._indices is not None:
         raise _selection(item)
     files = [file["filename"] for file in dataset.cache_files]
-    if len(set(files)) < len(files) or sum(map(_num_rows, files)) != len(dataset):
+    num_rows = 0
+    for path in files:
+        with pa.memory_map(path) as source:
+            num_rows += sum(batch.num_rows for batch in pa.ipc.open_stream(source))
+    if len(set(files)) < len(files) or num_rows != len(dataset):
         raise DocumentError(
             f"{item}: must be a dataset of whole files, got one of parts of {len(set(files))} files; "
             "save it with save_to_disk and give that folder"
         )
     return files
-
-
-def _num_rows(path: str) -> int:
-    import pyarrow as pa
-
-    with pa.memory_map(path) as source:
-        return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
 
 
 def _selection(item: str) -> DocumentError:
@@ -175,158 +372,130 @@ def _not_opened(item: str, error: Exception) -> DocumentError:
     )
 
 
-_NOTES = ("readme", "license", "licence")
-"""Text files that tell of the data beside them and are no part of it."""
-_TEXT, _ARROW = ".txt", ".arrow"
-_SNIFFED_BYTES = 8192
+# Files as units of work, and a unit as batches of documents.
+
+MAX_PIECES = 16_384
+"""Of a unit: it is sent to a worker, and a folder may hold millions of empty files."""
+_UNITS = 24
+_MIN_CHUNKS = 4
+_MAX_CHUNK_BYTES = 1 << 30
+_MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """The files to read, in order."""
+def chunk_size(files: Sequence[InputFile]) -> int:
+    """Return how many bytes a unit of an input should have: a 24th of it, from 4 MiB to 1 GiB, in whole MiB.
 
-    files: tuple[InputFile, ...]
-    passed_over: tuple[str, ...]
-    """Files in the given folders that are not read: of no known kind, notes beside data, or binary where text is
-    asked for."""
-
-
-def find_files(
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None
-) -> Inputs:
-    """List the files that paths, globs, folders (with all below) and `hf:name[:config[:split]]` stand for.
-
-    The order is that of the whole paths, digits compared as numbers, whatever the order they were
-    given in: a glob expanded by the shell gives the same as one expanded here. A file that is named
-    twice is read once. Hidden files of a folder are left alone. `format` says how files are read, whatever their
-    endings: with `text`, every file of a folder that is UTF-8 is a document.
+    Every unit becomes a shard, and a reader maps at most 64 shards at a time, so units are few and large; 24 of
+    them still keep the cores of a small machine busy to the end. Depends on the input alone: the same files give
+    the same units on any machine. Where all files are compressed, the least is a quarter of that, in quarters of a
+    MiB: there is some four times as much in them.
     """
-    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    if not given:
-        raise DocumentError("inputs: must name at least one file, got an empty list; give a path, glob or folder")
-    if format is not None:
-        forced_suffix("", format)  # an unknown name is refused before anything is looked for
-    found: dict[str, str] = {}
-    passed_over: list[str] = []
-    for item in given:
-        of_item, others = _files_of(os.fspath(item), format)
-        found |= of_item
-        passed_over += others
-    if not found:
-        raise DocumentError(
-            f"{', '.join(_shown(os.fspath(item)) for item in given)}: must hold files that end in {_known()}, "
-            f"got {len(passed_over)} others; convert or rename them, or say their format"
-        )
-    folder = os.path.commonpath([os.path.dirname(path) for path in found])
-    paths = sorted(found, key=lambda path: natural_key(os.path.relpath(path, folder)))
-    files = tuple(
-        InputFile(
-            path=path,
-            name=PurePath(os.path.relpath(path, folder)).as_posix(),
-            bytes=os.path.getsize(path),
-            suffix=found[path],
-        )
-        for path in paths
+    compressed = all(file.compression or file.suffix == ".parquet" for file in files)
+    step = _MIB // 4 if compressed else _MIB
+    size = min(max(sum(file.bytes for file in files) // _UNITS, _MIN_CHUNKS * step), _MAX_CHUNK_BYTES)
+    return -(-size // step) * step
+
+
+def cut_files(files: Iterable[InputFile], *, chunk_bytes: int) -> Iterator[Unit]:
+    """Cut files into units of work, in input order: consecutive pieces until they have `chunk_bytes`.
+
+    A plain `.jsonl` is cut into ranges of `chunk_bytes`, Parquet and Arrow files into runs of row groups and of
+    record batches; other files are one piece. The units depend on the files and `chunk_bytes` alone. A file is
+    looked into only when the iterator comes to it.
+    """
+    if chunk_bytes < 1:
+        raise ConfigError(f"chunk_bytes: must be at least 1, got {chunk_bytes}; leave it out")
+    index = size = 0
+    pieces: list[Piece] = []
+    for file in files:
+        for begin, end, num_bytes in format_of(file.suffix).ranges(file, chunk_bytes):
+            pieces.append(Piece(file=file, begin=begin, end=end, bytes=num_bytes))
+            size += num_bytes
+            if size >= chunk_bytes or len(pieces) >= MAX_PIECES:
+                yield Unit(index=index, pieces=tuple(pieces))
+                index += 1
+                size = 0
+                pieces = []
+    if pieces:
+        yield Unit(index=index, pieces=tuple(pieces))
+
+
+def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
+    """Read a unit as a stream of batches, in order; they are the same every time."""
+    batch = DocumentBatch()
+    before = 0
+    for index, piece in enumerate(unit.pieces):
+        first = 0
+        try:
+            for group in format_of(piece.file.suffix).read(piece, options):
+                batch.add(group, index, first)
+                first += group.num_lines
+                batch.position = before + min(group.position, piece.bytes)
+                if batch.size >= options.batch_bytes or batch.num_lines >= options.batch_documents:
+                    yield batch
+                    batch = DocumentBatch()
+        except DocumentError:
+            if batch.num_lines:
+                yield batch  # a bad record before it comes first
+            raise
+        before += piece.bytes
+    if batch.num_lines:
+        yield batch
+
+
+def place(piece: Piece, line: int) -> str:
+    """Name a record for people: `path:17` or `path row 17`, counted from 1.
+
+    `line` is counted from 0 at the start of the file: add the `num_lines` of its pieces before this one.
+    """
+    counts = format_of(piece.file.suffix).counts
+    return f"{piece.file.path}:{line + 1}" if counts == "line" else f"{piece.file.path} {counts} {line + 1}"
+
+
+# A little of a corpus, from all over it.
+
+_SAMPLE_PLACES = 16
+_SAMPLE_BYTES = 64 << 10
+"""Of each place."""
+_SAMPLE_CHUNK_BYTES = 16 << 20
+_SAMPLE_RECORD_BYTES = 4 << 20
+"""Larger records are left out of a sample: the process that takes it should stay small."""
+
+
+def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str]:
+    """Return the first documents at evenly spread places of the input, together about 1 MiB at most.
+
+    The same files give the same sample, however a build cuts them. Bad records are left for who reads all.
+    Of whole records all texts are taken, wherever they stand.
+    """
+    options = ReadOptions(
+        text_field=text_field, batch_bytes=_SAMPLE_BYTES, batch_documents=256, max_record_bytes=_SAMPLE_RECORD_BYTES
     )
-    return Inputs(files=files, passed_over=tuple(passed_over))
-
-
-def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]:
-    """Return the suffix by path of the files that one input stands for, and what is passed over."""
-    if item.startswith(PREFIX):
-        return {os.path.abspath(path): _ARROW for path in dataset_files(item)}, []
-    found: dict[str, str] = {}
-    passed_over: list[str] = []
-    inside: list[str] = []
-    for path, named in _expand(item):
-        suffix = known_suffix(path) if format is None else forced_suffix(path, format)
-        if named and suffix is None:
-            raise DocumentError(
-                f"{path}: must end in {_known()}, got another ending; convert or rename it, or say its format"
-            )
-        if suffix is None or (not named and not _is_input(path, suffix, format)):
-            passed_over.append(path)
+    num_units = sum(1 for _ in cut_files(files, chunk_bytes=_SAMPLE_CHUNK_BYTES))
+    chosen = {place * num_units // _SAMPLE_PLACES for place in range(_SAMPLE_PLACES)}
+    texts: list[str] = []
+    for unit in cut_files(files, chunk_bytes=_SAMPLE_CHUNK_BYTES):
+        if unit.index not in chosen:
             continue
-        found[os.path.abspath(path)] = suffix
-        if not named:
-            inside.append(path)
-    if format is None and any(not suffix.startswith(_TEXT) for suffix in found.values()):
-        notes = [path for path in inside if _is_note(path)]
-        for path in notes:
-            del found[os.path.abspath(path)]
-        passed_over += notes
-    return found, passed_over
+        batch = next(read_unit(unit, options), None)
+        if batch is None:
+            continue
+        room = _SAMPLE_BYTES
+        for text in _strings(batch.documents):
+            if room <= 0:
+                break
+            texts.append(text[:room])
+            room -= len(texts[-1])
+    return texts
 
 
-def _expand(item: str) -> Iterator[tuple[str, bool]]:
-    """Yield (path, whether it was named itself and not found in a folder)."""
-    if "://" in item:
-        raise DocumentError(
-            f"{_shown(item)}: must be a path on this machine, got an address; download the files first"
-        )
-    item = os.path.expanduser(item)
-    if os.path.isfile(item):
-        yield item, True
-    elif os.path.isdir(item):
-        for path in _below(item):
-            yield path, False
-    elif os.path.exists(item):
-        raise DocumentError(f"{item}: must be a file or folder, got something else; write it to a file first")
-    else:
-        matches = glob(item, recursive=True)
-        if not matches:
-            raise DocumentError(
-                f"{item}: must be a file, folder or glob that matches some, got nothing there; "
-                f"fix the path (this process runs in {os.getcwd()})"
-            )
-        for match in matches:
-            yield from _expand(match)
-
-
-def _below(folder: str) -> Iterator[str]:
-    for here, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            if not name.startswith("."):
-                yield os.path.join(here, name)
-
-
-def _is_input(path: str, suffix: str, format: str | None) -> bool:
-    """Tell whether a file in a folder is to be read: no broken link, pipe, or note of a saved dataset."""
-    if not os.path.isfile(path):
-        return False
-    if format == "text":
-        return _is_text(path, suffix)
-    return not is_saved_note(path)
-
-
-def _is_note(path: str) -> bool:
-    return os.path.basename(path).partition(".")[0].lower() in _NOTES and (known_suffix(path) or "").startswith(
-        _TEXT
-    )
-
-
-def _is_text(path: str, suffix: str) -> bool:
-    """Tell whether the start of a file is UTF-8 text."""
-    decompress = next((COMPRESSIONS[ending] for ending in COMPRESSIONS if suffix.endswith(ending)), None)
-    try:
-        with open(path, "rb") as file:
-            start = file.read(_SNIFFED_BYTES) if decompress is None else next(decompress(file, path), b"")
-    except (OSError, DocumentError):
-        return False
-    start = start[:_SNIFFED_BYTES]
-    try:
-        start.decode()
-    except UnicodeDecodeError as error:
-        if error.reason != "unexpected end of data" or len(start) < _SNIFFED_BYTES:
-            return False
-    return b"\0" not in start
-
-
-def _known() -> str:
-    return f"{', '.join(ENDINGS)} (but for columns also with {' or '.join(COMPRESSIONS)})"
-
-
-def _shown(item: str) -> str:
-    """Return an input as messages may show it: an address may carry a password before the host."""
-    return re.sub(r"(?<=://)[^/@]*@", "", item)
+def _strings(value: object) -> Iterator[str]:
+    """Yield all strings of a JSON value but the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -9,8 +9,7 @@ from itertools import chain
 import msgspec
 
 from tokenmill.documents.lines import BYTE_ORDER_MARK, PartialRecord, Unread, line_groups, read_values
-from tokenmill.documents.opening import Decompress, open_blocks
-from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, whole
+from tokenmill.documents.units import Format, Group, Piece, ReadOptions, open_blocks
 
 _HEAD_BYTES = 1 << 20
 # A string with what it escapes, or what stands between strings. Nothing is tried twice, so that no input is slow.
@@ -24,43 +23,26 @@ _OBJECT = re.compile(rb"\{(?:" + _FLAT + rb"|" + _MIDDLE + rb")*+\}", re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 
 
-class JsonFile:
-    """A file that ends in `.json`, plain or compressed."""
-
-    counts = "record"
-
-    def __init__(self, decompress: Decompress | None = None) -> None:
-        self._decompress = decompress
-
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
-        """Take the file whole."""
-        return whole(file)
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read all records; JSON lines, which are often named `.json`, are read as such."""
-        with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
-            head = _head(blocks)
-            raw = b"".join(head)
-            start = raw.removeprefix(BYTE_ORDER_MARK)
-            if are_lines(start, whole=len(raw) < _HEAD_BYTES):
-                yield from line_groups(chain(head, blocks), options, tell)
-                return
-            for values in _values(chain([start], blocks), options.max_record_bytes):
-                for begin in range(0, len(values), options.batch_documents):
-                    group = read_values(values[begin : begin + options.batch_documents], options, bare_strings=True)
-                    group.position = tell()
-                    yield group
+def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read all records; JSON lines, which are often named `.json`, are read as such."""
+    with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+        head: list[bytes] = []
+        size = 0
+        while size < _HEAD_BYTES and (block := next(blocks, None)) is not None:
+            head.append(block)
+            size += len(block)
+        start = b"".join(head).removeprefix(BYTE_ORDER_MARK)
+        if are_lines(start, whole=size < _HEAD_BYTES):
+            yield from line_groups(chain(head, blocks), options, tell)
+            return
+        for values in _values(chain([start], blocks), options.max_record_bytes):
+            for begin in range(0, len(values), options.batch_documents):
+                group = read_values(values[begin : begin + options.batch_documents], options, bare_strings=True)
+                group.position = tell()
+                yield group
 
 
-def _head(blocks: Iterator[bytes]) -> list[bytes]:
-    head: list[bytes] = []
-    size = 0
-    for block in blocks:
-        head.append(block)
-        size += len(block)
-        if size >= _HEAD_BYTES:
-            break
-    return head
+JSON_FILE = Format(counts="record", read=_read)
 
 
 def are_lines(start: bytes, *, whole: bool) -> bool:

@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from io import BytesIO
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from tokenmill.documents.opening import BLOCK_BYTES, Decompress, file_blocks, line_blocks, open_blocks, open_input
 from tokenmill.documents.units import (
+    BLOCK_BYTES,
+    Format,
     Group,
     InputFile,
     Piece,
     ReadOptions,
     RecordError,
     decode_utf8,
+    file_blocks,
+    open_blocks,
+    open_input,
     read_each,
     whole,
 )
@@ -165,32 +169,56 @@ def _escaped_width(raw: bytes) -> int:
 # One JSON object a line.
 
 
-class JsonLines:
-    """A plain file is cut anywhere: a range owns the lines that start in it. A compressed one is one piece."""
+def _line_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a plain file anywhere: a range owns the lines that start in it. A compressed one is one piece."""
+    if file.compression:
+        yield from whole(file, chunk_bytes)
+        return
+    for begin in range(0, file.bytes, chunk_bytes):
+        end = min(begin + chunk_bytes, file.bytes)
+        yield begin, end, end - begin
 
-    counts = "line"
 
-    def __init__(self, decompress: Decompress | None = None) -> None:
-        self._decompress = decompress
+def _read_json_lines(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read the lines that start in the piece's range."""
+    if piece.file.compression:
+        with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+            yield from line_groups(blocks, options, tell)
+        return
+    with open_input(piece.file, exact=False) as stream:
+        blocks = _line_blocks(stream, piece, min(BLOCK_BYTES, options.batch_bytes))
+        yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin)
 
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a file into byte ranges."""
-        if self._decompress is not None:
-            yield from whole(file)
+
+JSON_LINES = Format(counts="line", read=_read_json_lines, ranges=_line_ranges)
+
+
+def _line_blocks(stream: BinaryIO, piece: Piece, block_bytes: int) -> Iterator[bytes]:
+    """Yield the bytes of the lines that start in a byte range; the last one may reach beyond it."""
+    file, begin, end = piece.file, piece.begin, piece.end
+    last = b"\n"
+    # From the byte before: if it ends a line, the next line starts right at `begin`.
+    blocks = file_blocks(stream, file, max(begin - 1, 0), end, block_bytes)
+    if begin:
+        for block in blocks:
+            _, newline, last = block.partition(b"\n")
+            if newline:
+                break
+        else:
+            return  # a line that started earlier fills the whole range
+        if last:
+            yield last
+        else:
+            last = b"\n"
+    for last in blocks:
+        yield last
+    if last.endswith(b"\n"):
+        return
+    for block in file_blocks(stream, file, end, file.bytes, block_bytes):
+        line_end = block.find(b"\n") + 1
+        yield block[:line_end] if line_end else block
+        if line_end:
             return
-        for begin in range(0, file.bytes, chunk_bytes):
-            end = min(begin + chunk_bytes, file.bytes)
-            yield begin, end, end - begin
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read the lines that start in the piece's range."""
-        if self._decompress is not None:
-            with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
-                yield from line_groups(blocks, options, tell)
-            return
-        with open_input(piece.file, exact=False) as stream:
-            blocks = line_blocks(stream, piece, min(BLOCK_BYTES, options.batch_bytes))
-            yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin)
 
 
 def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[], int]) -> Iterator[Group]:
@@ -390,47 +418,37 @@ FIELD = "text"
 """What the text is called where whole records are asked for."""
 
 
-class PlainText:
-    """Text files; newlines are kept as they are, a byte order mark at the start is not."""
+def _read_text(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read a text file, or its lines; newlines are kept as they are, a byte order mark at the start is not."""
+    if options.text_unit == "file":
+        group = read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
+        yield _text_group(group, piece.bytes, options)
+        return
+    with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+        for lines in split_lines(blocks, options.max_record_bytes):
+            for begin in range(0, len(lines), options.batch_documents):
+                group = _line_texts(lines[begin : begin + options.batch_documents])
+                yield _text_group(group, tell(), options)
 
-    counts = "line"
 
-    def __init__(self, decompress: Decompress | None = None) -> None:
-        self._decompress = decompress
+PLAIN_TEXT = Format(counts="line", read=_read_text)
 
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
-        """Take the file whole."""
-        return whole(file)
 
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read the file, or its lines; `text_field` has no part in it."""
-        if options.text_unit == "file":
-            yield _text_group(
-                read_each([piece], lambda piece: self._contents(piece, options)), piece.bytes, options
-            )
-            return
-        with open_blocks(piece, self._decompress, options.batch_bytes) as (blocks, tell):
-            for lines in split_lines(blocks, options.max_record_bytes):
-                for begin in range(0, len(lines), options.batch_documents):
-                    group = _line_texts(lines[begin : begin + options.batch_documents])
-                    yield _text_group(group, tell(), options)
-
-    def _contents(self, piece: Piece, options: ReadOptions) -> str | None:
-        """Return the text of a file, None if it is empty."""
-        max_bytes = options.max_record_bytes
-        if self._decompress is None:
-            if piece.file.bytes > max_bytes:
-                raise RecordError("too_long", f"{piece.file.bytes} bytes")
-            with open_input(piece.file, exact=False) as stream:
-                raw = b"".join(file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
-        else:
-            record = PartialRecord(max_bytes)
-            with open_blocks(piece, self._decompress, max_bytes) as (blocks, _):
-                for block in blocks:
-                    record.add(block)
-            raw = record.take(b"")
-            refuse_unread(raw)
-        return decode_utf8(raw.removeprefix(BYTE_ORDER_MARK)) or None
+def _contents(piece: Piece, max_bytes: int) -> str | None:
+    """Return the text of a file, None if it is empty."""
+    if piece.file.compression:
+        record = PartialRecord(max_bytes)
+        with open_blocks(piece, max_bytes) as (blocks, _):
+            for block in blocks:
+                record.add(block)
+        raw = record.take(b"")
+        refuse_unread(raw)
+    elif piece.file.bytes > max_bytes:
+        raise RecordError("too_long", f"{piece.file.bytes} bytes")
+    else:
+        with open_input(piece.file, exact=False) as stream:
+            raw = b"".join(file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
+    return decode_utf8(raw.removeprefix(BYTE_ORDER_MARK)) or None
 
 
 def _line_texts(lines: Sequence[bytes]) -> Group:

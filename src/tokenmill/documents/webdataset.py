@@ -6,12 +6,24 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from tokenmill.documents.lines import document_of, load, refuse_surrogates
-from tokenmill.documents.opening import BLOCK_BYTES, BlockStream, Decompress, open_input
-from tokenmill.documents.units import Group, InputFile, Piece, ReadOptions, RecordError, decode_utf8, whole
+from tokenmill.documents.units import (
+    BLOCK_BYTES,
+    Format,
+    Group,
+    Piece,
+    ReadOptions,
+    RecordError,
+    decode_utf8,
+    decompressed,
+    open_input,
+)
 from tokenmill.errors import DocumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 # The members of a tar archive as a stream: nothing is extracted, and no header is believed before the data.
 
@@ -131,6 +143,31 @@ class TarStream:
         )
 
 
+class BlockStream(io.RawIOBase):
+    """Blocks of any sizes as one file, for `io.BufferedReader` to read from."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Say that this can be read."""
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Fill the buffer as far as the current block goes; 0 at the end."""
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        target = memoryview(buffer)
+        size = min(len(target), len(self._rest))
+        target[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
 def _number(field: bytes) -> int | None:
     """Return a number of a header: octal digits, or 256-based where the first bit is set; None if negative."""
     if field[:1] == b"\x80":
@@ -175,40 +212,31 @@ _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _RECORDS = 256
 
 
-class WebDataset:
-    """A tar archive, plain or compressed, read from its start."""
-
-    counts = "member"
-
-    def __init__(self, decompress: Decompress | None = None) -> None:
-        self._decompress = decompress
-
-    def ranges(self, file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:  # noqa: ARG002
-        """Take the file whole."""
-        return whole(file)
-
-    def read(self, piece: Piece, options: ReadOptions) -> Iterator[Group]:
-        """Read all records; members of other kinds than text and JSON are left out of them."""
-        path = piece.file.path
-        with open_input(piece.file, exact=True) as file:
-            if self._decompress is None:
-                tar = TarStream(file, path, num_bytes=piece.file.bytes)
-            else:
-                raw = BlockStream(self._decompress(file, path))
-                tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, BLOCK_BYTES)), path, num_bytes=None)
-            group = Group()
-            for sample in _samples(tar, options):
-                try:
-                    group.documents.append(sample.document())
-                    group.size += sample.size
-                except RecordError as error:
-                    group.bad.append(error.at(group.num_lines))
-                group.position = file.tell()
-                if group.num_lines >= min(_RECORDS, options.batch_documents) or group.size >= options.batch_bytes:
-                    yield group
-                    group = Group()
-            if group.num_lines:
+def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read all records from the start of an archive; members that are neither text nor JSON are left out."""
+    path = piece.file.path
+    with open_input(piece.file, exact=True) as file:
+        if piece.file.compression:
+            raw = BlockStream(decompressed(file, piece.file))
+            tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, BLOCK_BYTES)), path, num_bytes=None)
+        else:
+            tar = TarStream(file, path, num_bytes=piece.file.bytes)
+        group = Group()
+        for sample in _samples(tar, options):
+            try:
+                group.documents.append(sample.document())
+                group.size += sample.size
+            except RecordError as error:
+                group.bad.append(error.at(group.num_lines))
+            group.position = file.tell()
+            if group.num_lines >= min(_RECORDS, options.batch_documents) or group.size >= options.batch_bytes:
                 yield group
+                group = Group()
+        if group.num_lines:
+            yield group
+
+
+WEBDATASET = Format(counts="member", read=_read)
 
 
 class _Sample:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 
 from tokenmill.documents import (
-    FORMATS,
     InputFile,
     Piece,
     ReadOptions,
@@ -29,6 +28,7 @@ from tokenmill.documents import (
     cut_files,
     file_digest,
     find_files,
+    format_of,
     place,
     sample_texts,
 )
@@ -277,7 +277,7 @@ class Window:
 
 def piece_name(piece: Piece) -> str:
     """Name a part of a file for people."""
-    path, counts = piece.file.path, FORMATS[piece.file.suffix].counts
+    path, counts = piece.file.path, format_of(piece.file.suffix).counts
     if piece.file.suffix == ".parquet":
         return f"{path} row groups {piece.begin}:{piece.end}"
     if piece.file.suffix == ".arrow":
@@ -292,7 +292,7 @@ def record_name(piece: Piece, line: int) -> str:
     """
     if piece.begin == 0:
         return place(piece, line)
-    return f"{piece_name(piece)}, {FORMATS[piece.file.suffix].counts} {line + 1} of these"
+    return f"{piece_name(piece)}, {format_of(piece.file.suffix).counts} {line + 1} of these"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
