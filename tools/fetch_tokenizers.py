@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 VERSION = "3.7.2"
-# Four families of control strings, and one tokenizer (llama2) that puts a mark before every text.
-NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "deepseek_v3", "llama2")
+# Four families of control strings, one tokenizer (llama2) that puts a mark before every text, and two whose models
+# spell their own control strings.
+NAMES = ("qwen3", "qwen2_5", "llama3_1", "mistral_nemo", "deepseek_v3", "llama2", "internlm2", "command_r_plus")
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TARGET = Path(__file__).parents[1] / ".venv" / "tokenizers"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,20 @@ def opened(specs) -> Callable[[str, str], object]:
         return once(name, ENGINES[kind_of(specs[name])][0] if engine == "auto" else engine)
 
     return get
+
+
+def trained_pieces(kind: str, **options: object) -> bytes:
+    """Train a model of SentencePiece and return its file; without the library the test is skipped."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    file = io.BytesIO()
+    lines = [line for text in CORPUS for line in text.splitlines() if line.strip() and "\x00" not in line]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines * 4),
+        model_writer=file,
+        model_type=kind,
+        vocab_size=600,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return file.getvalue()

@@ -111,7 +111,7 @@ def test_a_spec_that_names_nothing_says_what_can_be_named(spec, message):
 
 def test_a_folder_without_a_tokenizer_says_what_it_holds(tmp_path):
     (tmp_path / "vocab.txt").touch()
-    with pytest.raises(TokenizerError, match=r"must hold a tokenizer.json, got vocab.txt; save it"):
+    with pytest.raises(TokenizerError, match=r"or a tokenizer.model, got vocab.txt; save it"):
         open_tokenizer(str(tmp_path))
 
 
@@ -151,17 +151,21 @@ def write_model(folder, model, **added):
 
 
 @pytest.mark.parametrize("model", [WORDS, PIECES, MERGES])
-def test_a_model_that_can_spell_a_control_string_is_refused(tmp_path, model):
+def test_a_model_that_can_spell_a_control_string_is_kept_from_it(tmp_path, model):
     """S.i: the engine is told not to match it, but the model would."""
-    with pytest.raises(TokenizerError, match=r"raw text must not give control ids, got id 1 for the text '<s>'"):
-        open_tokenizer(write_model(tmp_path, model, **{"<s>": 1}), engine="tokenizers")
+    tokenizer = open_tokenizer(write_model(tmp_path, model, **{"<s>": 1}), engine="tokenizers")
+    assert 1 in tokenizer.native.encode("<s>").ids
+    assert 1 not in tokenizer.encode(["<s>", "s<s>s"]).ids
 
 
 @pytest.mark.parametrize("engine", ["fastokens", "tokenizers"])
-def test_an_eos_that_is_not_marked_special_is_refused(write, engine):
-    """S.i: raw text would give it."""
-    with pytest.raises(TokenizerError, match=r"for the text '<tool>'.*mark it as special in the file"):
-        open_tokenizer(write(), eos_token="<tool>", engine=engine)
+def test_an_eos_that_is_not_marked_special_is_a_control_string(write, tiny, engine):
+    """S.i: raw text would give it, as with Command R+."""
+    tokenizer = open_tokenizer(write(), eos_token="<tool>", engine=engine)
+    eos = tokenizer.identity.eos_id
+    assert (eos, tokenizer.special_ids["<tool>"]) == (tiny["added_tokens"][-1]["id"],) * 2
+    assert eos not in tokenizer.encode(["<tool>", "a <tool> b"]).ids
+    assert tokenizer.encode_with_controls(["<tool>"]).ids.tolist() == [eos]
 
 
 def test_the_unknown_token_may_come_out_of_text(tmp_path):
@@ -171,7 +175,7 @@ def test_the_unknown_token_may_come_out_of_text(tmp_path):
 
 def test_an_unknown_token_that_is_also_eos_is_refused(tmp_path):
     """T2.b: else any unknown word would end a document."""
-    with pytest.raises(TokenizerError, match=r"got id 2 for the text '\[UNK\]'"):
+    with pytest.raises(TokenizerError, match=r"got id 2 \('\[UNK\]'\) for .*; name another BOS or EOS"):
         open_tokenizer(write_model(tmp_path, WORDS, **{"[UNK]": 2}), eos_token="[UNK]", engine="tokenizers")
 
 
@@ -368,7 +372,8 @@ def test_a_missing_library_says_what_to_install(specs, monkeypatch, name, module
 def test_a_missing_fast_engine_says_what_to_install(specs, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastokens", None)
     with pytest.raises(TokenizerError, match=r"fastokens: must be installed.*pip install fastokens, or take"):
-        open_tokenizer(specs["tiny"])
+        open_tokenizer(specs["tiny"], engine="fastokens")
+    assert open_tokenizer(specs["tiny"]).engine.startswith("tokenizers ")
 
 
 def test_a_model_that_does_not_fit_the_text_is_one_line(tmp_path):

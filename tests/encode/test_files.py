@@ -1,14 +1,22 @@
 """What the files of a tokenizer say: `tokenizer.json` and what stands beside it, and rank files."""
 
 import base64
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+from tests.encode.chat.conftest import REAL as TOKENIZERS
+from tests.encode.conftest import trained_pieces
 from tiktoken_ext import openai_public
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.control import with_policy
+from tokenmill.encode.engines import ADVERSARIAL, open_tokenizer, trusted
 from tokenmill.encode.files import ENCODINGS, read_json_file, read_rank_file
+from tokenmill.encode.tokenizer import split
 from tokenmill.errors import TokenizerError
 
 
@@ -79,6 +87,62 @@ def test_explicit_names_win_over_siblings(write):
     spec = write(tokenizer_config={"bos_token": "</s>", "eos_token": "</s>"})
     identity = open_tokenizer(spec, bos_token="<|im_start|>", eos_token="<pad>").identity
     assert (identity.bos_id, identity.eos_id) == (3, 2)
+
+
+def named(spec):
+    """Return BOS and EOS, each with what says so."""
+    vocabulary = read_json_file(Path(spec), spec).vocabulary
+    return [(vocabulary.bos, vocabulary.named_by["bos"]), (vocabulary.eos, vocabulary.named_by["eos"])]
+
+
+def test_the_special_tokens_of_a_folder_of_astrai_are_read(write):
+    config = {"special_tokens": {"bos_token": "<|im_start|>", "eos_token": "<pad>", "pad_token": "</s>"}}
+    spec = write(tokenizer_config=config)
+    assert specials(spec) == (3, 2, 1)
+    where = "special_tokens of tokenizer_config.json"
+    assert named(spec) == [("<|im_start|>", where), ("<pad>", where)]
+
+
+def test_keys_at_the_top_come_before_those_of_special_tokens(write):
+    spec = write(tokenizer_config={"eos_token": "</s>", "special_tokens": {"eos_token": "<pad>"}})
+    assert named(spec)[1] == ("</s>", "tokenizer_config.json")
+
+
+def template(single):
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+
+
+def token(name):
+    return {"SpecialToken": {"id": name, "type_id": 0}}
+
+
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("processor", "bos", "eos"),
+    [
+        (template([token("<|im_start|>"), TEXT]), "<|im_start|>", None),
+        (template([TEXT, token("<pad>")]), None, "<pad>"),
+        (template([token("<pad>"), TEXT, token("<|im_start|>")]), "<pad>", "<|im_start|>"),
+        (
+            {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template([TEXT, token("<pad>")])]},
+            None,
+            "<pad>",
+        ),
+        ({"type": "BertProcessing", "cls": ["<pad>", 2], "sep": ["<|im_start|>", 3]}, "<pad>", "<|im_start|>"),
+        (template([token("<s>"), token("<pad>"), TEXT]), None, None),  # two: it is not said which is BOS
+        (template([token("<unheard of>"), TEXT]), None, None),
+    ],
+)
+def test_a_post_processor_says_what_bos_and_eos_are(write, processor, bos, eos):
+    """What it does not say is known by its name, as before."""
+    spec = write(lambda value: value.update(post_processor=processor))
+    known, placed = "its well-known name", "the post-processor of tokenizer.json"
+    assert named(spec) == [
+        (bos, placed) if bos else ("<s>", known),
+        (eos, placed) if eos else ("</s>", known),
+    ]
 
 
 def test_a_sibling_that_names_nothing_known_is_an_error(write):
@@ -166,7 +230,7 @@ def write(tmp_path, data, name="mine"):
     return f"tiktoken:{path}"
 
 
-@pytest.mark.parametrize("name", list(ENCODINGS))
+@pytest.mark.parametrize("name", [name for name in ENCODINGS if name != "llama3"])
 def test_the_table_is_what_tiktoken_defines(monkeypatch, name):
     # The definitions would download the ranks, which are not compared here.
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
@@ -177,7 +241,7 @@ def test_the_table_is_what_tiktoken_defines(monkeypatch, name):
 
 
 def test_the_table_knows_every_encoding_of_tiktoken():
-    assert set(ENCODINGS) == set(openai_public.ENCODING_CONSTRUCTORS)
+    assert set(ENCODINGS) - {"llama3"} == set(openai_public.ENCODING_CONSTRUCTORS)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +314,7 @@ def test_a_broken_file_is_an_error_with_its_line(tmp_path, data, message):
 
 def test_ranks_on_the_control_ids_of_the_encoding_are_refused(tmp_path):
     data = ranks(BYTES) + b"YWI= 50256\n"
-    with pytest.raises(TokenizerError, match=r"leave the control ids.*got ranks \[50256\].*\?encoding="):
+    with pytest.raises(TokenizerError, match=r"ids of gpt2 free, got \[50256\]; .* fit cl100k_base, o200k_base"):
         open_tokenizer(write(tmp_path, data) + "?encoding=gpt2")
 
 
@@ -272,3 +336,166 @@ def test_an_encoding_that_the_bytes_contradict_is_refused(specs):
     path = specs["p50k"].partition("?")[0]
     with pytest.raises(TokenizerError, match="must be p50k_base or p50k_edit, as its bytes say, got 'o200k_base'"):
         open_tokenizer(f"{path}?encoding=o200k_base")
+
+
+# Rank files that others than OpenAI publish, and own ones.
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory):
+    """Make the `tokenizer.model` that Meta publishes from the tokenizer.json of Hugging Face, byte for byte."""
+    folder = TOKENIZERS / "llama3_1"
+    if not folder.is_dir():
+        pytest.skip("the tokenizer llama3_1 is not there: run tools/fetch_tokenizers.py")
+    vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokens = [bytes(map(letters.__getitem__, token)) for token in sorted(vocab, key=vocab.__getitem__)]
+    path = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    return path
+
+
+@pytest.mark.slow
+def test_the_rank_file_of_llama3_is_known_and_has_the_ids_of_its_tokenizer_json(llama3):
+    from tokenizers import Tokenizer as HuggingFace
+
+    native = HuggingFace.from_file(str(TOKENIZERS / "llama3_1" / "tokenizer.json"))
+    native.encode_special_tokens = True
+    expected = [native.encode(text, add_special_tokens=False).ids for text in ADVERSARIAL]
+    added = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
+    for spec in (str(llama3), str(llama3.parent), f"tiktoken:{llama3}", f"tiktoken:{llama3}?encoding=llama3"):
+        tokenizer = open_tokenizer(spec)
+        assert dict(tokenizer.special_ids) == added
+        identity = tokenizer.identity
+        assert (identity.kind, identity.vocab_size, identity.bos_id, identity.eos_id) == (
+            *("tiktoken", 128_256),
+            *(128_000, 128_001),
+        )
+        assert [ids.tolist() for ids in split(tokenizer.encode(ADVERSARIAL))] == expected
+    assert [
+        ids.tolist() for ids in split(open_tokenizer(str(llama3), engine="tiktoken").encode(ADVERSARIAL))
+    ] == expected
+
+
+OWN = {"pattern": "[^ ]+| ", "special_tokens": {"<end>": 300, "<start>": 301}, "eos_token": "<end>"}
+
+
+def own_encoding(tmp_path, **changes):
+    (tmp_path / "mine.json").write_text(json.dumps({**OWN, **changes}))
+    return write(tmp_path, ranks(BYTES) + b"YWI= 256\n") + f"?encoding={tmp_path / 'mine.json'}"
+
+
+@pytest.mark.parametrize("engine", ["fastokens", "tiktoken"])
+def test_a_rank_file_may_have_a_pattern_and_control_strings_of_its_own(tmp_path, engine):
+    tokenizer = open_tokenizer(own_encoding(tmp_path, bos_token="<start>"), engine=engine)
+    identity = tokenizer.identity
+    assert (identity.vocab_size, identity.bos_id, identity.eos_id) == (302, 301, 300)
+    ids = tokenizer.encode(["ab <end>"]).ids.tolist()
+    assert ids == [256, *b" <end>"]
+    assert tokenizer.encode_with_controls(["ab<end>"]).ids.tolist() == [256, 300]
+    native = tiktoken.Encoding(
+        "own", pat_str=OWN["pattern"], mergeable_ranks=dict(tokenizer_ranks()), special_tokens=OWN["special_tokens"]
+    )
+    texts = ["aab ab", "b a", "ab" * 9, ""]
+    assert [part.tolist() for part in split(tokenizer.encode(texts))] == [native.encode(text) for text in texts]
+
+
+def tokenizer_ranks():
+    yield from ((bytes([byte]), rank) for rank, byte in enumerate(range(256)))
+    yield b"ab", 256
+
+
+def test_another_pattern_or_control_string_is_another_tokenizer(tmp_path):
+    """T2.a."""
+    contents = [
+        open_tokenizer(own_encoding(tmp_path, **change)).identity.content
+        for change in ({}, {"pattern": "[^ ]+| +"}, {"special_tokens": {"<end>": 300, "<begin>": 301}})
+    ]
+    assert len(set(contents)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patern": ""}, "patern.*did you mean 'pattern'"),
+        (
+            {"special_tokens": {"<end>": 3}},
+            r"control ids of .*mine.json free, got \[3\]; give them other",
+        ),
+        ({"special_tokens": {"<end>": 300, "<x>": 300}}, "must have different ids"),
+        ({"eos_token": "<ende>"}, "eos_token must be one of special_tokens, got '<ende>'; did you mean '<end>'"),
+    ],
+)
+def test_an_own_encoding_that_cannot_be_right_is_refused(tmp_path, changes, message):
+    with pytest.raises(TokenizerError, match=message):
+        open_tokenizer(own_encoding(tmp_path, **changes))
+
+
+def test_an_own_encoding_that_is_not_there_says_what_to_write(tmp_path):
+    spec = own_encoding(tmp_path).replace("mine.json", "none.json")
+    with pytest.raises(TokenizerError, match=r"none.json must name a file, got none; write into it .*pattern"):
+        open_tokenizer(spec)
+
+
+# Files of SentencePiece.
+
+PIECE_TEXTS = [*ADVERSARIAL, "the <s> mill</s>", "<start>grain<start>"]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram", "char"])
+def pieces(request, tmp_path_factory):
+    """Train a model of each kind, with a symbol of its own that text may spell."""
+    data = trained_pieces(request.param, user_defined_symbols=["<start>"], byte_fallback=request.param == "bpe")
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+    path.write_bytes(data)
+    return path
+
+
+def test_a_model_of_sentencepiece_opens_directly_with_its_ids(pieces):
+    import sentencepiece
+
+    native = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+    for spec in (str(pieces), str(pieces.parent)):
+        tokenizer, warning = trusted(spec)
+        assert (tokenizer.engine, warning) == (f"sentencepiece {sentencepiece.__version__}", None)
+        identity = tokenizer.identity
+        assert (identity.kind, identity.vocab_size) == ("sentencepiece", len(native))
+        assert (identity.bos_id, identity.eos_id, identity.pad_id) == (1, 2, None)
+        assert dict(tokenizer.special_ids) == {"<s>": 1, "</s>": 2}
+        found = [ids.tolist() for ids in split(tokenizer.encode(PIECE_TEXTS))]
+        assert found == [native.encode(text) for text in PIECE_TEXTS]
+        assert not {1, 2} & {id_ for ids in found for id_ in ids}, "control strings are text"
+        for text, ids in zip(PIECE_TEXTS, found, strict=True):
+            assert tokenizer.decode(np.array(ids, np.uint32)) == native.decode(native.encode(text))
+
+
+def test_control_strings_of_sentencepiece_may_become_ids_or_be_dropped(pieces):
+    import sentencepiece
+
+    native = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+    tokenizer = open_tokenizer(str(pieces))
+    encode, drop = with_policy(tokenizer, "encode"), with_policy(tokenizer, "drop")
+    ids = encode.encode(["the mill</s>the mill"]).ids
+    assert ids.tolist() == [*native.encode("the mill"), 2, *native.encode("the mill")]
+    assert tokenizer.decode(ids) == "the mill</s>the mill"
+    assert drop.encode(["the</s> mill<s>"]).ids.tolist() == native.encode("the mill")
+
+
+def test_an_eos_that_text_of_sentencepiece_can_spell_is_refused(pieces):
+    """S.i: a symbol that SentencePiece looks for in every text."""
+    with pytest.raises(TokenizerError, match=r"raw text must not give control ids, got id 3 for .*'<start>'"):
+        open_tokenizer(str(pieces), eos_token="<start>")
+
+
+def test_a_broken_model_is_one_line(tmp_path):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.model").write_bytes(b"\x00 no model")
+    with pytest.raises(TokenizerError, match=r"sentencepiece .*: must load .*a.model', got .*; is it a file"):
+        open_tokenizer(str(tmp_path / "a.model"))
+
+
+def test_without_sentencepiece_a_model_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "a.model").write_bytes(b"\x00")
+    with pytest.raises(TokenizerError, match=r"pip install 'tokenmill\[sentencepiece\]'"):
+        open_tokenizer(str(tmp_path / "a.model"))

@@ -34,10 +34,11 @@ from tokenmill.build.journal import UnitResult
 from tokenmill.build.unit import TEXT_KEY, OpenJob, scan_unit, write_unit
 from tokenmill.documents import ReadOptions, Unit
 from tokenmill.documents.units import MAX_RECORD_BYTES
+from tokenmill.encode.control import with_policy
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.recipe import PRESETS, Recipe, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
-from tokenmill.encode.tokenizer import Tokenizer, token_dtype, with_policy
+from tokenmill.encode.tokenizer import Tokenizer, token_dtype
 from tokenmill.errors import ConfigError, TokenizerError, TokenmillError, nearest
 from tokenmill.store import StoreSpec
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD

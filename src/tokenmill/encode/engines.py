@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import filterfalse
+from itertools import filterfalse, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.encode.files import JsonFile, RankFile, kind_of, read_tokenizer_file, refuse_other_ids, text_of
+from tokenmill.encode.control import Guard, control_ids, guard_of, mark_framing
+from tokenmill.encode.files import (
+    JsonFile,
+    ModelFile,
+    RankFile,
+    kind_of,
+    read_tokenizer_file,
+    refuse_other_ids,
+    text_of,
+)
 from tokenmill.encode.tokenizer import (
     ByteTokenizer,
     Framing,
@@ -19,6 +29,8 @@ from tokenmill.encode.tokenizer import (
     TokenizerIdentity,
     bytes_vocabulary,
     checked_ids,
+    control_pattern,
+    encode_between,
     engine_errors,
     identify,
     join,
@@ -29,6 +41,7 @@ from tokenmill.errors import TokenizerError, nearest
 from tokenmill.types import AnyArray, Encoded
 
 if TYPE_CHECKING:
+    import sentencepiece
     import tiktoken
     import tokenizers
 
@@ -57,15 +70,35 @@ class FastTokenizer:
     reference: Callable[[], Tokenizer] = field(repr=False)
     """Opens the reference when it is first needed, and keeps it."""
     to_text: Callable[[AnyArray], str] = field(repr=False)
+    guard: Guard | None = field(repr=False)
+    controls: re.Pattern[str] = field(repr=False)
+    """Finds the texts that may hold a control string."""
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
-        if not any(map(_is_divergent, filterfalse(str.isascii, texts))):
-            return self._encode(list(texts))
-        odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
+        if any(map(_is_divergent, filterfalse(str.isascii, texts))):
+            odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
+            return self._with_others(texts, odd, lambda: self.reference().encode([texts[at] for at in odd]))
+        encoded = self._encode(list(texts))
+        return encoded if self.guard is None else self.guard.applied(texts, encoded)
+
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, and of control strings: texts that hold one are left to the reference."""
+        if self.identity.kind == "tiktoken":
+            return encode_between(self, texts)
+        odd = [index for index, text in enumerate(texts) if self.controls.search(text)]
+        return self._with_others(
+            texts, odd, lambda: self.reference().encode_with_controls([texts[at] for at in odd])
+        )
+
+    def _with_others(self, texts: Sequence[str], odd: list[int], encode_odd: Callable[[], Encoded]) -> Encoded:
+        """Encode texts, but for some that are encoded in another way."""
+        if not odd:
+            return self.encode(texts)
         refuse_surrogates(texts)
-        documents = split(self._encode(["" if _is_divergent(text) else text for text in texts]))
-        for index, ids in zip(odd, split(self.reference().encode([texts[index] for index in odd])), strict=True):
+        skipped = set(odd)
+        documents = split(self.encode(["" if index in skipped else text for index, text in enumerate(texts)]))
+        for index, ids in zip(odd, split(encode_odd()), strict=True):
             documents[index] = ids
         return join(documents)
 
@@ -125,7 +158,16 @@ def _open_fast(
         native=native,
         reference=reference,
         to_text=_decoder(file, reference),
+        guard=guard_of(file, identity, _native_json) if isinstance(file, JsonFile) else None,
+        controls=_control_finder(file),
     )
+
+
+def _control_finder(file: JsonFile | RankFile) -> re.Pattern[str]:
+    """Return what finds all texts that hold a control string, to the reference, and perhaps more."""
+    if isinstance(file, JsonFile) and file.normalized_controls:
+        return re.compile("")  # it looks for them in normalized text, which another text may become
+    return control_pattern(tuple(file.vocabulary.special_ids))
 
 
 def _decoder(file: JsonFile | RankFile, reference: Callable[[], Tokenizer]) -> Callable[[AnyArray], str]:
@@ -174,17 +216,25 @@ class HuggingFaceTokenizer:
     special_ids: Mapping[str, int]
     engine: str
     native: tokenizers.Tokenizer = field(repr=False)
+    with_controls: Callable[[], tokenizers.Tokenizer] = field(repr=False)
+    """Opens another, when it is first needed, that looks for control strings."""
+    guard: Guard | None = field(repr=False)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
+        encoded = self._encode(self.native, texts)
+        return encoded if self.guard is None else self.guard.applied(texts, encoded)
+
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, and of control strings, as Hugging Face tokenizers gives them."""
+        return self._encode(self.with_controls(), texts)
+
+    def _encode(self, native: tokenizers.Tokenizer, texts: Sequence[str]) -> Encoded:
         refuse_surrogates(texts)
         # One text at a time: `encode_batch` starts threads, and some versions then print a warning at every fork.
         with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
             return join(
-                [
-                    np.array(self.native.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
-                    for text in texts
-                ]
+                [np.array(native.encode(text, add_special_tokens=False).ids, dtype=np.uint32) for text in texts]
             )
 
     def decode(self, ids: AnyArray) -> str:
@@ -213,9 +263,54 @@ class TiktokenTokenizer:
                 [self.native.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
             )
 
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, and of control strings."""
+        return encode_between(self, texts)
+
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids."""
         return text_of(checked_ids(ids, self.identity), self.strings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentencePieceTokenizer:
+    """A `.model` file run by SentencePiece."""
+
+    identity: TokenizerIdentity
+    special_ids: Mapping[str, int]
+    engine: str
+    native: sentencepiece.SentencePieceProcessor = field(repr=False)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text as uint32."""
+        refuse_surrogates(texts)
+        with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
+            return join([np.array(self.native.encode(text, out_type=int), dtype=np.uint32) for text in texts])
+
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, and of control strings."""
+        return encode_between(self, texts)
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids; SentencePiece itself would leave out control ids."""
+        controls = {id_: name for name, id_ in self.special_ids.items()}
+        runs = groupby(checked_ids(ids, self.identity).tolist(), key=lambda id_: id_ in controls)
+        with engine_errors(self.engine, "decode", _LAST):
+            return "".join(
+                "".join(map(controls.__getitem__, run)) if is_control else str(self.native.decode(list(run)))
+                for is_control, run in runs
+            )
+
+
+def _native_json(text: str, *, with_controls: bool = False) -> tokenizers.Tokenizer:
+    """Give a `tokenizer.json` to Hugging Face tokenizers."""
+    import tokenizers
+
+    native = tokenizers.Tokenizer.from_str(text)
+    native.encode_special_tokens = not with_controls
+    native.no_truncation()
+    native.no_padding()
+    return native
 
 
 def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingFaceTokenizer:
@@ -228,14 +323,16 @@ def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> Hugging
         ) from error
     engine = f"tokenizers {tokenizers.__version__}"
     with engine_errors(engine, f"load {file.vocabulary.where!r}", "is it a file of this kind, and whole?"):
-        native = tokenizers.Tokenizer.from_str(file.text)
-        native.encode_special_tokens = True
-        native.no_truncation()
-        native.no_padding()
+        native = _native_json(file.text)
         given = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
     refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
     return HuggingFaceTokenizer(
-        identity=identity, special_ids=file.vocabulary.special_ids, engine=engine, native=native
+        identity=identity,
+        special_ids=file.vocabulary.special_ids,
+        engine=engine,
+        native=native,
+        with_controls=cache(partial(_native_json, file.text, with_controls=True)),
+        guard=guard_of(file, identity, _native_json),
     )
 
 
@@ -270,6 +367,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "bytes": ("bytes",),
     "tokenizer.json": ("fastokens", "tokenizers"),
     "tiktoken": ("fastokens", "tiktoken"),
+    "sentencepiece": ("sentencepiece",),
 }
 """The engines of each kind: the fast one, which "auto" stands for, then the reference."""
 
@@ -283,10 +381,11 @@ def open_tokenizer(
     eos_token: str | None = None,
     engine: str = "auto",
 ) -> Tokenizer:
-    """Open a tokenizer: `bytes`, a `tokenizer.json`, a folder holding one, or `tiktoken:<rank file>`.
+    """Open a tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder holding one, or `tiktoken:<rank file>`.
 
     `tiktoken:<rank file>?encoding=cl100k_base` says which encoding a rank file is where neither its hash nor
-    its name does. The fast engine is taken on trust here; `trusted` proves it.
+    its name does; `?encoding=mine.json` names a file with its `pattern`, `special_tokens`, `bos_token` and
+    `eos_token`. The fast engine is taken on trust here, where it can load the file; `trusted` proves it.
     """
     kind = kind_of(spec)
     name = ENGINES[kind][0] if engine == "auto" else engine
@@ -297,7 +396,12 @@ def open_tokenizer(
             f"{nearest(engine, known)}"
         )
     framing = Framing(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
-    return _open(spec, framing, name)
+    try:
+        return _open(spec, framing, name)
+    except TokenizerError:
+        if engine != "auto" or len(ENGINES[kind]) == 1:
+            raise
+        return _open(spec, framing, ENGINES[kind][1])
 
 
 def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
@@ -306,6 +410,17 @@ def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
     file = read_tokenizer_file(spec)
     identity = identify(file.vocabulary, framing)
     tokenizer: Tokenizer
+    if isinstance(file, ModelFile):
+        vocabulary = file.vocabulary
+        tokenizer = SentencePieceTokenizer(
+            identity=identity, special_ids=vocabulary.special_ids, engine=file.engine, native=file.native
+        )
+        framed = {identity.bos_id, identity.eos_id}
+        controls = {name: id_ for name, id_ in vocabulary.ids.items() if id_ in framed}
+        _refuse_spelled(tokenizer, {**vocabulary.special_ids, **controls}, spec)
+        return tokenizer
+    if isinstance(file, JsonFile):
+        file = mark_framing(file, identity)
     if engine == "fastokens":
         _, reference = ENGINES[identity.kind]
         tokenizer = _open_fast(file, identity, partial(_open, spec, framing, reference))
@@ -314,26 +429,14 @@ def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
     else:
         tokenizer = _open_reference_json(file, identity)
     if isinstance(file, JsonFile):
-        _refuse_spelled(tokenizer, _controls(file, identity), spec)
+        _refuse_spelled(tokenizer, control_ids(file, identity), spec)
     return tokenizer
 
 
-def _controls(file: JsonFile, identity: TokenizerIdentity) -> dict[str, int]:
-    """Return what raw text must not be able to spell: the control strings, BOS and EOS."""
-    framing = {identity.bos_id, identity.eos_id} - {None}
-    controls = dict(file.vocabulary.special_ids)
-    controls.update({name: id_ for name, id_ in file.vocabulary.ids.items() if id_ in framing})
-    # Text that the model has no token for may well become the unknown token, unless that is also BOS or EOS.
-    if file.unknown is not None and controls.get(file.unknown) not in framing:
-        controls.pop(file.unknown, None)
-    return controls
-
-
-def _refuse_spelled(tokenizer: Tokenizer, controls: dict[str, int], spec: str) -> None:
+def _refuse_spelled(tokenizer: Tokenizer, controls: Mapping[str, int], spec: str) -> None:
     """Raise `TokenizerError` if raw text that spells a control string gets its control id.
 
-    The engines are told not to match control strings, but a model that holds one as a word (WordLevel, Unigram) or
-    has learned to merge one (BPE without a pattern) still makes it, and any web page could then end a document.
+    Any web page could then end a document. See `Guard` for what is done about models that spell them.
     """
     names = list(controls)
     encoded = tokenizer.encode([shown for name in names for shown in (name, f"x{name}y", f"a {name} b")])
@@ -342,8 +445,8 @@ def _refuse_spelled(tokenizer: Tokenizer, controls: dict[str, int], spec: str) -
         if np.any(ids == controls[name]):
             raise TokenizerError(
                 f"tokenizer {spec!r}: raw text must not give control ids, "
-                f"got id {controls[name]} for the text {name!r} from {tokenizer.engine}; "
-                "mark it as special in the file and take away the merge or word of the model that spells it"
+                f"got id {controls[name]} for the text {name!r} from {tokenizer.engine}; name another BOS or EOS "
+                "with bos_token=... or eos_token=..., or take away from the file what spells it"
             )
 
 

@@ -1,42 +1,59 @@
-"""The files that define a tokenizer: a `tokenizer.json` and what stands beside it, or a tiktoken rank file."""
+"""The files that define a tokenizer: a `tokenizer.json` and what stands beside it, a rank file, or a `.model`."""
 
 from __future__ import annotations
 
 import binascii
 import hashlib
+import re
 from collections import ChainMap
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, well_known
+from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, engine_errors
 from tokenmill.errors import TokenizerError, TokenmillError, nearest
+from tokenmill.fingerprint import canonical
+from tokenmill.tables import Count, read_table
 from tokenmill.types import AnyArray
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 CONFIG = "tokenizer_config.json"
 SIBLINGS = (CONFIG, "special_tokens_map.json")
 """Beside a `tokenizer.json`, in order of authority."""
+MODEL_SUFFIX = ".model"
+"""Of files of SentencePiece, and of the rank file that Meta publishes with Llama 3."""
 _TIKTOKEN = "tiktoken:"
 
 
 def kind_of(spec: str) -> str:
-    """Return the kind of tokenizer that a spec names, without opening anything."""
+    """Return the kind of tokenizer that a spec names; of a `.model` the first line is read."""
     if spec == "bytes":
         return "bytes"
-    return "tiktoken" if spec.startswith(_TIKTOKEN) else "tokenizer.json"
+    if spec.startswith(_TIKTOKEN):
+        return "tiktoken"
+    path = _in_folder(Path(spec))
+    if path.suffix != MODEL_SUFFIX or not path.is_file():
+        return "tokenizer.json"
+    with path.open("rb") as file:
+        return "tiktoken" if re.fullmatch(rb"[A-Za-z0-9+/]+=* [0-9]+\s*", file.readline(4096)) else "sentencepiece"
 
 
-def read_tokenizer_file(spec: str) -> JsonFile | RankFile:
+def read_tokenizer_file(spec: str) -> JsonFile | RankFile | ModelFile:
     """Read the file that a spec names; `bytes` has none."""
-    if kind_of(spec) == "tokenizer.json":
+    kind = kind_of(spec)
+    if kind == "tokenizer.json":
         return read_json_file(_json_path(spec), spec)
+    if kind == "sentencepiece":
+        return read_model_file(_in_folder(Path(spec)), spec)
     name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
-    path = Path(name)
+    path = _in_folder(Path(name))
     if not path.is_file():
         raise TokenizerError(
             f"tokenizer {spec!r}: must name a rank file, got {name!r}, which is no file; "
@@ -45,27 +62,33 @@ def read_tokenizer_file(spec: str) -> JsonFile | RankFile:
     return read_rank_file(path, encoding if mark else None, spec)
 
 
+def _in_folder(path: Path) -> Path:
+    """Return the file that a folder stands for: its `tokenizer.json`, else its `tokenizer.model`."""
+    if not path.is_dir():
+        return path
+    model = path / f"tokenizer{MODEL_SUFFIX}"
+    return model if model.is_file() and not (path / "tokenizer.json").is_file() else path / "tokenizer.json"
+
+
 def _json_path(spec: str) -> Path:
-    path = Path(spec)
+    path = _in_folder(Path(spec))
     if path.suffix == ".tiktoken":
         raise TokenizerError(
             f"tokenizer {spec!r}: a rank file must be named as one, got a bare path; write 'tiktoken:{spec}'"
         )
-    if path.is_dir():
-        if not (path / "tokenizer.json").is_file():
-            names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-            raise TokenizerError(
-                f"tokenizer {spec!r}: the folder must hold a tokenizer.json, got {names}; save it with "
-                "tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
-            )
-        return path / "tokenizer.json"
-    if not path.is_file():
+    if path.is_file():
+        return path
+    if Path(spec).is_dir():
+        names = ", ".join(sorted(entry.name for entry in path.parent.iterdir())[:8]) or "nothing"
         raise TokenizerError(
-            f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a folder holding one, or "
-            "'tiktoken:<rank file>', got a path that does not exist; nothing is downloaded: "
-            "save the tokenizer to a folder first"
+            f"tokenizer {spec!r}: the folder must hold a tokenizer.json or a tokenizer.model, got {names}; save it "
+            "with tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
         )
-    return path
+    raise TokenizerError(
+        f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a .model file, a folder holding one, or "
+        "'tiktoken:<rank file>', got a path that does not exist; nothing is downloaded: "
+        "save the tokenizer to a folder first"
+    )
 
 
 # A `tokenizer.json`.
@@ -82,6 +105,20 @@ class JsonFile:
     """All added tokens, those that are no control strings as well: the engines must give them these ids."""
     unknown: str | None
     """What the model gives for text that it has no token for, if it has such a token."""
+    model_ids: Mapping[str, int] = field(repr=False)
+    """The words of the model."""
+    merges: Sequence[str | Sequence[str]] | None = field(repr=False)
+    """By which alone the model makes words of more than a letter; None: it also looks words up."""
+    normalized_controls: bool
+    """Whether some control strings are looked for in normalized text."""
+
+    def words(self, names: Iterable[str]) -> set[str]:
+        """Return those of the names that the model gives to a text that spells them."""
+        words = {name for name in names if name in self.model_ids}
+        if not words or self.merges is None:
+            return words
+        made = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in self.merges}
+        return {word for word in words if word in made or len(word) == 1}
 
 
 def read_json_file(path: Path, where: str) -> JsonFile:
@@ -101,7 +138,9 @@ def read_json_file(path: Path, where: str) -> JsonFile:
         )
     vocab = _model_ids(model["vocab"])
     added_ids, special_ids = _added_ids(value, path)
-    named = _siblings(path)
+    ids = ChainMap(added_ids, vocab)
+    placed = {role: name for role, name in _placed(value.get("post_processor")).items() if name in ids}
+    bos, eos, pad = (_named(role, path, placed, special_ids) for role in _ROLES)
     return JsonFile(
         path=path,
         text=data.decode(),
@@ -110,14 +149,19 @@ def read_json_file(path: Path, where: str) -> JsonFile:
             kind="tokenizer.json",
             content=content_digest(data),
             vocab_size=1 + max(chain(vocab.values(), added_ids.values())),
-            ids=ChainMap(added_ids, vocab),
+            ids=ids,
             special_ids=special_ids,
-            bos=named["bos_token"] if "bos_token" in named else well_known(BOS_NAMES, special_ids),
-            eos=named["eos_token"] if "eos_token" in named else well_known(EOS_NAMES, special_ids),
-            pad=named["pad_token"] if "pad_token" in named else well_known(PAD_NAMES, special_ids),
+            bos=bos[0],
+            eos=eos[0],
+            pad=pad[0],
+            named_by={"bos": bos[1], "eos": eos[1]},
         ),
         added_ids=added_ids,
         unknown=_unknown(model),
+        model_ids=vocab,
+        merges=model.get("merges") if _only_merges(model) else None,
+        normalized_controls=value.get("normalizer") is not None
+        and any(token.get("special") and token.get("normalized") for token in value.get("added_tokens") or []),
     )
 
 
@@ -175,29 +219,65 @@ def _unknown(model: dict[str, Any]) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _siblings(path: Path) -> dict[str, str | None]:
-    """Return what the files beside the tokenizer call BOS, EOS and PAD; a null there means that it has none."""
-    named: dict[str, str | None] = {}
+def _only_merges(model: dict[str, Any]) -> bool:
+    """Say whether a model makes its words by merges alone: BPE, whose words are no others than their letters."""
+    marks = ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+    return model.get("type", "BPE") == "BPE" and not any(map(model.get, marks))
+
+
+_ROLES: Mapping[str, tuple[str, ...]] = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES, "pad_token": PAD_NAMES}
+"""What configs call BOS, EOS and PAD, and well-known names of them."""
+
+
+def _named(
+    role: str, path: Path, placed: Mapping[str, str], special_ids: Mapping[str, int]
+) -> tuple[str | None, str]:
+    """Return which string is BOS, EOS or PAD, and what says so; a null in a file means that there is none."""
     for name in SIBLINGS:
         sibling = path.parent / name
-        if not sibling.is_file():
-            continue
-        value = read_object(sibling.read_bytes(), sibling)
-        for role in ("bos_token", "eos_token", "pad_token"):
-            if role in named or role not in value:
+        value = read_object(sibling.read_bytes(), sibling) if sibling.is_file() else {}
+        # AstrAI's folders have them under `special_tokens`, those of Hugging Face at the top.
+        inner = value.get("special_tokens")
+        for table, where in ((value, name), (inner, f"special_tokens of {name}")):
+            if not isinstance(table, dict) or role not in table:
                 continue
-            token = value[role]
+            token = table[role]
             content = token.get("content") if isinstance(token, dict) else token
             if not (content is None or isinstance(content, str)) or (content is None and token is not None):
                 raise TokenizerError(
                     f"{sibling}: {role} must be a string, an object with 'content' or null, got {token!r}; "
                     "correct it, or move the file away"
                 )
-            named[role] = content
-    return named
+            return content, where
+    if role in placed:
+        return placed[role], f"the post-processor of {path.name}"
+    return next((name for name in _ROLES[role] if name in special_ids), None), "its well-known name"
+
+
+def _placed(post_processor: object) -> dict[str, str]:
+    """Return the one string that a post-processor puts before every text, and the one behind it, by their roles."""
+    if not isinstance(post_processor, dict):
+        return {}
+    placed: dict[str, str] = {}
+    for inner in post_processor.get("processors") or ():  # of a sequence of them
+        placed |= _placed(inner)
+    cls, sep = post_processor.get("cls"), post_processor.get("sep")  # as BERT's and RoBERTa's have it
+    if isinstance(cls, list) and isinstance(sep, list):
+        placed |= {"bos_token": str(cls[0]), "eos_token": str(sep[0])}
+    single = [part for part in post_processor.get("single") or () if isinstance(part, dict)]
+    text = next((index for index, part in enumerate(single) if "Sequence" in part), None)
+    if text is not None:
+        for role, parts in (("bos_token", single[:text]), ("eos_token", single[text + 1 :])):
+            # Where several stand together it is not said which of them is BOS or EOS.
+            if len(parts) == 1 and isinstance(parts[0].get("SpecialToken"), dict):
+                placed[role] = str(parts[0]["SpecialToken"].get("id"))
+    return placed
 
 
 # A tiktoken rank file, and what it leaves to be known: the pattern and the control strings.
+
+
+_EOT = "<|endoftext|>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,13 +286,14 @@ class RankEncoding:
 
     pattern: str
     special_ids: Mapping[str, int]
-    sha256: str
-    """Of the rank file that OpenAI publishes."""
+    sha256: str = ""
+    """Of the rank file that is published."""
     preset: str | None = None
     """What fastokens calls the pattern: its own matcher for it is twice as fast as the regular expression."""
+    bos: str | None = None
+    eos: str | None = _EOT
 
 
-_EOT = "<|endoftext|>"
 _R50K = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _R50K_SHA = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 _P50K_SHA = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
@@ -231,7 +312,13 @@ _O200K = "|".join(
 
 _HARMONY_RESERVED = (200000, 200001, 200004, 200009, 200010, 200011, *range(200013, 201088))
 
-# As `tiktoken_ext.openai_public` defines them; the first whose hash or name fits is taken.
+_LLAMA3_CONTROLS = (
+    *("<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{index}|>" for index in range(4))),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
+    *(f"<|reserved_special_token_{index}|>" for index in range(5, 251)),
+)
+
+# As `tiktoken_ext.openai_public` and Meta's `llama3` define them; the first whose hash or name fits is taken.
 ENCODINGS: dict[str, RankEncoding] = {
     "r50k_base": RankEncoding(pattern=_R50K, special_ids={_EOT: 50256}, sha256=_R50K_SHA),
     "gpt2": RankEncoding(pattern=_R50K, special_ids={_EOT: 50256}, sha256=_R50K_SHA),
@@ -278,6 +365,14 @@ ENCODINGS: dict[str, RankEncoding] = {
         sha256=_O200K_SHA,
         preset="o200k_base",
     ),
+    "llama3": RankEncoding(
+        pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        special_ids={name: 128_000 + index for index, name in enumerate(_LLAMA3_CONTROLS)},
+        sha256="82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55",
+        bos="<|begin_of_text|>",
+        eos="<|end_of_text|>",
+    ),
 }
 
 
@@ -298,15 +393,20 @@ class RankFile:
 
 
 def read_rank_file(path: Path, name: str | None, where: str) -> RankFile:
-    """Read a rank file; `name` is its encoding, which is else known from its hash or its file name."""
+    """Read a rank file; `name` is its encoding, or a file that says it; else its hash or its file name does."""
     data = path.read_bytes()
-    encoding = ENCODINGS[_recognise(data, path, name)]
+    own = name is not None and name.endswith(".json")
+    known = "" if own else _recognise(data, path, name)
+    encoding = _read_encoding(Path(name or "")) if own else ENCODINGS[known]
     ranks = _parse_ranks(data, path)
-    taken = set(encoding.special_ids.values()) & set(ranks.values())
+    taken = sorted(set(encoding.special_ids.values()) & set(ranks.values()))
     if taken:
+        ids = set(ranks.values())
+        fitting = [each for each, other in ENCODINGS.items() if ids.isdisjoint(other.special_ids.values())]
+        way_out = f"its {len(ranks)} ranks fit {', '.join(fitting)}, or a .json file of your own after ?encoding="
         raise TokenizerError(
-            f"{path}: its ranks must leave the control ids of the encoding free, got ranks {sorted(taken)}; "
-            f"say which encoding it is: tiktoken:{path}?encoding=cl100k_base"
+            f"tiktoken:{path}: its ranks must leave the control ids of {name or known} free, got {taken[:4]}; "
+            f"{'give them other ids' if own else way_out}"
         )
     return RankFile(
         path=path,
@@ -315,14 +415,50 @@ def read_rank_file(path: Path, name: str | None, where: str) -> RankFile:
         vocabulary=Vocabulary(
             where=where,
             kind="tiktoken",
-            content=content_digest(data, b"\0", encoding.pattern.encode()),
-            vocab_size=1 + max(*ranks.values(), *encoding.special_ids.values()),
+            content=content_digest(
+                data, b"\0", encoding.pattern.encode(), canonical(dict(encoding.special_ids)) if own else b""
+            ),
+            vocab_size=1 + max(chain(ranks.values(), encoding.special_ids.values())),
             ids=encoding.special_ids,
             special_ids=encoding.special_ids,
-            bos=None,
-            eos=_EOT,
+            bos=encoding.bos,
+            eos=encoding.eos,
             pad=None,
+            named_by=dict.fromkeys(("bos", "eos"), str(name) if own else f"the encoding {known}"),
         ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EncodingTable:
+    """What a rank file does not hold, as a file of one's own says it."""
+
+    pattern: str
+    special_tokens: Mapping[str, Count] = field(default_factory=dict)
+    bos_token: str | None = None
+    eos_token: str | None = None
+
+
+def _read_encoding(path: Path) -> RankEncoding:
+    if not path.is_file():
+        raise TokenizerError(
+            f"tokenizer: ?encoding={path} must name a file, got none; write into it "
+            '{"pattern": "...", "special_tokens": {"<|endoftext|>": 50000}, "eos_token": "<|endoftext|>"}'
+        )
+    written = read_table(_EncodingTable, read_object(path.read_bytes(), path), f"{path}:", error=TokenizerError)
+    if len(set(written.special_tokens.values())) < len(written.special_tokens):
+        raise TokenizerError(f"{path}: special_tokens must have different ids, got one twice; correct it")
+    known = written.special_tokens
+    for role, name in (("bos_token", written.bos_token), ("eos_token", written.eos_token)):
+        if name is not None and name not in known:
+            raise TokenizerError(
+                f"{path}: {role} must be one of special_tokens, got {name!r}; {nearest(name, known)}"
+            )
+    return RankEncoding(
+        pattern=written.pattern,
+        special_ids=written.special_tokens,
+        bos=written.bos_token,
+        eos=written.eos_token,
     )
 
 
@@ -353,7 +489,8 @@ def _recognise(data: bytes, path: Path, name: str | None) -> str:
     raise TokenizerError(
         f"tiktoken:{path}: a rank file holds no pattern, and neither its hash nor its name is that of a known "
         f"encoding, got {path.name!r}; say which it is: tiktoken:{path}?encoding=cl100k_base "
-        f"(or {', '.join(known for known in ENCODINGS if known != 'cl100k_base')})"
+        f"(or {', '.join(known for known in ENCODINGS if known != 'cl100k_base')}, or the path of a .json file "
+        "with its pattern and special_tokens)"
     )
 
 
@@ -377,3 +514,50 @@ def _parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
             f"got {len(ranks)} tokens without bytes {missing[:4]}; is the download whole?"
         )
     return ranks
+
+
+# A `.model` file of SentencePiece.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFile:
+    """A `.model` file, opened by SentencePiece, which alone knows what it holds."""
+
+    path: Path
+    native: sentencepiece.SentencePieceProcessor = field(repr=False)
+    engine: str
+    vocabulary: Vocabulary
+
+
+def read_model_file(path: Path, where: str) -> ModelFile:
+    """Read a `.model` file: BPE, Unigram, or any other model that SentencePiece trains."""
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise TokenizerError(
+            f"sentencepiece: must be installed to read {where!r}, got {error}; "
+            "pip install 'tokenmill[sentencepiece]'"
+        ) from error
+    data = path.read_bytes()
+    engine = f"sentencepiece {sentencepiece.__version__}"
+    with engine_errors(engine, f"load {where!r}", "is it a file of this kind, and whole?"):
+        native = sentencepiece.SentencePieceProcessor(model_proto=data)
+    ids = {native.id_to_piece(id_): id_ for id_ in range(native.get_piece_size())}
+    strings = {role: id_ for role, id_ in (("bos", native.bos_id()), ("eos", native.eos_id())) if id_ >= 0}
+    return ModelFile(
+        path=path,
+        native=native,
+        engine=engine,
+        vocabulary=Vocabulary(
+            where=where,
+            kind="sentencepiece",
+            content=content_digest(data),
+            vocab_size=native.get_piece_size(),
+            ids=ids,
+            special_ids={name: id_ for name, id_ in ids.items() if native.is_control(id_)},
+            bos=native.id_to_piece(strings["bos"]) if "bos" in strings else None,
+            eos=native.id_to_piece(strings["eos"]) if "eos" in strings else None,
+            pad=native.id_to_piece(native.pad_id()) if native.pad_id() >= 0 else None,
+            named_by=dict.fromkeys(strings, path.name),
+        ),
+    )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from tokenmill.errors import ConfigError, TokenizerError, nearest
+from tokenmill.errors import TokenizerError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.types import AnyArray, BoolArray, Encoded, Int64Array
 
-KINDS = ("bytes", "tokenizer.json", "tiktoken")
+KINDS = ("bytes", "tokenizer.json", "tiktoken", "sentencepiece")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,9 @@ class Tokenizer(Protocol):
         A text that is not valid Unicode (a lone surrogate) raises `TokenizerError` with its index.
         """
 
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, in which control strings have become their ids."""
+
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids: U+FFFD for what is not UTF-8, control ids as their strings.
 
@@ -130,6 +134,28 @@ def join(arrays: Sequence[AnyArray]) -> Encoded:
 def split(encoded: Encoded) -> list[AnyArray]:
     """Return the ids of each document; what `join` was given."""
     return [encoded.ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
+
+
+@cache
+def control_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds control strings in a text: of those that start together the longest."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) if names else r"(?!)")
+
+
+def encode_between(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
+    """Give control strings their ids, and encode every piece of text before, between and behind them alone."""
+    pattern = control_pattern(tuple(tokenizer.special_ids))
+    controls = [[tokenizer.special_ids[name] for name in pattern.findall(text)] for text in texts]
+    pieces = split(tokenizer.encode([piece for text in texts for piece in pattern.split(text)]))
+    documents = []
+    first = 0
+    for ids in controls:
+        own = [piece.astype(np.uint32, copy=False) for piece in pieces[first : first + len(ids) + 1]]
+        first += len(own)
+        places = np.cumsum([piece.size for piece in own[:-1]], dtype=np.int64)
+        documents.append(np.insert(np.concatenate(own), places, ids))
+    return join(documents)
 
 
 def checked_ids(ids: AnyArray, identity: TokenizerIdentity) -> AnyArray:
@@ -208,6 +234,8 @@ class Vocabulary:
     bos: str | None
     eos: str | None
     pad: str | None
+    named_by: Mapping[str, str] = field(default_factory=dict)
+    """`bos` and `eos` -> what says which string that is, in words; what nothing names is not there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,11 +246,6 @@ class Framing:
     add_eos: bool | None = None
     bos_token: str | None = None
     eos_token: str | None = None
-
-
-def well_known(names: Iterable[str], special_ids: Mapping[str, int]) -> str | None:
-    """Return the first of the names that is a control string."""
-    return next((name for name in names if name in special_ids), None)
 
 
 def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
@@ -359,83 +382,6 @@ def with_second_bos(ids: AnyArray, offsets: Int64Array, identity: TokenizerIdent
     return second
 
 
-# What becomes of control strings, such as `<|endoftext|>`, that stand in raw text.
-
-POLICIES = ("text", "encode", "drop")
-"""They are ordinary text, become control ids, or are taken out."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ControlTokenizer:
-    """A tokenizer that gives control strings in raw text their ids, or takes them out first."""
-
-    tokenizer: Tokenizer = field(repr=False)
-    policy: str
-    pattern: re.Pattern[str] = field(repr=False)
-
-    @property
-    def identity(self) -> TokenizerIdentity:
-        """What its ids mean."""
-        return self.tokenizer.identity
-
-    @property
-    def engine(self) -> str:
-        """Name and version of what does the work."""
-        return self.tokenizer.engine
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        """Control strings and their ids."""
-        return self.tokenizer.special_ids
-
-    def decode(self, ids: AnyArray) -> str:
-        """Return the text of ids."""
-        return self.tokenizer.decode(ids)
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text."""
-        if self.policy == "drop":
-            return self.tokenizer.encode([self._without(text) for text in texts])
-        if not any(map(self.pattern.search, texts)):
-            return self.tokenizer.encode(texts)
-        # Pieces of text and control strings by turns: a b c d e -> text a, string b, text c, ...
-        pieces = [self.pattern.split(text) for text in texts]
-        bare = self.tokenizer.encode([part for text in pieces for part in text[::2]])
-        plain = bare.ids.astype(np.uint32, copy=False)
-        controls = [np.array([self.special_ids[name] for name in text[1::2]], np.uint32) for text in pieces]
-        places = np.cumsum([0, *(len(text[::2]) for text in pieces)])
-        return join(
-            [
-                np.insert(
-                    plain[bare.offsets[first] : bare.offsets[last]],
-                    bare.offsets[first + 1 : last] - bare.offsets[first],
-                    names,
-                )
-                for first, last, names in zip(places[:-1], places[1:], controls, strict=True)
-            ]
-        )
-
-    def _without(self, text: str) -> str:
-        while self.pattern.search(text):  # taking one out may join the halves of another
-            text = self.pattern.sub("", text)
-        return text
-
-
-def with_policy(tokenizer: Tokenizer, policy: str) -> Tokenizer:
-    """Return a tokenizer that treats control strings in raw text so; `text` is what every tokenizer does itself."""
-    if policy not in POLICIES:
-        raise ConfigError(
-            f"control_strings: must be one of {', '.join(POLICIES)}, got {policy!r}; {nearest(policy, POLICIES)}"
-        )
-    names = sorted(tokenizer.special_ids, key=len, reverse=True)
-    if policy == "text" or not names:
-        return tokenizer
-    pattern = re.compile(
-        f"({'|'.join(map(re.escape, names))})" if policy == "encode" else "|".join(map(re.escape, names))
-    )
-    return ControlTokenizer(tokenizer=tokenizer, policy=policy, pattern=pattern)
-
-
 # The built-in tokenizer: one id a byte of UTF-8, and BOS, EOS, PAD above them.
 
 BYTES_SPECIAL_IDS: Mapping[str, int] = MappingProxyType({"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258})
@@ -453,6 +399,7 @@ def bytes_vocabulary() -> Vocabulary:
         bos="<|bos|>",
         eos="<|eos|>",
         pad="<|pad|>",
+        named_by=dict.fromkeys(("bos", "eos"), "the built-in tokenizer"),
     )
 
 
@@ -472,6 +419,10 @@ class ByteTokenizer:
             refuse_surrogates(texts)
             raise
         return Encoded(ids=np.frombuffer(b"".join(encoded), np.uint8), offsets=offsets_of(map(len, encoded)))
+
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the UTF-8 bytes of each text, as uint32 ids, and those of control strings."""
+        return encode_between(self, texts)
 
     def decode(self, ids: AnyArray) -> str:
         """Return the text of the bytes, control ids as their strings."""

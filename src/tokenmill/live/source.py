@@ -124,6 +124,10 @@ class ForeignTokenizer:
             )
         return join([np.array(ids[1:], np.int64) for ids in lists])
 
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the bare ids of each text: no control string is known."""
+        return self.encode(texts)
+
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids."""
         return self.inner.decode(checked_ids(ids, self.identity).tolist())

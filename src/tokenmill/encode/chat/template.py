@@ -169,7 +169,7 @@ def _find(folder: Path, name: str) -> tuple[str, str] | None:
 
 
 def _folder(tokenizer: str | None) -> Path | None:
-    if tokenizer is None or kind_of(tokenizer) != "tokenizer.json":
+    if tokenizer is None or kind_of(tokenizer) not in ("tokenizer.json", "sentencepiece"):
         return None
     path = Path(tokenizer)
     return path if path.is_dir() else path.parent
