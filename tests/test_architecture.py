@@ -243,7 +243,9 @@ def run(program: str, **environment: str) -> str:
         check=False,
         env={**os.environ, **environment},
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # Other tests may compile kernels at the same time, for which a process waits with a line of its own.
+    errors = [line for line in done.stderr.splitlines() if "another process that compiles kernels" not in line]
+    assert (done.returncode, errors) == (0, [])
     return done.stdout
 
 
