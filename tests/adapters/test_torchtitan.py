@@ -83,6 +83,27 @@ def build(folder, rank, world_size, *, name="staged", seq_len=32, **options):
     )
 
 
+class Trainer:
+    """Makes its loader as torchtitan's does: with its own batch known to itself alone."""
+
+    def __init__(self, folder, global_batch_size, microbatches=1):
+        self.gradient_accumulation_steps = global_batch_size // (2 * 4 * microbatches)
+        self.num_pipeline_parallel_microbatches = microbatches
+        self.dataloader = build(folder, 0, 4)
+
+    def validate(self, folder):
+        return build(folder, 0, 4)
+
+
+def refusal(*sizes):
+    """Return what a trainer of a global batch is told; nothing where it is built."""
+    try:
+        Trainer(*sizes)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def checkpointer(folder, loader):
     """Make torchtitan's checkpointer, over the smallest model there is."""
     from torchtitan.components.checkpointer import CheckpointManager
@@ -135,7 +156,14 @@ def work(folder):
     except ConfigError as error:
         long = str(error)
     config = adapter.TokenmillDataLoader.Config(config_file="run.toml")
+    trainer = Trainer(folder, 16)
+    trainer.gradient_accumulation_steps = (
+        7  # what is made later, as by its validator, takes no steps of the trainer
+    )
     answers = {
+        "batches": {size: refusal(folder, size) for size in (8, 16, 32)},
+        "pipelined": [refusal(folder, 16, 2), refusal(folder, 32, 2)],
+        "validated": len(trainer.validate(folder)),
         "is_theirs": isinstance(loader, BaseDataLoader),
         "config": replace(config, infinite=False).to_dict(),
         "first": listed(first),
@@ -244,6 +272,27 @@ def test_a_checkpoint_within_a_step_of_the_run_is_refused(answers):
         "torchtitan: a step must take all micro-batches of a step of the run, got a checkpoint after 1 of them in "
         "step 3; give the run and [training] one global_batch_size, and the stages of the run too"
     )
+
+
+def test_another_global_batch_in_the_trainer_is_refused_when_the_loader_is_made(answers):
+    """[A1.a]"""
+    told = (
+        "stage 'base': global_batch_size must be that of the trainer, {}, got 16; set training.global_batch_size "
+        "to that of the run, or change the run"
+    )
+    assert answers["batches"] == {"8": told.format(8), "16": "", "32": told.format(32)}
+    assert answers["pipelined"] == ["", told.format(32)]
+    assert answers["validated"] == 2 * STEPS
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan")
+def test_torchtitans_trainer_knows_its_batch_when_it_makes_its_loader():
+    """What `Trainer` above stands for, as the real one wants a GPU: by its source."""
+    source = Path(find_spec("torchtitan").origin).with_name("trainer.py").read_text()
+    making = source[source.index("def __init__(self, config: Config):") :]
+    made = making.index("self.dataloader = config.dataloader.build(")
+    for name in ("gradient_accumulation_steps", "num_pipeline_parallel_microbatches"):
+        assert 0 < making.index(f"self.{name} = ") < made
 
 
 def test_rows_longer_than_the_model_takes_are_refused_before_the_first_step(answers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from tokenmill.run.run import Run
 if TYPE_CHECKING:
     import torch
 
+    from tokenmill.loader import Loader
     from tokenmill.plan import Plan
 
 ARRAYS = ("input_ids", "labels", "position_ids")
@@ -150,6 +152,35 @@ def _check_length(plan: Plan, seq_len: int) -> None:
             )
 
 
+def _check_batch(loader: Loader, in_trainer: int) -> None:
+    """Refuse stages whose steps are more or fewer micro-batches than those of the trainer."""
+    part = loader.part
+    for stage in loader.plan.stages:
+        if stage.spec.skipped is None and part.batches(stage) != in_trainer:
+            wanted = in_trainer * part.micro_batch * part.world_size
+            raise ConfigError(
+                f"stage {stage.spec.name!r}: global_batch_size must be that of the trainer, {wanted}, got "
+                f"{stage.spec.global_batch_size}; set training.global_batch_size to that of the run, or change "
+                "the run"
+            )
+
+
+def _batches_of_trainer() -> int | None:
+    """Return how many micro-batches a step has in the trainer that is building this loader; None: there is none.
+
+    torchtitan tells a loader the batch of its rank and not the global one, so it is looked up in the trainer, which
+    is on the stack while it is made. Its validator, which takes no steps, is made and used later.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        trainer = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        accumulated = getattr(trainer, "gradient_accumulation_steps", None)
+        if isinstance(accumulated, int):
+            return accumulated * int(getattr(trainer, "num_pipeline_parallel_microbatches", 1))
+        frame = frame.f_back
+    return None
+
+
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class over one that is only known where torchtitan is
     """Make `TokenmillDataLoader` when it is asked for, as the builder does without all that torchtitan imports."""
     if name != "TokenmillDataLoader":
@@ -200,6 +231,9 @@ def _dataloader() -> type[PairLoader]:
                 threads=config.threads,
                 check_ranks=config.check_ranks,
             )
+            in_trainer = _batches_of_trainer()
+            if in_trainer is not None:
+                _check_batch(pairs.loader.loader, in_trainer)
             super().__init__(pairs.loader)
 
     return TokenmillDataLoader
