@@ -116,6 +116,8 @@ def build_dataloader(
     file = Path(tables.get("job", {}).get("config_file") or "job_config").resolve()
     of_data = {name: tables[name] for name in _TABLES if name in tables}
     translation = translate(of_data, where=file.name, world_size=dp_world_size)
+    if dp_rank == 0:
+        translation.log(file.name)
     config = parse_config(translation.tables, where=file.name)
     run = Run(config=config, folder=file.parent, name=file.stem, translation=translation)
     if "seq_len" in tables["training"]:

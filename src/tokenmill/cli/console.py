@@ -65,9 +65,14 @@ Format = Annotated[str | None, typer.Option(help="Format of files of other proje
 
 def open_run(file: Path, world_size: int | None = None) -> Run:
     """Read the config of a run, and say on stderr what a foreign one was taken for."""
+    from tokenmill.config.run import logger
     from tokenmill.run.run import Run
 
-    run = Run.from_toml(file, world_size=world_size)
+    logger.disabled = True  # all of it is told below
+    try:
+        run = Run.from_toml(file, world_size=world_size)
+    finally:
+        logger.disabled = False
     if run.translation:
         tell(run.translation)
     return run

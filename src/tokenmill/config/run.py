@@ -6,6 +6,7 @@ they leave out taken from [run]. A rule that a single record can know stands in 
 
 from __future__ import annotations
 
+import logging
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,7 @@ MAX_RAMP_BATCH = 1 << 22
 MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
+logger = logging.getLogger("tokenmill.config")
 NATIVE = "native"
 TABLES = ("run", "sources", "stages", "skip", "quarantine")
 
@@ -107,7 +109,8 @@ class SourceConfig:
     documents: tuple[str, ...] = ()
     """In place of a store: files, folders, globs or `hf:` names of text, prepared into a store when first used."""
     tokenizer: str | None = None
-    """Of `documents`, as `prepare` takes it."""
+    """Of `documents`, as `prepare` takes it; of token files the one that made them, whose EOS ends documents where
+    `eos_id` is not given."""
     text_field: str = "text"
     live: bool = False
     """Whether `documents` are tokenized while the model trains, and never prepared."""
@@ -466,6 +469,13 @@ class Translation:
     """What `parse_config` reads."""
     notes: tuple[str, ...] = ()
     """What was taken how, or ignored; a sentence each. A native config has none."""
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that decide what is trained on, and should not be overlooked."""
+
+    def log(self, where: str) -> None:
+        """Log what should not be overlooked."""
+        for warning in self.warnings:
+            logger.warning("%s: %s", where, warning)
 
 
 def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:

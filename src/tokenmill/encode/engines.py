@@ -404,6 +404,12 @@ def open_tokenizer(
         return _open(spec, framing, ENGINES[kind][1])
 
 
+def read_identity(spec: str) -> TokenizerIdentity:
+    """Return who a tokenizer is, such as its EOS; reads its files, but opens no engine."""
+    bare = bytes_vocabulary() if kind_of(spec) == "bytes" else read_tokenizer_file(spec).vocabulary
+    return identify(bare, Framing())
+
+
 def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
     if engine == "bytes":
         return ByteTokenizer(identity=identify(bytes_vocabulary(), framing))

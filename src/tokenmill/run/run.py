@@ -56,14 +56,17 @@ class Run:
 
         `world_size` is for configs of others, which give the batch of one rank.
         """
-        tables = read_tables(path)
+        tables, file = read_tables(path), Path(path).resolve()
         translation = Translation(tables=tables)
         if not tables or not tables.keys() <= set(TABLES):
             from tokenmill.config.dialects import translate
+            from tokenmill.store.layout import is_ours
 
-            translation = translate(tables, where=str(path), world_size=world_size)
+            translation = translate(
+                tables, where=str(path), world_size=world_size, is_store=lambda place: is_ours(file.parent / place)
+            )
+            translation.log(str(path))
         config = parse_config(translation.tables, where=str(path))
-        file = Path(path).resolve()
         return cls(config=config, folder=file.parent, name=file.stem, translation=translation)
 
     @cached_property
@@ -80,7 +83,7 @@ class Run:
                 maps=maps,
                 dtype=source.dtype,
                 vocab_size=source.vocab_size,
-                eos_id=source.eos_id,
+                eos_id=self._eos_id(source),
                 bos_id=source.bos_id,
                 format=source.format,
             )
@@ -129,6 +132,20 @@ class Run:
         assert source.tokenizer is not None
         plain = source.tokenizer == "bytes" or ":" in source.tokenizer
         return source.tokenizer if plain else str(self.folder / source.tokenizer)
+
+    def _eos_id(self, source: SourceConfig) -> int | None:
+        """Return the id that ends the documents of token files: as the source says, else that of its tokenizer."""
+        if source.eos_id is not None or source.store is None or source.tokenizer is None:
+            return source.eos_id
+        from tokenmill.encode.engines import read_identity
+
+        eos_id = read_identity(self._tokenizer(source)).eos_id
+        if eos_id is None:
+            raise ConfigError(
+                f"source {source.name!r}: its tokenizer must have an EOS, which ends documents, got none in "
+                f"{source.tokenizer!r}; name it in the tokenizer_config.json beside it, or give eos_id = ..."
+            )
+        return eos_id
 
     def _store_folder(self, source: SourceConfig) -> Path:
         """Return where the store of a source is; text is prepared first, once."""

@@ -3,6 +3,7 @@
 import tomllib
 from collections import Counter
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tokenmill.build.build import prepare
 from tokenmill.config.dialects import translate
 from tokenmill.config.run import RunConfig, SourceConfig, StageConfig, parse_config, to_toml
+from tokenmill.encode.engines import read_identity
 from tokenmill.errors import ConfigError
 from tokenmill.run.run import Run
 
@@ -113,6 +115,78 @@ def test_rows_of_kempnerforge_are_the_stream_cut_and_none_is_drawn_twice(npy, tm
 @pytest.mark.usefixtures("npy")
 def test_the_global_batch_of_kempnerforge_grows_with_its_ranks(tmp_path):
     assert run_of(KEMPNERFORGE, tmp_path, world_size=2).config.run.global_batch_size == 16
+
+
+def test_packed_sequences_end_at_the_eos_of_the_tokenizer_by_config_and_by_adapter(tmp_path):
+    """[P1.c]"""
+    adapter = pytest.importorskip("tokenmill.adapters.kempnerforge")
+    eos = read_identity("bytes").eos_id
+    ids = np.arange(1000, 1000 + 40 * 130, dtype=np.uint16)
+    ids[36::37] = eos
+    (tmp_path / "web").mkdir()
+    np.save(tmp_path / "web" / "part.npy", ids)
+    text = "[train]\nmax_steps = 10\nbatch_size = 8\nseq_len = 64\n[data]\ndataset_path = 'web'\n"
+    (tmp_path / "kf.toml").write_text(text + "pack_sequences = true\ntokenizer_path = 'bytes'\n")
+    config = adapter.DataConfig(
+        dataset_path=str(tmp_path / "web"), pack_sequences=True, tokenizer_path="bytes", num_workers=0
+    )
+
+    def labels(batches):
+        """Return the label of every token, whose ids are all different, and how many labels there are not."""
+        pairs = [(batch["input_ids"].ravel().tolist(), batch["labels"].ravel().tolist()) for batch in batches]
+        said = {token: label for tokens, follow in pairs for token, label in zip(tokens, follow, strict=True)}
+        ends = [token for tokens, _ in pairs for token in tokens].count(eos)
+        assert ends == sum(follow.count(-100) for _, follow in pairs) > 100
+        return said
+
+    run = Run.from_toml(tmp_path / "kf.toml", world_size=1)
+    by_config = labels([run.loader(micro_batch=8)[step] for step in range(10)])
+    by_adapter = labels(list(adapter.build_dataloader(config, rank=0, world_size=1, batch_size=8, seq_len=64)))
+    shared = by_config.keys() & by_adapter.keys()
+    assert len(shared) > 4500
+    assert {token: by_config[token] for token in shared} == {token: by_adapter[token] for token in shared}
+
+
+@pytest.mark.usefixtures("npy")
+def test_a_tokenizer_without_eos_cannot_end_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenmill.encode.engines.identify", lambda *_: SimpleNamespace(eos_id=None))
+    text = "[data]\ndataset_path = 'web'\npack_sequences = true\ntokenizer_path = 'bytes'\n"
+    with pytest.raises(ConfigError) as caught:
+        run_of(text, tmp_path).plan()
+    assert str(caught.value) == (
+        "source 'web': its tokenizer must have an EOS, which ends documents, got none in 'bytes'; name it in the "
+        "tokenizer_config.json beside it, or give eos_id = ..."
+    )
+
+
+def test_a_store_of_ours_is_read_as_such_by_a_config_of_kempnerforge(tmp_path):
+    """Its manifest says dtype, vocabulary and EOS: nothing of [model] or [data] may contradict it."""
+    (tmp_path / "docs.jsonl").write_text('{"text": "a tale of a mill"}\n' * 200)
+    prepare(tmp_path / "docs.jsonl", out=tmp_path / "web", tokenizer="bytes")
+    (tmp_path / "kf.toml").write_text(
+        "[model]\nvocab_size = 50304\n[train]\nmax_steps = 3\nseq_len = 16\n"
+        "[data]\ndataset_path = 'web'\npack_sequences = true\n"
+    )
+    run = Run.from_toml(tmp_path / "kf.toml", world_size=1)
+    batch = run.loader(micro_batch=8)[0]
+    assert (batch["input_ids"] == run.stores["web"].manifest.tokenizer["eos_id"]).sum() > 0
+    assert (
+        (batch["input_ids"] == run.stores["web"].manifest.tokenizer["eos_id"]) == (batch["labels"] == -100)
+    ).all()
+
+
+@pytest.mark.usefixtures("npy")
+def test_a_note_that_matters_is_logged(tmp_path, caplog):
+    text = "[train]\nmax_steps = 5\n[data]\ndataset_path = 'web'\nnum_workers = 4\n"
+    (tmp_path / "kf.toml").write_text(text)
+    with caplog.at_level("WARNING", "tokenmill"):
+        Run.from_toml(tmp_path / "kf.toml", world_size=2)
+        assert caplog.messages == []
+        Run.from_toml(tmp_path / "kf.toml")
+    assert caplog.messages == [
+        f"{tmp_path / 'kf.toml'}: the rows of a step are those of one rank, as the config does not say how many "
+        "there are; give --world-size N, or world_size=N"
+    ]
 
 
 @pytest.mark.usefixtures("npy")

@@ -112,11 +112,12 @@ def test_what_is_not_said_is_as_there_and_noted():
         "positions": "row",
     }
     assert found.tables["stages"] == [{"name": "base", "start_step": 0}]
+    assert found.warnings == found.notes[1:2]
     assert found.notes[:2] == (
         "train: taken as there by default, batch_size = 8, seq_len = 2048, max_steps = 100000, "
         "grad_accum_steps = 1",
-        "global_batch_size = 8: batch_size * grad_accum_steps of one rank, as the config does not say how many "
-        "there are; give --world-size N, or world_size=N",
+        "the rows of a step are those of one rank, as the config does not say how many there are; "
+        "give --world-size N, or world_size=N",
     )
 
 
@@ -252,25 +253,86 @@ def test_annealing_that_is_off_is_noted():
 
 def test_packed_sequences_keep_labels_and_positions_within_documents():
     """[P1.c]"""
-    found = taken({"dataset_path": "/web", "pack_sequences": True})
+    found = taken({"dataset_path": "/web", "pack_sequences": True, "tokenizer_path": "/tok"})
     assert "cross_document_labels" not in found.tables["run"]
     assert "positions" not in found.tables["run"]
-    eos = (
-        "the config does not say the id of EOS: an array of two dimensions has a document a row, any other file is "
-        "one document; add eos_id = ... under [tokenmill]"
-    )
     packed = "data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"
-    assert found.notes == (packed, eos)
-    said = taken({"dataset_path": "/web", "pack_sequences": True}, tokenmill={"eos_id": 3})
-    assert (said.tables["sources"][0]["eos_id"], said.notes) == (3, (packed,))
+    files = {"name": "web", "store": "/web/*.npy"}
+    assert (found.tables["sources"], found.notes) == ([files | {"tokenizer": "/tok"}], (packed,))
+    said = taken(
+        {"dataset_path": "/web", "pack_sequences": True, "tokenizer_path": "/tok"}, tokenmill={"eos_id": 3}
+    )
+    assert (said.tables["sources"], said.notes) == ([files | {"eos_id": 3}], (packed,))
     texts = taken({"hf_dataset_name": "x", "tokenizer_path": "/tok", "pack_sequences": True})
     assert texts.notes == (packed,)
+
+
+def test_packed_token_files_need_to_know_their_eos_as_there():
+    assert refused({"dataset_path": "/web", "pack_sequences": True}) == (
+        "kf.toml: data.tokenizer_path: must be given with pack_sequences, as its EOS ends the documents of '/web', "
+        "got nothing; add the folder of a tokenizer, or eos_id = ... under [tokenmill]"
+    )
+
+
+def test_a_path_that_is_a_store_of_ours_is_taken_as_it_is():
+    tables = {"data": {"datasets": [WEB, CODE], "pack_sequences": True}, "train": TRAIN, "model": {"vocab_size": 9}}
+    tables["data"]["tokenizer_path"] = "/tok"
+    found = translate(tables, where="kf.toml", world_size=1, is_store=lambda path: path == "/web")
+    assert found.tables["sources"] == [
+        {"name": "web", "store": "/web"},
+        {"name": "code", "store": "/code/*.npy", "tokenizer": "/tok", "vocab_size": 9},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "seed"), [({"seed": 5}, 5), ({"seed": 5, "data_seed": 7}, 7), ({"data_seed": 0}, 0)]
+)
+def test_the_seed_of_data_goes_before_that_of_the_model(said, seed):
+    assert taken({"dataset_path": "/web"}, train=TRAIN | said).tables["run"]["seed"] == seed
+
+
+def test_a_misspelt_key_of_training_is_named():
+    """[A1.a]"""
+    message = refused({"dataset_path": "/web"}, train=TRAIN | {"max_step": 10})
+    assert message == "kf.toml: train: keys must be known, got 'max_step'; did you mean 'max_steps'?"
+    taken({"dataset_path": "/web"}, train=TRAIN | {"compile_model": False, "z_loss_weight": 1e-4})
+
+
+@pytest.mark.parametrize(
+    ("distributed", "world_size", "ranks", "warned"),
+    [
+        ({"dp_shard": 4, "tp": 2}, None, 4, None),
+        ({"dp_shard": 4, "dp_replicate": 2}, None, 8, None),
+        ({"dp_shard": 4, "dp_replicate": 2}, 8, 8, None),
+        ({"dp_replicate": 2}, 6, 6, None),
+        ({"dp_replicate": 2}, None, 1, "the rows of a step are those of one rank"),
+        (
+            {"dp_shard": 4},
+            2,
+            2,
+            "distributed.dp_shard, dp_replicate: not read, as 2 ranks were asked for, got 4 there",
+        ),
+    ],
+)
+def test_the_ranks_are_those_of_the_config_unless_it_is_asked_for_others(distributed, world_size, ranks, warned):
+    """[A1.b]"""
+    found = taken({"dataset_path": "/web"}, world_size=world_size, distributed=distributed)
+    assert found.tables["run"]["global_batch_size"] == 4 * ranks
+    assert [note.startswith(warned or "-") for note in found.warnings] == ([] if warned is None else [True])
+
+
+def test_a_degree_that_cannot_be_is_refused():
+    message = refused({"dataset_path": "/web"}, distributed={"dp_shard": 0})
+    assert message == (
+        "kf.toml: distributed.dp_shard, dp_replicate: must be at least 1, or -1 for the first, got 0 and 1; "
+        "raise them"
+    )
 
 
 def test_raw_files_are_proven_by_the_vocabulary_or_ask_for_their_dtype():
     data = {"dataset_path": "/web", "file_pattern": "*.bin"}
     unknown = (
-        "files that end in .bin do not say their dtype, and no size proves it: "
+        "files that end in .bin do not say their dtype, and no size proves it: if no file beside them does, "
         'add dtype = "uint16" or "uint32" under [tokenmill]'
     )
     assert unknown in taken(data).notes

@@ -215,10 +215,19 @@ def test_the_global_batch_is_said_or_counted_by_ranks(training, world_size, rows
     found = translate(tables, where="tt.toml", world_size=world_size)
     assert found.tables["run"]["global_batch_size"] == rows
     told = (
-        "global_batch_size = 8: local_batch_size of one rank, as the config does not say how many there are; "
+        "the rows of a step are those of one rank, as the config does not say how many there are; "
         "give --world-size N, or world_size=N"
     )
-    assert (told in found.notes) == noted
+    assert (told in found.notes, found.warnings) == (noted, (told,) if noted else ())
+
+
+def test_the_ranks_are_those_of_parallelism_where_it_says_them():
+    tables = {
+        "training": {"steps": 10, "dataset_type": "preprocessed", "dataset_path": "/web", "local_batch_size": 2},
+        "parallelism": {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2},
+    }
+    found = translate(tables, where="tt.toml")
+    assert (found.tables["run"]["global_batch_size"], found.warnings) == (16, ())
 
 
 def test_tokens_of_many_sources_get_the_vocabulary_that_is_said():

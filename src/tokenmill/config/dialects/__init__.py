@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
@@ -27,11 +27,31 @@ DEFAULT_SPLIT = "train"
 DEFAULT_FIELD = "text"
 
 
-def translate(tables: Mapping[str, Any], *, where: str, world_size: int | None = None) -> Translation:
+class Notes(list[str]):
+    """What was taken how, or ignored; a sentence each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+
+    def warn(self, note: str) -> None:
+        """Note what decides on what is trained on, and should not be overlooked."""
+        self.append(note)
+        self.warnings.append(note)
+
+
+def translate(
+    tables: Mapping[str, Any],
+    *,
+    where: str,
+    world_size: int | None = None,
+    is_store: Callable[[str], bool] = lambda _: False,
+) -> Translation:
     """Return a config in native tables; one that is native stays as it is.
 
     Other projects count the rows of a step by rank, so that theirs need `world_size`, the number of data-parallel
-    ranks; without it one is assumed, and noted.
+    ranks; where neither it nor the config says it, one is assumed, with a warning. `is_store` says whether a path
+    is a store of ours, which needs nothing to be said of its tokens; no file is opened here.
     """
     if world_size is not None and world_size < 1:
         raise ConfigError(f"world_size: must be at least 1, got {world_size}; leave it out for one rank")
@@ -42,13 +62,15 @@ def translate(tables: Mapping[str, Any], *, where: str, world_size: int | None =
         from tokenmill.config.dialects.kempnerforge import from_kempnerforge as read
     else:
         from tokenmill.config.dialects.torchtitan import from_torchtitan as read
+    notes = Notes()
     try:
-        native, notes = read(tables, world_size)
-        notes += _add_facts(native["sources"], tables)
+        native = read(tables, world_size, is_store, notes)
+        files = [source for source in native["sources"] if "store" in source and not is_store(source["store"])]
+        notes += _add_facts(files, tables, mixed=len(native["sources"]) > 1)
     except ConfigError as error:
         raise met_in(where, error) from None
     notes += _path_notes(native["sources"])
-    return Translation(dialect=dialect, tables=native, notes=tuple(notes))
+    return Translation(dialect=dialect, tables=native, notes=tuple(notes), warnings=tuple(notes.warnings))
 
 
 def _dialect(tables: Mapping[str, Any], where: str) -> str:
@@ -106,6 +128,26 @@ def read_known(kind: type[T], tables: Mapping[str, Any], name: str) -> T:
     return read_table(kind, {key: value for key, value in table_of(tables, name).items() if key in known}, name)
 
 
+def count_ranks(world_size: int | None, shard: int, replicate: int, *, keys: str, notes: Notes) -> int:
+    """Return the number of data-parallel ranks: as was given, else as a config says by its degrees, else one.
+
+    A `shard` of -1 stands for all ranks that there are.
+    """
+    if shard == 0 or shard < -1 or replicate < 1:
+        raise ConfigError(
+            f"{keys}: must be at least 1, or -1 for the first, got {shard} and {replicate}; raise them"
+        )
+    said = shard * replicate if shard > 0 else None
+    if world_size is None and said is None:
+        notes.warn(
+            "the rows of a step are those of one rank, as the config does not say how many there are; "
+            "give --world-size N, or world_size=N"
+        )
+    elif world_size is not None and said not in (None, world_size):
+        notes.warn(f"{keys}: not read, as {world_size} ranks were asked for, got {said} there")
+    return world_size or said or 1
+
+
 # Sources
 
 
@@ -148,7 +190,7 @@ def text_source(documents: str, *, tokenizer: str, text_field: str) -> dict[str,
     return source if text_field == DEFAULT_FIELD else {**source, "text_field": text_field}
 
 
-def _add_facts(sources: Sequence[dict[str, Any]], tables: Mapping[str, Any]) -> list[str]:
+def _add_facts(files: Sequence[dict[str, Any]], tables: Mapping[str, Any], *, mixed: bool) -> list[str]:
     """Add to sources of token files what their config says of the tokens; return what there is to note.
 
     [tokenmill] is for all of them. The vocabulary of [model] is taken only where something hangs on it, since all
@@ -156,11 +198,10 @@ def _add_facts(sources: Sequence[dict[str, Any]], tables: Mapping[str, Any]) -> 
     """
     table = as_json(read_table(TokenFacts, table_of(tables, OURS), OURS))
     facts: dict[str, Any] = {name: value for name, value in table.items() if value is not None}
-    files = [source for source in sources if "store" in source]
     raw = [source for source in files if source["store"].endswith(".bin")]
     notes = []
     vocab_size = read_known(ModelTable, tables, "model").vocab_size
-    if files and (len(sources) > 1 or raw) and "vocab_size" not in facts and vocab_size is not None:
+    if files and (mixed or raw) and "vocab_size" not in facts and vocab_size is not None:
         facts["vocab_size"] = vocab_size
         notes.append(
             f"model.vocab_size = {vocab_size}: taken as the vocabulary of all token files, "
@@ -171,10 +212,10 @@ def _add_facts(sources: Sequence[dict[str, Any]], tables: Mapping[str, Any]) -> 
     unknown = "vocab_size" not in facts
     if raw and unknown and "dtype" not in facts:
         notes.append(
-            "files that end in .bin do not say their dtype, and no size proves it: "
+            "files that end in .bin do not say their dtype, and no size proves it: if no file beside them does, "
             f'add dtype = "uint16" or "uint32" under [{OURS}]'
         )
-    if files and len(sources) > 1 and unknown:
+    if files and mixed and unknown:
         notes.append(
             "token files do not say their vocabulary, without which only stores of tokenmill can be mixed: "
             f"add vocab_size = ... under [{OURS}]"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -13,6 +13,8 @@ from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     OURS,
+    Notes,
+    count_ranks,
     free_name,
     hub_name,
     plain_name,
@@ -21,7 +23,7 @@ from tokenmill.config.dialects import (
     text_source,
 )
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.tables import Number, Positive, Seed, read_table
+from tokenmill.tables import Number, Positive, Seed, check_keys, read_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +140,13 @@ class DataTable:
         )
 
     def tokenizer_for(self, dataset: DatasetSource) -> str:
-        """Return the tokenizer of a dataset of Hugging Face."""
+        """Return the tokenizer that text is encoded by, or whose EOS ends the documents of token files."""
         if not self.tokenizer_path:
+            way_out = f", or eos_id = ... under [{OURS}]" if dataset.path else ""
+            why = "with pack_sequences, as its EOS ends the documents" if dataset.path else "to read the text"
             raise ConfigError(
-                f"data.tokenizer_path: must be given to read the text of {dataset.hf_name!r}, got nothing; "
-                "add the folder of a tokenizer"
+                f"data.tokenizer_path: must be given {why} of {dataset.called!r}, got nothing; "
+                f"add the folder of a tokenizer{way_out}"
             )
         return self.tokenizer_path
 
@@ -163,7 +167,30 @@ class TrainTable:
     max_steps: Positive = 100_000
     grad_accum_steps: Positive = 1
     seed: Seed = 42
+    data_seed: Seed | None = None
+    """Of the order of data alone; None: `seed`."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributedTable:
+    """What [distributed] says of data: the data-parallel ranks are the product."""
+
+    dp_shard: int = -1
+    dp_replicate: int = 1
+
+
+_TRAINING = (
+    "grad_clip_norm",
+    "compile_model",
+    "mixed_precision",
+    "activation_checkpointing",
+    "loss_fn",
+    "z_loss_weight",
+    "ce_chunk_size",
+    "shutdown_timeout_sec",
+    "nccl_health_check_interval",
+)
+"""Keys of [train] that do not concern data: a misspelt one of the others would train on other data."""
 
 _IMAGES = ("hf_dataset_image_field", "hf_dataset_prompt_field", "hf_image_size")
 _LOADING = {
@@ -174,8 +201,10 @@ _LOADING = {
 """What is not needed, and why."""
 
 
-def from_kempnerforge(tables: Mapping[str, Any], world_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Return native tables and notes for the tables of a config of KempnerForge."""
+def from_kempnerforge(
+    tables: Mapping[str, Any], world_size: int | None, is_store: Callable[[str], bool], notes: Notes
+) -> dict[str, Any]:
+    """Return native tables for the tables of a config of KempnerForge."""
     table = table_of(tables, "data")
     for name in _IMAGES:
         if name in table:
@@ -183,7 +212,6 @@ def from_kempnerforge(tables: Mapping[str, Any], world_size: int | None) -> tupl
                 f"data: must be a config of text, got {name}, which is for images; leave it out if the run has none"
             )
     data = read_table(DataTable, table, "data")
-    notes: list[str] = []
     run = _run(data, tables, world_size, notes)
     for name, why in _LOADING.items():
         if name in table:
@@ -195,32 +223,40 @@ def from_kempnerforge(tables: Mapping[str, Any], world_size: int | None) -> tupl
         f"data.{name}: not read, {before} goes before it" for name in (single if data.datasets else single[1:])
     ]
     datasets = _named(data.all_datasets, notes)
-    sources = [{"name": name, **_source(data, dataset)} for name, dataset in datasets.items()]
+    ends_known = not data.pack_sequences or "eos_id" in table_of(tables, OURS)
+    sources = [
+        {"name": name, **_source(data, dataset, is_store, ends_known=ends_known)}
+        for name, dataset in datasets.items()
+    ]
     stages = _stages(data, datasets, run["steps"], notes)
     drawn = {name for stage in stages for name in stage.get("weights", datasets)}
-    notes += [f"dataset {name!r}: left out, no phase draws from it" for name in datasets if name not in drawn]
+    for name in datasets:
+        if name not in drawn:
+            notes.warn(f"dataset {name!r}: left out, no phase draws from it")
+    notes.append(
+        "data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"
+        if data.pack_sequences
+        else "data.pack_sequences = false: rows are the stream of tokens cut, and labels cross documents"
+    )
     sources = [source for source in sources if source["name"] in drawn]
-    notes += _packing_notes(data, sources, tables)
-    return {"run": run, "sources": sources, "stages": stages}, notes
+    return {"run": run, "sources": sources, "stages": stages}
 
 
-def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, notes: list[str]) -> dict[str, Any]:
+def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, notes: Notes) -> dict[str, Any]:
     train, said = read_known(TrainTable, tables, "train"), table_of(tables, "train")
+    check_keys("train", said, (*(field.name for field in fields(TrainTable)), *_TRAINING))
     names = ("batch_size", "seq_len", "max_steps", "grad_accum_steps")
     defaults = [f"{name} = {getattr(train, name)}" for name in names if name not in said]
     if defaults:
         notes.append(f"train: taken as there by default, {', '.join(defaults)}")
-    rows = train.batch_size * train.grad_accum_steps
-    if world_size is None:
-        notes.append(
-            f"global_batch_size = {rows}: batch_size * grad_accum_steps of one rank, as the config does not say "
-            "how many there are; give --world-size N, or world_size=N"
-        )
+    parallel = read_known(DistributedTable, tables, "distributed")
+    keys = "distributed.dp_shard, dp_replicate"
+    ranks = count_ranks(world_size, parallel.dp_shard, parallel.dp_replicate, keys=keys, notes=notes)
     run: dict[str, Any] = {
         "steps": train.max_steps,
-        "global_batch_size": rows * (world_size or 1),
+        "global_batch_size": train.batch_size * train.grad_accum_steps * ranks,
         "seq_len": train.seq_len,
-        "seed": train.seed,
+        "seed": train.seed if train.data_seed is None else train.data_seed,
         "packing": "concat",
     }
     if not data.pack_sequences:
@@ -228,7 +264,7 @@ def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, not
     return run if data.mix_temperature == 1 else {**run, "temperature": data.mix_temperature}
 
 
-def _named(datasets: Sequence[DatasetSource], notes: list[str]) -> dict[str, DatasetSource]:
+def _named(datasets: Sequence[DatasetSource], notes: Notes) -> dict[str, DatasetSource]:
     """Return datasets by the names of their sources."""
     given: dict[str, str] = {}
     for number, dataset in enumerate(datasets):
@@ -245,11 +281,16 @@ def _named(datasets: Sequence[DatasetSource], notes: list[str]) -> dict[str, Dat
     return named
 
 
-def _source(data: DataTable, dataset: DatasetSource) -> dict[str, Any]:
+def _source(
+    data: DataTable, dataset: DatasetSource, is_store: Callable[[str], bool], *, ends_known: bool
+) -> dict[str, Any]:
     """Return the native source of a dataset, without a name."""
+    if dataset.path and is_store(dataset.path):
+        return {"store": dataset.path}
     if dataset.path:
         # What is special in a glob is not, in the name of a folder.
-        return {"store": f"{glob.escape(dataset.path.rstrip('/'))}/{data.file_pattern or '*.npy'}"}
+        source = {"store": f"{glob.escape(dataset.path.rstrip('/'))}/{data.file_pattern or '*.npy'}"}
+        return source if ends_known else {**source, "tokenizer": data.tokenizer_for(dataset)}
     source = text_source(
         hub_name(dataset.hf_name, dataset.hf_config, data.hf_dataset_split or DEFAULT_SPLIT),
         tokenizer=data.tokenizer_for(dataset),
@@ -259,12 +300,12 @@ def _source(data: DataTable, dataset: DatasetSource) -> dict[str, Any]:
 
 
 def _stages(
-    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, notes: list[str]
+    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, notes: Notes
 ) -> list[dict[str, Any]]:
     if data.anneal_start_step and not data.anneal_weights:
         raise ConfigError("data: anneal_weights must be given with anneal_start_step, got none; add the weights")
     if data.anneal_weights and not data.anneal_start_step:
-        notes.append("data.anneal_weights: no effect, as anneal_start_step is 0")
+        notes.warn("data.anneal_weights: no effect, as anneal_start_step is 0")
     stages: list[dict[str, Any]] = []
     if not data.all_phases or data.all_phases[0].start_step > 0:
         stages.append({"name": "base", "start_step": 0})
@@ -283,7 +324,7 @@ def _stages(
         if data.datasets:
             stage["weights"] = _phase_weights((where, f"{prefix}_weights"), phase.dataset_weights, datasets)
         elif phase.dataset_weights:
-            notes.append(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
+            notes.warn(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
         stages.append(stage | ({"lr_scale": phase.lr_scale} if phase.lr_scale != 1 else {}))
     return stages
 
@@ -308,15 +349,3 @@ def _phase_weights(
             f"{where}: {key} must leave a source with a weight above 0, got {dict(weights)}; raise one"
         )
     return drawn
-
-
-def _packing_notes(data: DataTable, sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Any]) -> list[str]:
-    if not data.pack_sequences:
-        return ["data.pack_sequences = false: rows are the stream of tokens cut, and labels cross documents"]
-    notes = ["data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"]
-    if any("store" in source for source in sources) and "eos_id" not in table_of(tables, OURS):
-        notes.append(
-            "the config does not say the id of EOS: an array of two dimensions has a document a row, any other "
-            f"file is one document; add eos_id = ... under [{OURS}]"
-        )
-    return notes

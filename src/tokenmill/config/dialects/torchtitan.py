@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     ModelTable,
+    Notes,
+    count_ranks,
     free_name,
     hub_name,
     plain_name,
@@ -172,22 +174,32 @@ class DebugTable:
     seed: Seed | None = None
 
 
-def from_torchtitan(tables: Mapping[str, Any], world_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Return native tables and notes for the tables of a config of the torchtitan fork."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelTable:
+    """What [parallelism] says of data: the data-parallel ranks are the product."""
+
+    data_parallel_shard_degree: int = -1
+    data_parallel_replicate_degree: int = 1
+
+
+def from_torchtitan(
+    tables: Mapping[str, Any],
+    world_size: int | None,
+    is_store: Callable[[str], bool],  # noqa: ARG001 - a path is taken as it is, whatever is there
+    notes: Notes,
+) -> dict[str, Any]:
+    """Return native tables for the tables of a config of the torchtitan fork."""
     table = table_of(tables, "training")
     # Other keys belong to training; one of these misspelt would silently train on other data.
     own = {key: value for key, value in table.items() if key.startswith(("dataset", "data_stage"))}
     check_keys("training", own, ("data_stages", *_PLACES, "dataset_type", "dataset_random_seed"))
     training = read_known(TrainingTable, tables, "training")
-    notes: list[str] = []
     rows = training.global_batch_size
     if rows == _BY_RANK:
-        rows = training.local_batch_size * (world_size or 1)
-        if world_size is None:
-            notes.append(
-                f"global_batch_size = {rows}: local_batch_size of one rank, as the config does not say how many "
-                "there are; give --world-size N, or world_size=N"
-            )
+        parallel = read_known(ParallelTable, tables, "parallelism")
+        degrees = (parallel.data_parallel_shard_degree, parallel.data_parallel_replicate_degree)
+        keys = "parallelism.data_parallel_shard_degree, data_parallel_replicate_degree"
+        rows = training.local_batch_size * count_ranks(world_size, *degrees, keys=keys, notes=notes)
     stages = _all_stages(training, table, notes)
     tokenizer = _tokenizer(tables, stages)
     sources: list[dict[str, Any]] = []
@@ -215,10 +227,10 @@ def from_torchtitan(tables: Mapping[str, Any], world_size: int | None) -> tuple[
         | ({"weights": weights} if len(sources) > 1 else {})
         for stage, seed, weights in zip(stages, seeds, mixtures, strict=True)
     ]
-    return {"run": run, "sources": sources, "stages": native}, notes
+    return {"run": run, "sources": sources, "stages": native}
 
 
-def _all_stages(training: TrainingTable, table: Mapping[str, Any], notes: list[str]) -> tuple[DataStage, ...]:
+def _all_stages(training: TrainingTable, table: Mapping[str, Any], notes: Notes) -> tuple[DataStage, ...]:
     """Return the stages that are listed, and before them one made of [training] itself, unless they start at 0."""
     stages = training.data_stages
     if stages and stages[0].start_step == 0:
@@ -260,9 +272,7 @@ def _tokenizer(tables: Mapping[str, Any], stages: Sequence[DataStage]) -> str:
     return path
 
 
-def _mixture(
-    stage: DataStage, tokenizer: str, sources: list[dict[str, Any]], notes: list[str]
-) -> dict[str, Number]:
+def _mixture(stage: DataStage, tokenizer: str, sources: list[dict[str, Any]], notes: Notes) -> dict[str, Number]:
     """Return the weights of a stage by source; a place that no stage before had becomes a new source."""
     weights: dict[str, Number] = {}
     for place, weight in stage.places:
@@ -277,7 +287,7 @@ def _mixture(
     return weights
 
 
-def _source(stage: DataStage, place: str, tokenizer: str, notes: list[str]) -> dict[str, Any]:
+def _source(stage: DataStage, place: str, tokenizer: str, notes: Notes) -> dict[str, Any]:
     """Return the native source of a place, without a name; one place has one, whatever type a stage gives it."""
     if stage.dataset_type != "huggingface":
         return {"store": posixpath.normpath(place)}
