@@ -5,11 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from itertools import islice
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from tokenmill.adapters.kempnerforge import (
     DataConfig,
@@ -234,3 +237,103 @@ def test_ranks_of_a_process_group_go_on_from_a_state_of_one(places, tmp_path):
         state["sampler"].pop("rank")
     assert states[0] == states[1]
     assert states[0]["position"] == alone.state_dict()["position"] == 44
+
+
+@dataclass
+class TheirSource:
+    """As KempnerForge has it."""
+
+    path: str = ""
+    weight: float = 1.0
+    name: str = ""
+    hf_name: str = ""
+    hf_config: str = ""
+
+
+@dataclass
+class TheirData:
+    """As KempnerForge has it, as far as it is not the default, and with what is for images."""
+
+    dataset_path: str = "web"
+    num_workers: int = 0
+    hf_dataset_image_field: str = "image"
+    pack_sequences: bool = False
+    tokenizer_path: str = ""
+    datasets: list[TheirSource] = field(default_factory=list)
+    phases: list[SimpleNamespace] = field(default_factory=list)
+
+
+THEIR_TRAIN = SimpleNamespace(batch_size=4, seq_len=16, grad_accum_steps=2, seed=1, data_seed=7)
+
+
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize("data_seed", [7, None])
+def test_a_job_of_kempnerforge_says_all_that_a_loader_needs(data_seed):
+    train = SimpleNamespace(**vars(THEIR_TRAIN) | {"data_seed": data_seed})
+    loader = build_dataloader(SimpleNamespace(data=TheirData(), train=train, model=None), 0, 1)
+    ours = build_dataloader(
+        DataConfig(dataset_path="web", num_workers=0),
+        0,
+        1,
+        batch_size=4,
+        seq_len=16,
+        seed=data_seed or 1,
+        grad_accum_steps=2,
+    )
+    assert loader.state_dict() == ours.state_dict()
+    assert [batch["input_ids"].tolist() for batch in loader] == [batch["input_ids"].tolist() for batch in ours]
+
+
+@pytest.mark.usefixtures("places")
+def test_a_config_of_kempnerforge_is_read_by_the_names_of_its_fields():
+    theirs = TheirData(
+        datasets=[TheirSource("web", 3.0, "a"), TheirSource("web", 1.0, "b")],
+        phases=[SimpleNamespace(start_step=2, dataset_weights={"a": 0.0}, lr_scale=0.5)],
+    )
+    ours = DataConfig(
+        dataset_path="web",
+        num_workers=0,
+        datasets=[DatasetSource("web", 3.0, "a"), DatasetSource("web", 1.0, "b")],
+        phases=[TrainingPhase(2, {"a": 0.0}, 0.5)],
+    )
+    assert DataConfig.of(theirs) == ours
+    loader = build_dataloader(theirs, 0, 1, batch_size=4, seq_len=16)
+    assert loader.config == ours
+    assert StatefulDataLoader(loader.dataset, 4, loader.sampler, theirs).config == ours
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            TheirData(),
+            "build_dataloader: batch_size and seq_len must be given where the config does not have .train.",
+        ),
+        ({"dataset_path": "web"}, "config: must be a DataConfig of this package or of KempnerForge, got dict"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        build_dataloader(config, 0, 1)
+
+
+@pytest.mark.usefixtures("places")
+def test_a_batch_is_made_of_samples_as_it_is_asked_for():
+    dataset = MemoryMappedDataset("web", 17)
+
+    def collate(samples):
+        return {"ids": torch.stack([sample["input_ids"] for sample in samples]) + 1}
+
+    plain = next(iter(StatefulDataLoader(dataset, 4, config=DataConfig(num_workers=0))))
+    made = next(iter(StatefulDataLoader(dataset, 4, config=DataConfig(num_workers=0), collate_fn=collate)))
+    assert list(made) == ["ids"]
+    assert made["ids"].tolist() == (plain["input_ids"] + 1).tolist()
+
+
+@pytest.mark.usefixtures("places")
+def test_the_dtype_of_raw_files_can_be_said_by_the_environment(monkeypatch):
+    monkeypatch.setenv("TOKENMILL_DTYPE", "uint16")
+    raw, files = MemoryMappedDataset("raw", 17, "*.bin"), MemoryMappedDataset("web", 17)
+    assert [raw[index]["labels"].tolist() for index in range(len(raw))] == [
+        files[index]["labels"].tolist() for index in range(len(files))
+    ]

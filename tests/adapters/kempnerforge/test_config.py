@@ -12,8 +12,14 @@ WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="o
     ("make", "message"),
     [
         (lambda: DatasetSource(path="a", weight=0), "dataset 'a': weight must be positive, got 0"),
-        (lambda: DatasetSource(name="x"), "dataset 'x': must have either path or hf_name, got none"),
-        (lambda: DatasetSource(path="a", hf_name="b"), "must have either path or hf_name, got both"),
+        (
+            lambda: DataConfig(datasets=[DatasetSource(name="x")]),
+            "dataset 'x': must have either path or hf_name, got none",
+        ),
+        (
+            lambda: DataConfig(datasets=[DatasetSource("a", hf_name="b")]),
+            "must have either path or hf_name, got both",
+        ),
         (lambda: TrainingPhase(start_step=-1), "start_step must be at least 0, got -1"),
         (lambda: TrainingPhase(lr_scale=0), "lr_scale must be positive, got 0"),
         (lambda: TrainingPhase(dataset_weights={"a": -1}), "must be at least 0 and finite, got {'a': -1}"),

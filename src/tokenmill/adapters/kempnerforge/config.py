@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from tokenmill.config.dialects.kempnerforge import DataTable, TrainingPhase
+from tokenmill.config.dialects.kempnerforge import DatasetSource, DataTable, TrainingPhase
 from tokenmill.errors import ConfigError, ResumeError, nearest
 from tokenmill.tables import read_table
 
@@ -42,6 +42,22 @@ class DataConfig(DataTable):
                 if name not in names:
                     way_out = nearest(name, names) if names else "add datasets, or leave the weights out"
                     raise ConfigError(f"{where}: weights must name datasets, got {name!r}; {way_out}")
+
+    @classmethod
+    def of(cls, config: object) -> DataConfig:
+        """Return a config of KempnerForge's own class as one of these; what it does not have is left as usual."""
+        if isinstance(config, DataConfig):
+            return config
+        given = {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}
+        if "dataset_path" not in given:
+            raise ConfigError(
+                f"config: must be a DataConfig of this package or of KempnerForge, got {type(config).__name__}; "
+                "give its [data] as DataConfig(...)"
+            )
+        for key, kind in (("datasets", DatasetSource), ("phases", TrainingPhase)):
+            names = [item.name for item in fields(kind)]
+            given[key] = [kind(*(getattr(item, name) for name in names)) for item in given.get(key, ())]
+        return cls(**given)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:

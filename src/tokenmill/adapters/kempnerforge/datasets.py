@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from tokenmill.types import Int64Array
 Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
 """Where the tokens of text are kept, unless it is said: the place of a run whose config is in this folder."""
+DTYPE_VARIABLE = "TOKENMILL_DTYPE"
+"""Environment variable with the dtype of .bin files where no caller can say it, as in KempnerForge's own loop."""
 _FOR_EVER = 1 << 40
 """Steps of a stream that ends when nobody draws from it any more."""
 
@@ -172,7 +175,8 @@ class MemoryMappedDataset(Chunked):
 
     Files are read in the order of their names, and what is left at the end of each, less than a sample, is not
     used: `num_unused_tokens` says how much that is. Files without a header need `dtype`, or a `vocab_size` that
-    proves it. With `pack_sequences` the label of EOS is -100, and `doc_ids` count documents from 0 in each sample.
+    proves it, or the environment variable TOKENMILL_DTYPE. With `pack_sequences` the label of EOS is -100, and
+    `doc_ids` count documents from 0 in each sample.
     """
 
     def __init__(
@@ -295,6 +299,8 @@ def _open_files(folder: str, pattern: str, *, dtype: str | None, vocab_size: int
         raise StoreMissingError(
             f"{folder}: must hold files that match {pattern!r}, got none; fix data_dir or file_pattern"
         )
+    if dtype is None and vocab_size is None and files[0].suffix == ".bin":
+        dtype = os.environ.get(DTYPE_VARIABLE)
     return [open_store(file, maps=maps, dtype=dtype, vocab_size=vocab_size) for file in files]
 
 
@@ -406,7 +412,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
     document is -100 in any case.
     """
 
-    def __init__(  # noqa: PLR0913 - as KempnerForge has it
+    def __init__(  # noqa: PLR0913, PLR0917 - as KempnerForge has it
         self,
         dataset_name: str,
         split: str,
@@ -414,12 +420,12 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
         seq_len: int,
         tokenizer_path: str,
         dataset_config: str | None = None,
-        *,
         rank: int | None = None,
         world_size: int | None = None,
         seed: int = 42,
         shuffle_buffer_size: int = 10_000,
         pack_sequences: bool = False,
+        *,
         lanes: int | None = None,
         threads: int = 1,
     ) -> None:

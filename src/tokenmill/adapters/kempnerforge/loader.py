@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -95,6 +95,7 @@ class AskedBatches:
 class StatefulDataLoader:
     """Batches of a dataset in the order of a sampler, by torch's own loader.
 
+    `config` is a `DataConfig` of this package or of KempnerForge; `collate_fn` makes a batch of samples, as there.
     `for batch in loader` goes on from where the loader stands to the end of the epoch, also after a `break`; where
     `set_epoch` or `set_skip` of the sampler said another place, from there. What was read ahead is not counted: a
     state is exact whatever `num_workers` is, before or after it was saved.
@@ -110,13 +111,15 @@ class StatefulDataLoader:
         dataset: Sized,
         batch_size: int,
         sampler: DistributedSampler | MixtureSampler | None = None,
-        config: DataConfig | None = None,
+        config: object = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         *,
         grad_accum_steps: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self.config = config or DataConfig()
+        self.config = DataConfig() if config is None else DataConfig.of(config)
+        self.collate_fn = collate_fn
         self.sampler = sampler or DistributedSampler(dataset)
         if not isinstance(self.sampler, DistributedSampler | MixtureSampler):
             raise ConfigError(
@@ -151,6 +154,7 @@ class StatefulDataLoader:
             self.dataset,
             batch_sampler=self._asked,
             num_workers=workers,
+            collate_fn=self.collate_fn,
             # Without an accelerator there is nothing to pin memory for, and torch would warn.
             pin_memory=self.config.pin_memory and torch.cuda.is_available(),
             prefetch_factor=self.config.prefetch_factor if workers else None,
@@ -358,14 +362,14 @@ class StreamingDataLoader:
         self,
         dataset: StreamingHuggingFaceDataset,
         batch_size: int,
-        config: DataConfig | None = None,
+        config: object = None,
         *,
         grad_accum_steps: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self.config = config or DataConfig()
+        self.config = DataConfig() if config is None else DataConfig.of(config)
         self.grad_accum_steps = grad_accum_steps
         self._shape = StepShape(
             batch_size=batch_size, num_replicas=dataset.world_size, grad_accum_steps=grad_accum_steps
@@ -446,21 +450,36 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def build_dataloader(
-    config: DataConfig,
+    config: object,
     rank: int | None = None,
     world_size: int | None = None,
     *,
-    batch_size: int,
-    seq_len: int,
-    seed: int = 42,
-    grad_accum_steps: int = 1,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    seed: int | None = None,
+    grad_accum_steps: int | None = None,
     cache_dir: str | None = None,
 ) -> StatefulDataLoader | StreamingDataLoader:
     """Return the loader that a config asks for: `datasets` go first, then `dataset_path`, then `hf_dataset_name`.
 
-    `batch_size` is that of a rank and a batch; a step has `grad_accum_steps` of them. Phases begin at their step by
-    themselves. Batches have `seq_len` inputs and labels. Text is prepared once, below `cache_dir`.
+    `config` is a `DataConfig` of this package or of KempnerForge, or KempnerForge's config of a whole job, whose
+    [train] says what is not given here: `batch_size` (of a rank and a batch), `seq_len` (inputs of a sample),
+    `seed` (else 42) and `grad_accum_steps` (batches of a step, else 1). Phases begin at their step by themselves.
+    Text is prepared once, below `cache_dir`.
     """
+    train = getattr(config, "train", None)
+    config = DataConfig.of(config if train is None else getattr(config, "data", config))
+    batch_size = getattr(train, "batch_size", None) if batch_size is None else batch_size
+    seq_len = getattr(train, "seq_len", None) if seq_len is None else seq_len
+    if batch_size is None or seq_len is None:
+        raise ConfigError(
+            "build_dataloader: batch_size and seq_len must be given where the config does not have [train], got "
+            f"{batch_size} and {seq_len}; give them"
+        )
+    if seed is None:
+        data_seed = getattr(train, "data_seed", None)
+        seed = getattr(train, "seed", 42) if data_seed is None else data_seed
+    grad_accum_steps = getattr(train, "grad_accum_steps", 1) if grad_accum_steps is None else grad_accum_steps
     rank, world_size = find_rank(rank=rank, world_size=world_size)
     texts = [source.called for source in config.datasets if source.hf_name]
     if config.hf_streaming and texts:
@@ -534,6 +553,6 @@ def _eos_id(config: DataConfig) -> int | None:
     """Return the id that ends documents: as the config says, else that of the tokenizer, else as the files say."""
     if config.eos_token_id is not None or not config.tokenizer_path:
         return config.eos_token_id
-    from tokenmill.encode.engines import open_tokenizer
+    from tokenmill.encode.engines import read_identity
 
-    return open_tokenizer(config.tokenizer_path).identity.eos_id
+    return read_identity(config.tokenizer_path).eos_id

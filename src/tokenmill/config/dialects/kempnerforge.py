@@ -26,7 +26,7 @@ from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import Number, Positive, Seed, check_keys, read_table
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DatasetSource:
     """One of several sources that are mixed: a folder of token files, or a dataset of Hugging Face."""
 
@@ -43,9 +43,6 @@ class DatasetSource:
             raise ConfigError(
                 f"dataset {self.called!r}: weight must be positive, got {self.weight}; leave it out of the list"
             )
-        if bool(self.path) == bool(self.hf_name):
-            got = "both" if self.path else "none"
-            raise ConfigError(f"dataset {self.called!r}: must have either path or hf_name, got {got}; keep one")
 
     @property
     def called(self) -> str:
@@ -53,7 +50,7 @@ class DatasetSource:
         return self.name or self.path or self.hf_name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TrainingPhase:
     """Other weights, and another scale of the learning rate, from a step on."""
 
@@ -112,6 +109,12 @@ class DataTable:
                 "data: num_workers must be at least 0 and prefetch_factor at least 1, got "
                 f"{self.num_workers} and {self.prefetch_factor}; raise them"
             )
+        for source in self.datasets:
+            if bool(source.path) == bool(source.hf_name):
+                got = "both" if source.path else "none"
+                raise ConfigError(
+                    f"dataset {source.called!r}: must have either path or hf_name, got {got}; keep one"
+                )
         if not 0 < self.mix_temperature < inf:
             raise ConfigError(f"data: mix_temperature must be positive, got {self.mix_temperature}; use 1")
         if self.anneal_start_step < 0:
