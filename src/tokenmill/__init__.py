@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from tokenmill.build import PrepareOptions as PrepareOptions
     from tokenmill.build import prepare as prepare
     from tokenmill.config.run import Config as Config
+    from tokenmill.config.run import QuarantineConfig as QuarantineConfig
+    from tokenmill.config.run import RunConfig as RunConfig
+    from tokenmill.config.run import SkipConfig as SkipConfig
+    from tokenmill.config.run import SourceConfig as SourceConfig
+    from tokenmill.config.run import StageConfig as StageConfig
     from tokenmill.encode.engines import open_tokenizer as open_tokenizer
     from tokenmill.errors import ConfigError as ConfigError
     from tokenmill.errors import ResumeError as ResumeError
@@ -40,8 +45,13 @@ _HOMES = {
     "Loader": "tokenmill.loader",
     "Plan": "tokenmill.plan",
     "PrepareOptions": "tokenmill.build",
+    "QuarantineConfig": "tokenmill.config.run",
     "ResumeError": "tokenmill.errors",
     "Run": "tokenmill.run.run",
+    "RunConfig": "tokenmill.config.run",
+    "SkipConfig": "tokenmill.config.run",
+    "SourceConfig": "tokenmill.config.run",
+    "StageConfig": "tokenmill.config.run",
     "Store": "tokenmill.store",
     "StoreError": "tokenmill.errors",
     "TokenmillError": "tokenmill.errors",

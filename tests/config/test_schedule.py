@@ -8,6 +8,7 @@ import pytest
 from tokenmill.config.run import parse_config
 from tokenmill.config.schedule import tokens_of_a_row
 from tokenmill.errors import ConfigError
+from tokenmill.plan.report import report
 from tokenmill.run.run import Run
 
 RUN = {"steps": 30, "global_batch_size": 12, "seq_len": 16, "seed": 5}
@@ -236,3 +237,61 @@ def test_text_is_prepared_when_it_is_first_used_and_then_found(tmp_path):
     again = Run(config=parse_config(tables), folder=tmp_path)
     assert again.plan().fingerprint == first.plan().fingerprint
     assert len(list((tmp_path / ".tokenmill" / "stores").glob("*/manifest.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "share"),
+    [
+        ("tokens", {}, 33 / 42),
+        ("documents", {}, 1 / 2),
+        ("rows", {}, 0.6666),
+        ("tokens", {"temperature": 2}, 33**0.5 / (33**0.5 + 9**0.5)),
+        ("tokens", {"weigh_by": "tokens"}, (33 / 16) / (33 / 16 + 9 / 9)),
+    ],
+)
+def test_weights_may_be_the_sizes_of_the_sources(run_of, sizes, options, share):
+    """[M1] 200 documents of 33 tokens, cut into rows of 17, and 200 of 9, one a row."""
+    run = run_of({"name": "base", "start_step": 0}, weights=sizes, **options)
+    assert run.plan().at(0).shares["long"] == pytest.approx(share, abs=1e-3)
+    of_stage = run_of({"name": "base", "start_step": 0, "weights": sizes}, **options)
+    assert of_stage.plan().fingerprint == run.plan().fingerprint
+
+
+def test_by_rows_every_source_is_read_equally_often(run_of):
+    plan = run_of({"name": "base", "start_step": 0, "weights": "rows"}, steps=500).plan()
+    first, second = (source.epochs for source in report(plan).sources)
+    assert first == pytest.approx(second, abs=0.01)
+    assert first > 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("token", "stages.0..weights: must be a table of numbers or one of tokens, rows, documents, got 'token'"),
+        ({"long": "1"}, "stages.0..weights: must be a table of numbers or one of tokens, rows, documents, got"),
+    ],
+)
+def test_weights_that_are_neither_numbers_nor_sizes_are_refused(run_of, weights, message):
+    with pytest.raises(ConfigError, match=message):
+        run_of({"name": "base", "start_step": 0, "weights": weights})
+
+
+def test_the_size_of_live_text_is_not_known(run_of):
+    live = {"name": "live", "documents": ["x.jsonl"], "tokenizer": "bytes", "live": True}
+    run = run_of(
+        {"name": "base", "start_step": 0}, weights="tokens", sources=[{"name": "long", "store": "long"}, live]
+    )
+    with pytest.raises(ConfigError) as caught:
+        run.plan()
+    assert str(caught.value) == (
+        "stage 'base': weights = \"tokens\" needs the size of all sources, got live text in 'live'; "
+        "give numbers, or leave out live = true"
+    )
+
+
+def test_an_empty_source_has_no_size(run_of, make_store):
+    make_store("short", [])
+    with pytest.raises(
+        ConfigError, match="source 'short': must not be empty where weights = \"tokens\", got no tokens"
+    ):
+        run_of({"name": "base", "start_step": 0, "weights": "tokens"}).plan()

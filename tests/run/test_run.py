@@ -2,13 +2,16 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import islice
 
 import numpy as np
 import pytest
 
-from tokenmill.config.run import parse_config
+import tokenmill
+from tokenmill.config.run import parse_config, to_toml
 from tokenmill.errors import ConfigError, StoreMissingError
 from tokenmill.run.run import Run
+from tokenmill.store import StoreSpec, StoreWriter, open_store
 
 
 @pytest.fixture
@@ -159,3 +162,70 @@ def test_the_vocabulary_of_files_of_others_may_be_given_when_a_source_is_added(t
     two.loader().load_state_dict(loader.state_dict())
     for step in range(8):
         assert [a.tolist() for a in two.plan().rows(step)] == [a.tolist() for a in one.plan().rows(step)]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("store", [["a", "b"], "[ab]"])
+def test_several_stores_are_one_source_in_every_way(make_store, tmp_path, packing, store):
+    """[R1.a] Batches, what and when, quarantine and resume are those of a store that holds the documents of all."""
+    parts = [make_store("a", [17, 33, 50, 4, 9] * 2), make_store("b", [40, 1, 25] * 5, seed=1)]
+    spec = StoreSpec(
+        keys={"sequence": "<u2"}, tokenizer=open_store(parts[0][0]).manifest.tokenizer, recipe={"kind": "text"}
+    )
+    with StoreWriter(tmp_path / "whole", spec) as writer:
+        for _, tokens, offsets in parts:
+            writer.append({"sequence": tokens}, offsets)
+        writer.commit()
+
+    def run_of(store, *quarantine):
+        tables = {
+            "run": {"steps": 30, "global_batch_size": 4, "seq_len": 8, "packing": packing},
+            "sources": [{"name": "web", "store": store}],
+            "quarantine": list(quarantine),
+        }
+        return Run.from_tables(tables, folder=tmp_path)
+
+    def batches(loader):
+        return [{name: array.tolist() for name, array in batch.items()} for batch in loader]
+
+    edit = {"source": "web", "from_step": 3, "documents": [2, 15]}
+    for quarantine in ([], [edit]):
+        joined, whole = run_of(store, *quarantine), run_of("whole", *quarantine)
+        straight = batches(joined.loader(micro_batch=4))
+        assert straight == batches(whole.loader(micro_batch=4))
+        assert [joined.plan().what(step) for step in range(30)] == [whole.plan().what(step) for step in range(30)]
+        assert joined.plan().when("web", document=12) == whole.plan().when("web", document=12)
+        loader, resumed = joined.loader(micro_batch=4), joined.loader(micro_batch=4)
+        assert batches(islice(loader, 5)) == straight[:5]
+        resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        assert batches(resumed) == straight[5:]
+    assert run_of(store).plan().fingerprint != run_of(store, edit).plan().fingerprint
+
+
+def test_a_run_is_made_of_python_objects(make_store, tmp_path):
+    """[A1.b] The same as of a file, of tables, or of records; a path may be one."""
+    path, _, _ = make_store("web", [50] * 10)
+    tables = {
+        "run": {"steps": 10, "global_batch_size": 4, "seq_len": 8},
+        "sources": [{"name": "web", "store": str(path)}],
+        "stages": [{"name": "a", "start_step": 0}, {"name": "b", "start_step": 5, "seq_len": 16}],
+    }
+    of_records = tokenmill.Run(
+        tokenmill.Config(
+            run=tokenmill.RunConfig(steps=10, global_batch_size=4, seq_len=8),
+            sources=[tokenmill.SourceConfig(name="web", store=path)],
+            stages=[
+                tokenmill.StageConfig(name="a", start_step=0),
+                tokenmill.StageConfig(name="b", start_step=5, seq_len=16),
+            ],
+        ),
+        tmp_path,
+    )
+    of_tables = tokenmill.Run.from_tables(tables, folder=tmp_path)
+    (tmp_path / "run.toml").write_text(to_toml(tables))
+    of_file = tokenmill.Run.from_toml(tmp_path / "run.toml")
+    assert of_records.config == of_tables.config == of_file.config
+    assert of_records.plan().fingerprint == of_file.plan().fingerprint
+    with pytest.raises(ConfigError) as caught:
+        tokenmill.Run.from_tables(tables | {"run": {**tables["run"], "seq_len": "8"}})
+    assert str(caught.value) == "run.seq_len: must be a whole number, got '8'; change its type"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.errors import PlanError, StoreCorruptError, StoreError, StoreMissingError
+from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 from tokenmill.store.maps import MapCache
 
@@ -185,3 +185,61 @@ def test_a_store_is_shown_in_one_line_whatever_its_shards(make_store):
     path, _, _ = make_store("web", [3] * 2000, max_tokens_per_shard=3, dtype="<u2")
     shown = f"<Store {path}: seq, 2,000 documents, 6,000 tokens, 2,000 shards, sequence uint16>"
     assert repr(open_store(path)) == shown
+
+
+@given(lengths=st.lists(LENGTHS, min_size=2, max_size=4), size=st.integers(1, 15), data=st.data())
+def test_several_stores_are_read_as_one(make_store, lengths, size, data):
+    made = [
+        make_store(f"part{number}", part, seed=number, max_tokens_per_shard=size)
+        for number, part in enumerate(lengths)
+    ]
+    store = open_store([path for path, _, _ in made], maps=MapCache(limit=2))
+    stream = np.concatenate([tokens for _, tokens, _ in made])
+    documents = [
+        tokens[begin:end].tolist() for _, tokens, offsets in made for begin, end in pairwise(offsets.tolist())
+    ]
+    assert [store.fetch_record(number, "sequence").tolist() for number in range(store.num_documents)] == documents
+    begin = data.draw(st.integers(0, stream.size))
+    assert store.fetch(begin, stream.size, "sequence").tolist() == stream[begin:].tolist()
+
+
+def test_stores_that_are_joined_stand_for_what_one_store_of_their_shards_would(make_store, tmp_path):
+    """[S1.a] Of the same documents in the same shards, the fingerprint is the same, wherever they lie."""
+    whole, tokens, offsets = make_store("whole", [5, 7] * 4, max_tokens_per_shard=12)
+    spec = StoreSpec(
+        keys={"sequence": "<u2"},
+        tokenizer=open_store(whole).manifest.tokenizer,
+        recipe={},
+        max_tokens_per_shard=12,
+    )
+    parts = [tmp_path / "part-9", tmp_path / "part-10"]
+    for path, first in zip(parts, (0, 4), strict=True):
+        starts = offsets[first : first + 5]
+        with StoreWriter(path, spec) as writer:
+            writer.append({"sequence": tokens[starts[0] : starts[-1]]}, starts - starts[0])
+            writer.commit()
+    assert open_store(parts).fingerprint == open_store(whole).fingerprint
+    assert open_store(tmp_path / "part-*").fingerprint == open_store(whole).fingerprint  # 9 before 10
+    assert open_store(parts[::-1]).fingerprint != open_store(whole).fingerprint
+    assert open_store(parts[:1]).fingerprint == open_store(parts[0]).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"vocab_size": 301},
+            "other: stores of one source must be alike, got 301 as its vocab_size where .*web has 300",
+        ),
+        ({"dtype": "<u4"}, "got {'sequence': '<u4'} as its keys where .*; make a source of each"),
+    ],
+)
+def test_stores_that_are_not_alike_are_not_joined(make_store, options, message):
+    paths = [
+        make_store("web", [5], **{"vocab_size": 300})[0],
+        make_store("other", [5], **{"vocab_size": 300} | options)[0],
+    ]
+    with pytest.raises(ConfigError, match=message):
+        open_store(paths)
+    with pytest.raises(ConfigError, match="store: must name at least one, got an empty list"):
+        open_store([])

@@ -157,7 +157,7 @@ def _mixture(shares: Sequence[SourceShare]) -> ui.WideTable:
             ("labels", figures("trained")),
             ("no label", figures("unlabelled")),
             ("padding", figures("padding")),
-            ("epochs", [_rounded(s.epochs) for s in shares]),
+            ("epochs so far", [_rounded(s.epochs) for s in shares]),
             ("rows skipped", [s.skipped_rows for s in shares]),
         ],
         names=2,

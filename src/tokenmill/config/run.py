@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tomli_w
@@ -50,6 +50,8 @@ MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
 logger = logging.getLogger("tokenmill.config")
+Sizes: TypeAlias = Literal["tokens", "rows", "documents"]
+"""What stands for weights: how much of that each source has."""
 NATIVE = "native"
 TABLES = ("run", "sources", "stages", "skip", "quarantine")
 
@@ -77,8 +79,9 @@ class RunConfig:
     """Neighbouring rows that stay together under shuffle = "block"."""
     window_blocks: int = 64
     """Blocks that are shuffled together under shuffle = "block"."""
-    weights: Mapping[str, Number] | None = None
-    """Share of each source, for stages that do not say; need not sum to 1."""
+    weights: Mapping[str, Number] | Sizes | None = None
+    """Share of each source, for stages that do not say; need not sum to 1. In place of numbers: what of each source
+    is counted, `tokens`, `rows` or `documents`, so that sources are drawn in proportion to their size."""
     temperature: Number = 1.0
     """Weights are raised to the power 1 / temperature: above 1 they become more alike."""
     weigh_by: str = "rows"
@@ -104,8 +107,9 @@ class SourceConfig:
     """A named set of rows."""
 
     name: str
-    store: str | None = None
-    """Folder of the store, or files of another project; a relative path counts from the folder of the config."""
+    store: str | tuple[str, ...] | None = None
+    """Folder of the store, or files of another project; a relative path counts from the folder of the config. A
+    list, or a glob of stores, is read as one store, in that order."""
     documents: tuple[str, ...] = ()
     """In place of a store: files, folders, globs or `hf:` names of text, prepared into a store when first used."""
     tokenizer: str | None = None
@@ -133,6 +137,8 @@ class SourceConfig:
     format: str | None = None
 
     def __post_init__(self) -> None:
+        for key in ("store", "documents", "tokenizer"):
+            object.__setattr__(self, key, _plain_paths(getattr(self, key)))
         if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise ConfigError(f"sources.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
         where = f"source {self.name!r}"
@@ -145,7 +151,7 @@ class SourceConfig:
                 f"{where}: on_exhausted = repeat is for sources without a limit, got max_epochs "
                 f"{self.max_epochs:g}; leave one of the two out"
             )
-        if (self.store is None) == (not self.documents):
+        if (not self.store) == (not self.documents):
             got = "both" if self.documents else "neither"
             raise ConfigError(
                 f"{where}: must have a store, or documents and a tokenizer, got {got}; "
@@ -187,7 +193,7 @@ class StageConfig:
 
     name: str
     start_step: int
-    weights: Mapping[str, Number] | None = None
+    weights: Mapping[str, Number] | Sizes | None = None
     seed: int | None = None
     global_batch_size: int | None = None
     seq_len: int | None = None
@@ -317,6 +323,8 @@ class ResolvedStage:
     end_step: int
     """First step that is no longer of the stage."""
     weights: Mapping[str, Number]
+    sizes: Sizes | None
+    """What of each source is counted and multiplied by its weight, which is 1 then; None: weights are as given."""
     seed: int
     global_batch_size: int
     seq_len: int
@@ -374,6 +382,8 @@ class Config:
     quarantine: tuple[QuarantineConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        for key in TABLES[1:]:
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         if not self.sources:
             raise ConfigError(
                 "sources: a run must have at least one, got none; add [[sources]] with name and store"
@@ -408,9 +418,13 @@ class Config:
             if len(self.sources) > 1:
                 raise ConfigError(
                     f"{where}: weights must say the share of each of {len(self.sources)} sources, got none; "
-                    f"add weights = {{ {', '.join(f'{name} = 1' for name in self.source_names)} }}"
+                    f"add weights = {{ {', '.join(f'{name} = 1' for name in self.source_names)} }}, or "
+                    'weights = "tokens" for the size of each'
                 )
             weights = {self.sources[0].name: 1.0}
+        sizes = weights if isinstance(weights, str) else None
+        if isinstance(weights, str):
+            weights = dict.fromkeys(self.source_names, 1)
         _check_weights(where, weights, self.source_names)
         if stage.ramp_from is not None:
             _check_weights(f"{where}, ramp_from", stage.ramp_from, self.source_names)
@@ -420,6 +434,7 @@ class Config:
             start_step=stage.start_step,
             end_step=end_step,
             weights=weights,
+            sizes=sizes,
             seed=run.seed if stage.seed is None else stage.seed,
             global_batch_size=stage.global_batch_size or run.global_batch_size,
             seq_len=stage.seq_len or run.seq_len,
@@ -530,6 +545,13 @@ def to_toml(tables: Mapping[str, Any]) -> str:
 # Rules that several records have, or that need more than one
 
 
+def _plain_paths(value: Any) -> Any:  # noqa: ANN401 - a path, several, or nothing
+    """Return paths as strings, as a file of TOML has them, and a list as a tuple."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return tuple(map(_plain_paths, value)) if isinstance(value, list | tuple) else value
+
+
 def _check_sizes(where: str, global_batch_size: int | None, seq_len: int | None) -> None:
     for name, size in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
         if size is not None:
@@ -610,6 +632,11 @@ def _check_live(config: Config, stages: Sequence[ResolvedStage]) -> None:
         drawn = [name for name in live if name in stage.sources]
         if not drawn:
             continue
+        if stage.sizes:
+            raise ConfigError(
+                f'{where}: weights = "{stage.sizes}" needs the size of all sources, got live text in {drawn[0]!r}; '
+                "give numbers, or leave out live = true"
+            )
         if stage.weigh_by == "tokens":
             raise ConfigError(
                 f'{where}: weigh_by = "tokens" needs the tokens of a row counted, got live text in {drawn[0]!r}; '

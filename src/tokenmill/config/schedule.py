@@ -11,15 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.run import Config, ResolvedStage
+from tokenmill.config.run import Config, ResolvedStage, Sizes
 from tokenmill.errors import ConfigError
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import Ramp, Rows, StageSpec, Weights
+from tokenmill.tables import Number
 from tokenmill.types import Int64Array
 
 RowsOf = Callable[[str, ResolvedStage, Int64Array], Rows]
 """(source, stage, documents that are left out) -> the rows of the source in that stage."""
+
+SizeOf = Callable[[str, Sizes, Rows], int]
+"""(source, what is counted, its rows in the stage) -> how much of that the source has."""
 
 _DIGITS = 12
 """Of a weight raised to a power: more would depend on the machine."""
@@ -40,7 +44,7 @@ class _Part:
     """Documents that are in quarantine, by source."""
 
 
-def schedule(config: Config, folder: Path, rows_of: RowsOf) -> list[StageSpec]:
+def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> list[StageSpec]:
     """Return the parts of all stages in order, each with the rows of its sources."""
     specs: list[StageSpec] = []
     weights_before: Weights = {}
@@ -48,7 +52,10 @@ def schedule(config: Config, folder: Path, rows_of: RowsOf) -> list[StageSpec]:
         stage = part.stage
         if specs and specs[-1].number != part.number:
             weights_before = specs[-1].weights
-        weights = _weights(stage, stage.weights, part, rows_of)
+        written: Mapping[str, Number] = stage.weights
+        if stage.sizes is not None:
+            written = {name: size_of(name, stage.sizes, rows_of(name, stage, _NONE)) for name in written}
+        weights = _weights(stage, written, part, rows_of)
         if not weights:
             raise ConfigError(
                 f"stage {stage.name!r}: a source must be left at step {part.start}, got all of "

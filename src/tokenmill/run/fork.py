@@ -186,7 +186,10 @@ def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     moved = copy.deepcopy(dict(tables))
     for source in moved.get("sources", []):
         if "store" in source:
-            source["store"] = _from(source["store"], old, new)
+            store = source["store"]
+            source["store"] = (
+                _from(store, old, new) if isinstance(store, str) else [_from(path, old, new) for path in store]
+            )
         if "documents" in source:
             source["documents"] = [
                 text if text.startswith("hf:") else _from(text, old, new) for text in source["documents"]

@@ -15,6 +15,7 @@ from tokenmill.config.run import (
     TABLES,
     Config,
     ResolvedStage,
+    Sizes,
     SourceConfig,
     Translation,
     parse_config,
@@ -38,12 +39,12 @@ LIMIT_ROWS = 1 << 22
 """Rows that `diff` computes at most, before the first difference and after, unless it is told otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     """What is trained on, in which order; reads manifests, never tokens, until a loader is asked for batches."""
 
     config: Config
-    folder: Path
+    folder: Path = Path()
     """Where relative paths count from, and where plans are recorded."""
     name: str = "run"
     """Of the config file, without its ending: what the history of edits is kept under."""
@@ -56,18 +57,36 @@ class Run:
 
         `world_size` is for configs of others, which give the batch of one rank.
         """
-        tables, file = read_tables(path), Path(path).resolve()
-        translation = Translation(tables=tables)
+        file = Path(path).resolve()
+        folder, name = file.parent, file.stem
+        return cls.from_tables(read_tables(path), folder=folder, name=name, where=str(path), world_size=world_size)
+
+    @classmethod
+    def from_tables(
+        cls,
+        tables: Mapping[str, Any],
+        *,
+        folder: str | os.PathLike[str] = ".",
+        name: str = "run",
+        where: str = "config",
+        world_size: int | None = None,
+    ) -> Run:
+        """Make a run of the tables of a config as plain Python values, by the same rules as a file of them.
+
+        Relative paths count from `folder`, where plans are recorded under `name`; errors begin with `where`.
+        """
+        folder = Path(folder)
+        translation = Translation(tables=dict(tables))
         if not tables or not tables.keys() <= set(TABLES):
             from tokenmill.config.dialects import translate
             from tokenmill.store.layout import is_ours
 
             translation = translate(
-                tables, where=str(path), world_size=world_size, is_store=lambda place: is_ours(file.parent / place)
+                tables, where=where, world_size=world_size, is_store=lambda place: is_ours(folder / place)
             )
-            translation.log(str(path))
-        config = parse_config(translation.tables, where=str(path))
-        return cls(config=config, folder=file.parent, name=file.stem, translation=translation)
+            translation.log(where)
+        config = parse_config(translation.tables, where=where)
+        return cls(config=config, folder=folder, name=name, translation=translation)
 
     @cached_property
     def stores(self) -> dict[str, Store]:
@@ -79,7 +98,7 @@ class Run:
         maps = MapCache() if stored else None
         stores = {
             source.name: open_store(
-                self._store_folder(source),
+                self._store_places(source),
                 maps=maps,
                 dtype=source.dtype,
                 vocab_size=source.vocab_size,
@@ -147,19 +166,22 @@ class Run:
             )
         return eos_id
 
-    def _store_folder(self, source: SourceConfig) -> Path:
-        """Return where the store of a source is; text is prepared first, once."""
+    def _store_places(self, source: SourceConfig) -> list[Path]:
+        """Return where the stores of a source are; text is prepared first, once."""
         if source.store is not None:
-            return self.folder / source.store
+            return [
+                self.folder / path for path in ([source.store] if isinstance(source.store, str) else source.store)
+            ]
         from tokenmill.build.cached import cached_store
 
-        return cached_store(
+        store = cached_store(
             self._texts(source),
             tokenizer=self._tokenizer(source),
             text_field=source.text_field,
             folder=self.folder / ".tokenmill" / "stores",
             where=f"source {source.name!r}",
         )
+        return [store]
 
     @cached_property
     def _rows(self) -> dict[tuple[str, int, Policy, bytes], ConcatRows | PackedRows | RecordRows]:
@@ -208,7 +230,7 @@ class Run:
         steps = self.config.run.steps
         errors, stops = limits(self.config)
         plan = compile_plan(
-            schedule(self.config, self.folder, self._stage_rows),
+            schedule(self.config, self.folder, self._stage_rows, self._size),
             sources=self.config.source_names,
             steps=steps,
             max_epochs=errors,
@@ -296,6 +318,17 @@ class Run:
         if name in self.live:
             return self.live[name].in_format(stage.seq_len, policy)
         return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
+
+    def _size(self, name: str, counted: Sizes, rows: Rows) -> int:
+        """Return how many tokens, rows or documents a source has."""
+        assert rows.counted is not None, "the config refuses such weights for live text"
+        manifest = self.stores[name].manifest
+        sizes = {"tokens": manifest.tokens, "documents": manifest.documents, "rows": rows.counted.num_rows}
+        if not sizes[counted]:
+            raise ConfigError(
+                f'source {name!r}: must not be empty where weights = "{counted}", got no {counted}; leave it out'
+            )
+        return sizes[counted]
 
     def _packing(self, stage: ResolvedStage) -> str:
         """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""

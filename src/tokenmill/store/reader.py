@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -12,17 +14,20 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, nearest
 from tokenmill.store.layout import (
+    GIVEN,
     OFFSET_DTYPE,
     Manifest,
+    ShardInfo,
     axes_of,
     axis_of,
     index_file,
     is_ours,
     key_file,
     read_manifest,
+    tokenizer_difference,
 )
 from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
-from tokenmill.types import AnyArray, Int64Array
+from tokenmill.types import AnyArray, Int64Array, natural_key
 
 Value: TypeAlias = "AnyArray | list[AnyArray]"
 """One array of a record; of a group of responses, a list of arrays."""
@@ -217,7 +222,7 @@ def bad_offsets(request: Request) -> StoreCorruptError:
 
 
 def open_store(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     maps: MapCache | None = None,
     dtype: str | None = None,
@@ -228,11 +233,26 @@ def open_store(
 ) -> Store:
     """Open the store at `path` by reading its manifest, or files of another project in place.
 
+    A list, or a glob that stands for stores of ours alone, is opened as one store: their documents in that order.
     `maps` is shared by the stores of a run. The rest is for foreign files, which may be named as a file, a folder,
     a glob or a prefix, and say less than they should: see `ForeignOptions`. For a store of ours it must not
     contradict the manifest.
     """
-    place = Path(path)
+    places = [
+        place for item in ([path] if isinstance(path, str | os.PathLike) else path) for place in _places(item)
+    ]
+    if len(places) != 1:
+        open_one = partial(
+            open_store,
+            maps=maps or MapCache(),
+            dtype=dtype,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            bos_id=bos_id,
+            format=format,
+        )
+        return join_stores([open_one(place) for place in places])
+    place = places[0]
     if is_ours(place) or format == "tokenmill":
         said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
         return store_of(place, read_ours(place, said), maps)
@@ -241,6 +261,56 @@ def open_store(
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     return open_foreign(place, options, maps)
+
+
+def _places(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the stores of ours that a glob stands for, in the natural order of their names; else the path."""
+    text = os.fspath(path)
+    is_glob = has_magic(text) and not os.path.lexists(text)
+    matches = sorted(glob(text, recursive=True), key=natural_key) if is_glob else []
+    stores = [Path(match) for match in matches if is_ours(Path(match))]
+    return stores if stores and len(stores) == len(matches) else [Path(path)]
+
+
+def join_stores(stores: Sequence[Store]) -> Store:
+    """Return several stores of one tokenizer and training type as one: the documents of each after those before it.
+
+    It stands for the same tokens as one store with all their shards would; only manifests are read.
+    """
+    if not stores:
+        raise ConfigError("store: must name at least one, got an empty list; add the folder of a store")
+    first, *others = (store.manifest for store in stores)
+    for store in stores[1:]:
+        other = store.manifest
+        differing = tokenizer_difference(first.tokenizer, other.tokenizer)
+        for name, left, right in (("training type", first.kind, other.kind), ("keys", first.keys, other.keys)):
+            if left != right:
+                differing = (name, left, right, "make a source of each")
+        if differing:
+            name, left, right, way_out = differing
+            raise ConfigError(
+                f"{store.path}: stores of one source must be alike, got {right!r} as its {name} where "
+                f"{stores[0].path} has {left!r}; {way_out}"
+            )
+    shards: list[ShardInfo] = []
+    requests: dict[tuple[int, str], Request] = {}
+    for store in stores:
+        for number, shard in enumerate(store.manifest.shards):
+            requests.update({(len(shards), name): store.file(number, name) for name in shard.files})
+            shards.append(replace(shard, name=f"{store.path.name}/{shard.name}"))
+    # Of token files of other projects, whether all their documents have BOS and EOS is found out file by file.
+    framed = {name: all(store.manifest.tokenizer.get(name) for store in stores) for name in ("add_bos", "add_eos")}
+    known = next(
+        (item.tokenizer for item in (first, *others) if item.tokenizer.get("kind") != GIVEN), first.tokenizer
+    )
+    manifest = replace(
+        first,
+        tokenizer={**known, **framed},
+        shards=tuple(shards),
+        inputs=tuple(item for store in stores for item in store.manifest.inputs),
+        skipped={},
+    )
+    return store_of(stores[0].path, manifest, stores[0].maps, requests)
 
 
 def read_ours(path: Path, said: Mapping[str, object]) -> Manifest:

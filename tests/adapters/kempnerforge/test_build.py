@@ -307,7 +307,7 @@ def test_a_config_of_kempnerforge_is_read_by_the_names_of_its_fields():
     [
         (
             TheirData(),
-            "build_dataloader: batch_size and seq_len must be given where the config does not have .train.",
+            "build_dataloader: batch_size must be given where the config has no .train., got none",
         ),
         ({"dataset_path": "web"}, "config: must be a DataConfig of this package or of KempnerForge, got dict"),
     ],

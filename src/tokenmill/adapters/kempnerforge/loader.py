@@ -469,39 +469,14 @@ def build_dataloader(
     """
     train = getattr(config, "train", None)
     config = DataConfig.of(config if train is None else getattr(config, "data", config))
-    batch_size = getattr(train, "batch_size", None) if batch_size is None else batch_size
-    seq_len = getattr(train, "seq_len", None) if seq_len is None else seq_len
-    if batch_size is None or seq_len is None:
-        raise ConfigError(
-            "build_dataloader: batch_size and seq_len must be given where the config does not have [train], got "
-            f"{batch_size} and {seq_len}; give them"
-        )
-    if seed is None:
-        data_seed = getattr(train, "data_seed", None)
-        seed = getattr(train, "seed", 42) if data_seed is None else data_seed
-    grad_accum_steps = getattr(train, "grad_accum_steps", 1) if grad_accum_steps is None else grad_accum_steps
+    batch_size, seq_len = _given(batch_size, train, "batch_size"), _given(seq_len, train, "seq_len")
+    grad_accum_steps = _given(grad_accum_steps, train, "grad_accum_steps", 1)
+    seed = _given(seed, train, "data_seed", _given(None, train, "seed", 42))
     rank, world_size = find_rank(rank=rank, world_size=world_size)
-    texts = [source.called for source in config.datasets if source.hf_name]
-    if config.hf_streaming and texts:
-        raise ConfigError(
-            f"data: hf_streaming must be left out where text is mixed, as that is tokenized once, got {texts[0]!r} "
-            "among datasets; set hf_streaming to false, or name it alone as hf_dataset_name"
-        )
     first = config.all_datasets[0]
-    if config.hf_streaming and first.hf_name:
-        stream = StreamingHuggingFaceDataset(
-            first.hf_name,
-            config.hf_dataset_split,
-            config.hf_dataset_text_field,
-            seq_len,
-            config.tokenizer_for(first),
-            first.hf_config or None,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            pack_sequences=config.pack_sequences,
-            lanes=batch_size * world_size * grad_accum_steps,
-        )
+    if config.hf_streaming and any(source.hf_name for source in config.all_datasets):
+        lanes = batch_size * world_size * grad_accum_steps
+        stream = _stream(config, first, seq_len, rank=rank, world_size=world_size, seed=seed, lanes=lanes)
         return StreamingDataLoader(
             stream, batch_size, config, grad_accum_steps=grad_accum_steps, pin_memory=config.pin_memory
         )
@@ -522,6 +497,40 @@ def build_dataloader(
         dataset = _dataset(config, first, seq_len, cache_dir)
         sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, seed=seed)
     return StatefulDataLoader(dataset, batch_size, sampler, config, grad_accum_steps=grad_accum_steps)
+
+
+def _given(value: int | None, train: object, name: str, default: int | None = None) -> int:
+    """Return what was given, else what [train] of a job says, else what is usual."""
+    for found in (value, getattr(train, name, None), default):
+        if found is not None:
+            return int(found)
+    raise ConfigError(
+        f"build_dataloader: {name} must be given where the config has no [train], got none; add {name}=..."
+    )
+
+
+def _stream(
+    config: DataConfig, source: DatasetSource, seq_len: int, *, rank: int, world_size: int, seed: int, lanes: int
+) -> StreamingHuggingFaceDataset:
+    texts = [source.called for source in config.datasets if source.hf_name]
+    if texts:
+        raise ConfigError(
+            f"data: hf_streaming must be left out where text is mixed, as that is tokenized once, got {texts[0]!r} "
+            "among datasets; set hf_streaming to false, or name it alone as hf_dataset_name"
+        )
+    return StreamingHuggingFaceDataset(
+        source.hf_name,
+        config.hf_dataset_split,
+        config.hf_dataset_text_field,
+        seq_len,
+        config.tokenizer_for(source),
+        source.hf_config or None,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        pack_sequences=config.pack_sequences,
+        lanes=lanes,
+    )
 
 
 def _dataset(
