@@ -17,6 +17,7 @@ COMMANDS = {
     "loader": ("loader.py", "--tiny", "--cache", "{folder}"),
     "order": ("order.py", "--tiny"),
     "packing": ("packing.py", "--tiny", "--cache", "{folder}"),
+    "samplers": ("samplers.py", "--tiny"),
     "packing, huge": ("packing.py", "--huge", "2200000", "--cache", "{folder}"),
 }
 
