@@ -34,6 +34,7 @@ RULES: Mapping[str, str] = {
     # What a chat template asks of a conversation.
     "no_messages": "a conversation must be a list of messages",
     "role": "every message must be an object with a role that chat templates know",
+    "flag": "what a message says of its training must be clear",
     "media": "a message must hold nothing but text",
     "parts": "a content in parts must be written as the texts of the parts",
     "not_json": "a conversation must hold nothing but JSON",

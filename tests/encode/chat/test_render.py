@@ -182,6 +182,63 @@ def test_only_the_last_turn_is_trained_on_if_that_is_asked_for(chatml):
         assert piece.startswith("ANSWER4.")
 
 
+def flagged(**flags: object) -> list[dict[str, object]]:
+    """Return three turns, with flags in the second answer."""
+    messages = turns(3)
+    return [*messages[:3], {**messages[3], **flags}, *messages[4:]]
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "qwen3_training", "llama3"])
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}]
+)
+def test_a_message_that_says_so_is_not_trained_on(template, flag):
+    chosen = load_template("chatml", tokenizer="bytes") if template == "chatml" else stock_template(template)
+    found = render(chosen, flagged(**flag))
+    trained = "".join(found.text[begin:end] for begin, end in found.supervised)
+    assert re.findall(r"ANSWER\d", trained) == ["ANSWER0", "ANSWER2"]
+    assert found.text == render(chosen, flagged()).text
+    assert found.notes[:1] == ("flags_of_training",)
+    assert trained.count("ANSWER") == trained.count("<|im_end|>" if template != "llama3" else "<|eot_id|>")
+
+
+@pytest.mark.parametrize(
+    "flag", [{"weight": 1}, {"train": True}, {"training": True, "weight": 1.0}, {"train": None}]
+)
+def test_a_message_that_says_it_is_trained_on_is(chatml, flag):
+    assert render(chatml, flagged(**flag)).supervised == render(chatml, flagged()).supervised
+
+
+def test_a_message_of_another_role_is_trained_on_where_it_says_so(chatml):
+    messages = turns(1)
+    found = render(chatml, [{**messages[0], "train": True}, {**messages[1], "train": False}])
+    assert [found.text[begin:end] for begin, end in found.supervised] == ["USER0.<|im_end|>"]
+    found = render(chatml, [{**messages[0], "weight": 1}, {**messages[1], "weight": 1}])
+    assert [found.text[begin:end] for begin, end in found.supervised] == ["ANSWER0.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "detail"),
+    [
+        ({"weight": 0.5}, "neither 0 nor 1"),
+        ({"weight": "0"}, "neither 0 nor 1"),
+        ({"mask": True}, "may mean either"),
+        ({"train_detail": []}, "may mean either"),
+        ({"train": True, "weight": 0}, "contradict"),
+    ],
+)
+def test_a_flag_of_training_that_is_not_clear_is_refused(chatml, flag, detail):
+    with pytest.raises(Refusal, match=detail) as caught:
+        render(chatml, flagged(**flag))
+    assert caught.value.reason == "flag"
+
+
+def test_a_conversation_whose_messages_all_say_no_is_refused(chatml):
+    with pytest.raises(Refusal, match="2 say that they are not to be trained on") as caught:
+        render(chatml, [{**message, "train": False} for message in turns(1)])
+    assert caught.value.reason == "no_trained_message"
+
+
 def test_an_empty_last_turn_after_an_empty_question_is_not_guessed(chatml):
     with pytest.raises(Refusal) as caught:
         render(chatml, SHAPES["last is empty"], last_only=True)
@@ -365,7 +422,7 @@ def test_reasoning_is_written_by_whichever_name_the_data_and_the_template_have_f
         found = render(stock_template(name), [messages[0], shown], kwargs=OPTIONS)
         assert re.sub(DATE, "", found.text) == re.sub(DATE, "", text)
         trained = "".join(found.text[a:b] for a, b in found.supervised)
-        assert ("REASON." in trained, "reasoning_dropped" in found.lost) == (
+        assert ("REASON." in trained, "reasoning_dropped" in found.notes) == (
             "REASON." in text,
             "REASON." not in text,
         )
@@ -378,7 +435,7 @@ CHAT = template_of(CHATML)
 
 
 def lost(template: ChatTemplate, messages: list, **more: object) -> tuple[str, ...]:
-    return render(template, messages, kwargs={"now": "2025-01-31"}, **more).lost
+    return render(template, messages, kwargs={"now": "2025-01-31"}, **more).notes
 
 
 def trained(found: Rendered) -> list[str]:
@@ -405,7 +462,7 @@ def test_tools_that_a_template_does_not_write_are_told(name, names):
 def test_an_option_that_is_written_is_not_taken_for_the_tools():
     template = template_of("{{ note }}" + CHATML)
     found = render(template, SHAPES["1 turn"], tools=TOOLS, kwargs={"note": "weather"})
-    assert found.lost == ("tools_not_written",)
+    assert found.notes == ("tools_not_written",)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +519,7 @@ def test_losses_are_told_of_the_conversations_that_are_kept(small):
     ]
     encoded = encoder.encode(given)
     assert encoded.kept.tolist() == [0, 1, 3]
-    assert encoded.lost == [("tools_not_written",), (), ("reasoning_dropped", "tools_not_written")]
+    assert encoded.notes == [("tools_not_written",), (), ("reasoning_dropped", "tools_not_written")]
 
 
 def parts(*texts: str) -> list[dict]:
@@ -502,7 +559,7 @@ def test_a_template_that_does_not_know_parts_is_given_one_text(source):
     assert found == render(template_of(source), FLAT)
     assert "list" not in found.text
     assert "type" not in found.text
-    assert found.lost == ()
+    assert found.notes == ()
     mixed = [FLAT[0], IN_PARTS[1]]
     assert render(template_of(source), mixed) == found
 
@@ -515,13 +572,13 @@ def test_parts_are_given_as_they_are_to_a_template_that_knows_them():
     without = template_of(source.replace(loop, f"{loop} if message.role != 'system'"))
     found = render(without, [{"role": "system", "content": parts("SYS", "TEM")}, *IN_PARTS])
     assert trained(found) == ["AN+SW+ER+<|im_end|>"]
-    assert found.lost == ("content_not_written",)
+    assert found.notes == ("content_not_written",)
 
 
 def test_a_part_that_is_left_out_is_told():
     found = render(stock_template("llava_next"), IN_PARTS)
     assert trained(found) == [" AN</s>"]
-    assert found.lost == ("content_not_written",)
+    assert found.notes == ("content_not_written",)
 
 
 def test_what_is_wrong_in_either_form_is_told_of_the_form_that_was_given():
@@ -544,7 +601,7 @@ def test_contents_that_are_no_texts_may_be_written_as_json(content):
     template = template_of(STRINGS_ONLY.replace("{{- message.content -}}", "{{- message.content | tojson -}}"))
     found = render(template, [{"role": "tool", "content": content}, USER, {"role": "assistant", "content": "A"}])
     assert found.text.startswith(f"<|im_start|>tool\n{json.dumps(content)}<|im_end|>\n")
-    assert found.lost == ()
+    assert found.notes == ()
 
 
 def test_only_lists_of_texts_are_made_one_text():

@@ -177,6 +177,37 @@ def _has_text(value: object, depth: int = 0) -> bool:
     return depth <= _MAX_DEPTH and any(_has_text(item, depth + 1) for item in items)
 
 
+# What a message says of its own training.
+
+_FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
+_UNCLEAR_FLAGS = ("mask", "masked", "train_detail", "training_detail")
+
+
+def says_of_training(message: Message) -> bool | None:
+    """Return whether a message says that it is to be trained on, or not; None where it leaves that to its role.
+
+    Only `train` and `training` make a message trained whose role is not: a weight of 1 is what all messages have.
+    What is neither yes nor no is refused, as is a flag that may mean either.
+    """
+    flags = {name: message[name] for name in (*_FLAGS, *_UNCLEAR_FLAGS) if message.get(name) is not None}
+    for name, value in flags.items():
+        if name in _UNCLEAR_FLAGS:
+            raise Refusal(
+                "flag", f"{name} = {_shortened(value)}, which may mean either; name it train: true or false"
+            )
+        if value not in (0, 1) or not isinstance(value, bool | int | float):
+            raise Refusal(
+                "flag", f"{name} = {_shortened(value)}, neither 0 nor 1; weights are not stored, make it one"
+            )
+    if not flags:
+        return None
+    if len(set(map(bool, flags.values()))) > 1:
+        raise Refusal("flag", f"{_shortened(flags)}, which contradict one another; leave one of them")
+    if not next(iter(flags.values())):
+        return False
+    return True if flags.keys() & {"train", "training"} else None
+
+
 # Other forms of the same conversation.
 
 

@@ -19,6 +19,7 @@ from tokenmill.encode.chat.conversation import (
     flattened,
     has_parts,
     mark_conversation,
+    says_of_training,
     with_reasoning,
 )
 from tokenmill.encode.chat.sample import edges_by_sample
@@ -37,8 +38,9 @@ class Rendered:
     """What is trained on."""
     authored: tuple[Range, ...]
     """What the template wrote: control strings are control tokens there, and ordinary text elsewhere."""
-    lost: tuple[str, ...] = ()
-    """What the conversation has and the text lacks: tools, or tool calls, reasoning or content of some message."""
+    notes: tuple[str, ...] = ()
+    """What the conversation has and the text lacks: tools, or tool calls, reasoning or content of some message; and
+    whether messages say whether they are trained on."""
     unsaid: int = 0
     """Characters of contents, and of their parts, of which none is in the text."""
 
@@ -99,11 +101,12 @@ def _rendered(
     trace = renderer.trace(len(conversation.messages), add_generation_prompt)
     renderer.refuse_other_text(trace, add_generation_prompt)
     lost, unsaid = _losses(trace)
+    flagged = any(says_of_training(message) is not None for message in conversation.given)
     return Rendered(
         text=trace.text,
         supervised=() if add_generation_prompt else find_ranges(renderer, train_on, last_only),
         authored=tuple(trace.authored()),
-        lost=lost,
+        notes=(*(["flags_of_training"] if flagged else []), *lost),
         unsaid=unsaid,
     )
 
@@ -116,13 +119,17 @@ def find_ranges(renderer: Renderer, trained_roles: Sequence[str], last_only: boo
     roles = renderer.conversation.roles
     trace = renderer.trace(len(roles), False)
     trained = [index for index, role in enumerate(roles) if role in trained_roles]
-    if not trained:
-        raise Refusal("no_trained_message", f"no message is of the roles {list(trained_roles)}, only {roles}")
     trained = trained[-1:] if last_only else trained
+    says = {index: says_of_training(message) for index, message in enumerate(renderer.conversation.given)}
+    trained = [index for index in says if (index in trained if says[index] is None else says[index])]
+    if not trained:
+        masked = f", and {list(says.values()).count(False)} say that they are not to be trained on"
+        detail = f"no message is of the roles {list(trained_roles)}, only {roles}"
+        raise Refusal("no_trained_message", detail + (masked if False in says.values() else ""))
     by_block = [index for index in trained if renderer.compiled.has_generation and roles[index] == "assistant"]
     for index in by_block:
         _refuse_missing(trace, index)
-    ranges = _block_ranges(trace, by_block[-1], last_only) if by_block else []
+    ranges = _block_ranges(trace, by_block) if by_block else []
     for index in trained:
         if index not in by_block:
             begin, end = _turn_range(renderer, trace, index)
@@ -161,26 +168,28 @@ def _prove(trace: Trace, ranges: list[Range], trained: set[int]) -> None:
                 raise Refusal("uncovered", f"what is trained on would leave out {shown}")
 
 
-def _block_ranges(trace: Trace, last: int, last_only: bool) -> list[Range]:
-    """Return what generation blocks wrote: all, or only what is of the last message."""
-    blocks = trace.generation
-    if not blocks:
+def _block_ranges(trace: Trace, trained: Sequence[int]) -> list[Range]:
+    """Return what generation blocks wrote of some messages of the assistant."""
+    if not trace.generation:
         raise Refusal("no_generation", "the template has generation blocks, and this conversation reached none")
-    if not last_only:
-        return list(blocks)
-    own = trace.of_message.get(last)
-    earlier = max((each.end - 1 for each in trace.fragments if 0 <= each.owner < last), default=-1)
-    answers = earlier >= 0 and trace.conversation.roles[last - 1] != "assistant" and last - 1 in trace.of_message
-    ranges = []
-    for begin, end in blocks:
-        owners = {each.owner for each in trace.within(begin, end)}
-        if last in owners or (own and begin > own[0].begin):
-            ranges.append((begin, end))
-        elif not owners and begin > earlier:
-            if not answers and earlier >= 0:
-                raise Refusal("no_proof", f"the block with {trace.shown(begin)} may be of either of two messages")
-            ranges.append((begin, end))
-    return ranges
+    answers = [index for index, role in enumerate(trace.conversation.roles) if role == "assistant"]
+    if answers == list(trained):
+        return list(trace.generation)
+    return [(begin, end) for begin, end in trace.generation if _block_owner(trace, begin, end) in trained]
+
+
+def _block_owner(trace: Trace, begin: int, end: int) -> int:
+    """Return the message of the assistant that a generation block belongs to."""
+    roles = trace.conversation.roles
+    owners = {each.owner for each in trace.within(begin, end) if each.owner >= 0}
+    if not owners:
+        # A block without a text of the conversation ends the turn before it, or is all of an empty turn.
+        before = max((each.owner for each in trace.before(begin)), default=-1)
+        after = min((each.owner for each in trace.within(end, len(trace.text)) if each.owner >= 0), default=None)
+        owners = {index for index, role in enumerate(roles[:after]) if index >= before and role == "assistant"}
+    if len(owners) != 1:
+        raise Refusal("no_proof", f"the block with {trace.shown(begin)} may be of either of two messages")
+    return owners.pop()
 
 
 def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:

@@ -214,8 +214,8 @@ class ChatEncoded:
     kept: Int64Array
     """Which of the conversations that were given these are, in order."""
     refused: Sequence[Refused]
-    lost: Sequence[tuple[str, ...]]
-    """Of each that was kept, what the template did not write of it, by the names of `Rendered.lost`."""
+    notes: Sequence[tuple[str, ...]]
+    """Of each that was kept, what a user should know of it, by the names of `Rendered.notes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,7 +316,7 @@ class ChatEncoder:
                 Refused(index=index, reason=error.reason, detail=error.detail)
                 for index, error in sorted(refused.items())
             ],
-            lost=[rendered[index].lost for index in kept],
+            notes=[rendered[index].notes for index in kept],
         )
 
     def _with_one_bos(self, ids: Uint32Array, mask: Uint8Array) -> tuple[Uint32Array, Uint8Array]:

@@ -477,7 +477,7 @@ class RecordEncoder:
         done = self.chat.encode([conversation for _, conversation in pairs])
         for refused in done.refused:
             batch.refuse([int(owners[refused.index])], refused.reason, refused.detail)
-        for owner, names in zip(owners[done.kept].tolist(), done.lost, strict=True):
+        for owner, names in zip(owners[done.kept].tolist(), done.notes, strict=True):
             for name in names:
                 batch.notes.setdefault(name, set()).add(owner)
         encoded = self._cast(done.encoded)
