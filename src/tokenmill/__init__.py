@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tokenmill.run.run import Run as Run
     from tokenmill.store import Store as Store
     from tokenmill.store import detect_format as detect_format
+    from tokenmill.store import export_store as export_store
     from tokenmill.store import import_store as import_store
     from tokenmill.store import open_store as open_store
     from tokenmill.store import verify as verify
@@ -56,6 +57,7 @@ _HOMES = {
     "StoreError": "tokenmill.errors",
     "TokenmillError": "tokenmill.errors",
     "detect_format": "tokenmill.store",
+    "export_store": "tokenmill.store",
     "import_store": "tokenmill.store",
     "open_store": "tokenmill.store",
     "open_tokenizer": "tokenmill.encode.engines",

@@ -10,7 +10,21 @@ import pytest
 
 import tokenmill as package
 
-COMMANDS = ["demo", "prepare", "inspect", "verify", "plan", "batches", "what", "when", "diff", "fork", "warm"]
+COMMANDS = [
+    "demo",
+    "prepare",
+    "import",
+    "export",
+    "inspect",
+    "verify",
+    "plan",
+    "batches",
+    "what",
+    "when",
+    "diff",
+    "fork",
+    "warm",
+]
 ENTRY = Path(sys.executable).parent / "tokenmill"
 
 

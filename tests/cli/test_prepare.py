@@ -270,3 +270,16 @@ def test_files_that_are_not_there_are_said_to_be_missing(tokenmill, tmp_path):
         f"error: {tmp_path}/no.npy: must be a store, or a file, folder or glob of token files, got nothing there; "
         "fix the path\n"
     )
+
+
+def test_export_says_what_was_written_and_who_read_it_back(tokenmill, folder, tmp_path):
+    web = folder / "stores" / "web"
+    done = tokenmill("export", web, "--format", "npy", "--out", tmp_path / "npy")
+    assert (done.code, done.err) == (0, "")
+    assert re.search(r"read back +[\d,]+ numbers, with tokenmill and numpy", done.out)
+    report = tokenmill("export", web, "--format", "astrai-bin", "--out", tmp_path / "astrai", "--json").json
+    assert (report["documents"], report["keys"], report["read_back"]) == (60, ["sequence"], ["tokenmill"])
+    assert tokenmill("verify", tmp_path / "npy", tmp_path / "astrai").code == 0
+    done = tokenmill("export", web, "--format", "npy", "--out", tmp_path / "npy")
+    assert (done.code, done.out) == (1, "")
+    assert "must be a new or an empty folder" in done.err

@@ -211,3 +211,45 @@ def _show_imported(report: ImportReport) -> None:
         ("fingerprint", report.fingerprint),
     ]
     ui.console.print(ui.table(f"Store {report.out}", ("what", "value"), rows))
+
+
+def export(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or token files.")],
+    to: Annotated[
+        str, typer.Option("--format", help="What to write: megatron, nanoset, npy, astrai-bin, astrai-h5 or hf.")
+    ],
+    out: Annotated[Path, typer.Option(help="New folder to write to.")],
+    drop_masks: Annotated[
+        bool, typer.Option("--drop-masks", help="Give up masks that the format has no place for.")
+    ] = False,
+    dtype: ui.Dtype = None,
+    vocab_size: ui.VocabSize = None,
+    eos_id: ui.EosId = None,
+    bos_id: ui.BosId = None,
+    json: ui.AsJson = False,
+) -> None:
+    """Write a store in the format of another project, and read it back with that project's own reader."""
+    from tokenmill.store import ForeignOptions, export_store
+
+    with ui.progress() as tell:
+        report = export_store(
+            store,
+            out=out,
+            format=to,
+            drop_masks=drop_masks,
+            options=ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id),
+            progress=tell,
+        )
+    if json:
+        ui.print_json(asdict(report))
+        return
+    rows: list[tuple[str, object]] = [
+        ("format", report.format),
+        ("documents", report.documents),
+        ("tokens", report.tokens),
+        ("files", report.files),
+        ("arrays", ", ".join(report.keys)),
+        ("read back", f"{report.compared:,} numbers, with {' and '.join(report.read_back)}: all as in the store"),
+        *(("note", note) for note in report.notes),
+    ]
+    ui.console.print(ui.table(f"Export {report.out}", ("what", "value"), rows))

@@ -9,6 +9,7 @@
 """
 
 from tokenmill.store.foreign.convert import ImportReport, import_store
+from tokenmill.store.foreign.export import ExportReport, export_store
 from tokenmill.store.foreign.files import ForeignOptions, detect_format
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
 from tokenmill.store.reader import Store, open_store
@@ -16,6 +17,7 @@ from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 
 __all__ = [
+    "ExportReport",
     "ForeignOptions",
     "ImportReport",
     "Manifest",
@@ -26,6 +28,7 @@ __all__ = [
     "VerifyReport",
     "check_store",
     "detect_format",
+    "export_store",
     "import_store",
     "open_store",
     "read_manifest",

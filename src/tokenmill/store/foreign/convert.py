@@ -68,7 +68,7 @@ def import_store(
         raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")
     format, files, known = read_foreign(source, known)
     total = sum(array.count for shard in files.shards for array in shard.arrays.values())
-    looked = _counted(progress, "look", total)
+    looked = counted(progress, "look", total)
     facts = []
     for shard in files.shards:
         # Only what is small is kept: where documents are is found again for each shard when it is needed.
@@ -87,9 +87,9 @@ def import_store(
         max_tokens_per_shard=max_tokens_per_shard,
     )
     with StoreWriter(out, spec, rebuild=rebuild) as writer:
-        manifest = _write(writer, _with_documents(files, known), _counted(progress, "write", total))
+        manifest = _write(writer, _with_documents(files, known), counted(progress, "write", total))
     try:
-        compared = _compare(Path(out), _with_documents(files, known), _counted(progress, "compare", total))
+        compared = _compare(Path(out), _with_documents(files, known), counted(progress, "compare", total))
     except BaseException:
         (Path(out) / MANIFEST).unlink()  # what is not proven is no store
         raise
@@ -128,7 +128,8 @@ def _keys(files: ForeignFiles, facts: Sequence[Facts], options: ForeignOptions) 
     return {key: "|u1" if key in MASK_KEYS else ids for key in files.shards[0].arrays}
 
 
-def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+def counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    """Return what is told numbers one by one, and tells their sum."""
     done = 0
 
     def count(more: int) -> None:

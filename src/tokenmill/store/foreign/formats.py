@@ -232,7 +232,7 @@ def _read_rows(array: ForeignArray, rows: int, length: int, begin: int, end: int
 
 # Megatron's indexed datasets: tokens in .bin, sequences and documents in .idx.
 
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
@@ -275,15 +275,15 @@ def _index(path: Path) -> _Index:
             f"{path}: must stand beside the .bin, got nothing there; copy it as well, or say format = bin and dtype"
         )
     real, size = real_file(path)
-    start = head(path, _INDEX_HEADER.size)
-    if len(start) < _INDEX_HEADER.size or not start.startswith(MEGATRON_MAGIC):
+    start = head(path, MEGATRON_HEADER.size)
+    if len(start) < MEGATRON_HEADER.size or not start.startswith(MEGATRON_MAGIC):
         raise StoreCorruptError(f"{path}: must begin with the header of Megatron, got {start[:9]!r}; {_WAY_OUT}")
-    _, version, code, sequences, marks = _INDEX_HEADER.unpack(start)
+    _, version, code, sequences, marks = MEGATRON_HEADER.unpack(start)
     if version != 1 or code not in _DTYPES:
         raise StoreCorruptError(
             f"{path}: must be version 1 with a known dtype, got version {version}, dtype code {code}; {_WAY_OUT}"
         )
-    whole = _INDEX_HEADER.size + 12 * sequences + 8 * marks
+    whole = MEGATRON_HEADER.size + 12 * sequences + 8 * marks
     if sequences and size == whole + sequences:
         raise StoreError(
             f"{path}: must be of text alone, got a mode for each sequence (multimodal); export the text by itself"
@@ -305,9 +305,9 @@ def _sequence_ends(index: _Index, count: int) -> Int64Array:
     def refuse(rule: str, got: object) -> StoreCorruptError:
         return StoreCorruptError(f"{index.path}: {rule}, got {got}; {_WAY_OUT}")
 
-    lengths = index.array("<i4", _INDEX_HEADER.size, index.sequences)
-    pointers = index.array("<i8", _INDEX_HEADER.size + 4 * index.sequences, index.sequences)
-    marks = index.array("<i8", _INDEX_HEADER.size + 12 * index.sequences, index.marks)
+    lengths = index.array("<i4", MEGATRON_HEADER.size, index.sequences)
+    pointers = index.array("<i8", MEGATRON_HEADER.size + 4 * index.sequences, index.sequences)
+    marks = index.array("<i8", MEGATRON_HEADER.size + 12 * index.sequences, index.marks)
     if index.sequences and int(lengths.min()) < 0:
         raise refuse("lengths of sequences must not be negative", int(lengths.min()))
     starts = np.zeros(index.sequences + 1, np.int64)

@@ -1,0 +1,635 @@
+"""Writing a store in the formats of other projects: streamed, and read back with their own readers.
+
+A format that has no place for a mask does not get the store at all, unless the mask is given up in so many words.
+What is written has another name until all of it was read back: by tokenmill, and by the project that the format
+is of where that is installed, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError, nearest
+from tokenmill.store.durable import make_folder, sync_folder
+from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
+from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
+from tokenmill.store.foreign.formats import MEGATRON_HEADER
+from tokenmill.store.foreign.open import SIDECAR
+from tokenmill.store.layout import UNKNOWN, token_keys
+from tokenmill.store.reader import Store, open_store
+from tokenmill.store.writer import import_h5py
+from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
+
+POSITIONS = "position_ids"
+_BLOCK = 1 << 22
+"""Values, or documents, that are copied at a time."""
+_IDS = np.dtype("<i4")
+"""Of ids where a project reads them into tensors: unsigned ones have few operations there."""
+_NO_READER = 3
+"""Exit code of a process whose reader is not installed."""
+Told = Callable[[int], None]
+Write = Callable[[Store, Sequence[str], Path, Told], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportReport:
+    """What was written, and read back."""
+
+    path: str
+    format: str
+    out: str
+    documents: int
+    tokens: int
+    files: int
+    keys: tuple[str, ...]
+    """Arrays of the store that were written."""
+    compared: int
+    """Numbers that were read back and are those of the store."""
+    read_back: tuple[str, ...]
+    """What read it back."""
+    notes: tuple[str, ...]
+    """What others will not find in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFormat:
+    """A format that stores can be written in."""
+
+    write: Write
+    kinds: Mapping[str, tuple[str, ...]]
+    """Training type -> arrays that have a place."""
+    opened_as: str | None
+    """What `open_store` calls it; None: it cannot be opened in place."""
+    boundaries: tuple[str, ...] = ()
+    """Training types whose documents can be told apart by more than their EOS."""
+    package: str | None = None
+    """Has a reader of its own."""
+
+
+def export_store(
+    path: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    format: str,
+    drop_masks: bool = False,
+    options: ForeignOptions | None = None,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> ExportReport:
+    """Write the store at `path` to the new folder `out` in a format of `EXPORTS`, read it back, and compare.
+
+    `options` are for files of other projects, which may be exported as well. `drop_masks` gives up arrays that the
+    format has no place for, which is refused else.
+    """
+    if format not in EXPORTS:
+        known = tuple(EXPORTS)
+        raise ConfigError(f"format: must be one of {', '.join(known)}, got {format!r}; {nearest(format, known)}")
+    store, target = open_store(path, **asdict(options or ForeignOptions())), Path(out)
+    keys, notes = _chosen_keys(store, format, drop_masks=drop_masks)
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise StoreExistsError(
+            f"{target}: must be a new or an empty folder, got one with files; choose another path"
+        )
+    total = sum(_num_values(store, key) for key in keys)
+    folder = target.with_name(f".tmp-{target.name}")
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    make_folder(folder)
+    try:
+        EXPORTS[format].write(store, keys, folder, counted(progress, "write", total))
+        readers, more_notes = _compare(store, keys, format, folder, counted(progress, "compare", total))
+        files = _sync(folder)
+        if target.is_dir():
+            target.rmdir()
+        os.rename(folder, target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return ExportReport(
+        path=str(path),
+        format=format,
+        out=str(out),
+        documents=store.num_documents,
+        tokens=store.manifest.tokens,
+        files=files,
+        keys=tuple(keys),
+        compared=total,
+        read_back=tuple(readers),
+        notes=(*notes, *more_notes),
+    )
+
+
+def _chosen_keys(store: Store, format: str, *, drop_masks: bool) -> tuple[list[str], list[str]]:
+    """Return the arrays that are written, and what is to be said of the others; refuse what would be lost."""
+    kind, export = store.manifest.kind, EXPORTS[format]
+    if not store.num_documents:
+        raise StoreError(f"{store.path}: must hold a document to be exported, got none; check the store")
+    if kind not in export.kinds:
+        fitting = [name for name, other in EXPORTS.items() if kind in other.kinds]
+        raise StoreError(
+            f"{store.path}: a store of {' or '.join(export.kinds)} can be written as {format}, got one of {kind}; "
+            f"export it as {' or '.join(fitting)}"
+        )
+    keys = [key for key in store.keys if key in export.kinds[kind]]
+    # Positions follow from the documents, so nothing is lost where a format has no place for them.
+    lost = [key for key in store.keys if key not in keys and key != POSITIONS]
+    if lost and not drop_masks:
+        fitting = [name for name, other in EXPORTS.items() if set(lost) <= set(other.kinds.get(kind, ()))]
+        raise StoreError(
+            f"{store.path}: {format} must have a place for all arrays, got {', '.join(lost)}, for which it has "
+            f"none; export it as {' or '.join(fitting) or 'another format'}, or give them up with --drop-masks"
+        )
+    return keys, [f"{key} was given up: there, every token is trained on" for key in lost]
+
+
+def _num_values(store: Store, key: str) -> int:
+    return int(store.axes[store.axis(key)].values[-1])
+
+
+def _sync(folder: Path) -> int:
+    """Make all files survive a power cut; return how many there are."""
+    files = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(place, name), "rb") as file:
+                os.fsync(file.fileno())
+        files += len(names)
+        sync_folder(Path(place))
+    return files
+
+
+# What formats are made of: blocks of values, and lengths of documents.
+
+
+def _blocks(store: Store, key: str, shard: int | None = None) -> Iterator[AnyArray]:
+    """Yield the values of a shard, or of all, a bounded number at a time."""
+    begins = store.axes[store.axis(key)].values
+    begin, end = (0, int(begins[-1])) if shard is None else (int(begins[shard]), int(begins[shard + 1]))
+    for first in range(begin, end, _BLOCK):
+        yield store.fetch(first, min(end, first + _BLOCK), key)
+
+
+def _ends(store: Store, axis: str, shard: int | None = None) -> Iterator[Int64Array]:
+    """Yield where the items of an axis end, counted from the start of a shard or of all, some at a time."""
+    items, values = store.axes[axis].items, store.axes[axis].values
+    begin, end, base = 0, int(items[-1]), 0
+    if shard is not None:
+        begin, end, base = int(items[shard]), int(items[shard + 1]), int(values[shard])
+    for first in range(begin, end, _BLOCK):
+        yield store.offsets(axis, first, min(end, first + _BLOCK))[1:] - base
+
+
+def _cast(values: AnyArray, dtype: np.dtype[Any], where: Path) -> AnyArray:
+    cast = values.astype(dtype)
+    if not np.array_equal(cast, values):
+        raise StoreError(
+            f"{where}: ids must be below 2**31 for this format, got {int(values.max())}; choose another"
+        )
+    return cast
+
+
+def _write_blocks(
+    file: BinaryIO, blocks: Iterable[AnyArray], dtype: np.dtype[Any], where: Path, told: Told
+) -> None:
+    for block in blocks:
+        file.write(_cast(block, dtype, where).data.cast("B"))
+        told(block.size)
+
+
+def _dtype(store: Store, key: str) -> np.dtype[Any]:
+    """Return what tensors of other projects hold: ids of 32 bits, masks as flags."""
+    if key in MASK_KEYS:
+        return np.dtype(np.bool_)
+    return store.dtype(key) if store.dtype(key).kind == "f" else _IDS
+
+
+# The formats.
+
+
+def _write_npy(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+    """Write an array a shard, and beside them what they do not say."""
+    dtype = store.dtype(keys[0])
+    for shard in range(store.num_shards):
+        count = int(np.diff(store.token_begins)[shard])
+        with open(folder / f"tokens-{shard:05d}.npy", "wb") as file:
+            header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            _write_blocks(file, _blocks(store, keys[0], shard), dtype, folder, told)
+    identity = store.manifest.tokenizer
+    names = ["eos_id", "bos_id"] if identity.get("kind") == UNKNOWN else ["vocab_size", "eos_id", "bos_id"]
+    words = {name: identity[name] for name in names if identity.get(name) is not None}
+    (folder / SIDECAR).write_text(json.dumps(words), encoding="utf-8")
+
+
+def _write_megatron(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+    """Write one dataset with the prefix `tokens`, a sequence a document."""
+    axis = store.axis(keys[0])
+    # As its own builder chooses: 16 bits where they do, else signed 32 bits.
+    code, dtype = (8, np.dtype("<u2")) if store.dtype(keys[0]).itemsize < 4 else (4, _IDS)
+    with open(folder / "tokens.bin", "wb") as file:
+        _write_blocks(file, _blocks(store, keys[0]), dtype, folder, told)
+    with open(folder / "tokens.idx", "wb") as file:
+        count = store.num_documents
+        file.write(MEGATRON_HEADER.pack(MEGATRON_MAGIC, 1, code, count, count + 1))
+        last = 0
+        for ends in _ends(store, axis):
+            lengths = np.diff(ends, prepend=last)
+            file.write(_cast(lengths, _IDS, folder).data.cast("B"))
+            last = int(ends[-1])
+        last = 0
+        for ends in _ends(store, axis):
+            starts = np.concatenate([[last], ends[:-1]])
+            file.write((starts * dtype.itemsize).astype("<i8").data.cast("B"))
+            last = int(ends[-1])
+        for first in range(0, count + 1, _BLOCK):
+            file.write(np.arange(first, min(count + 1, first + _BLOCK), dtype="<i8").data.cast("B"))
+
+
+def _write_nanoset(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+    """Write a .ds a shard with its .index and .metadata, and its .loss where there is a mask."""
+    ids = token_keys(keys)[0]
+    dtype = np.dtype("<u2") if store.dtype(ids).itemsize < 4 else np.dtype("<u4")
+    name = store.manifest.recipe.get("tokenizer") or "Unknown Tokenizer"
+    for shard in range(store.num_shards):
+        place = folder / f"{shard:05d}_tokens.ds"
+        with open(place, "wb") as file:
+            _write_blocks(file, _blocks(store, ids, shard), dtype, folder, told)
+        with open(f"{place}.index", "wb") as file:
+            for ends in _ends(store, store.axis(ids), shard):
+                file.write(ends.astype("<u8").data.cast("B"))
+        for mask in keys:
+            if mask != ids:
+                with open(f"{place}.loss", "wb") as file:
+                    _write_blocks(file, _blocks(store, mask, shard), np.dtype("|u1"), folder, told)
+        count = int(np.diff(store.token_begins)[shard])
+        Path(f"{place}.metadata").write_text(f"{name}|{dtype.itemsize}\n{count}\n{count:,} T", encoding="utf-8")
+
+
+def _write_astrai_bin(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+    """Write a folder a shard, with a meta.json and a KEY.bin a key."""
+    for shard in range(store.num_shards):
+        place = folder / f"shard_{shard:04d}"
+        place.mkdir()
+        with open(place / META, "w", encoding="utf-8") as meta:
+            for number, (key, dtype, blocks) in enumerate(_astrai_arrays(store, keys, shard)):
+                with open(place / f"{key}.bin", "wb") as file:
+                    _write_blocks(file, blocks, dtype, folder, told if key in keys else _nothing)
+                size = (place / f"{key}.bin").stat().st_size // dtype.itemsize
+                meta.write(f'{", " if number else "{"}"{key}": {{"shape": [{size}], "dtype": "{dtype.name}"')
+                if store.manifest.kind == "dpo":
+                    meta.write(', "offsets": [0')
+                    for ends in _ends(store, store.axis(key), shard):
+                        meta.write("".join(f", {end}" for end in ends.tolist()))
+                    meta.write("]")
+                meta.write("}")
+            meta.write("}")
+
+
+def _nothing(_count: int) -> None:
+    pass
+
+
+def _astrai_arrays(
+    store: Store, keys: Sequence[str], shard: int
+) -> Iterator[tuple[str, np.dtype[Any], Iterable[AnyArray]]]:
+    """Yield name, dtype and blocks of what AstrAI expects of a shard; positions are numbered through it."""
+    for key in keys:
+        yield key, _dtype(store, key), _blocks(store, key, shard)
+    if store.manifest.kind == "sft" and POSITIONS not in keys:
+        count = int(np.diff(store.token_begins)[shard])
+        blocks = (np.arange(first, min(count, first + _BLOCK)) for first in range(0, count, _BLOCK))
+        yield POSITIONS, _IDS, blocks
+
+
+def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+    """Write an HDF5 file a shard: a group a key, in it the shard as one dataset, or of pairs a dataset a record."""
+    h5py = import_h5py("export", "write")
+    for shard in range(store.num_shards):
+        with h5py.File(folder / f"data_{shard:04d}.h5", "w") as file:
+            for key, dtype, blocks in _astrai_arrays(store, keys, shard):
+                if store.manifest.kind == "dpo":
+                    first, last = store.axes[store.axis(key)].items[shard : shard + 2].tolist()
+                    for number, record in enumerate(range(first, last)):
+                        values = np.asarray(store.fetch_record(record, key))
+                        file.create_dataset(f"{key}/data_{number}", data=_cast(values, dtype, folder))
+                        told(values.size)
+                    continue
+                count = int(np.diff(store.token_begins)[shard])
+                dataset = file.create_dataset(f"{key}/data_0", (count,), dtype)
+                begin = 0
+                for block in blocks:
+                    dataset[begin : begin + block.size] = _cast(block, dtype, folder)
+                    begin += block.size
+                    told(block.size if key in keys else 0)
+
+
+def _write_hf(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+    """Write a Parquet file a shard, a row a record, under `data/` as a dataset of the Hugging Face hub has it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "data").mkdir()
+    facts = {"kind": store.manifest.kind, "tokenizer": dict(store.manifest.tokenizer)}
+    fields = []
+    for key in keys:
+        values = pa.list_(pa.from_numpy_dtype(np.dtype("|u1") if key in MASK_KEYS else _dtype(store, key)))
+        fields.append(pa.field(_column(key), pa.list_(values) if store.axis(key) == "responses" else values))
+    schema = pa.schema(fields, metadata={"tokenmill": json.dumps(facts)})
+    for shard in range(store.num_shards):
+        name = f"train-{shard:05d}-of-{store.num_shards:05d}.parquet"
+        with pq.ParquetWriter(folder / "data" / name, schema, compression="zstd") as file:
+            for begin, end in _ranges(store, *store.document_begins[shard : shard + 2].tolist()):
+                columns = []
+                for key, field in zip(keys, schema, strict=True):
+                    flat, levels = _ragged(store, key, begin, end)
+                    kinds, type_ = [], field.type
+                    for _ in levels:
+                        kinds.append(type_)
+                        type_ = type_.value_type
+                    column = pa.array(_cast(flat, np.dtype(type_.to_pandas_dtype()), folder))
+                    for kind, offsets in zip(reversed(kinds), reversed(levels), strict=True):
+                        column = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), column, type=kind)
+                    columns.append(column)
+                    told(flat.size)
+                file.write_batch(pa.record_batch(columns, schema=schema))
+
+
+def _column(key: str) -> str:
+    return "input_ids" if key == "sequence" else key
+
+
+def _key(column: str) -> str:
+    return "sequence" if column == "input_ids" else column
+
+
+def _ranges(store: Store, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut records into ranges of a bounded number of tokens, one record at least."""
+    while begin < end:
+        last = min(end, begin + (1 << 16))
+        tokens: Int64Array = np.zeros(last - begin, np.int64)
+        for key in token_keys(store.keys):
+            axis = store.axis(key)
+            if axis == "responses":
+                groups = store.offsets("groups", begin, last)
+                first = int(groups[0])
+                starts = (
+                    store.offsets(axis, first, int(groups[-1])) if groups[-1] > first else np.zeros(1, np.int64)
+                )
+                tokens += starts[groups[1:] - first] - starts[0]
+            else:
+                offsets = store.offsets(axis, begin, last)
+                tokens += offsets[1:] - offsets[0]
+        last = begin + max(1, int(np.searchsorted(tokens, BATCH_TOKENS, side="right")))
+        yield begin, last
+        begin = last
+
+
+def _ragged(store: Store, key: str, begin: int, end: int) -> tuple[AnyArray, list[Int64Array]]:
+    """Return the values of records end to end, and where they start: for responses, groups of them come first."""
+    axis = store.axis(key)
+    if axis != "responses":
+        offsets = store.offsets(axis, begin, end)
+        return store.fetch(int(offsets[0]), int(offsets[-1]), key), [offsets - offsets[0]]
+    groups = store.offsets("groups", begin, end)
+    if groups[0] == groups[-1]:
+        return np.empty(0, store.dtype(key)), [groups - groups[0], np.zeros(1, np.int64)]
+    offsets = store.offsets(axis, int(groups[0]), int(groups[-1]))
+    return store.fetch(int(offsets[0]), int(offsets[-1]), key), [groups - groups[0], offsets - offsets[0]]
+
+
+_TEXT = {"seq": ("sequence",), "sft": ("sequence",)}
+_WITH_MASK = {"seq": ("sequence",), "sft": ("sequence", "loss_mask")}
+_PAIRS = ("chosen", "rejected", "chosen_mask", "rejected_mask")
+_ASTRAI = {"seq": ("sequence",), "sft": ("sequence", "loss_mask", POSITIONS), "dpo": _PAIRS}
+EXPORTS: Mapping[str, ExportFormat] = {
+    "megatron": ExportFormat(
+        write=_write_megatron, kinds=_TEXT, opened_as="megatron", boundaries=("seq", "sft"), package="megatron-core"
+    ),
+    "nanoset": ExportFormat(
+        write=_write_nanoset,
+        kinds=_WITH_MASK,
+        opened_as="datatrove",
+        boundaries=("seq", "sft"),
+        package="datatrove",
+    ),
+    "npy": ExportFormat(write=_write_npy, kinds=_TEXT, opened_as="npy", package="numpy"),
+    "astrai-bin": ExportFormat(write=_write_astrai_bin, kinds=_ASTRAI, opened_as="astrai-bin", boundaries=("dpo",)),
+    "astrai-h5": ExportFormat(write=_write_astrai_h5, kinds=_ASTRAI, opened_as="astrai-h5", boundaries=("dpo",)),
+    "hf": ExportFormat(
+        write=_write_hf,
+        kinds={
+            "seq": ("sequence",),
+            "sft": ("sequence", "loss_mask", POSITIONS),
+            "dpo": _PAIRS,
+            "grpo": ("prompts", "responses", "masks", "rewards"),
+        },
+        opened_as=None,
+        boundaries=("seq", "sft", "dpo", "grpo"),
+        package="datasets",
+    ),
+}
+
+
+# Reading back. Two readers agree on an array if the digests of its values and of its lengths are the same.
+
+
+class _Digest:
+    """The values of arrays, and the lengths of their items, as two digests a key that blocks do not show in."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, tuple[xxhash.xxh3_128, xxhash.xxh3_128]] = {}
+
+    def add(self, key: str, values: AnyArray, lengths: AnyArray | Sequence[int] = ()) -> None:
+        """Add values, and how long the items are that they are of."""
+        of_values, of_lengths = self.states.setdefault(key, (xxhash.xxh3_128(), xxhash.xxh3_128()))
+        of_values.update(np.ascontiguousarray(values, "<f4" if values.dtype.kind == "f" else "<i8").data)
+        of_lengths.update(np.ascontiguousarray(lengths, "<i8").data)
+
+    def to_json(self) -> dict[str, list[str]]:
+        """Return key -> digest of values, digest of lengths."""
+        return {key: [state.hexdigest() for state in states] for key, states in self.states.items()}
+
+
+def _store_digest(store: Store, keys: Sequence[str], told: Told) -> dict[str, list[str]]:
+    digest, nothing = _Digest(), np.empty(0, np.int64)
+    for key in keys:
+        for block in _blocks(store, key):
+            digest.add(_column(key), block)
+            told(block.size)
+        levels = {"": store.axis(key)} | ({"/groups": "groups"} if store.axis(key) == "responses" else {})
+        for name, axis in levels.items():
+            last = 0
+            for ends in _ends(store, axis):
+                digest.add(_column(key) + name, nothing, np.diff(ends, prepend=last))
+                last = int(ends[-1])
+    return digest.to_json()
+
+
+def _compare(
+    store: Store, keys: Sequence[str], format: str, folder: Path, told: Told
+) -> tuple[list[str], list[str]]:
+    """Read a folder back and compare it with the store; return what read it, and what is to be said of it."""
+    export, kind = EXPORTS[format], store.manifest.kind
+    expected = _store_digest(store, keys, told)
+    readers, notes = [], []
+    if export.opened_as is None:
+        digest = _Digest()
+        for found in _read_parquet(folder):
+            digest.add(*found)
+        _require_same(format, "pyarrow", expected, digest.to_json(), kind)
+        readers.append("pyarrow")
+    else:
+        written = open_store(folder, format=export.opened_as, eos_id=_eos(store, format))
+        # Of AstrAI's files positions are not read: they follow from the documents.
+        known = {_column(key): expected[_column(key)] for key in keys if key != POSITIONS}
+        _require_same(format, "tokenmill", known, _store_digest(written, list(map(_key, known)), _nothing), kind)
+        readers.append("tokenmill")
+        if kind not in export.boundaries and written.num_documents != store.num_documents:
+            notes.append(
+                f"the format has no boundaries: whoever cuts documents after EOS finds {written.num_documents:,}, "
+                f"not {store.num_documents:,}"
+            )
+    if export.package is not None:
+        theirs = _read_by_others(format, folder)
+        if theirs is None:
+            notes.append(f"{export.package} is not installed, so it was not read back with that")
+        else:
+            _require_same(format, export.package, expected, theirs, kind)
+            readers.append(f"{export.package} {version(export.package)}")
+    return readers, notes
+
+
+def _eos(store: Store, format: str) -> int | None:
+    boundaries = store.manifest.kind in EXPORTS[format].boundaries
+    eos: int | None = None if boundaries else store.manifest.tokenizer.get("eos_id")
+    return eos
+
+
+def _require_same(
+    format: str, reader: str, expected: Mapping[str, list[str]], found: Mapping[str, list[str]], kind: str
+) -> None:
+    compared = 2 if kind in EXPORTS[format].boundaries else 1  # values and lengths, or values alone
+    for key, digests in expected.items():
+        if found.get(key, [])[:compared] != digests[:compared]:
+            raise StoreCorruptError(
+                f"export to {format}: {key} must be read back as it is in the store, got other numbers with "
+                f"{reader}; check the disk, and export again"
+            )
+
+
+def _read_by_others(format: str, folder: Path) -> dict[str, list[str]] | None:
+    """Return what the project's own reader finds; None where it is not installed.
+
+    In a process of its own: what such packages load and print is none of ours, and need not stay.
+    """
+    offline = "os.environ['HF_HUB_OFFLINE'] = os.environ['HF_DATASETS_OFFLINE'] = '1'"
+    program = f"import os, sys; {offline}; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, format, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == _NO_READER:
+        return None
+    if done.returncode:
+        raise StoreError(
+            f"export to {format}: must be read by {EXPORTS[format].package}, got {done.stderr.strip()[-400:]}; "
+            "check that it is installed as a whole"
+        )
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Print what the reader of another project finds in a folder, as digests."""
+    format, folder = sys.argv[1:]
+    digest = _Digest()
+    try:
+        for key, values, lengths in _READERS[format](Path(folder)):
+            digest.add(key, values, lengths)
+    except ImportError as error:
+        sys.stderr.write(str(error))
+        sys.exit(_NO_READER)
+    print(json.dumps(digest.to_json()), flush=True)  # noqa: T201 - what the parent process reads
+    os._exit(0)  # threads of such packages do not always let a process end in peace
+
+
+Found = Iterator[tuple[str, AnyArray, Sequence[int] | AnyArray]]
+"""Column, values, and the lengths of the items that they are of."""
+
+
+def _read_megatron(folder: Path) -> Found:
+    dataset = import_module("megatron.core.datasets.indexed_dataset").IndexedDataset(str(folder / "tokens"))
+    for number in range(len(dataset)):
+        yield "input_ids", dataset[number], [dataset[number].size]
+
+
+def _read_datatrove(folder: Path) -> Found:
+    merger = import_module("datatrove.pipeline.tokens.merger")
+    for file in sorted(folder.glob("*.ds")):
+        ends = merger.load_doc_ends(open(f"{file}.index", "rb"))  # noqa: SIM115 - closed there
+        size = int(Path(f"{file}.metadata").read_text(encoding="utf-8").splitlines()[0].rpartition("|")[2])
+        for column, path, item in (("input_ids", file, size), ("loss_mask", Path(f"{file}.loss"), 1)):
+            if path.is_file():
+                for raw in merger.get_data_reader(open(path, "rb"), ends, nb_bytes=item):  # noqa: SIM115 - closed there
+                    values: AnyArray = np.frombuffer(raw, f"<u{item}")
+                    yield column, values, [values.size]
+
+
+def _read_numpy(folder: Path) -> Found:
+    for file in sorted(folder.glob("*.npy")):
+        ids = np.load(file, mmap_mode="r")
+        for begin in range(0, ids.size, _BLOCK):
+            yield "input_ids", ids[begin : begin + _BLOCK], ()
+
+
+def _read_parquet(folder: Path) -> Found:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in sorted((folder / "data").glob("*.parquet")):
+        for batch in pq.ParquetFile(file).iter_batches(1024):
+            yield from _lists(pa.Table.from_batches([batch]))
+
+
+def _read_datasets(folder: Path) -> Found:
+    from datasets import load_dataset
+
+    files = sorted(map(str, (folder / "data").glob("*.parquet")))
+    rows: Any = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    for table in rows.with_format("arrow").iter(batch_size=1024):
+        yield from _lists(table)
+
+
+def _lists(table: Any) -> Found:  # noqa: ANN401 - pyarrow ships no types
+    """Yield the columns of an Arrow table of lists, and of lists of lists their groups too."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for column in table.column_names:
+        lengths, values = pc.list_value_length(table[column]).to_numpy(), pc.list_flatten(table[column])
+        if pa.types.is_list(values.type):
+            yield f"{column}/groups", np.empty(0, np.int64), lengths
+            lengths, values = pc.list_value_length(values).to_numpy(), pc.list_flatten(values)
+        yield column, values.to_numpy(), lengths
+
+
+_READERS: Mapping[str, Callable[[Path], Found]] = {
+    "megatron": _read_megatron,
+    "nanoset": _read_datatrove,
+    "npy": _read_numpy,
+    "hf": _read_datasets,
+}

@@ -1,0 +1,233 @@
+"""What is exported is read back by the other project, to the last token, boundary and mask."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.store import ForeignOptions, StoreSpec, StoreWriter, export_store, open_store
+
+EOS = 1
+IDENTITY = {
+    "kind": "bytes",
+    "content": "x",
+    "vocab_size": 50_000,
+    "bos_id": None,
+    "eos_id": EOS,
+    "pad_id": None,
+    "add_bos": False,
+    "add_eos": True,
+}
+KEYS = {
+    "seq": {"sequence": "<u2"},
+    "sft": {"sequence": "<u2", "loss_mask": "|u1"},
+    "dpo": {"chosen": "<u2", "rejected": "<u2", "chosen_mask": "|u1", "rejected_mask": "|u1"},
+    "grpo": {"prompts": "<u2", "responses": "<u2", "masks": "|u1", "rewards": "<f4"},
+}
+RECORDS = 30
+
+
+def offsets_of(rng, count, least=1):
+    return np.concatenate([[0], np.cumsum(rng.integers(least, 20, count))])
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return a function that writes a store of a kind in three or more shards; every item ends with EOS."""
+
+    def write(kind, keys=None, **identity):
+        rng = np.random.default_rng(7)
+        keys, path = keys or KEYS[kind], tmp_path / kind
+        spec = StoreSpec(
+            kind=kind, keys=keys, tokenizer={**IDENTITY, **identity}, recipe={}, max_tokens_per_shard=150
+        )
+        offsets = {axis: offsets_of(rng, RECORDS) for axis in spec.axes if axis != "responses"}
+        if kind == "grpo":
+            offsets["groups"] = np.concatenate([[0], np.cumsum(rng.integers(0, 4, RECORDS))])
+            offsets["responses"] = offsets_of(rng, int(offsets["groups"][-1]))
+        arrays = {}
+        for key, dtype in keys.items():
+            axis = {"rewards": "groups", "masks": "responses"}.get(key, key.removesuffix("_mask"))
+            starts = offsets.get(axis, next(iter(offsets.values())))
+            if "mask" in key:
+                arrays[key] = rng.integers(0, 2, starts[-1]).astype(dtype)
+            elif key == "rewards":
+                arrays[key] = rng.random(starts[-1]).astype(dtype)
+            else:
+                arrays[key] = rng.integers(2, spec.tokenizer["vocab_size"], starts[-1]).astype(dtype)
+                arrays[key][starts[1:] - 1] = EOS
+        with StoreWriter(path, spec) as writer:
+            writer.append(arrays, offsets)
+            assert len(writer.commit().shards) >= 3
+        return path
+
+    return write
+
+
+def records_of(store, keys):
+    return [
+        {key: np.asarray(store.fetch_record(number, key)).tolist() for key in keys}
+        for number in range(store.num_documents)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        ("seq", "npy"),
+        ("seq", "astrai-bin"),
+        ("seq", "astrai-h5"),
+        ("sft", "nanoset"),
+        ("sft", "astrai-bin"),
+        ("sft", "astrai-h5"),
+        ("dpo", "astrai-bin"),
+        ("dpo", "astrai-h5"),
+    ],
+)
+def test_what_is_exported_reads_back_as_the_same_records(make, tmp_path, kind, format):
+    path = make(kind)
+    report = export_store(path, out=tmp_path / "out", format=format)
+    store, written = open_store(path), open_store(tmp_path / "out", eos_id=EOS)
+    assert records_of(written, KEYS[kind]) == records_of(store, KEYS[kind])
+    assert (report.documents, report.tokens, report.keys) == (RECORDS, store.manifest.tokens, tuple(KEYS[kind]))
+    assert report.read_back[0] == "tokenmill"
+    assert report.compared == sum(int(store.axes[store.axis(key)].values[-1]) for key in KEYS[kind])
+    assert report.files == sum(len(names) for _, _, names in os.walk(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "<u4"])
+def test_megatron_reads_its_export_by_itself(make, tmp_path, dtype):
+    """megatron-core, in a process of its own, finds every token and boundary."""
+    path = make("seq", {"sequence": dtype}, vocab_size=256 if dtype == "|u1" else 50_000)
+    report = export_store(path, out=tmp_path / "out", format="megatron")
+    assert [reader.split()[0] for reader in report.read_back] == ["tokenmill", "megatron-core"]
+    assert report.notes == ()
+    assert sorted(os.listdir(tmp_path / "out")) == ["tokens.bin", "tokens.idx"]
+    store, written = open_store(path), open_store(tmp_path / "out" / "tokens")
+    assert records_of(written, ["sequence"]) == records_of(store, ["sequence"])
+
+
+@pytest.fixture
+def needed(tmp_path, monkeypatch):
+    """Stand in for what datatrove needs to be imported and may not be there: a logger, words for a number."""
+    (tmp_path / "stubs").mkdir()
+    logger = (
+        "class Quiet:\n    def __getattr__(self, name):\n        return lambda *_, **__: None\nlogger = Quiet()\n"
+    )
+    (tmp_path / "stubs" / "loguru.py").write_text(logger)
+    (tmp_path / "stubs" / "humanize.py").write_text("metric = precisedelta = str\n")
+    monkeypatch.syspath_prepend(tmp_path / "stubs")
+    return tmp_path / "stubs"
+
+
+@pytest.mark.usefixtures("needed")
+def test_datatrove_reads_tokens_and_masks_of_its_export_by_itself(make, tmp_path):
+    report = export_store(make("sft"), out=tmp_path / "out", format="nanoset")
+    assert [reader.split()[0] for reader in report.read_back] == ["tokenmill", "datatrove"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_datasets_reads_its_export_by_itself(make, tmp_path, kind):
+    path = make(kind)
+    report = export_store(path, out=tmp_path / "out", format="hf")
+    assert [reader.split()[0] for reader in report.read_back] == ["pyarrow", "datasets"]
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
+    store = open_store(path)
+    for number, row in enumerate(rows):
+        for key in KEYS[kind]:
+            value = store.fetch_record(number, key)
+            value = [part.tolist() for part in value] if isinstance(value, list) else value.tolist()
+            assert row["input_ids" if key == "sequence" else key] == value
+    assert len(rows) == RECORDS
+
+
+def test_what_another_reader_finds_otherwise_is_no_export(make, tmp_path, needed):
+    folder = needed / "datatrove" / "pipeline" / "tokens"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent, folder.parents[1]):
+        (place / "__init__.py").touch()
+    (folder / "merger.py").write_text(
+        "import numpy as np\ndef load_doc_ends(file):\n    return np.array([2])\n"
+        "def get_data_reader(file, ends, nb_bytes):\n    yield bytes(2 * nb_bytes)\n"
+    )
+    with pytest.raises(StoreCorruptError, match=r"input_ids must be read back .* got other numbers with datatrove"):
+        export_store(make("seq"), out=tmp_path / "out", format="nanoset")
+    assert sorted(os.listdir(tmp_path)) == ["seq", "stubs"]
+
+
+@pytest.mark.parametrize("format", ["megatron", "npy"])
+def test_a_mask_is_refused_where_it_has_no_place_and_given_up_only_by_name(make, tmp_path, format):
+    path = make("sft")
+    with pytest.raises(
+        StoreError, match=r"got loss_mask, for which it has none; export it as nanoset or .*--drop-"
+    ):
+        export_store(path, out=tmp_path / "out", format=format)
+    assert sorted(os.listdir(tmp_path)) == ["sft"]
+    if format == "npy":
+        report = export_store(path, out=tmp_path / "out", format=format, drop_masks=True)
+        assert report.notes == ("loss_mask was given up: there, every token is trained on",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "fitting"),
+    [("dpo", "megatron", "astrai-bin or astrai-h5 or hf"), ("grpo", "astrai-h5", "hf")],
+)
+def test_records_that_a_format_does_not_have_are_refused(make, tmp_path, kind, format, fitting):
+    with pytest.raises(StoreError, match=rf"got one of {kind}; export it as {fitting}$"):
+        export_store(make(kind), out=tmp_path / "out", format=format)
+
+
+def test_boundaries_that_are_not_told_by_eos_are_noted(tmp_path, make_store):
+    path, _, _ = make_store("plain", [4, 5, 6], vocab_size=300)
+    report = export_store(path, out=tmp_path / "out", format="npy")
+    assert report.notes == ("the format has no boundaries: whoever cuts documents after EOS finds 1, not 3",)
+
+
+def test_what_a_file_does_not_say_stands_beside_it(make, tmp_path):
+    export_store(make("seq"), out=tmp_path / "out", format="npy")
+    store = open_store(tmp_path / "out")  # no word of EOS or the vocabulary
+    assert (store.num_documents, store.manifest.tokenizer["vocab_size"]) == (RECORDS, 50_000)
+
+
+def test_files_of_another_project_are_exported_too(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([5, 6, 1, 7, 1], np.uint16))
+    report = export_store(
+        tmp_path / "a.npy", out=tmp_path / "out", format="astrai-bin", options=ForeignOptions(eos_id=1)
+    )
+    assert (report.documents, report.tokens) == (2, 5)
+
+
+def test_an_export_that_is_interrupted_leaves_nothing(make, tmp_path):
+    path = make("seq")
+
+    def stop(what, _done, _total):
+        if what == "compare":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_store(path, out=tmp_path / "out", format="npy", progress=stop)
+    assert sorted(os.listdir(tmp_path)) == ["seq"]
+
+
+def test_an_export_replaces_nothing(make, tmp_path):
+    path = make("seq")
+    (tmp_path / "out").mkdir()
+    export_store(path, out=tmp_path / "out", format="npy")
+    with pytest.raises(StoreExistsError, match="must be a new or an empty folder"):
+        export_store(path, out=tmp_path / "out", format="npy")
+    with pytest.raises(ConfigError, match=r"format: must be one of megatron, .*did you mean 'nanoset'"):
+        export_store(path, out=tmp_path / "other", format="nanosets")
+
+
+def test_ids_that_a_signed_number_cannot_hold_are_refused(tmp_path):
+    spec = StoreSpec(keys={"sequence": "<u4"}, tokenizer={"vocab_size": 1 << 32}, recipe={})
+    with StoreWriter(tmp_path / "web", spec) as writer:
+        writer.append({"sequence": np.array([1, 1 << 31], np.uint32)}, np.array([0, 2]))
+        writer.commit()
+    with pytest.raises(StoreError, match=r"ids must be below 2\*\*31 for this format, got 2147483648"):
+        export_store(tmp_path / "web", out=tmp_path / "out", format="astrai-bin")
