@@ -247,7 +247,7 @@ def prepare_store(folder: Path, name: str) -> None:
             recipe=told.get("recipe", "text"),
             workers=told.get("workers", 1),
             progress=False,
-            options=tm.PrepareOptions(**told.get("options", {})),
+            options=tm.PrepareOptions(keep_empty=True, **told.get("options", {})),
         )
 
 
@@ -315,7 +315,7 @@ def stages(later: str) -> str:
 
 
 MOSTLY_BOOKS = "weights = { web = 0.2, books = 0.8 }"
-LIVE = 'documents = ["live/*.jsonl"]\ntokenizer = "bytes"\nlive = true\nwindow_bytes = 700'
+LIVE = 'documents = ["live/*.jsonl"]\ntokenizer = "bytes"\nlive = true\nwindow_bytes = 700\nkeep_empty = true'
 
 RUNS: dict[str, str] = {
     "best-fit": two(),
@@ -363,7 +363,7 @@ RUNS: dict[str, str] = {
     "other-seed": two("seed = 12345"),
     "h5": over("web-h5", "books"),
     "demo-tokenizer": over("demo", run="seq_len = 24"),
-    "eager-documents": over("books", books='documents = ["books.jsonl"]\ntokenizer = "bytes"'),
+    "eager-documents": over("books", books='documents = ["books.jsonl"]\ntokenizer = "bytes"\nkeep_empty = true'),
     "chat": over("chat", run="seq_len = 96"),
     "chat-demo": over("chat-demo", run='seq_len = 128\npacking = "padded"\nsplit = "truncate_end"'),
     "told": over("told", run="seq_len = 64"),
@@ -444,7 +444,7 @@ IN_TWO_RANKS = (
     *("quarantine-documents", "chat", "grpo", "mixed"),
 )
 
-PLAIN = {"seq_len": 32, "seed": 3, "window_bytes": 700}
+PLAIN = {"seq_len": 32, "seed": 3, "window_bytes": 700, "keep_empty": True}
 LIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "jsonl-8-lanes": ("*.jsonl", {**PLAIN, "lanes": 8}),
     "jsonl-2-lanes": ("*.jsonl", {**PLAIN, "lanes": 2}),

@@ -11,11 +11,12 @@ COMPRESS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard
 
 
 def some_texts(count: int, seed: int = 0) -> list[str]:
-    """Make texts of very different lengths, an empty one among them, in several scripts."""
+    """Make texts of very different lengths, one of a blank alone among them, in several scripts."""
     dice = random.Random(seed)
     words = ["mill", "grain", "Mühle", "зерно", "粉", "🌾", "<|eos|>", "\n", "\t"]
     texts = [" ".join(dice.choices(words, k=int(dice.paretovariate(0.7)) % 400)) for _ in range(count)]
-    return [*texts[: count // 2], "", *texts[count // 2 : -1]]
+    texts = [text or "-" for text in texts]
+    return [*texts[: count // 2], " ", *texts[count // 2 : -1]]
 
 
 def lines_of(texts) -> bytes:

@@ -81,9 +81,9 @@ def test_a_refusal_of_the_chat_template_says_rule_and_cause(tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"max_seq_len": 20}, {"domain_key": "kind"}], ids=["fast", "cut", "domain"]
 )
-def test_an_empty_text_is_a_document_whatever_else_is_asked_for(tmp_path, options):
+def test_an_empty_text_that_is_kept_is_a_document_whatever_else_is_asked_for(tmp_path, options):
     records = [{"text": text, "kind": "web"} for text in ("one", "", "two")]
-    out = build(records, tmp_path, **options)
+    out = build(records, tmp_path, keep_empty=True, **options)
     store = open_store(out / "web" if "domain_key" in options else out)
     assert [TOKENIZER.decode(store.fetch_record(i, "sequence")) for i in range(3)] == [
         "<|bos|>one<|eos|>",

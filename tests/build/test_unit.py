@@ -6,18 +6,22 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.build.corpus import files_of, some_texts, texts_of, write_file
+from tests.documents.corpora import COMPRESS, CONTENTS
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build import unit as module
 from tokenmill.build.journal import UnitResult
 from tokenmill.build.unit import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
 from tokenmill.build.worker import WorkerPool, run_unit
-from tokenmill.errors import ConfigError, DocumentError
-from tokenmill.store import open_store
+from tokenmill.errors import ConfigError, DocumentError, StoreExistsError
+from tokenmill.store import open_store, read_manifest
 
 WORDS = [f"document number {i}" for i in range(200)]
 
@@ -40,6 +44,68 @@ def test_short_and_long_texts_are_left_out_and_counted(tmp_path):
     assert texts_of(open_store(tmp_path / "out")) == ["a" * 5, "a" * 9, "a" * 10]
     assert report.skipped == {"max_chars": 1, "min_chars": 2}
     assert report.documents + sum(report.skipped.values()) == len(texts)
+
+
+SPARSE = ["", "one", "", "", " ", "two", ""]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.csv", "a.tsv.zst", "a.tar", "a.parquet", "a.arrow"])
+def test_empty_texts_are_left_out_of_every_format_and_counted(tmp_path, name):
+    suffix, _, compression = name[1:].rpartition(".") if name.count(".") > 1 else (name[1:], "", "")
+    if suffix in CONTENTS:
+        (tmp_path / name).write_bytes(COMPRESS[compression and f".{compression}"](CONTENTS[suffix](SPARSE)))
+    elif suffix == ".parquet":
+        pq.write_table(pa.table({"text": SPARSE}), tmp_path / name)
+    else:
+        feather.write_feather(pa.table({"text": SPARSE}), tmp_path / name)
+    report = build(tmp_path / name, tmp_path / "out")
+    assert texts_of(open_store(tmp_path / "out")) == ["one", " ", "two"]
+    assert report.skipped == {"empty": 4}
+    assert read_manifest(tmp_path / "out").skipped["counts"] == {"empty": 4}
+    kept = build(tmp_path / name, tmp_path / "kept", keep_empty=True)
+    assert (texts_of(open_store(tmp_path / "kept")), kept.skipped) == (SPARSE, {})
+
+
+def test_empty_text_files_are_counted_too(tmp_path):
+    for number, text in enumerate(SPARSE):
+        (tmp_path / f"{number}.txt").write_text(text)
+    report = build([tmp_path / f"{number}.txt" for number in range(7)], tmp_path / "out")
+    assert (texts_of(open_store(tmp_path / "out")), report.skipped) == (["one", " ", "two"], {"empty": 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "route", "skipped"),
+    [
+        ({"deduplicate": True}, "", {"duplicate": 3, "empty": 8}),
+        ({"max_items": 2}, "", {"empty": 8, "max_items": 4}),
+        ({"max_seq_len": 9}, "", {"empty": 8}),
+        ({"domain_key": "id"}, "1", {"empty": 8}),
+        ({"min_chars": 2}, "", {"min_chars": 10}),
+    ],
+)
+def test_empty_texts_are_left_out_whatever_else_is_asked_for(tmp_path, options, route, skipped):
+    """They balance: records are documents, or counted by reason."""
+    path = write_file(tmp_path / "a.jsonl", SPARSE * 2)
+    report = build(path, tmp_path / "out", **options)
+    assert "" not in texts_of(open_store(tmp_path / "out" / route))
+    assert report.skipped == skipped
+    assert report.documents + sum(report.skipped.values()) == 14
+
+
+def test_a_corpus_of_empty_texts_is_no_store_but_adds_nothing_to_one(tmp_path):
+    path = write_file(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(DocumentError, match=r"must hold at least one document, got none, 2 skipped \(empty 2\)"):
+        build(path, tmp_path / "out")
+    build(write_file(tmp_path / "b.jsonl", ["b"]), tmp_path / "out")
+    report = build([path, tmp_path / "b.jsonl"], tmp_path / "out")
+    assert (report.documents, report.new_documents, report.skipped) == (1, 0, {"empty": 2})
+
+
+def test_a_store_that_keeps_empty_texts_is_not_added_to_without_them(tmp_path):
+    path = write_file(tmp_path / "a.jsonl", SPARSE)
+    build(path, tmp_path / "out", keep_empty=True)
+    with pytest.raises(StoreExistsError, match=r"options\.keep_empty '\(absent\)' -> False"):
+        build(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -28,8 +28,8 @@ def test_byte_order_mark_is_dropped(write):
     assert texts_of(read(write(b"\xef\xbb\xbfx"))) == ["x"]
 
 
-def test_empty_file_is_no_document_but_counts_and_white_space_is_one(write):
-    assert texts_of(read(write(b""))) == []
+def test_empty_file_is_an_empty_text_and_white_space_is_one_too(write):
+    assert texts_of(read(write(b""))) == [""]
     assert num_lines_of(read(write(b""))) == 1
     assert texts_of(read(write(b" \n"))) == [" \n"]
 

@@ -38,7 +38,7 @@ def test_a_window_holds_its_documents_with_bos_in_the_order_of_the_epoch(
     tmp_path, texts, write, numbers, lengths, ending, shuffle, epoch
 ):
     path = write(tmp_path / f"x.{ending}", texts(lengths), [100])
-    options = LiveOptions(seq_len=8, shuffle=shuffle, window_bytes=10**6)
+    options = LiveOptions(seq_len=8, shuffle=shuffle, window_bytes=10**6, keep_empty=True)
     source = open_live(path, tokenizer=numbers(), options=options)
     made = tokenized(source, epoch)
     plain = [[0, *map(int, text.split())] for text in texts(lengths)]
@@ -49,6 +49,24 @@ def test_a_window_holds_its_documents_with_bos_in_the_order_of_the_epoch(
     assert documents_of(made.encoded) == [plain[number] for number in order]
     assert made.places.tolist() == [[0, number] for number in order]
     assert made.check == xxhash.xxh3_64_hexdigest(made.encoded.ids.tobytes())[:8]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_empty_texts_are_left_out_and_counted_once(tmp_path, write, ending, lanes):
+    path = write(tmp_path / f"x.{ending}", ["", "a", "b", "", "c", " ", ""], [2])
+    found, counts = [], Counter()
+    for keep_empty in (False, True):
+        options = LiveOptions(seq_len=8, shuffle=False, window_bytes=10**6, keep_empty=keep_empty)
+        source = open_live(path, tokenizer="bytes", options=options)
+        windows = source.windows(lanes)
+        made = [tokenize_window(windows.at(lane, 0, 0), 0, source.tokenizer, options) for lane in range(lanes)]
+        found.append(sorted(document for each in made for document in documents_of(each.encoded)))
+        counts.update((keep_empty, each.reason) for window in made for each in window.skipped)
+    bos, eos = found[1][0][0], found[1][0][-1]
+    assert found[0] == [[bos, ord(text), eos] for text in " abc"]
+    assert found[1] == sorted([*found[0], *([[bos, eos]] * 3)])
+    assert counts == {(False, "empty"): 3}
 
 
 def test_what_is_tokenized_in_parts_is_what_is_tokenized_at_once(tmp_path, write):
@@ -110,7 +128,9 @@ def test_a_window_that_breaks_off_gives_nothing_and_says_so(tmp_path, texts, wri
 
 def test_framed_documents_of_no_text_are_bos_alone(tmp_path, write, numbers):
     source = open_live(
-        write(tmp_path / "x.jsonl", ["", ""]), tokenizer=numbers(), options=LiveOptions(seq_len=8, shuffle=False)
+        write(tmp_path / "x.jsonl", ["", ""]),
+        tokenizer=numbers(),
+        options=LiveOptions(seq_len=8, shuffle=False, keep_empty=True),
     )
     assert documents_of(tokenized(source).encoded) == documents_of(join([np.array([0]), np.array([0])]))
 
@@ -167,7 +187,13 @@ def test_every_token_of_an_epoch_is_a_label_once_or_its_fate_is_told(
     """[R1.d]"""
     path = write(tmp_path / f"x.{ending}", texts(lengths), [3, 5])
     options = LiveOptions(
-        seq_len=seq_len, packing=packing, split=split, crop=crop, shuffle=shuffle, window_bytes=window_bytes
+        keep_empty=True,
+        seq_len=seq_len,
+        packing=packing,
+        split=split,
+        crop=crop,
+        shuffle=shuffle,
+        window_bytes=window_bytes,
     )
     source = open_live(path, tokenizer=numbers(), options=options)
     windows = source.windows(lanes)

@@ -439,6 +439,7 @@ def _options(packing: str, seq_len: int, first: str, lanes: int, documents: int,
         shuffle=more.get("shuffle", False),
         lanes=lanes,
         on_error=more.get("on_error", "stop"),
+        keep_empty=True,  # as nanochat: a BOS alone
         # Less than was asked for, so that a row group of about as many documents is one window.
         window_bytes=max(int(0.75 * documents * each), 1),
     )

@@ -253,7 +253,8 @@ def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
     return {
         "tokenizer": opened.tokenizer.identity.to_json(),
         "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
-        "options": {name: getattr(job.options, name) for name in _OF_READING},
+        "options": {name: getattr(job.options, name) for name in _OF_READING}
+        | ({} if job.options.keep_empty else {"keep_empty": False}),
     }
 
 

@@ -37,6 +37,7 @@ def cached_store(
     folder: Path,
     where: str,
     progress: bool = True,
+    keep_empty: bool = False,
 ) -> Path:
     """Return the store of some documents below `folder`, prepared now if it is not there yet.
 
@@ -45,7 +46,7 @@ def cached_store(
     processes one builds, and the others wait for it.
     """
     named = sorted(set(documents))
-    store = folder / digest([named, tokenizer, text_field])[:16]
+    store = folder / digest([named, tokenizer, text_field, *([] if keep_empty else ["no empty ones"])])[:16]
     end = time.monotonic() + MAX_WAIT_SECONDS
     pause, announced = _FIRST_SECONDS, False
     while True:
@@ -61,7 +62,7 @@ def cached_store(
                     out=store,
                     tokenizer=tokenizer,
                     progress=None if progress else False,
-                    options=PrepareOptions(text_field=text_field),
+                    options=PrepareOptions(text_field=text_field, keep_empty=keep_empty),
                 )
                 return store
             except StoreExistsError as error:

@@ -59,6 +59,8 @@ class OpenJob:
     stop: bool
     """Whether a bad record stops the build."""
     checkpoint_seconds: float
+    keep_empty: bool
+    """Whether a text without a character is a document as any other."""
     tokenizer: Tokenizer
     encoder: RecordEncoder | None
     """None where records are nothing but a text."""
@@ -118,10 +120,10 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
     """Choose among the records of a batch, encode them, add them to the shards of their routes; return bad ones."""
     counts, bad = writer.counts, list(batch.bad)
     documents = _Documents(opened, batch)
-    if takes_all(opened.chosen) and fates is None:
+    if fates is None and takes_all(opened.chosen) and (opened.keep_empty or "" not in documents.contents):
         return bad + _append(documents, ROUTE, None, writer)
     left = None if fates is None else fates[counts.place :]
-    chosen = _select(documents, opened.chosen, left)
+    chosen = _select(documents, left)
     add_counts(counts.skipped, chosen.left_out)
     counts.place += chosen.num_eligible
     for index, value in chosen.without_domain:
@@ -215,7 +217,7 @@ def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[b
         yield b"".join(
             xxhash.xxh3_128_digest(key)
             for content, key, record in zip(documents.contents, documents.keys(), records, strict=False)
-            if content is not None and _too_short_or_long(content, chosen) is None and has_domain(record, chosen)
+            if content is not None and _unwanted(content, opened) is None and has_domain(record, chosen)
         )
         tick()
 
@@ -278,7 +280,7 @@ ROUTE = ""
 SPLITS = ("train", "val")
 TAKEN, DUPLICATE, SURPLUS = range(3)
 _REASONS = (None, "duplicate", "max_items")
-LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars"})
+LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars", "empty"})
 """Why a record is left out that is not a bad one."""
 _SEED = 0x746F6B656E6D696C
 """Of the hash that sets records apart for validation, so that it is no other hash of the same content."""
@@ -297,27 +299,31 @@ class Selection:
     unfit: Int64Array
     """Records that the recipe will refuse."""
     num_eligible: int
-    """Records that are long and short enough, and have a domain where one is asked for."""
+    """Records of the lengths that are wanted, with a domain where one is asked for."""
 
 
 def takes_all(chosen: Preprocessing) -> bool:
-    """Whether every record is taken and goes to one store."""
+    """Whether every record that is not empty is taken and goes to one store."""
     return not (chosen.min_chars or chosen.val_fraction or chosen.domain_key) and chosen.max_chars is None
 
 
-def _too_short_or_long(content: str, chosen: Preprocessing) -> str | None:
-    """Return why a record is left out, None if it is taken."""
-    if len(content) < chosen.min_chars:
+def _unwanted(content: str, opened: OpenJob) -> str | None:
+    """Return why a record is left out by its length, None if it is not."""
+    least, most = opened.chosen.min_chars, opened.chosen.max_chars
+    if len(content) < least:
         return "min_chars"
-    return "max_chars" if chosen.max_chars is not None and len(content) > chosen.max_chars else None
+    if most is not None and len(content) > most:
+        return "max_chars"
+    return None if content or opened.keep_empty else "empty"
 
 
-def _select(documents: _Documents, chosen: Preprocessing, fates: Uint8Array | None) -> Selection:
+def _select(documents: _Documents, fates: Uint8Array | None) -> Selection:
     """Decide over the records of a batch by their content, which is None for those that will be refused.
 
     `fates` is `TAKEN`, `DUPLICATE` or `SURPLUS` for each eligible record, in order; None takes them all. That there
     are too few of them is for the caller to see, by `num_eligible`.
     """
+    chosen = documents.opened.chosen
     keys = documents.keys() if chosen.val_fraction else None
     routes: dict[str, list[int]] = {}
     left_out: Counter[str] = Counter()
@@ -329,7 +335,7 @@ def _select(documents: _Documents, chosen: Preprocessing, fates: Uint8Array | No
             unfit.append(index)
             continue
         record = documents.records[index] if documents.records else None
-        reason = _too_short_or_long(content, chosen)
+        reason = _unwanted(content, documents.opened)
         if reason is None and not has_domain(record, chosen):
             without_domain.append((index, repr(_domain(record, chosen))[:80]))
             continue

@@ -64,6 +64,9 @@ class PrepareOptions:
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
     on_error: str = "stop"
     """What a bad record does: `stop` the build, or be `skip`ped, counted by reason and listed in the manifest."""
+    keep_empty: bool = False
+    """Whether a text without a character becomes a document, of BOS and EOS alone; else it is left out, counted as
+    `empty`."""
     min_chars: int | None = None
     """Records with fewer characters are left out, and counted."""
     max_chars: int | None = None
@@ -173,6 +176,7 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
         folder=Path(job.folder),
         stop=job.options.on_error == "stop",
         checkpoint_seconds=job.options.checkpoint_seconds,
+        keep_empty=job.options.keep_empty or recipe.kind != "seq",  # of others, the recipe refuses what is empty
         tokenizer=tokenizer,
         encoder=None if text_only else open_encoder(recipe, tokenizer, tokenizer_spec=job.tokenizer),
         chosen=recipe.preprocessing,

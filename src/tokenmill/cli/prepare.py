@@ -48,6 +48,9 @@ def prepare(
     on_error: Annotated[
         str, typer.Option(help="What a bad record does: stop, or skip (counted and listed).")
     ] = "stop",
+    keep_empty: Annotated[
+        bool, typer.Option("--keep-empty", help="Keep texts without a character; else left out and counted.")
+    ] = False,
     min_chars: Annotated[int | None, typer.Option(help="Leave out records with fewer characters.")] = None,
     max_chars: Annotated[int | None, typer.Option(help="Leave out records with more characters.")] = None,
     max_items: Annotated[int | None, typer.Option(help="Take only so many records, in input order.")] = None,
@@ -105,6 +108,7 @@ def prepare(
                 format=format,
                 text_unit=text_unit,
                 on_error=on_error,
+                keep_empty=keep_empty,
                 min_chars=min_chars,
                 max_chars=max_chars,
                 max_items=max_items,

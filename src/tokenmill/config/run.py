@@ -116,6 +116,8 @@ class SourceConfig:
     """Of `documents`, as `prepare` takes it; of token files the one that made them, whose EOS ends documents where
     `eos_id` is not given."""
     text_field: str = "text"
+    keep_empty: bool = False
+    """Whether texts of `documents` without a character are kept; else they are left out, counted as `empty`."""
     live: bool = False
     """Whether `documents` are tokenized while the model trains, and never prepared."""
     lanes: int | None = None
@@ -162,6 +164,8 @@ class SourceConfig:
         for key in () if self.live else ("lanes", "window_bytes", "on_error"):
             if getattr(self, key) is not None:
                 raise ConfigError(f"{where}: {key} is for live text, got no live; add live = true, or leave it out")
+        if self.keep_empty and not self.documents:
+            raise ConfigError(f"{where}: keep_empty is for documents, got a store; leave it out")
         if self.documents and self.tokenizer is None:
             raise ConfigError(
                 f"{where}: documents must have a tokenizer, got none; "

@@ -434,8 +434,7 @@ def _read_text(piece: Piece, options: ReadOptions) -> Iterator[Group]:
 PLAIN_TEXT = Format(counts="line", read=_read_text)
 
 
-def _contents(piece: Piece, max_bytes: int) -> str | None:
-    """Return the text of a file, None if it is empty."""
+def _contents(piece: Piece, max_bytes: int) -> str:
     if piece.file.compression:
         record = PartialRecord(max_bytes)
         with open_blocks(piece, max_bytes) as (blocks, _):
@@ -448,7 +447,7 @@ def _contents(piece: Piece, max_bytes: int) -> str | None:
     else:
         with open_input(piece.file, exact=False) as stream:
             raw = b"".join(file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
-    return decode_utf8(raw.removeprefix(BYTE_ORDER_MARK)) or None
+    return decode_utf8(raw.removeprefix(BYTE_ORDER_MARK))
 
 
 def _line_texts(lines: Sequence[bytes]) -> Group:

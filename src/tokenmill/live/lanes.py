@@ -21,7 +21,7 @@ import numpy as np
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerError, met_in
 from tokenmill.fingerprint import digest
 from tokenmill.live.source import LiveSource, Windows
-from tokenmill.live.tokens import WindowRows, in_order, no_documents, pack_window, tokenize_window
+from tokenmill.live.tokens import EMPTY, WindowRows, in_order, no_documents, pack_window, tokenize_window
 from tokenmill.loader.assemble import Drawn, pad_id
 from tokenmill.loader.drawn import Skipped, SkippedText
 from tokenmill.loader.kernels import SPAN_COLUMNS
@@ -459,7 +459,8 @@ class LiveLanes:
         if time.monotonic() - self._logged_skips >= LOG_SECONDS:
             self._logged_skips = time.monotonic()
             counts = ", ".join(f"{reason} {number:,}" for reason, number in sorted(self.skipped.counts.items()))
-            _log.warning("left out so far: %s; the last: %s (%s)", counts, new[-1].place, new[-1].reason)
+            level = logging.INFO if set(self.skipped.counts) == {EMPTY} else logging.WARNING
+            _log.log(level, "left out so far: %s; the last: %s (%s)", counts, new[-1].place, new[-1].reason)
 
     def _log_waits(self, number: int, window: LaneWindow) -> None:
         """Log that the run waits for text, now and then."""

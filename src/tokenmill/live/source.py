@@ -137,7 +137,7 @@ class ForeignTokenizer:
 
 MEMORY_BYTES = 256 << 20
 """Input that the windows of all lanes hold together, where the size of a window is not said."""
-TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes")
+TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes", "keep_empty")
 """What decides which documents a lane reads when; the others of `describe` are how rows are made of them."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
 
@@ -161,6 +161,8 @@ class LiveOptions:
     """How many streams there are; None: the rows of a global batch."""
     on_error: str = "stop"
     """What a record or a part of a file that cannot be read does: `stop` the run, or be `skip`ped and counted."""
+    keep_empty: bool = False
+    """Whether a text without a character is a document; else it is left out, counted as `empty`."""
     window_bytes: int | None = None
     """How much of a file is packed together; None: 256 MiB divided by the lanes, 64 KiB to 8 MiB."""
     add_bos: bool | None = None
@@ -233,6 +235,7 @@ class LiveOptions:
             "text_field": self.text_field,
             "lanes": lanes,
             "window_bytes": self.window_size(lanes),
+            **({} if self.keep_empty else {"keep_empty": False}),
         }
 
 

@@ -36,6 +36,8 @@ from tokenmill.types import Encoded, Fates, Int64Array, Spans, UnsignedArray
 
 BROKEN = "broken"
 """Why a window is left out, beside the reasons of records."""
+EMPTY = "empty"
+"""Why a text without a character is left out."""
 Beat = Callable[[], None]
 """Called whenever some work is done: it shows that a thread lives, and ends work that nobody wants any more."""
 
@@ -109,6 +111,15 @@ def _parts(
             documents += len(texts)
             if members.size < len(texts):
                 texts, places = [texts[number] for number in members.tolist()], places[members]
+            if not options.keep_empty and "" in texts:
+                pieces = window.unit.pieces
+                skipped += [
+                    Skipped(reason=EMPTY, place=record_name(pieces[piece], line))
+                    for text, (piece, line) in zip(texts, places.tolist(), strict=True)
+                    if not text
+                ]
+                filled = [number for number, text in enumerate(texts) if text]
+                texts, places = [texts[number] for number in filled], places[filled]
             if texts:
                 parts.append((frame(tokenizer.encode(texts), tokenizer.identity), places))
     except DocumentError as error:

@@ -135,6 +135,7 @@ class Run:
             text_field=source.text_field,
             lanes=lanes,
             on_error=source.on_error or "stop",
+            keep_empty=source.keep_empty,
             window_bytes=source.window_bytes,
         )
         return LiveRows(
@@ -180,6 +181,7 @@ class Run:
             text_field=source.text_field,
             folder=self.folder / ".tokenmill" / "stores",
             where=f"source {source.name!r}",
+            keep_empty=source.keep_empty,
         )
         return [store]
 
