@@ -32,19 +32,27 @@ def group(prompt, *responses):
     }
 
 
+def test_prompts_are_padded_in_front_and_a_mask_says_where_they_are():
+    """As AstrAI has it since its prompts and responses are joined for the policy."""
+    batch = grpo_collate_fn([group([1, 2, 3], [9]), group([4], [9]), group([], [9])])
+    assert batch["prompts"].tolist() == [[1, 2, 3], [0, 0, 4], [0, 0, 0]]
+    assert batch["prompt_mask"].tolist() == [[True] * 3, [False, False, True], [False] * 3]
+
+
 @pytest.mark.parametrize("turned", [False, True], ids=["smaller first", "larger first"])
 def test_no_response_of_a_larger_group_is_lost(turned):
     """[P2.a] AstrAI takes the size of the first group of a batch."""
     items = [group([1], [2, 3]), group([4, 5], [6], [7, 8, 9])]
     expected = [
-        ([1, 0], [[2, 3, 0], [0, 0, 0]], [[True, True, False], [False] * 3], [0.5, 0.0]),
-        ([4, 5], [[6, 0, 0], [7, 8, 9]], [[True, False, False], [True] * 3], [0.5, 1.0]),
+        ([0, 1], [False, True], [[2, 3, 0], [0, 0, 0]], [[True, True, False], [False] * 3], [0.5, 0.0]),
+        ([4, 5], [True, True], [[6, 0, 0], [7, 8, 9]], [[True, False, False], [True] * 3], [0.5, 1.0]),
     ]
     order = [1, 0] if turned else [0, 1]
     batch = grpo_collate_fn([items[index] for index in order])
     assert list(zip(*(values.tolist() for values in batch.values()), strict=True)) == [expected[i] for i in order]
     assert [(key, values.dtype) for key, values in batch.items()] == [
         ("prompts", torch.int64),
+        ("prompt_mask", torch.bool),
         ("responses", torch.int64),
         ("masks", torch.bool),
         ("rewards", torch.float32),

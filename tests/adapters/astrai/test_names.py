@@ -25,14 +25,18 @@ NAMES = {
     "BaseDataset.__getitem__": "self index",
     "BaseDataset.__getitems__": "self indices",
     "DatasetFactory.create": "train_type window_size stride=None **unknown",
-    "DatasetFactory.load": "train_type load_path window_size stride=None storage_type=None **unknown",
+    "DatasetFactory.load": "train_type load_path=None window_size=0 stride=None storage_type=None "
+    "tokenizer_path=None max_len=2048 store=None **unknown",
+    "DatasetFactory.from_store": "train_type store window_size=0 stride=None",
     "SEQDataset": "window_size stride=None **unknown",
     "SFTDataset": "window_size stride=None **unknown",
     "DPODataset": "window_size=0 stride=None **unknown",
     "GRPODataset": "window_size=0 stride=None **unknown",
     "ResumableDistributedSampler": "data_source start_epoch=0 start_iter=0 seed=42 drop_last=False shuffle=True "
     "process_group=None replica=None **unknown",
-    "Pipeline": "config paths output_dir tokenizer_path **unknown",
+    "RDSampler": "data_source start_epoch=0 start_iter=0 seed=42 drop_last=False shuffle=True "
+    "process_group=None replica=None **unknown",
+    "Pipeline": "config input_paths output_dir tokenizer_path **unknown",
     "Pipeline.run": "self *workers=None *rebuild=False *on_error='stop' **unknown",
     "dpo_collate_fn": "batch",
     "grpo_collate_fn": "batch",
@@ -120,6 +124,8 @@ WRONG = {
         "did you mean 'tokenizer_path'",
     ),
     "run": (lambda: astrai.Pipeline("text", ["x"], "y", "bytes").run(worker=1), "did you mean 'workers'"),
+    "neither": (lambda: astrai.DatasetFactory.load("seq", window_size=4), "load_path or store must be given"),
+    "no config": (lambda: astrai.Pipeline(3, ["x"], "y", "bytes"), "config must be a PipelineConfig, .* got int"),
     "config": (lambda: astrai.Pipeline({"inputs": {}}, ["x"], "y", "bytes"), "did you mean 'input'"),
 }
 

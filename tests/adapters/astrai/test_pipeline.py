@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
@@ -21,6 +22,45 @@ SFT = {
     "output": {"storage_format": "h5", "dtype": {"sequence": "int32", "loss_mask": "bool"}},
 }
 """A recipe in the words of AstrAI."""
+
+
+@dataclass
+class Input:
+    sections: list | None = None
+    sources: dict | None = None
+
+
+@dataclass
+class Processing:
+    max_seq_len: int = 2048
+    min_chars: int = 50
+    max_chars: int = 2_000_000
+    max_items: int | None = None
+    batch_size: int = 256
+    packing_strategy: str = "simple"
+    max_packed_len: int = 8192
+    truncation_mode: str = "keep_start"
+
+
+@dataclass
+class Output:
+    domain_key: str | None = None
+    storage_format: str = "bin"
+    max_tokens_per_shard: int = 100_000_000
+    dtype: dict = field(default_factory=dict)
+    position_ids_mode: str = "doc_reset"
+
+
+@dataclass
+class PipelineConfig:
+    """What AstrAI's has, with its defaults; `to_file` writes all of them."""
+
+    version: int = 1
+    input: Input = field(default_factory=Input)
+    mask: dict = field(default_factory=dict)
+    mask_default: str = "mask"
+    preprocessing: Processing = field(default_factory=Processing)
+    output: Output = field(default_factory=Output)
 
 
 @pytest.fixture
@@ -46,6 +86,57 @@ def test_a_recipe_of_astrai_makes_a_store_that_its_datasets_read(tmp_path, recor
     record = dataset.loaded.fetch_record(13, ["sequence", "loss_mask"])
     trained = record["sequence"][record["loss_mask"]]
     assert bytes(trained[trained < 256].tolist()) == b"14"
+
+
+SECTIONS = {
+    "seq": [{"field": "response", "action": "train"}],
+    "sft": SFT["input"]["sections"],
+}
+
+
+@pytest.mark.parametrize("spelled", ["object", "file"])
+def test_a_config_of_astrai_is_taken_as_an_object_and_as_its_to_file_writes_it(tmp_path, records, spelled):
+    config = PipelineConfig(input=Input(sections=SECTIONS["sft"]))
+    if spelled == "file":
+        (tmp_path / "sft.json").write_text(json.dumps(asdict(config), indent=2))
+        config = str(tmp_path / "sft.json")
+    report = Pipeline(config, input_paths=records, output_dir=tmp_path / "out", tokenizer_path="bytes").run(
+        workers=1
+    )
+    assert (report.kind, report.documents, dict(report.skipped)) == ("sft", 20, {})
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("seq", 1), ("sft", 3)])
+def test_min_chars_and_max_chars_concern_plain_text_alone(tmp_path, kind, taken):
+    """AstrAI writes them into every config; records that are masked in part it takes whatever their length."""
+    lines = [{"prompt": "?", "response": "x" * size} for size in (1, 60, 300)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = PipelineConfig(input=Input(sections=SECTIONS[kind]), preprocessing=Processing(max_chars=200))
+    report = Pipeline(config, [tmp_path / "a.jsonl"], tmp_path / "out", "bytes").run(workers=1)
+    assert (report.kind, report.documents) == (kind, taken)
+    assert dict(report.skipped) == ({} if kind == "sft" else {"max_chars": 1, "min_chars": 1})
+
+
+@pytest.mark.parametrize("change", [{"packing_strategy": "bfd"}, {"max_packed_len": 64}])
+def test_a_config_of_astrai_that_packs_or_cuts_to_a_row_is_refused(tmp_path, records, change):
+    config = PipelineConfig(input=Input(sections=SECTIONS["sft"]), preprocessing=Processing(**change))
+    with pytest.raises(ConfigError, match=rf"{next(iter(change))} must be left out, got"):
+        Pipeline(config, records, tmp_path / "out", "bytes")
+
+
+def test_a_store_that_is_loaded_serves_datasets_of_any_training_type_it_has(tmp_path, records):
+    Pipeline(SFT, records, tmp_path / "out", "bytes").run(workers=1)
+    first = DatasetFactory.load("sft", tmp_path / "out", 8, tokenizer_path="params", max_len=512)
+    for again in (
+        DatasetFactory.from_store("sft", first.loaded, 8),
+        DatasetFactory.load("sft", store=first.loaded, window_size=8),
+    ):
+        assert again.storage is first.storage
+        assert {key: value.tolist() for key, value in again[3].items()} == {
+            key: value.tolist() for key, value in first[3].items()
+        }
+    with pytest.raises(StoreError, match="DPODataset must have keys"):
+        DatasetFactory.from_store("dpo", first.loaded)
 
 
 def test_the_store_is_one_of_ours_and_is_verified(tmp_path, records):

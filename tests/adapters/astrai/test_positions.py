@@ -94,3 +94,21 @@ def test_without_positions_there_is_no_such_key_and_sft_says_so(tmp_path, astrai
     ):
         DatasetFactory.load("sft", tmp_path, 4)
     assert DatasetFactory.load("seq", tmp_path, 4)[0]["input_ids"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("suffix", ["bin", "h5"])
+def test_windows_of_plain_text_have_the_positions_that_were_written_and_no_target_at_a_start(
+    tmp_path, astrai, suffix
+):
+    """As in AstrAI's newest version: no document is trained to predict the first token of the next."""
+    if suffix == "bin":
+        astrai.save_bin(tmp_path, {"sequence": IDS, "position_ids": POSITIONS})
+    else:
+        astrai.save_h5(tmp_path / "a.h5", {"sequence": [IDS], "position_ids": [POSITIONS]})
+    item = DatasetFactory.load("seq", tmp_path, 6, stride=5)[1]
+    assert {key: values.tolist() for key, values in item.items()} == {
+        "input_ids": [5, 6, 7, 8, 9, 10],
+        "target_ids": [6, 7, 8, 9, 10, 11],
+        "position_ids": [0, 1, 2, 3, 0, 0],
+        "loss_mask": [True, True, True, False, False, True],
+    }

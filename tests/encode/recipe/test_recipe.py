@@ -148,7 +148,7 @@ WRONG = [
     (PAIRS, ("input", "sources", "chosen"), {}, r"input\.sources\.chosen: sections must be given, got nothing"),
     (TEXT, ("input", "tools_field"), "tools", "tools_field must be left out where no section has template"),
     (TEXT, ("chat_template",), "chatml", "chat_template must be left out where no section has template"),
-    (TEXT, ("output", "position_ids_mode"), "doc_reset", "position_ids_mode must be none for 'seq'"),
+    (TEXT, ("output", "position_ids_mode"), "continuous", "position_ids_mode must be none for 'seq'"),
     (TEXT, ("output", "position_ids_mode"), "reset", r"got 'reset'; did you mean 'doc_reset'\?"),
     (TEXT, ("output", "storage_format"), "hdf5", "one of bin, h5, got 'hdf5'"),
     (
@@ -407,6 +407,7 @@ def test_a_recipe_knows_every_training_type():
 
 def test_positions_are_stored_for_sft_unless_the_recipe_says_none():
     assert load_recipe(CHAT).output.position_ids_mode == "doc_reset"
+    assert load_recipe(changed(TEXT, ("output", "position_ids_mode"), "doc_reset")) == load_recipe(TEXT)
     assert load_recipe(changed(CHAT, ("output", "position_ids_mode"), "none")).output.position_ids_mode == "none"
     assert [load_recipe(name).output.position_ids_mode for name in PRESETS] == [
         "none",

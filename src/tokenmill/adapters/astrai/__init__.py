@@ -25,6 +25,9 @@ from tokenmill.adapters.astrai.dataset import (
 from tokenmill.adapters.astrai.sampler import ResumableDistributedSampler
 from tokenmill.adapters.astrai.store import H5Store, MmapStore, Store, StoreFactory, detect_format
 
+RDSampler = ResumableDistributedSampler
+"""The name that AstrAI's newest version has for it."""
+
 __all__ = [
     "BaseDataset",
     "DPODataset",
@@ -33,6 +36,7 @@ __all__ = [
     "H5Store",
     "MmapStore",
     "Pipeline",
+    "RDSampler",
     "ResumableDistributedSampler",
     "SEQDataset",
     "SFTDataset",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
 from operator import index as as_index
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from tokenmill.fingerprint import digest
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import check_positive
 from tokenmill.types import TRAINING_TYPES
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Item = dict[str, Value]
 
@@ -54,19 +58,23 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         refuse_unknown(self.load, unknown)
         store = StoreFactory.create(detect_format(load_path) if storage_type is None else storage_type)
         store.load(load_path)
+        self.bind(store)
+
+    def bind(self, store: Store) -> None:
+        """Read from a store that was loaded."""
         missing = [key for key in self.required_keys if key not in store.keys]
         if missing:
             raise StoreError(
-                f"{load_path}: {type(self).__name__} must have keys {', '.join(self.required_keys)}, "
+                f"{store.path}: {type(self).__name__} must have keys {', '.join(self.required_keys)}, "
                 f"got {', '.join(store.keys)}; choose another training type, or prepare the store with them"
             )
-        self._check_store(load_path, store)
+        self._check_store(store)
         self.storage = store
 
-    def _check_store(self, load_path: str | os.PathLike[str], store: Store) -> None:
+    def _check_store(self, store: Store) -> None:
         if len(store) <= self.window_size:
             raise StoreError(
-                f"{load_path}: must have more tokens than window_size, {self.window_size}, got {len(store)}; "
+                f"{store.path}: must have more tokens than window_size, {self.window_size}, got {len(store)}; "
                 "lower window_size"
             )
 
@@ -125,7 +133,11 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 
 
 class SEQDataset(BaseDataset):
-    """Windows for training on every token: `input_ids` and `target_ids`, int64 (window_size,)."""
+    """Windows for training on every token: `input_ids` and `target_ids`, int64 (window_size,).
+
+    Where the store has positions, as files of AstrAI may, there are `position_ids` of the inputs and a `loss_mask`
+    that leaves out targets at position 0: no document is trained to predict the start of the next.
+    """
 
     required_keys: ClassVar[tuple[str, ...]] = ("sequence",)
 
@@ -133,9 +145,12 @@ class SEQDataset(BaseDataset):
         """Return the items of a batch, read together."""
         begins = [place * self.stride for place in self._checked(indices)]
         ids = self.loaded.fetch_windows(begins, self.window_size + 1, "sequence")
-        # A copy, so that neither sees what is written to the other.
-        pairs = zip(ids[:, :-1], ids[:, 1:].clone(), strict=True)
-        return [{"input_ids": inputs, "target_ids": targets} for inputs, targets in pairs]
+        # Copies, so that neither of two sees what is written to the other.
+        columns = {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:].clone()}
+        if "position_ids" in self.keys:
+            positions = self.loaded.fetch_windows(begins, self.window_size + 1, "position_ids")
+            columns |= {"position_ids": positions[:, :-1], "loss_mask": positions[:, 1:] != 0}
+        return [{name: column[row] for name, column in columns.items()} for row in range(len(begins))]
 
 
 class SFTDataset(SEQDataset):
@@ -146,11 +161,10 @@ class SFTDataset(SEQDataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return the items of a batch, read together."""
         items = super().__getitems__(indices)
-        begins = [place * self.stride for place in self._checked(indices)]
-        positions = self.loaded.fetch_windows(begins, self.window_size, "position_ids")
-        masks = self.loaded.fetch_windows([begin + 1 for begin in begins], self.window_size, "loss_mask")
-        for item, position_ids, loss_mask in zip(items, positions, masks, strict=True):
-            item |= {"position_ids": position_ids, "loss_mask": loss_mask}
+        targets = [place * self.stride + 1 for place in self._checked(indices)]
+        masks = self.loaded.fetch_windows(targets, self.window_size, "loss_mask")
+        for item, loss_mask in zip(items, masks, strict=True):
+            item["loss_mask"] = loss_mask
         return items
 
 
@@ -171,16 +185,16 @@ class RecordDataset(BaseDataset):
                 f"got {self.window_size} and {self.stride}; records are items, whatever their length"
             )
 
-    def _check_store(self, load_path: str | os.PathLike[str], store: Store) -> None:
+    def _check_store(self, store: Store) -> None:
         if not store.num_records:
-            raise StoreError(f"{load_path}: must have records, got none; prepare it from more input")
+            raise StoreError(f"{store.path}: must have records, got none; prepare it from more input")
         if not self.window_size:
             return
         for key in token_keys(self.required_keys):
             longest = _longest(store, key)
             if longest > self.window_size:
                 raise StoreError(
-                    f"{load_path}: {key} of a record must have at most window_size tokens, {self.window_size}, "
+                    f"{store.path}: {key} of a record must have at most window_size tokens, {self.window_size}, "
                     f"got {longest}; raise it, give 0 for any length, or prepare with max_seq_len"
                 )
 
@@ -237,10 +251,11 @@ def dpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
 
 
 def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
-    """Return groups as tensors: `prompts` (B, P), `responses` and `masks` (B, G, R), `rewards` (B, G).
+    """Return groups as tensors: `prompts`, `prompt_mask` (B, P), `responses`, `masks` (B, G, R), `rewards` (B, G).
 
-    P, G and R are the largest of the batch: no response is left out. Those that a smaller group lacks have reward 0
-    and a mask that is false.
+    P, G and R are the largest of the batch: no response is left out. Prompts are padded in front, so that they end
+    where responses begin; the mask says which of their tokens are there. The responses that a smaller group lacks
+    have reward 0 and a mask that is false.
     """
     group = max(len(item["responses"]) for item in batch)
     response = max((len(each) for item in batch for each in item["responses"]), default=0)
@@ -251,7 +266,10 @@ def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
         "masks": (group, response),
         "rewards": (group,),
     }
-    return _collate(batch, shapes)
+    out = _collate(batch, shapes)
+    lengths = torch.tensor([[len(item["prompts"])] for item in batch])
+    prompts = {"prompts": out.pop("prompts"), "prompt_mask": torch.arange(prompt) >= prompt - lengths}
+    return prompts | out
 
 
 def _collate(batch: Sequence[Item], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -262,7 +280,8 @@ def _collate(batch: Sequence[Item], shapes: Mapping[str, tuple[int, ...]]) -> di
             values = item[key]
             # A group of responses is a list; a smaller one leaves lines of zeros.
             for line, value in zip(row, values, strict=False) if isinstance(values, list) else [(row, values)]:
-                line[: len(value)] = value
+                begin = len(line) - len(value) if key == "prompts" else 0
+                line[begin : begin + len(value)] = value
     return out
 
 
@@ -287,19 +306,35 @@ class DatasetFactory:
     def load(
         cls,
         train_type: str,
-        load_path: str | os.PathLike[str],
-        window_size: int,
+        load_path: str | os.PathLike[str] | None = None,
+        window_size: int = 0,
         stride: int | None = None,
         storage_type: str | None = None,
+        tokenizer_path: str | os.PathLike[str] | None = None,  # noqa: ARG003 - tokens need none, as in AstrAI
+        max_len: int = 2048,  # noqa: ARG003 - of records that AstrAI tokenizes as it reads them
+        store: Store | None = None,
         **unknown: object,
     ) -> BaseDataset:
-        """Open a store as a dataset: `train_type` is seq, sft, dpo or grpo.
+        """Open a store as a dataset, or take one that is open: `train_type` is seq, sft, dpo or grpo.
 
         `window_size` is the longest input, `stride` the distance between windows, by default the same.
         """
         refuse_unknown(cls.load, unknown)
+        if store is not None:
+            return cls.from_store(train_type, store, window_size, stride)
+        if load_path is None:
+            raise ConfigError("DatasetFactory.load: load_path or store must be given, got neither; name a store")
         dataset = cls.create(train_type, window_size, stride)
         dataset.load(load_path, storage_type)
+        return dataset
+
+    @classmethod
+    def from_store(
+        cls, train_type: str, store: Store, window_size: int = 0, stride: int | None = None
+    ) -> BaseDataset:
+        """Return a dataset that reads from a store that was loaded."""
+        dataset = cls.create(train_type, window_size, stride)
+        dataset.bind(store)
         return dataset
 
 
@@ -312,21 +347,32 @@ class Pipeline:
 
     def __init__(
         self,
-        config: str | os.PathLike[str] | Mapping[str, object],
-        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        config: str | os.PathLike[str] | Mapping[str, object] | DataclassInstance,
+        input_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         output_dir: str | os.PathLike[str],
         tokenizer_path: str | os.PathLike[str],
         **unknown: object,
     ) -> None:
-        """Check the recipe; `config` is its path, its table, or the name of a preset."""
+        """Check the recipe; `config` is AstrAI's own object, a path, a table, or the name of a preset."""
         refuse_unknown(type(self), unknown)
         from tokenmill.encode.recipe import load_recipe
 
-        self.config = os.fspath(config) if isinstance(config, os.PathLike) else config
-        self.paths = paths
+        if not isinstance(config, str | os.PathLike | Mapping):
+            if not is_dataclass(config):
+                raise ConfigError(
+                    f"Pipeline: config must be a PipelineConfig, a path, a table or the name of a preset, got "
+                    f"{type(config).__name__}; pass one of these"
+                )
+            config = asdict(config)
+        recipe = load_recipe(os.fspath(config) if isinstance(config, os.PathLike) else config)
+        if recipe.kind != "seq":
+            # AstrAI writes both into every config, and asks for them of plain text alone.
+            limits = replace(recipe.preprocessing, min_chars=0, max_chars=None)
+            recipe = replace(recipe, preprocessing=limits)
+        self.config = recipe.to_json()
+        self.paths = input_paths
         self.output_dir = output_dir
         self.tokenizer_path = os.fspath(tokenizer_path)
-        load_recipe(self.config)
 
     def run(
         self, *, workers: int | None = None, rebuild: bool = False, on_error: str = "stop", **unknown: object

@@ -61,6 +61,11 @@ class Store:
         return self._store
 
     @property
+    def path(self) -> Path:
+        """Where the store is."""
+        return self._path
+
+    @property
     def keys(self) -> list[str]:
         """Names of the arrays."""
         return list(self.opened.keys)
@@ -280,7 +285,7 @@ def refuse_unknown(called: Callable[..., object], unknown: Mapping[str, object])
 
 def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenStore:
     """Return the store of AstrAI at a path with its positions as one more key; as it is where none were written."""
-    if store.manifest.kind != "sft":
+    if store.manifest.kind not in ("seq", "sft"):
         return store
     parts = [written_positions(file) for file in find_files(path, f"astrai-{storage_type}")[1]]
     arrays = [array for part in parts for array in part]

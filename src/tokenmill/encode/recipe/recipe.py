@@ -316,8 +316,9 @@ def _recipe(table: object, where: str) -> Recipe:
         variants = tuple(map(_through_template, variants))
     kind = _kind(written.kind, variants, where)
     preprocessing, output_table = _present_keys(written, where)
-    if kind == "sft" and output_table.get("position_ids_mode") is None:
-        output_table["position_ids_mode"] = "doc_reset"
+    # Those of other types are counted so when a batch is made, and not stored.
+    if output_table.get("position_ids_mode") in (None, "doc_reset"):
+        output_table["position_ids_mode"] = "doc_reset" if kind == "sft" else "none"
     output = _read(Output, output_table, f"{where}: output")
     dtypes = sorted(output.dtypes.items())
     template = "tokenizer" if any(variant.template for variant in variants) else None
@@ -361,10 +362,18 @@ _SAME_BYTES = {"bool": "uint8", "int32": "uint32"}
 def _present_keys(written: _RecipeTable, where: str) -> tuple[Table, dict[str, Any]]:
     """Return preprocessing and output with keys of older recipes, and of AstrAI's, brought to their place."""
     preprocessing, output = dict(written.preprocessing), dict(written.output)
-    for name, neutral in (("packing_strategy", "simple"), ("max_packed_len", None)):
-        value = preprocessing.pop(name, None)
-        if value not in (None, neutral):
-            raise ConfigError(f"{where}: preprocessing: {name} must be left out, got {value!r}; {_PACKING}")
+    preprocessing.pop("batch_size", None)  # how many records AstrAI tokenizes together
+    packing, packed_len = (preprocessing.pop(name, None) for name in ("packing_strategy", "max_packed_len"))
+    if packing not in (None, "simple"):
+        raise ConfigError(f"{where}: preprocessing: packing_strategy must be left out, got {packing!r}; {_PACKING}")
+    if packed_len is not None:
+        # AstrAI writes its default; it cuts nothing where records are cut to fewer tokens before.
+        longest = preprocessing.get("max_seq_len")
+        if not (isinstance(packed_len, int) and isinstance(longest, int) and longest <= packed_len):
+            raise ConfigError(
+                f"{where}: preprocessing: max_packed_len must be left out, got {packed_len!r}; {_PACKING}"
+            )
+        preprocessing.pop("truncation_mode", None)  # of what is longer than that
     older = output.pop("domain_key", None)
     domain_key = preprocessing.get("domain_key")
     if None not in (older, domain_key) and older != domain_key:
