@@ -1,6 +1,9 @@
 """Every recipe through a whole build: what goes in as records comes out as the arrays of its training type."""
 
+import json
+
 import msgspec
+import pyarrow as pa
 import pytest
 
 from tokenmill.build import PrepareOptions, prepare
@@ -202,3 +205,53 @@ def test_ends_of_turns_that_anyone_can_spell_are_told_loudly(tmp_path, capsys):
     """[S.i]"""
     build(CHATS, tmp_path, recipe="chat", chat_template="chatml")
     assert "ends turns with '<|im_end|>', which the tokenizer has no control token for" in capsys.readouterr().err
+
+
+def tool_records(count):
+    """Conversations with tools whose definitions and arguments differ from record to record."""
+    records = []
+    for number in range(count):
+        name, argument = f"tool_{number % 5}", f"argument_{number % 7}"
+        values = (number, f"value {number}", [number, number + 1], {"deep": number}, True)
+        call = {"type": "function", "function": {"name": name, "arguments": {argument: values[number % 5]}}}
+        kinds = {argument: {"type": "string", **({"enum": ["a"]} if number % 3 else {})}}
+        parameters = {"type": "object", "properties": kinds}
+        messages = [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": f"result {number}", **({"name": name} if number % 2 else {})},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+        function = {"name": name, "parameters": parameters}
+        records.append({"messages": messages, "tools": [{"type": "function", "function": function}]})
+    return records
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_are_written_the_same_from_columns_as_from_lines(tmp_path, ending, as_json):
+    """Structs give null to what a record does not have; datasets keeps mixed types as JSON."""
+    datasets = pytest.importorskip("datasets")
+    from tests.encode.chat.stock import STOCK
+
+    records = tool_records(50)
+    if not as_json:  # a column has one type
+        for record in records:
+            arguments = record["messages"][1]["tool_calls"][0]["function"]["arguments"]
+            arguments.update({name: str(value) for name, value in arguments.items()})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = datasets.Dataset.from_list(records, on_mixed_types="use_json" if as_json else None)
+    if ending == "parquet":
+        table.to_parquet(tmp_path / "a.parquet")
+    else:
+        rows = table.data.table
+        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, rows.schema) as writer:
+            writer.write_table(rows)
+    options = PrepareOptions(chat_template=str(STOCK["qwen3"]))
+    stores = []
+    for name in ("a.jsonl", f"a.{ending}"):
+        out = tmp_path / f"store-{name}"
+        prepare(tmp_path / name, out=out, tokenizer="bytes", recipe="chat", options=options, progress=False)
+        store = open_store(out)
+        stores.append([{key: value.tolist() for key, value in store.fetch_record(i).items()} for i in range(50)])
+    assert stores[0] == stores[1]

@@ -174,6 +174,35 @@ def test_whole_records_keep_their_nested_values(write):
     assert records_of(read(path, text_field=None, fields=("m",))) == [{"m": row["m"]} for row in rows]
 
 
+def test_nulls_of_a_struct_are_fields_that_the_record_did_not_have(write):
+    """A struct has the fields of all rows; what other rows have must not get into this one."""
+    calls = [[{"name": "a", "arguments": {"x": 1}}], [{"name": "b", "arguments": {"y": [{"z": 2}, None]}}], None]
+    table = pa.table({"calls": calls, "other": [None, "b", None]})
+    assert records_of(read(write(table), text_field=None)) == [
+        {"calls": calls[0], "other": None},
+        {"calls": calls[1], "other": "b"},
+        {"calls": None, "other": None},
+    ]
+
+
+def test_values_that_are_kept_as_json_are_what_the_json_says(write):
+    texts = ['{"role": "user", "n": [1, null]}', None, '"a text"', "[3]"]
+    values = pa.array(texts, pa.json_())
+    table = pa.table({"value": values, "listed": pa.ListArray.from_arrays([0, 1, 1, 3, 4], values)})
+    assert records_of(read(write(table), text_field=None)) == [
+        {"value": {"role": "user", "n": [1, None]}, "listed": [{"role": "user", "n": [1, None]}]},
+        {"value": None, "listed": []},
+        {"value": "a text", "listed": [None, "a text"]},
+        {"value": [3], "listed": [[3]]},
+    ]
+
+
+def test_a_value_that_is_no_json_makes_its_row_bad(write):
+    found = read(write(pa.table({"value": pa.array(["1", "{", "3"], pa.json_())})), text_field=None)
+    assert [record["value"] for record in records_of(found)] == [1, 3]
+    assert reasons_of(found) == [(1, "json")]
+
+
 def test_file_without_rows_has_no_documents(write):
     assert texts_of(read(write(pa.table({"text": pa.array([], pa.string())})))) == []
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tokenmill.documents.units import (
     Format,
@@ -193,15 +195,19 @@ def _as_bytes(cells: pa.Array) -> pa.Array:
 
 def _records(rows: pa.RecordBatch, max_bytes: int, *, intact: bool) -> Group:
     """Read rows as whole records."""
+    restore = {
+        name: restored for name in rows.schema.names if (restored := _restored(rows.schema.field(name).type))
+    }
     if intact and rows.nbytes <= max_bytes:
-        with suppress(ValueError, OverflowError):  # a time that Python has no object for
-            return Group(documents=rows.to_pylist(), size=rows.nbytes)
-    group = read_each((rows.slice(line, 1) for line in range(rows.num_rows)), partial(_record, max_bytes=max_bytes))
+        with suppress(RecordError, ValueError, OverflowError):  # a time that Python has no object for
+            return Group(documents=[_restore(record, restore) for record in rows.to_pylist()], size=rows.nbytes)
+    slices = (rows.slice(line, 1) for line in range(rows.num_rows))
+    group = read_each(slices, partial(_record, restore=restore, max_bytes=max_bytes))
     group.size = rows.nbytes if intact else 0
     return group
 
 
-def _record(row: pa.RecordBatch, max_bytes: int) -> Mapping[str, Any]:
+def _record(row: pa.RecordBatch, restore: Mapping[str, Callable[[Any], Any]], max_bytes: int) -> Mapping[str, Any]:
     import pyarrow as pa
 
     try:
@@ -216,7 +222,47 @@ def _record(row: pa.RecordBatch, max_bytes: int) -> Mapping[str, Any]:
         (record,) = row.to_pylist()
     except (ValueError, OverflowError) as error:
         raise RecordError("value", str(error)) from None
-    return record  # type: ignore[no-any-return]
+    return _restore(record, restore)
+
+
+def _restore(record: dict[str, Any], restore: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Return a record with some of its columns as they were before they became Arrow."""
+    return {**record, **{name: restored(record[name]) for name, restored in restore.items()}} if restore else record
+
+
+def _restored(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return what makes of a value of Arrow what it was before; None where it is the same.
+
+    A struct has all fields that some row has, null in the others; a value that JSON holds is kept as its text.
+    """
+    import pyarrow as pa
+
+    if isinstance(kind, getattr(pa, "JsonType", ())):
+        return _parsed
+    if pa.types.is_struct(kind):
+        inner = {field.name: restored for field in kind if (restored := _restored(field.type))}
+        return partial(_without_nulls, inner=inner)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        item = _restored(kind.value_type)
+        return (
+            None if item is None else lambda values: None if values is None else [item(value) for value in values]
+        )
+    return None
+
+
+def _without_nulls(
+    value: dict[str, Any] | None, inner: Mapping[str, Callable[[Any], Any]]
+) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {name: inner[name](item) if name in inner else item for name, item in value.items() if item is not None}
+
+
+def _parsed(text: str | None) -> Any:  # noqa: ANN401 - any JSON value
+    try:
+        return None if text is None else msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RecordError("json", str(error)) from None
 
 
 # Parquet files by row groups, a batch of rows in memory at a time.
