@@ -2,7 +2,7 @@
 
 The folder is the one that NUMBA_CACHE_DIR names, or `__pycache__` in this package. Where nothing can be written to
 it, as in an image that `tokenmill warm` has filled, kernels are loaded from it all the same, and others are kept in
-a folder of this user's in the temporary folder. What is kept is named by a digest of the code of a kernel, of all
+a folder that is this user's alone (`caches`). What is kept is named by a digest of the code of a kernel, of all
 that it calls and of the constants that they use, so that nothing stale is ever loaded.
 
 Of the processes that start together one compiles a kernel while the others wait for it. The lock goes with its
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +31,7 @@ from numba.core import caching, cgutils, event, types
 from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic
 
+from tokenmill.caches import private_folder, writable
 from tokenmill.types import AnyArray
 
 P = ParamSpec("P")
@@ -190,36 +189,30 @@ leading_zeros, trailing_zeros = _zeros("ctlz"), _zeros("cttz")
 # Where kernels are kept.
 
 
+def kernel_folders() -> Iterator[Path]:
+    """Yield the folders that kernels are loaded from, in the order in which they are looked at."""
+    yield _first_folder()
+    own = private_folder("kernels", make=False)
+    if own is not None:
+        yield own
+
+
 @cache
-def kernel_folders() -> tuple[Path, ...]:
-    """Return the folders that kernels are loaded from, in the order in which they are looked at."""
+def _first_folder() -> Path:
     chosen = _numba.config.CACHE_DIR
-    own = Path(tempfile.gettempdir()) / f"tokenmill-kernels-{os.getuid() if hasattr(os, 'getuid') else 0}"
-    first = Path(chosen) / "tokenmill" if chosen else PACKAGE / "__pycache__"
-    return (first, own) if _is_ours(own) else (first,)
+    return Path(chosen) / "tokenmill" if chosen else PACKAGE / "__pycache__"
 
 
 @cache
 def writable_folder() -> Path | None:
     """Return the folder in which kernels are kept, made if need be; None where there is none."""
-    for folder in kernel_folders():
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError:
-            continue
-    logger.warning("no folder for compiled kernels can be written to: every process compiles its own")
-    return None
-
-
-def _is_ours(folder: Path) -> bool:
-    """Say whether a folder, if it is there, belongs to this user: what is loaded from it is run."""
-    try:
-        status = folder.lstat()
-    except OSError:
-        return True
-    return not folder.is_symlink() and status.st_uid == (os.getuid() if hasattr(os, "getuid") else 0)
+    first = _first_folder()
+    with suppress(OSError):
+        first.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = writable(first) or private_folder("kernels")
+    if folder is None:
+        logger.warning("no folder for compiled kernels can be written to: every process compiles its own")
+    return folder
 
 
 class _KernelCache:
@@ -310,7 +303,7 @@ class _Locator:
 @cache
 def _stamp(function: Callable[..., Any]) -> str:
     """Return a digest of all that decides what a kernel does."""
-    state = hashlib.sha256(repr(_OPTIONS).encode())
+    state = hashlib.sha256(repr((_OPTIONS, _numba.config.BOUNDSCHECK)).encode())
     for part in _parts(function, set()):
         state.update(part.encode() + b"\0")
     return state.hexdigest()

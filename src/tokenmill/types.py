@@ -242,6 +242,17 @@ class Fates:
         assert self.tokens == self.trained + self.masked + sum(self.dropped.values()), self
 
 
+def run_sums(first: Int64Array, count: Int64Array, values: Int64Array) -> Int64Array:
+    """Return the sum of the `count` values from each `first` on.
+
+    >>> run_sums(np.array([1, 0]), np.array([2, 0]), np.array([5, 6, 7])).tolist()
+    [13, 0]
+    """
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
+    sums: Int64Array = ends[first + count] - ends[first]
+    return sums
+
+
 def counted_from(first: Int64Array, count: Int64Array) -> Int64Array:
     """Return `count` numbers from each `first` on, one run behind another.
 

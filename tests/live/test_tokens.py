@@ -15,6 +15,7 @@ from tokenmill.encode.tokenizer import frame, join
 from tokenmill.errors import DocumentError, TokenizerError
 from tokenmill.live import LiveOptions, open_live
 from tokenmill.live.tokens import in_order, pack_window, tokenize_window
+from tokenmill.loader.state import DrawnRows, RowFormat
 from tokenmill.plan.shuffle import permute_all
 from tokenmill.types import Encoded
 
@@ -213,6 +214,39 @@ def test_every_token_of_an_epoch_is_a_label_once_or_its_fate_is_told(
             assert sum(seen.values()) + sum(window.fates.masked for window in made) + dropped == (
                 sum(lengths) + len(lengths)
             )
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    formats=st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([*POLICIES, ("best_fit", "truncate_end", "return")])),
+        min_size=2,
+        max_size=3,
+    ),
+    share=st.floats(0, 1),
+)
+def test_what_is_left_of_a_window_is_told_whichever_formats_follow_one_another(
+    tmp_path, texts, write, numbers, labels_of, lengths, formats, share
+):
+    """Every token that is left is a label of the new rows, or its fate is told; none is trained a second time."""
+    path = write(tmp_path / "x.jsonl", texts(lengths))
+    formats = [RowFormat(seq_len, *policy) for seq_len, policy in formats]
+    options = LiveOptions(**formats[0]._asdict(), window_bytes=1 << 20)
+    source = open_live(path, tokenizer=numbers(), options=options)
+    made = tokenize_window(source.windows(1).at(0, 0, 0), 0, source.tokenizer, options)
+    drawn, seen = [], Counter()
+    for format in formats:
+        rows = pack_window(made, options.in_format(format), drawn)
+        if rows.first:
+            break  # the format before had this one's name: its rows go on
+        labels = labels_of(rows, range(rows.num_rows), format.seq_len)
+        assert rows.fates.trained == len(labels)
+        number = min(int(share * rows.num_rows), rows.num_rows - 1)
+        if number < 1:
+            break
+        seen.update(labels_of(rows, range(number), format.seq_len))
+        drawn.append(DrawnRows(format, number))
+    assert set(seen.values()) <= {1}
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit"])

@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -244,3 +247,30 @@ def test_sources_in_another_order_are_another_contract(make_run):
     new = type(old).from_toml(old.folder / "new.toml").loader(micro_batch=12)
     with pytest.raises(ResumeError, match=r"first difference: stages\[0\]\.sources\.books\.id 1 -> 0"):
         new.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_forked_child_goes_on_with_an_iterator_of_its_parent(make_run, threads):
+    """Its threads stay behind in the parent: to wait for them would be to wait for ever."""
+    loader = make_run().loader(micro_batch=4, threads=threads)
+    whole = [batch["input_ids"].tobytes() for batch in make_run().loader(micro_batch=4, threads=0)]
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks of processes with threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        code = 1
+        try:
+            assert [batch["input_ids"].tobytes() for batch in batches] == whole[5:]
+            assert loader[0]["input_ids"].tobytes() == b"".join(whole[:3])
+            del batches
+            loader.seek(0)
+            assert [batch["input_ids"].tobytes() for batch in loader] == whole
+            code = 0
+        finally:
+            os._exit(code)
+    assert [batch["input_ids"].tobytes() for batch in batches] == whole[5:]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,14 +113,64 @@ def test_a_damaged_index_is_built_again(small_store, where):
     assert file.read_bytes() == whole
 
 
-def test_a_damaged_window_is_refused_with_the_way_out(small_store):
-    all_spans(small_store)
-    file = small_store / ".rows" / files(small_store)[0]
+def damage_a_section(path):
+    file = path / ".rows" / files(path)[0]
     data = bytearray(file.read_bytes())
     data[5000] ^= 1
     file.write_bytes(data)
-    with pytest.raises(StoreCorruptError, match=r"the index of its rows must fit .* delete its folder \.rows"):
+
+
+def test_a_damaged_window_is_built_again_with_a_word(small_store, caplog):
+    rows = all_spans(small_store)
+    whole = (small_store / ".rows" / files(small_store)[0]).read_bytes()
+    damage_a_section(small_store)
+    assert all_spans(small_store) == rows
+    assert (
+        "the index of its rows has other bytes than its checksum says in window 0; it is built again" in caplog.text
+    )
+    assert (small_store / ".rows" / files(small_store)[0]).read_bytes() == whole
+    caplog.clear()
+    assert all_spans(small_store) == rows
+    assert caplog.text == ""
+
+
+def test_an_index_is_not_built_again_of_other_documents(small_store):
+    """The rows would be others than those of every other process."""
+    all_spans(small_store)
+    damage_a_section(small_store)
+    (file,) = small_store.glob("*/documents.bin")
+    data = bytearray(file.read_bytes())
+    data[8 * 777] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoreCorruptError, match=r"must be those that the index .* was made of|offsets must not"):
         all_spans(small_store)
+
+
+FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+"""
+
+
+def test_an_index_that_does_not_fit_the_disk_is_held_in_memory(small_store):
+    process = subprocess.run(
+        [sys.executable, "-c", FULL + SCRIPT, str(small_store)], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert "an index of rows cannot be kept, each process makes its own: " in process.stderr
+    assert not list((small_store / ".rows").glob(".tmp-*"))
+    assert files(small_store) == []
+    rows = pack_rows(open_store(small_store), seq_len=64, policy=Policy())
+    assert int(process.stdout) == rows.num_rows
+
+
+def test_where_no_folder_can_be_written_to_an_index_is_held_in_memory(small_store, tmp_path, monkeypatch):
+    rows = all_spans(small_store)
+    shutil.rmtree(small_store / ".rows")
+    (small_store / ".rows").write_text("in the way")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("HOME", os.devnull)
+    assert all_spans(small_store) == rows
 
 
 def test_others_may_read_an_index(small_store):

@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tokenmill.errors import StoreCorruptError
 from tokenmill.loader.batch import LENGTHS, REWARDS, Layout, layout, record_layout
 from tokenmill.loader.kernels import (
     ADDRESS,
@@ -39,6 +41,7 @@ from tokenmill.types import (
     Int64Array,
     Spans,
     counted_from,
+    run_sums,
     token_arrays,
 )
 
@@ -47,6 +50,10 @@ if TYPE_CHECKING:
     from tokenmill.plan.stages import Stage
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
+
+
+LOOK_SECONDS = 0.1
+"""Between two looks at the sizes of files that are being copied from."""
 
 
 def record_type(stage: Stage) -> str | None:
@@ -134,6 +141,8 @@ class Block(ABC):
         stores = [source.store for source in index.values()]
         self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
         self._maps: list[tuple[MapCache, list[MappedFile]]] = []
+        self._next_look = monotonic() + LOOK_SECONDS
+        """When the sizes of the mapped files are to be looked at."""
         self._whole: Batch | None = None
         self._fields: dict[str, _Field] = {}
         self._pieces = self._find(index, rows)
@@ -160,6 +169,27 @@ class Block(ABC):
         """
 
     @abstractmethod
+    def _room(self, key: str, spans: Spans | Runs) -> tuple[int, int]:
+        """Return how many values of an array a row, or a line of it, has at most, and room for."""
+
+    def _check(self, store: Store, key: str, spans: Spans | Runs) -> None:
+        """Refuse spans that do not fit: lengths come from files, which may change after rows were made of them."""
+        most, room = self._room(key, spans)
+        if most > room:
+            raise StoreCorruptError(
+                f"{store.path}: a row must have at most {room} values of {key}, got {most}: its documents are not "
+                "those that rows were made of; run `tokenmill verify`, then copy the store again, or delete its "
+                "folder .rows"
+            )
+
+    def _check_files(self) -> None:
+        """Refuse files that became shorter: to read what is gone would end the process."""
+        for _, files in self._maps:
+            for file in files:
+                file.check()
+        self._next_look = monotonic() + LOOK_SECONDS
+
+    @abstractmethod
     def _copy(self, begin: int, out: Batch) -> None:
         """Copy the rows from `begin` on; tokens of spans without an address stay as they are."""
 
@@ -180,6 +210,7 @@ class Block(ABC):
                 continue
             chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
             for key, spans in index[source].fields(rows[chosen]).items():
+                self._check(index[source].store, key, spans)
                 table = lines.setdefault(key, np.zeros((rows.size, 2), np.int64))
                 table[chosen, 0] = spans.first + sizes[key]
                 table[chosen, 1] = spans.count
@@ -273,8 +304,13 @@ class SequenceBlock(Block):
         """Return shape and dtype of each array that has a line for every row."""
         return layout(self.arrays if arrays is None else arrays, rows, self.seq_len)
 
+    def _room(self, key: str, spans: Spans | Runs) -> tuple[int, int]:  # noqa: ARG002 - a row has one array
+        return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + 1
+
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
+        if monotonic() > self._next_look:
+            self._check_files()
         count = next(iter(out.values())).shape[0]
         begin = number * count
         if self._whole is not None:
@@ -384,9 +420,9 @@ class RecordBlock(Block):
         kind: str,
     ) -> None:
         """See `Block`; `kind` is the training type."""
-        super().__init__(stage, index, places, arrays)
         self._kind = kind
         self._group = _group_size(stage, kind)
+        super().__init__(stage, index, places, arrays)
         self._map()
 
     @property
@@ -399,9 +435,18 @@ class RecordBlock(Block):
         arrays = self.arrays if arrays is None else arrays
         return record_layout(self._kind, arrays, (rows, self._group, self.seq_len))
 
+    def _room(self, key: str, spans: Spans | Runs) -> tuple[int, int]:
+        if key == REWARDS:
+            return int(spans.length.max(initial=0)), self._group
+        if int(spans.count.max(initial=0)) > max(1, self._group):
+            return int(spans.count.max()), self._group
+        return int(spans.length.max(initial=0)), self.seq_len
+
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
         assert not drawn, "records stand in stores"
+        if monotonic() > self._next_look:
+            self._check_files()
         count = next(iter(out.values())).shape[0]
         if self._whole is None:
             self._copy(number * count, out)

@@ -1,6 +1,8 @@
 """The kernels that fill the arrays of a batch, all from the spans of its rows.
 
 A segment is what attends to itself: a span, the rest of a document with the BOS before it, or the padding of a row.
+
+Lengths come from files. A block has checked them; yet whatever they are, no kernel writes behind the end of a row.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tokenmill.compiled import (
     write_int32,
     write_int64,
 )
-from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array, run_sums
 
 IGNORE = -100
 """The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
@@ -146,7 +148,7 @@ def _mark_labels(
     """Take back the labels of a run of spans at its joints, and where its loss mask says 0."""
     for number in range(first, last):
         length, mask = spans[number, LENGTH], spans[number, MASK]
-        if column and not (spans[number, JOINED] or crossing):
+        if 0 < column <= seq_len and not (spans[number, JOINED] or crossing):
             write_int64(labels, column - 1, IGNORE)
         if mask:
             for k in range(column == 0, least(length, seq_len + 1 - column)):
@@ -237,8 +239,7 @@ def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Arr
     """Return how many labels each row has where no loss mask says otherwise."""
     # The first span of a row has one less than tokens, and so has every other that nothing before it predicts.
     labels = spans[:, LENGTH] - (0 if crossing else spans[:, JOINED] == 0)
-    ends = np.concatenate([[0], np.cumsum(labels)])
-    counts: Int64Array = ends[rows[:, 0] + rows[:, 1]] - ends[rows[:, 0]]
+    counts = run_sums(rows[:, 0], rows[:, 1], labels)
     if crossing:
         counts -= rows[:, 1] > 0
     return counts
@@ -263,10 +264,11 @@ def copy_records(
     spans than the arrays have lines is filled up with empty ones.
     """
     num_rows, num_lines = lengths.shape
+    line_size = int64(1) << 62
     if ids.size:
-        num_rows, num_lines = ids.shape[0], ids.shape[1]
+        num_rows, num_lines, line_size = ids.shape
     elif flags.size:
-        num_rows, num_lines = flags.shape[0], flags.shape[1]
+        num_rows, num_lines, line_size = flags.shape
     line, flag_line = address_of(ids), address_of(flags)
     for i in range(num_rows):
         for k in range(num_lines):
@@ -274,7 +276,7 @@ def copy_records(
             if k < rows[begin + i, 1]:
                 span = rows[begin + i, 0] + k
                 address, width = spans[span, ADDRESS], spans[span, WIDTH]
-                length, mask = spans[span, LENGTH], spans[span, MASK]
+                length, mask = least(spans[span, LENGTH], line_size), spans[span, MASK]
             if lengths.size:
                 lengths[i, k] = length
             if ids.size:
@@ -307,7 +309,7 @@ def copy_words(rows: Int64Array, spans: Int64Array, begin: int, out: Uint32Array
     line = address_of(out)
     for i in range(out.shape[0]):
         span = rows[begin + i, 0]
-        address, length = spans[span, ADDRESS], spans[span, LENGTH]
+        address, length = spans[span, ADDRESS], least(spans[span, LENGTH], out.shape[1])
         if address:
             for k in range(length):
                 write_int32(line, k, read_uint32(address, k))

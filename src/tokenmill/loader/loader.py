@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from bisect import bisect_right
@@ -34,6 +35,18 @@ BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
 _NAME_LENGTH = 24
 """Of the name of a stage in a state."""
+
+_forks = 0
+"""How often this process was forked from one that had the module imported: threads of that one are not here."""
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603 - one number of the process
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 # What is logged of a plan: a line for each stage when an iteration starts, and one when a stage begins.
 
@@ -147,6 +160,7 @@ class Loader:
         """Micro-batches of the run that lie before the next one."""
         self._jumps = 0
         self._iterations = 0
+        self._forks = _forks
         self._sources = DrawnSources(plan, part, self.options)
         if self._sources and "num_loss_tokens" in self.options.arrays:
             raise ConfigError(
@@ -161,6 +175,7 @@ class Loader:
     def __getitem__(self, step: int) -> Batch:
         """Return this rank's whole slice of the batch of a step; refused where a run draws from live text."""
         self._refuse_drawn(step)
+        self._notice_fork()
         stage = self.plan.trained_stage(step)
         first = (step - stage.spec.start_step) * self.part.batches(stage)
         block = self._block(stage, first, self.part.batches(stage))
@@ -346,6 +361,15 @@ class Loader:
         crowded = any(files > store.maps.limit // 2 for store in stores.values())
         return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.row_slots))
 
+    def _notice_fork(self) -> None:
+        """Go on in a process that was forked: threads stayed behind, and with them the locks that they held."""
+        if self._forks != _forks:
+            self._forks = _forks
+            self._pools = {}
+            for stage in self.plan.stages:
+                for rows in self._stored(stage).values():
+                    rows.store.maps.renew_lock()
+
     def _pool(self, block: Block) -> BufferPool:
         """Return memory for the micro-batches of a block, used again when nobody holds them any more."""
         key = (*block.shape, self.part.micro_batch)
@@ -387,9 +411,13 @@ class _Batches(Iterator[Batch]):
         """Step of the batch for which something was last logged."""
         self._stream: Iterator[Batch] = iter(())
         self._stop: Callable[[], object] = lambda: None
+        self._forks = loader._forks
 
     def __next__(self) -> Batch:
         loader = self._loader
+        if self._forks != _forks:
+            loader._notice_fork()
+            self._forks, self._jumps, self._stop = _forks, -1, lambda: None
         if self._number != loader._iterations:
             self._stop()
             raise ConfigError(
@@ -455,6 +483,7 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
     waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
+    forks = _forks
     blocks: deque[Future[Block]] = deque()
 
     def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
@@ -479,8 +508,9 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
         while waiting:
             yield from take()
     finally:
-        # An iteration that is given up must not keep its maps; at the end of the interpreter nothing matters.
-        if not sys.is_finalizing():
+        # An iteration that is given up must not keep its maps; at the end of the interpreter nothing matters, and
+        # in a process that was forked no thread would ever answer.
+        if not sys.is_finalizing() and forks == _forks:
             executor.shutdown(wait=True, cancel_futures=True)
             for block in blocks:
                 if not block.cancelled() and block.exception() is None:

@@ -299,6 +299,8 @@ def _find_spans(
 @inner
 def _document_at(address: int, documents: int, tokens: int, token: int) -> int:
     """Return the last document of a shard that begins at a token or before it; -1 where none does."""
+    if documents < 1:
+        return int64(-1)
     anchors = address + 8 * (documents + 1)
     block = token // ANCHOR_TOKENS
     low, high = least(read_uint32(anchors, block), documents - 1), documents - 1

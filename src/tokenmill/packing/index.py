@@ -6,19 +6,23 @@ section holds the first piece of each row (4 bytes), the pieces (2 bytes) and th
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Protocol
 
+import msgspec
 import numpy as np
 import xxhash
 
+from tokenmill.caches import private_folder, writable
 from tokenmill.compiled import inner, int64, kernel
-from tokenmill.errors import ConfigError, StoreCorruptError
+from tokenmill.errors import ConfigError, StoreCorruptError, TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.packers import pack_fragments
 from tokenmill.packing.policy import (
@@ -44,10 +48,12 @@ from tokenmill.packing.policy import (
     whole_fragments,
 )
 from tokenmill.packing.stored import QUARANTINED, excluded_within
-from tokenmill.store.durable import private_folder, read_index, writable, write_index
+from tokenmill.store.durable import read_index, write_index
 from tokenmill.store.layout import ROWS_FOLDER
+from tokenmill.store.maps import MappedFile
 from tokenmill.types import BoolArray, Fates, Int32Array, Int64Array, Spans, Uint8Array, Uint16Array, Uint32Array
 
+logger = logging.getLogger("tokenmill")
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
 """Columns of the table: first row and first byte of a window, how many pieces and cuts it has, its checksum."""
 
@@ -57,7 +63,7 @@ WindowFragments = Callable[[int], "tuple[Fragments, Int32Array]"]
 """Window -> what is to be packed of it, and the lengths of its documents."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class WindowIndex:
     """All windows of a store, packed."""
 
@@ -69,6 +75,9 @@ class WindowIndex:
 
     checked: BoolArray | None = None
     """Which windows of a file have been proved by their checksum; None where the index was made by this process."""
+    file: MappedFile | None = None
+    build_again: Callable[[], WindowIndex] | None = None
+    """Makes the index of a file whose bytes are not what its checksums say."""
 
     @property
     def num_rows(self) -> int:
@@ -133,15 +142,30 @@ class WindowIndex:
         )
 
     def _prove(self, windows: Int64Array, where: str) -> None:
-        """Refuse a window whose bytes are not what its checksum says; each is checked once."""
-        if self.checked is None or self.checked[windows].all():
+        """Build an index again that has a window of other bytes than its checksum says; each is checked once."""
+        if self.checked is None or self.file is None:
             return
+        self.file.check()
         for window in np.unique(windows[~self.checked[windows]]).tolist():
             section = self.data[self.table[window, BYTE] : self.table[window + 1, BYTE]]
             check = int.from_bytes(xxhash.xxh3_64_digest(section.data), "little", signed=True)
             if check != self.table[window, CHECK]:
-                raise _corrupt(where, f"other bytes than its checksum says in window {window}")
+                self._mend(f"other bytes than its checksum says in window {window}", where)
+                self._prove(windows, where)
+                return
             self.checked[window] = True
+
+    def _mend(self, problem: str, where: str) -> None:
+        if self.build_again is None:
+            raise _corrupt(where, problem)
+        logger.warning("%s: the index of its rows has %s; it is built again", where, problem)
+        fresh, self.build_again = self.build_again(), None
+        if not np.array_equal(fresh.table, self.table):
+            raise StoreCorruptError(
+                f"{where}: documents must be those that the index of its rows was made of, got others; "
+                "run `tokenmill verify`, then copy or prepare the store again"
+            )
+        self.data, self.checked, self.file = fresh.data, fresh.checked, fresh.file
 
 
 def _corrupt(where: str, problem: str) -> StoreCorruptError:
@@ -357,26 +381,41 @@ FORMAT = "tokenmill-rows-1"
 
 
 def cached_index(
-    store: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]
+    store: Path,
+    description: Mapping[str, Any],
+    packed: Callable[[], Iterator[PackedWindow]],
+    windows: int,
+    *,
+    damaged: bool = False,
 ) -> WindowIndex:
-    """Return the index that `description` stands for, from its file; build the file if there is none."""
+    """Return the index that `description` stands for, from its file; build that if there is none, or a damaged one.
+
+    Where no folder can be written to, or the disk is full, the index is held in memory.
+    """
     name = f"{digest(dict(description))}.rows"
-    for folder in (store / ROWS_FOLDER, private_folder("rows")):
-        found = _read(folder / name, description)
-        if found:
-            return found
-    folder = writable(store / ROWS_FOLDER) or private_folder("rows")
-    file = folder / name
-    with _lock(file) as alone:
-        if not _read(file, description):
-            if alone:
-                for left in folder.glob(f".tmp-{file.stem}-*"):
-                    left.unlink()  # what a killed builder left
-            _build(file, description, packed)
-    built = _read(file, description)
-    if built is None:
-        raise StoreCorruptError(f"{file}: must be a whole index of rows once it is built, got none; check the disk")
-    return built
+    folders = (store / ROWS_FOLDER, private_folder("rows", make=False))
+    index = None
+    for folder in folders if not damaged else ():
+        index = index or (_read(folder / name, description, windows) if folder else None)
+    folder = writable(store / ROWS_FOLDER) or private_folder("rows") if index is None else None
+    if folder is not None:
+        try:
+            with _lock(folder / name) as alone:
+                index = None if damaged else _read(folder / name, description, windows)
+                if index is None:
+                    if alone:
+                        for left in folder.glob(f".tmp-{name.removesuffix('.rows')}-*"):
+                            left.unlink()  # what a killed builder left
+                    _build(folder / name, description, packed)
+                    index = _read(folder / name, description, windows)
+        except OSError as error:
+            if isinstance(error, TokenmillError):
+                raise
+            logger.warning("%s: an index of rows cannot be kept, each process makes its own: %s", folder, error)
+    if index is None:
+        return index_in_memory(packed())
+    index.build_again = partial(cached_index, store, description, packed, windows, damaged=True)
+    return index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -386,7 +425,7 @@ class _Footer:
     format: str
     description: Mapping[str, Any]
     windows: int
-    counts: tuple[int, ...]
+    counts: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...]
     table: str
     """XXH3-64 of the table, which stands before the footer."""
 
@@ -408,26 +447,39 @@ def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iter
     write_index(file, write)
 
 
-def _read(file: Path, description: Mapping[str, Any]) -> WindowIndex | None:
+def _read(file: Path, description: Mapping[str, Any], windows: int) -> WindowIndex | None:
     """Map an index; None where there is none, or one that is cut or changed: it is only a cache, and made again."""
     kept = read_index(file, _Footer)
     if kept is None or (kept[1].format, kept[1].description) != (FORMAT, dict(description)):
         return None
-    data, footer = kept
-    begin = data.size - 40 * (footer.windows + 1)
-    raw = data[max(0, begin) :].tobytes()
-    if begin < 0 or xxhash.xxh3_64_hexdigest(raw) != footer.table:
+    mapped, footer = kept
+    begin = mapped.data.size - 40 * (windows + 1)
+    if begin < 0 or begin % 8 or footer.windows != windows or len(footer.counts) not in (EXCLUDED, NUM_COUNTS):
         return None
+    raw = mapped.data[begin:].tobytes()
     table = np.frombuffer(raw, np.int64).reshape(-1, 5)
-    if begin - int(table[-1, 1]) not in range(8):
-        return None
     counts = np.zeros(NUM_COUNTS, np.int64)
     counts[: len(footer.counts)] = footer.counts
+    if xxhash.xxh3_64_hexdigest(raw) != footer.table or not _is_sound(table, begin, counts):
+        return None
     return WindowIndex(
-        table=table,
-        data=data[:begin],
-        counts=counts,
-        checked=np.zeros(footer.windows, np.bool_),
+        table=table, data=mapped.data[:begin], counts=counts, checked=np.zeros(windows, np.bool_), file=mapped
+    )
+
+
+def _is_sound(table: Int64Array, size: int, counts: Int64Array) -> bool:
+    """Say whether a table fits `size` bytes and what was counted: kernels go by it. A checksum is soon forged."""
+    if ((table[:, :CHECK] < 0) | (table[:, :CHECK] >= 1 << 48)).any() or table[0, ROW] or table[0, BYTE]:
+        return False
+    rows, sizes = np.diff(table[:, ROW]), np.diff(table[:, BYTE])
+    pieces, cuts = table[:-1, PIECES], table[:-1, CUTS]
+    balanced = counts[TOKENS] == counts[[TRAINED, FIRST, TRUNCATED, CROPPED, EXCLUDED]].sum()
+    return bool(
+        (rows >= 0).all()
+        and (sizes == 4 * rows + 2 * (pieces + pieces % 2) + 12 * cuts).all()
+        and size - int(table[-1, BYTE]) in range(8)
+        and counts[ROWS] == table[-1, ROW]
+        and balanced
     )
 
 

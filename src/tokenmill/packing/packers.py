@@ -38,7 +38,11 @@ def pack_fragments(
         shape = (seq_len, policy.split_mode, policy.name == "padded")
         written = _pack_best_fit(fragments, lengths, shape, out, counts)
     counts[TOKENS] += policy.count_tokens(fragments)
-    count_window(lengths, seq_len, policy.split_mode, out, written, counts)
+    # A later piece of a document begins with a token that an earlier one trained, unless its start was cut off.
+    later = int(np.count_nonzero(out.cuts[: written[2], 1]))
+    if policy.split_mode == TRUNCATE_START and policy.name in ("best_fit", "padded"):
+        later = int(np.count_nonzero((fragments[1] > 0) & (fragments[2] <= seq_len + 1)))
+    count_window(lengths, seq_len, later, out, written, counts)
     return written
 
 
@@ -100,7 +104,9 @@ def _truncate(fragments: Fragments, room: int, split: int, counts: Int64Array) -
     """Cut fragments to what a row has room for."""
     documents, starts, sizes = fragments
     kept = np.minimum(sizes, room)
-    counts[TRUNCATED] += (sizes - kept).sum()
+    # Where the start goes, the token before a later piece goes with it; that was trained, and is not owed.
+    context = np.count_nonzero((starts > 0) & (sizes > room)) if split == TRUNCATE_START else 0
+    counts[TRUNCATED] += (sizes - kept).sum() - context
     return np.stack([documents, starts + (sizes - kept) * (split == TRUNCATE_START), kept])
 
 

@@ -134,15 +134,13 @@ def emit(
 
 
 def count_window(
-    lengths: Int32Array, seq_len: int, split: int, out: Output, written: Written, counts: Int64Array
+    lengths: Int32Array, seq_len: int, later: int, out: Output, written: Written, counts: Int64Array
 ) -> None:
-    """Add up what the rows of a window hold."""
+    """Add up what the rows of a window hold; `later` pieces go on behind a token that was trained before."""
     num_rows, num_pieces, num_cuts = written
     rows, pieces, cuts = out.rows[:num_rows], out.pieces[:num_pieces], out.cuts[:num_cuts]
     used, padding = _measure_rows(rows, pieces, cuts, lengths, seq_len)
     added = np.count_nonzero(pieces & BOS)
-    # A later piece of a split document begins with the token that the piece before it ended with.
-    later = 0 if split == TRUNCATE_START else np.count_nonzero(cuts[:, 1])
     counts[ROWS] += num_rows
     counts[TRAINED] += used - num_pieces
     counts[FIRST] += num_pieces - (added or later)

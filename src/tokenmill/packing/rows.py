@@ -154,7 +154,7 @@ def _index(
         return pack_all(windows, pack, threads)
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
-        return cached_index(store.path, described, packed)
+        return cached_index(store.path, described, packed, windows)
     return index_in_memory(packed())
 
 

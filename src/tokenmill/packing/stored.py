@@ -14,7 +14,7 @@ from tokenmill.errors import ConfigError, PlanError
 from tokenmill.plan.stages import CountedRows, Held, Rows
 from tokenmill.store.layout import key_file
 from tokenmill.store.locate import locate
-from tokenmill.types import BoolArray, Int64Array
+from tokenmill.types import BoolArray, Int64Array, run_sums
 
 if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
@@ -74,8 +74,6 @@ class StoredRows(Counted):
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their part of the loss mask where the store has one."""
         spans = self.spans(rows)
-        ends = np.concatenate([[0], np.cumsum(spans.length)])
-        used = ends[spans.first + spans.count] - ends[spans.first]
         # The first token of a span has nothing before it that predicts it, unless it goes on behind its BOS.
         skip = (~spans.joined).astype(np.int64)
         if self.cross_document_labels:
@@ -86,7 +84,8 @@ class StoredRows(Counted):
         else:
             trained = int((spans.length - skip).sum())
         # A full row holds one more token than it has inputs: its last label.
-        return Held(tokens=int(np.minimum(used, self.seq_len).sum()), trained=trained)
+        used = np.minimum(run_sums(spans.first, spans.count, spans.length), self.seq_len)
+        return Held(tokens=int(used.sum()), trained=trained)
 
     def check_rows(self, rows: Int64Array) -> None:
         """Refuse rows that there are not."""

@@ -15,9 +15,8 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store.layout import OWNER
-from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.maps import FileRequest, MappedFile, map_file
 from tokenmill.tables import read_json
-from tokenmill.types import Uint8Array
 
 T = TypeVar("T")
 ORPHAN_SECONDS = 10.0
@@ -158,43 +157,17 @@ def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def read_index(file: Path, kind: type[T]) -> tuple[Uint8Array, T] | None:
+def read_index(file: Path, kind: type[T]) -> tuple[MappedFile, T] | None:
     """Map an index: its bytes, and its footer as a record; None where there is none, or one cut or changed."""
     try:
-        data = map_file(FileRequest(file, file.stat().st_size)).data
+        mapped = map_file(FileRequest(file, file.stat().st_size))
+        data = mapped.data
         size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if data.size >= _END else data.size
         end = max(0, data.size - _END - size)
         footer = data[end:-_END].tobytes()
         if len(footer) != size or xxhash.xxh3_64_digest(footer) != data[-8:].tobytes():
             return None
-        return data[:end], read_json(kind, footer, f"{file}:", error=StoreCorruptError)
+        mapped.data = data[:end]
+        return mapped, read_json(kind, footer, f"{file}:", error=StoreCorruptError)
     except (OSError, StoreError):
         return None
-
-
-def writable(folder: Path) -> Path | None:
-    """Return the folder, made if need be, or None if nothing can be written there."""
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return None
-
-
-def private_folder(purpose: str) -> Path:
-    """Return a folder of this user's for what cannot be kept beside the data."""
-    folder = private_path(purpose)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != _user():
-        raise StoreError(f"{folder}: must be a folder of this user's, got another's; remove it, or set TMPDIR")
-    return folder
-
-
-def private_path(purpose: str) -> Path:
-    """Return where that folder is, whether or not it is there."""
-    return Path(tempfile.gettempdir()) / f"tokenmill-{purpose}-{_user()}"
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0

@@ -36,7 +36,19 @@ class MappedFile:
     data: Uint8Array
     address: int
     """Where `data` starts; 0 for an empty file."""
+    mapping: mmap.mmap | None = None
+    """What the system knows of the map; None for what is in memory or empty."""
+    end: int = 0
+    """How many bytes the file must keep."""
     borrowers: int = field(default=0)
+
+    def check(self) -> None:
+        """Refuse a file that became shorter after it was mapped: who reads what is gone is ended by the system."""
+        if self.mapping is not None and self.mapping.size() < self.end:
+            raise StoreCorruptError(
+                f"{self.path}: must keep its {self.end} bytes while it is read, "
+                f"got {self.mapping.size()}; {WAY_OUT}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,10 @@ class MapCache:
         self._maps: OrderedDict[FileRequest, MappedFile] = OrderedDict()
         self._lock = threading.Lock()
 
+    def renew_lock(self) -> None:
+        """Take a new lock, in a process that was forked: a thread that is not here may hold the old one."""
+        self._lock = threading.Lock()
+
     @property
     def num_open(self) -> int:
         """How many files are mapped now."""
@@ -107,6 +123,7 @@ class MapCache:
                         self._make_room()
                         file = self._maps[request] = map_file(request)
                     else:
+                        self._check(request, file)
                         self._maps.move_to_end(request)
                     file.borrowers += 1
                     files.append(file)
@@ -134,6 +151,13 @@ class MapCache:
             file.borrowers -= 1
         while len(self._maps) > self.limit and self._close_idle():
             pass
+
+    def _check(self, request: FileRequest, file: MappedFile) -> None:
+        try:
+            file.check()
+        except StoreCorruptError:
+            del self._maps[request]  # once the file is put back, it is mapped anew
+            raise
 
     def _make_room(self) -> None:
         if len(self._maps) >= self.limit:
@@ -164,7 +188,7 @@ def map_file(request: Request) -> MappedFile:
         if request.wanted > LARGE_BYTES and hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
         data = np.frombuffer(mapped, np.uint8, request.wanted, before)
-    return MappedFile(request.path, data, int(data.ctypes.data))
+    return MappedFile(request.path, data, int(data.ctypes.data), mapped, request.begin + request.wanted)
 
 
 def read_range(request: Request, begin: int, size: int) -> Uint8Array:

@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from tokenmill.caches import private_folder, writable
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
-from tokenmill.store.durable import private_folder, private_path, read_index, writable, write_index
+from tokenmill.store.durable import read_index, write_index
 from tokenmill.store.foreign.astrai import read_astrai_bin, read_astrai_h5
 from tokenmill.store.foreign.files import (
     BLOCK,
@@ -396,8 +397,8 @@ def _description(shard: ForeignShard, kind: str, options: ForeignOptions, *, loo
 
 def _read_kept(beside: Path, description: Mapping[str, Any]) -> ShardIndex | None:
     """Return what is kept under a description; None where there is nothing, or something cut or changed."""
-    for folder in (beside.parent / FOLDER, private_path(PURPOSE)):
-        index = _read(folder / f"{digest(description)}.index", description)
+    for folder in (beside.parent / FOLDER, private_folder(PURPOSE, make=False)):
+        index = _read(folder / f"{digest(description)}.index", description) if folder else None
         if index is not None:
             return index
     return None
@@ -408,6 +409,11 @@ def _keep(
 ) -> ShardIndex:
     """Write sections, given in blocks, to a file beside the data or in a folder of this user's; return them."""
     folder = writable(beside.parent / FOLDER) or private_folder(PURPOSE)
+    if folder is None:
+        raise StoreError(
+            f"{beside.parent / FOLDER}: an index must be kept there or in a temporary folder, got none that this "
+            "user alone can write to; set TMPDIR to one"
+        )
     file = folder / f"{digest(description)}.index"
 
     def write(out: BinaryIO) -> _Footer:
@@ -436,7 +442,7 @@ def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
     kept = read_index(real, _Footer)
     if kept is None or (kept[1].format, kept[1].description) != (FORMAT, description):
         return None
-    data, footer = kept
+    data, footer = kept[0].data, kept[1]
     for begin, size, checksum in footer.sections.values():
         section = data[begin : begin + size]
         if section.size != size or (size <= CHECKED_BYTES and xxhash.xxh3_128_hexdigest(section.data) != checksum):
