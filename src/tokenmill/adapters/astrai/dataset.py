@@ -341,8 +341,8 @@ class DatasetFactory:
 class Pipeline:
     """Prepares a store of ours with a recipe of AstrAI or of ours.
 
-    A store of ours and not AstrAI's files: those keep no boundaries of records, so pairs and groups cannot be read
-    back, and have no checksums. `DatasetFactory.load` reads either.
+    A store of ours and not AstrAI's files: what its pipeline writes of groups, and of pairs as `.bin`, has no
+    boundaries of records and cannot be read back, and has no checksums. `DatasetFactory.load` reads both.
     """
 
     def __init__(
