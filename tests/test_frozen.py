@@ -266,7 +266,7 @@ def files_of(folder: Path, name: str) -> dict[str, str]:
     """Return the digest of every file of a store by its path, before any run has written row indexes into it."""
     found = {}
     for file in sorted((folder / name).rglob("*")):
-        if not file.is_file():
+        if not file.is_file() or ".tokenizer" in file.parts:  # a copy of what was given, beside the store
             continue
         content = file.read_bytes()
         if name in LOOSE and "scans" in file.parts:

@@ -54,7 +54,7 @@ def test_text_shows_facts_lengths_and_examples(tokenmill, folder):
     titles = ["Store web", "Supervision", "Document lengths", "Examples: ⟦trained⟧, masked without brackets"]
     assert [title for title in re.findall(r"^\S.*?(?=\s*$)", done.out, re.MULTILINE) if title in titles] == titles
     assert "bytes, 259 ids" in done.out
-    assert "id 256, added / id 257, added" in done.out
+    assert "'<|bos|>' (id 256), added / '<|eos|>' (id 257), added" in " ".join(done.out.split())
 
 
 def test_examples_are_the_text_of_the_first_middle_and_last_document(tokenmill, tmp_path):
@@ -160,7 +160,8 @@ def test_the_audit_counts_what_is_trained_on(tokenmill, chat):
     assert (found["key"], found["items"], found["audited"], found["supervised"]) == ("sequence", 2, 2, trained)
     assert found["supervised_percent"] == 100 * trained / store.num_tokens
     assert (found["fully_masked"], found["truncated"]) == (0, 0)
-    assert "id 256, added where no chat template is / id 257, added where no" in tokenmill("inspect", chat).out
+    shown = " ".join(tokenmill("inspect", chat).out.split())
+    assert "'<|bos|>' (id 256), added where no chat template is / '<|eos|>' (id 257), added where no" in shown
 
 
 def test_the_audit_finds_masked_cut_and_endless_records(tokenmill, tmp_path, tokenizer_identity):
@@ -200,9 +201,36 @@ def test_an_answer_that_ends_a_turn_is_not_called_endless(tokenmill, tmp_path):
     assert 4097 not in [int(store.fetch_record(record, "sequence")[-1]) for record in range(2)]
     (found,) = tokenmill("inspect", tmp_path / "chat", "--json").json["chat"]["audit"]
     assert (found["supervised"] > 0, found["without_eos"], found["without_eos_percent"]) == (True, 0, 0)
-    shutil.rmtree(tmp_path / "tokenizer")  # without it, nobody knows which token ends a turn
+    shutil.rmtree(tmp_path / "tokenizer")
+    shutil.rmtree(tmp_path / "chat" / ".tokenizer")  # without it, nobody knows which token ends a turn
     (found,) = tokenmill("inspect", tmp_path / "chat", "--json").json["chat"]["audit"]
     assert (found["without_eos"], found["without_eos_percent"]) == (None, None)
+
+
+def test_texts_that_cannot_be_shown_are_told_and_a_tokenizer_may_be_named(tokenmill, tmp_path):
+    shutil.copytree(TOKENIZER_DIR, tmp_path / "tokenizer")
+    shutil.copy(CORPUS_DIR / "prose.jsonl", tmp_path)
+    store, run = tmp_path / "store", tmp_path / "run.toml"
+    options = ["--out", store, "--tokenizer", tmp_path / "tokenizer"]
+    assert "BOS is '<|bos|>'" in " ".join(tokenmill("prepare", tmp_path / "prose.jsonl", *options).out.split())
+    run.write_text(
+        f"[run]\nsteps = 2\nglobal_batch_size = 2\nseq_len = 8\n[[sources]]\nstore = '{store}'\nname = 'a'\n"
+    )
+    commands = [["inspect", store], ["what", run, "--step", "0"]]
+    whole = [tokenmill(*command) for command in commands]
+    assert [done.err for done in whole] == ["", ""]
+    shutil.move(tmp_path / "tokenizer", tmp_path / "moved")
+    assert [tokenmill(*command).out for command in commands] == [done.out for done in whole]
+    shutil.rmtree(store / ".tokenizer")
+    for command, before in zip(commands, whole, strict=True):
+        without = tokenmill(*command)
+        assert without.out != before.out
+        assert "no text can be shown, as the tokenizer" in " ".join(without.err.split())
+        assert "name its tokenizer with --tokenizer" in " ".join(without.err.split())
+        named = tokenmill(*command, "--tokenizer", tmp_path / "moved")
+        assert (named.out, named.err) == (before.out, "")
+        wrong = tokenmill(*command, "--tokenizer", "bytes")
+        assert (wrong.code, "must be the one that made" in " ".join(wrong.err.split())) == (1, True)
 
 
 def test_examples_tell_trained_from_masked(chat):

@@ -34,7 +34,8 @@ from tokenmill.build.journal import (
 from tokenmill.build.unit import LEFT_OUT, TAKEN, OpenJob, fates_of, read_progress
 from tokenmill.build.worker import Job, PrepareOptions, RecipeSpec, Task, WorkerPool, open_job, settle_recipe
 from tokenmill.documents import RULES, BadRecord, InputFile, Unit, cut_files, find_files, place, sample_texts
-from tokenmill.encode.engines import open_tokenizer, trusted
+from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
+from tokenmill.encode.files import copy_of
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import Recipe
 from tokenmill.encode.recipe.recipe import Preprocessing
@@ -42,7 +43,7 @@ from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import locked_folder, make_folder, write_atomically
-from tokenmill.store.layout import read_manifest
+from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
 from tokenmill.types import Uint8Array
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")
@@ -99,6 +100,8 @@ class PrepareReport:
     """What else was done to records, and to how many: tools or reasoning that the chat template does not write."""
     engine: str
     """What ran the tokenizer."""
+    framing: str
+    """Which strings are BOS and EOS, and what says so."""
     seconds: float
     opening_seconds: float
     """How much of that went into finding the files and opening and proving the tokenizer."""
@@ -146,7 +149,7 @@ def prepare(
     """Turn files of text or records into the store `out`.
 
     `inputs` are paths, globs, folders and `hf:` datasets, read in natural order. `tokenizer` is `bytes`, a
-    `tokenizer.json`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is `text`, `chat`,
+    `tokenizer.json`, a `.model`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is `text`, `chat`,
     `instruction`, `dpo`, `grpo`, the path of a recipe, or the recipe itself. `workers` is the number of processes,
     by default one a core; the store is the same for any number.
 
@@ -161,8 +164,6 @@ def prepare(
     journal = Journal(Path(out).expanduser())
     files = _input_files(inputs, journal.out, options)
     opened_tokenizer, warning = _open_tokenizer(tokenizer, settled, options, files)
-    if warning:
-        warn(warning)
     job = Job(
         folder=str(journal.units.absolute()),
         tokenizer=tokenizer,
@@ -173,6 +174,7 @@ def prepare(
     )
     opened = open_job(job, opened_tokenizer)
     _warn_of_spelled_turns(opened)
+    framing = _settle_framing(tokenizer, settled, options)
     opening_seconds = time.monotonic() - begin
     result = None
     with _system_errors_explained(journal.out):
@@ -188,7 +190,9 @@ def prepare(
                 with WorkerPool(job, opened, num_workers, lock) as pool:
                     result = run_build(build, pool, progress)
                 _publish(build, result, job, opened, warning)
-            return _report(build, result, opened, opening_seconds, begin)
+            report = _report(build, result, opened, framing, opening_seconds, begin)
+            keep_tokenizer(tokenizer, [store.path for store in report.stores])
+            return report
 
 
 def _num_workers(workers: int | None) -> int:
@@ -231,10 +235,13 @@ def _input_files(
 def _open_tokenizer(
     spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer, and what is to be told of its engine."""
+    """Return the tokenizer, and what was told of its engine."""
     if options.engine != "auto":
         return open_tokenizer(spec, engine=options.engine, **options.framing()), None
-    return trusted(spec, sample=sample_texts(files, recipe.text_field), **options.framing())
+    tokenizer, warning = trusted(spec, sample=sample_texts(files, recipe.text_field), **options.framing())
+    if warning:
+        warn(warning)
+    return tokenizer, warning
 
 
 def _warn_of_spelled_turns(opened: OpenJob) -> None:
@@ -246,6 +253,18 @@ def _warn_of_spelled_turns(opened: OpenJob) -> None:
             "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
             "use a template that fits the tokenizer, or add the token to it"
         )
+
+
+def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions) -> str:
+    """Say which strings are BOS and EOS; warn if plain text is to end as turns of a chat do."""
+    framing = framing_of(spec, **options.framing())
+    if framing.turn_end is not None and recipe.kind == "seq":
+        other = f", such as {framing.end_of_text!r}" if framing.end_of_text else ""
+        warn(
+            f"every document of plain text will end with {framing.turn_end!r}, which ends a turn of a chat "
+            f"({framing.line}); name the end of a text with --eos-token{other}, or this one if it is meant"
+        )
+    return framing.line
 
 
 def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
@@ -495,6 +514,23 @@ def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warni
     build.journal.publish(publication)
 
 
+def keep_tokenizer(spec: str, stores: Sequence[Path]) -> None:
+    """Keep a copy of the tokenizer's files in every store, so that its texts can be read wherever it goes."""
+    files = copy_of(spec)
+    first: dict[str, Path] = {}
+    for store in stores:
+        for name, data in files.items():
+            path = store / TOKENIZER_FOLDER / name
+            if path.is_file() and path.read_bytes() == data:
+                continue
+            make_folder(path.parent)
+            try:
+                os.link(first[name], path)  # the stores of one build share one copy, where links can be made
+            except (KeyError, OSError):
+                write_atomically(path, data)
+            first.setdefault(name, path)
+
+
 def _finished(build: Build, result: BuildResult) -> FinishedBuild:
     """Return what is in the store once the units are."""
     new = FinishedBuild(
@@ -535,7 +571,12 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
 
 
 def _report(
-    build: Build, result: BuildResult | None, opened: OpenJob, opening_seconds: float, begin: float
+    build: Build,
+    result: BuildResult | None,
+    opened: OpenJob,
+    framing: str,
+    opening_seconds: float,
+    begin: float,
 ) -> PrepareReport:
     out, finished = build.journal.out, build.journal.finished()
     assert finished is not None
@@ -571,6 +612,7 @@ def _report(
         truncated=result.truncated,
         notes=dict(sorted(result.notes.items())),
         engine=opened.tokenizer.engine,
+        framing=framing,
         seconds=time.monotonic() - begin,
         opening_seconds=opening_seconds,
     )

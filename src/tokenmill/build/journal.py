@@ -32,6 +32,7 @@ from tokenmill.store.layout import (
     MANIFEST,
     ROWS_FOLDER,
     TEMPORARY,
+    TOKENIZER_FOLDER,
     Manifest,
     ShardInfo,
     is_shard_name,
@@ -511,7 +512,7 @@ def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            ours = child.name in {MANIFEST, ROWS_FOLDER} | TEMPORARY | known
+            ours = child.name in {MANIFEST, ROWS_FOLDER, TOKENIZER_FOLDER} | TEMPORARY | known
             if not ours and not is_shard_name(child.name):
                 raise StoreExistsError(
                     f"{folder}: must be a folder of its own for the store, got {child.name!r} in it; "

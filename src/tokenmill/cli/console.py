@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from tokenmill.config.run import Translation
+    from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.run.run import Run
+    from tokenmill.store import Store
 
 console = Console()
 errors = Console(stderr=True)
@@ -58,9 +60,23 @@ VocabSize = Annotated[int | None, typer.Option(help="Number of ids that there ar
 EosId = Annotated[int | None, typer.Option(help="Id that ends a document, where the format has no boundaries.")]
 BosId = Annotated[int | None, typer.Option(help="Id that starts a document.")]
 Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: recognised.")]
+TextsBy = Annotated[
+    str | None, typer.Option("--tokenizer", help="What to show texts with; default: the copy kept with the store.")
+]
 
 
 # What commands read
+
+
+def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:
+    """Open the tokenizer that made a store, to show its texts; say on stderr why there is none."""
+    from tokenmill.run.inspect import tokenizer_of, why_no_texts
+
+    tokenizer = tokenizer_of(store, spec)
+    reason = why_no_texts(store) if tokenizer is None else None
+    if reason is not None:
+        errors.print(Text(f"warning: {reason}", "bold yellow"), soft_wrap=True)
+    return tokenizer
 
 
 def open_run(file: Path, world_size: int | None = None) -> Run:

@@ -34,6 +34,7 @@ def inspect(
         Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
     ] = None,
     json: ui.AsJson = False,
+    tokenizer: ui.TextsBy = None,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
     eos_id: ui.EosId = None,
@@ -42,7 +43,7 @@ def inspect(
 ) -> None:
     """Show facts, lengths, the supervision audit and examples of a store, or of every source of a run."""
     from tokenmill.plan.report import report
-    from tokenmill.run.inspect import examples, inspect_store, tokenizer_of
+    from tokenmill.run.inspect import examples, inspect_store
     from tokenmill.store import ForeignOptions
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
@@ -51,8 +52,8 @@ def inspect(
     counted = report(run.plan()) if run else None
     shown = []
     for name, store in (run.stores if run else _open_stores(path, options)).items():
-        tokenizer = tokenizer_of(store)
-        shown.append((name, inspect_store(store, tokenizer), examples(store, tokenizer)))
+        decoder = ui.tokenizer_for(store, tokenizer)
+        shown.append((name, inspect_store(store, decoder), examples(store, decoder)))
 
     def show(console: Console, *, inputs: bool) -> None:
         for name, store, texts in shown:
@@ -177,14 +178,14 @@ def _placed(store: StoreContents, which: str) -> str:
     number, added = identity.get(f"{which}_id"), identity.get(f"add_{which}")
     if number is None:
         return "none"
+    string = store.bos if which == "bos" else store.eos
+    named = f"id {number}" if string is None else f"{string!r} (id {number})"
     if "name" not in recipe and ("imported" in recipe or "format" in recipe):
         verb, end = ("starts", "start") if which == "bos" else ("ends", "end")
-        return (
-            f"id {number}, {verb} every document" if added else f"id {number}, not at the {end} of every document"
-        )
+        return f"{named}, {verb} every document" if added else f"{named}, not at the {end} of every document"
     if added and has_chat_template(recipe):
-        return f"id {number}, added where no chat template is"
-    return f"id {number}, {'added' if added else 'not added'}"
+        return f"{named}, added where no chat template is"
+    return f"{named}, {'added' if added else 'not added'}"
 
 
 def _supervision(audits: tuple[Audit, ...]) -> ui.WideTable:

@@ -27,7 +27,7 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(help="Folder of the store to write or to add to.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, a tokenizer.json, a folder with one, or tiktoken:RANKFILE.")
+        str, typer.Option(help="bytes, a tokenizer.json or .model, a folder with one, or tiktoken:RANKFILE.")
     ] = "bytes",
     recipe: Annotated[
         str, typer.Option(help="text, chat, instruction, dpo, grpo, or a .json or .toml file.")
@@ -157,7 +157,8 @@ def _show_prepared(out: Path, report: PrepareReport) -> None:
         rate = f"{report.megabytes_per_second:,.1f} MB of text a second"
         opening = f"{report.opening_seconds:.1f} s of it opening the tokenizer"
         rows.append(("time", f"{report.seconds:.1f} s, {opening}; then {rate}"))
-    rows += [("tokenizer engine", report.engine), ("fingerprint", report.fingerprint)]
+    rows += [("BOS and EOS", report.framing), ("tokenizer engine", report.engine)]
+    rows.append(("fingerprint", report.fingerprint))
     ui.console.print(ui.table(f"Store {out}", ("what", "value"), rows))
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
@@ -198,6 +199,10 @@ def import_(
             max_tokens_per_shard=MAX_TOKENS_PER_SHARD if max_tokens_per_shard is None else max_tokens_per_shard,
             progress=tell,
         )
+    if tokenizer is not None:
+        from tokenmill.build.build import keep_tokenizer
+
+        keep_tokenizer(tokenizer, [out])
     if json:
         ui.print_json(asdict(report))
     else:

@@ -18,9 +18,10 @@ def what(
     world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
     text: Annotated[bool, typer.Option(help="Show the beginning of each span as text.")] = True,
     json: ui.AsJson = False,
+    tokenizer: ui.TextsBy = None,
 ) -> None:
     """Which documents and spans the batch of a step is made of."""
-    from tokenmill.run.inspect import excerpt, tokenizer_of
+    from tokenmill.run.inspect import excerpt
 
     opened = ui.open_run(run, world_size or None)
     plan = opened.plan()
@@ -34,12 +35,14 @@ def what(
             )
         share = len(uses) // size
         uses = uses[rank * share : (rank + 1) * share]
-    tokenizers = {name: tokenizer_of(store) if text else None for name, store in opened.stores.items()}
+    tokenizers = {
+        name: ui.tokenizer_for(store, tokenizer) if text else None for name, store in opened.stores.items()
+    }
     lines = []
     for use in uses:
-        store, tokenizer = opened.stores[use.source], tokenizers[use.source]
+        store, decoder = opened.stores[use.source], tokenizers[use.source]
         for span in use.spans:
-            words = ui.printable(excerpt(store, span, tokenizer)).replace("\n", "") if tokenizer else None
+            words = ui.printable(excerpt(store, span, decoder)).replace("\n", "") if decoder else None
             lines.append((use, span, words))
     if json:
         ui.print_json(

@@ -25,8 +25,10 @@ from tokenmill.encode.files import (
 from tokenmill.encode.tokenizer import (
     ByteTokenizer,
     Framing,
+    NamedFraming,
     Tokenizer,
     TokenizerIdentity,
+    Vocabulary,
     bytes_vocabulary,
     checked_ids,
     control_pattern,
@@ -34,6 +36,7 @@ from tokenmill.encode.tokenizer import (
     engine_errors,
     identify,
     join,
+    named_framing,
     refuse_surrogates,
     split,
 )
@@ -406,8 +409,24 @@ def open_tokenizer(
 
 def read_identity(spec: str) -> TokenizerIdentity:
     """Return who a tokenizer is, such as its EOS; reads its files, but opens no engine."""
-    bare = bytes_vocabulary() if kind_of(spec) == "bytes" else read_tokenizer_file(spec).vocabulary
-    return identify(bare, Framing())
+    return identify(_vocabulary(spec), Framing())
+
+
+def framing_of(
+    spec: str,
+    *,
+    add_bos: bool | None = None,
+    add_eos: bool | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+) -> NamedFraming:
+    """Say which strings are BOS and EOS of a tokenizer that is opened so; opens no engine."""
+    framing = Framing(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
+    return named_framing(_vocabulary(spec), framing)
+
+
+def _vocabulary(spec: str) -> Vocabulary:
+    return bytes_vocabulary() if spec == "bytes" else read_tokenizer_file(spec).vocabulary
 
 
 def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:

@@ -52,6 +52,12 @@ def read_tokenizer_file(spec: str) -> JsonFile | RankFile | ModelFile:
         return read_json_file(_json_path(spec), spec)
     if kind == "sentencepiece":
         return read_model_file(_in_folder(Path(spec)), spec)
+    path, encoding = _rank_path(spec)
+    return read_rank_file(path, encoding, spec)
+
+
+def _rank_path(spec: str) -> tuple[Path, str | None]:
+    """Return the rank file that a spec names, and its encoding if that is said."""
     name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
     path = _in_folder(Path(name))
     if not path.is_file():
@@ -59,7 +65,35 @@ def read_tokenizer_file(spec: str) -> JsonFile | RankFile | ModelFile:
             f"tokenizer {spec!r}: must name a rank file, got {name!r}, which is no file; "
             "write tiktoken:<path of the .tiktoken file>"
         )
-    return read_rank_file(path, encoding if mark else None, spec)
+    return path, encoding if mark else None
+
+
+def copy_of(spec: str) -> dict[str, bytes]:
+    """Return the files that open a tokenizer again from a folder of their own, by name; none for `bytes`."""
+    kind = kind_of(spec)
+    if kind == "bytes":
+        return {}
+    if kind == "tokenizer.json":
+        path = _json_path(spec)
+        beside = [path.parent / name for name in SIBLINGS]
+        return {path.name: path.read_bytes() for path in beside if path.is_file()} | {
+            "tokenizer.json": path.read_bytes()
+        }
+    if kind == "sentencepiece":
+        return {f"tokenizer{MODEL_SUFFIX}": _in_folder(Path(spec)).read_bytes()}
+    path, encoding = _rank_path(spec)
+    data = path.read_bytes()
+    if encoding is not None and encoding.endswith(".json"):
+        return {"own.tiktoken": data, "own.json": Path(encoding).read_bytes()}
+    return {f"{_recognise(data, path, encoding)}.tiktoken": data}
+
+
+def spec_of_copy(folder: Path) -> str | None:
+    """Return what names the tokenizer whose copy is in a folder; None if there is none."""
+    for ranks in sorted(folder.glob("*.tiktoken")):
+        own = ranks.with_suffix(".json")
+        return f"{_TIKTOKEN}{ranks}?encoding={own if own.is_file() else ranks.stem}"
+    return str(folder) if _in_folder(folder).is_file() else None
 
 
 def _in_folder(path: Path) -> Path:

@@ -281,6 +281,45 @@ def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
     )
 
 
+TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>",
+    "<|END_OF_TURN_TOKEN|>", "<|end_of_turn|>", "<|endofturn|>", "<|return|>", "<|call|>", "<|user|>",
+    "<|observation|>", "<|assistant_end|>", "<|user_end|>", "<|role_end|>", "<end_of_utterance>", "[/INST]",
+)  # fmt: skip
+"""What ends a turn of a chat, which the tokenizers of instruct models call EOS."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedFraming:
+    """Which strings BOS and EOS are, and what says so."""
+
+    line: str
+    """Both, for people."""
+    turn_end: str | None
+    """EOS, if it is added and, though nobody asked for it, the end of a turn of a chat."""
+    end_of_text: str | None
+    """A control string that is better known as the end of a text."""
+
+
+def named_framing(vocabulary: Vocabulary, framing: Framing) -> NamedFraming:
+    """Say which strings are BOS and EOS of a tokenizer, whether they are added, and where that is from."""
+    identity = identify(vocabulary, framing)
+    parts = []
+    for role, asked, found, id_, added in (
+        ("bos", framing.bos_token, vocabulary.bos, identity.bos_id, identity.add_bos),
+        ("eos", framing.eos_token, vocabulary.eos, identity.eos_id, identity.add_eos),
+    ):
+        by = "as asked for" if asked else f"named by {vocabulary.named_by.get(role)}"
+        told = f"{role.upper()} is {asked or found!r} (id {id_}, {by}){'' if added else ', not added'}"
+        parts.append(f"no {role.upper()}" if id_ is None else told)
+    ends_turn = identity.add_eos and framing.eos_token is None and vocabulary.eos in TURN_ENDS
+    return NamedFraming(
+        line="; ".join(parts),
+        turn_end=vocabulary.eos if ends_turn else None,
+        end_of_text=next((name for name in EOS_NAMES if name in vocabulary.special_ids), None),
+    )
+
+
 def _id_of(role: str, name: str | None, vocabulary: Vocabulary) -> int | None:
     if name is None:
         return None

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tokenmill.encode.files import kind_of, spec_of_copy
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
 from tokenmill.store import Store
-from tokenmill.store.layout import token_keys
+from tokenmill.store.layout import TOKENIZER_FOLDER, token_keys
 from tokenmill.tables import as_json
 from tokenmill.types import STORED_ARRAYS, BoolArray, Int64Array, Span
 
@@ -67,6 +69,9 @@ class StoreContents:
     keys: Mapping[str, str]
     """Array -> dtype."""
     tokenizer: Mapping[str, Any]
+    bos: str | None
+    """The string; None where there is none, or the tokenizer is not at hand."""
+    eos: str | None
     recipe: Mapping[str, Any]
     skipped: Mapping[str, Any]
     inputs: tuple[Mapping[str, Any], ...]
@@ -95,6 +100,8 @@ def inspect_store(store: Store, tokenizer: Tokenizer | None = None) -> StoreCont
         bytes=sum(info.bytes for shard in manifest.shards for info in shard.files.values()),
         keys=dict(manifest.keys),
         tokenizer=dict(manifest.tokenizer),
+        bos=_string_of(manifest.tokenizer.get("bos_id"), tokenizer),
+        eos=_string_of(manifest.tokenizer.get("eos_id"), tokenizer),
         recipe=dict(manifest.recipe),
         skipped=dict(manifest.skipped),
         inputs=tuple(dict(item) for item in manifest.inputs),
@@ -102,6 +109,10 @@ def inspect_store(store: Store, tokenizer: Tokenizer | None = None) -> StoreCont
         lengths={key: bins for key, (_, bins) in lengths.items()},
         audit=audit(store, end_tokens(store, tokenizer)),
     )
+
+
+def _string_of(id_: int | None, tokenizer: Tokenizer | None) -> str | None:
+    return None if id_ is None or tokenizer is None else tokenizer.decode(np.array([id_]))
 
 
 def _lengths(store: Store, key: str) -> tuple[int, dict[str, int]]:
@@ -124,21 +135,48 @@ def _lengths(store: Store, key: str) -> tuple[int, dict[str, int]]:
 # How much is trained on
 
 
-def tokenizer_of(store: Store) -> Tokenizer | None:
-    """Open the tokenizer that made a store, if it is still where it was and still the same."""
-    from tokenmill.encode.engines import open_tokenizer
+def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
+    """Open the tokenizer that made a store: the one named, else the copy beside the store, else where it was then.
 
-    identity = store.manifest.tokenizer
+    None where neither is there, or still the same: `why_no_texts` says so. One that is named must be the one.
+    """
+    known = store.manifest.tokenizer.get("content")
+    if spec is not None:
+        tokenizer = _opened(spec)
+        if known is not None and tokenizer.identity.content != known:
+            raise TokenizerError(
+                f"tokenizer {spec!r}: must be the one that made {store.path}, whose content is {known}, "
+                f"got {tokenizer.identity.content}; name that one"
+            )
+        return tokenizer
+    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
+    for each in (*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))):
+        try:
+            tokenizer = _opened(each)
+        except (TokenizerError, OSError):
+            continue
+        if tokenizer.identity.content == known:
+            return tokenizer
+    return None
+
+
+def _opened(spec: str) -> Tokenizer:
+    """Open a tokenizer to decode with, by its reference; where that is not installed the fast engine may do."""
+    from tokenmill.encode.engines import ENGINES, open_tokenizer
+
     try:
-        tokenizer = open_tokenizer(
-            str(store.manifest.recipe.get("tokenizer", "bytes")),
-            add_bos=bool(identity["add_bos"]),
-            add_eos=bool(identity["add_eos"]),
-            engine=str(store.manifest.recipe.get("engine", "auto")).split()[0],
-        )
+        return open_tokenizer(spec, add_bos=False, add_eos=False, engine=ENGINES[kind_of(spec)][-1])
     except TokenizerError:
+        return open_tokenizer(spec, add_bos=False, add_eos=False)
+
+
+def why_no_texts(store: Store) -> str | None:
+    """Say why the texts of a store cannot be shown where `tokenizer_of` finds none; None if none was ever known."""
+    if store.manifest.tokenizer.get("content") is None:
         return None
-    return tokenizer if tokenizer.identity.content == identity["content"] else None
+    named = store.manifest.recipe.get("tokenizer")
+    gone = f"the tokenizer {named!r} is not there any more, or is another now" if named else "none is kept with it"
+    return f"{store.path}: no text can be shown, as {gone}; name its tokenizer with --tokenizer"
 
 
 def has_chat_template(recipe: Mapping[str, Any]) -> bool:

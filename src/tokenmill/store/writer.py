@@ -441,7 +441,7 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     for child in sorted(path.iterdir()):
         if child.name == layout.OWNER or child.name in keep:
             continue
-        known = (layout.ROWS_FOLDER, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
+        known = (layout.ROWS_FOLDER, layout.TOKENIZER_FOLDER, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
         if child.name in known or layout.is_shard_name(child.name):
             ours.append(child)
         elif child.name != MANIFEST:
