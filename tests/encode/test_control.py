@@ -217,6 +217,17 @@ def test_a_text_that_holds_the_placeholder_is_encoded_as_well(tmp_path):
         assert not set(tokenizer.special_ids.values()) - {tokenizer.special_ids["<unk>"]} & set(ids)
 
 
+@pytest.mark.parametrize("name", [".", "ab"])
+def test_an_eos_without_which_texts_would_lose_letters_is_refused(tmp_path, name):
+    """BPE drops a letter that it does not know, without a word."""
+    model = {"type": "BPE", "vocab": {"a": 0, ".": 1, "ab": 2, "c": 3}, "merges": []}
+    value = {"version": "1.0", "added_tokens": [], "model": {**model, "ignore_merges": True}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    assert open_tokenizer(str(tmp_path), engine="tokenizers").encode(["a."]).ids.tolist() == [0, 1]
+    with pytest.raises(TokenizerError, match=r"letter by letter, got a model without '[.b]'; name another"):
+        open_tokenizer(str(tmp_path), eos_token=name, engine="tokenizers")
+
+
 def test_words_that_the_model_lacks_are_spelled_as_sentencepiece_spells_them(tmp_path):
     """The same Unigram model, run by SentencePiece, to which control strings are no words."""
     sentencepiece = pytest.importorskip("sentencepiece")

@@ -162,6 +162,13 @@ def guard_of(
     opened: dict[int, tokenizers.Tokenizer] = {}
 
     def open_without(number: int) -> tokenizers.Tokenizer:
+        # What is left of the model must be able to spell the words: BPE leaves out a letter that it lacks.
+        lacking = {letter for word in words for letter in word} - (file.model_ids.keys() - words)
+        if lacking & words or (lacking and file.unknown is None):
+            raise TokenizerError(
+                f"tokenizer {file.vocabulary.where!r}: a control string in text must be spelled letter by letter, "
+                f"got a model without {min(lacking)!r}; name another BOS or EOS with bos_token=... or eos_token=..."
+            )
         if number not in opened:
             opened[number] = open_native(_without_words(file.text, words, number))
         return opened[number]
