@@ -8,6 +8,7 @@ from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat import render as rendering
+from tokenmill.encode.chat.conversation import mark_conversation
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sample import _edges_of_sample
 from tokenmill.encode.chat.sandbox import compiled
@@ -115,12 +116,22 @@ def test_a_prompt_that_depends_on_what_was_said_long_before_is_still_told_from_t
     assert leads == {True, False}
 
 
-def test_a_name_of_a_field_is_not_edges_of_sampleed_for_in_texts():
-    assert compiled("{{ 'image' in part }}{{ part.type }}{{ '<image>' in part }}", "a").literals == ("<image>",)
-    assert compiled("{{ 'image' in part }}{{ part.strip() }}", "b").literals == ("image",)
-    assert compiled("{{ x.split('a', 'b')[0].lstrip('\n').strip('<') }}{% set y = '[c]' %}", "c").literals == (
-        *("[c]", "<", "a", "b"),
+def test_what_a_template_looks_for_in_texts_is_noted_and_names_of_fields_are_not():
+    source = (
+        "{% set y = '[c]' %}{% for m in messages %}{{ 'content' in m }}{{ m.get('role') }}"
+        "{{ '<image>' in m.content }}"
+        "{{ y in m.content }}{{ m.content.split('<a>')[0].lstrip('\n').startswith(('<b>', 'd')) }}"
+        "{{ m.content | replace('<e>', '') }}{{ m.content in ['word'] }}{{ m.content.find(m.role) }}{% endfor %}"
     )
+    messages = [{"role": "user", "content": "some text"}]
+    renderer = Renderer(
+        compiled=compiled(source, "a"),
+        where="a",
+        special_tokens={},
+        conversation=mark_conversation(messages, None, {}, ()),
+    )
+    renderer.trace(1, False)
+    assert renderer.sought == {"<image>", "[c]", "<a>", "<b>", "d", "<e>", "user"}
 
 
 def long_talk(count: int, word: str) -> list[dict[str, str]]:
@@ -147,6 +158,21 @@ def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
     found = render(template, long_talk(100, "second"))
     assert renders == [100, 100], "followed, and as plain text"
     assert len(found.supervised) == 50
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3", "glm4moe", "deepseekv3"])
+@pytest.mark.parametrize("word", ["<think>so</think> that", "the content, name, id and type of a text function"])
+def test_samples_stay_short_where_every_text_holds_what_a_template_looks_for(name, word, monkeypatch):
+    renders = []
+    run = Renderer._run
+    monkeypatch.setattr(
+        Renderer, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
+    )
+    _edges_of_sample.cache_clear()
+    found = render(stock_template(name), long_talk(120, word))
+    assert renders.count(120) == 2
+    assert sorted(renders)[-3] < 10
+    assert len(found.supervised) == 60
 
 
 def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):

@@ -3,7 +3,7 @@
 To compare renders for every message of a conversation takes time that grows with the square of its length. What a
 template writes around a message hardly depends on what the messages say, so a sample shows it, in which a letter
 stands for every text, once for all conversations that have the same sample. It counts only where the whole render
-has it, in the same place; a text that holds a string which the template may look for keeps it in the sample.
+has it, in the same place; a text that holds a string which the template looks for keeps it in the sample.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _TOOL: Mapping[str, Any] = {
 _MAX_MESSAGES = 64
 _MAX_LITERALS = 8
 """That one text of a sample may hold."""
+_MAX_STRIKING = 2
+"""Exchanges with what the template looks for that a sample repeats."""
 _MAX_BLANKS = 16
 """White space at an end of a text that a sample repeats."""
 
@@ -82,7 +84,8 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     repeated = _repeated(renderer, index)
     if len(repeated) > _MAX_MESSAGES:
         return None
-    texts = _SampleTexts(compiled=renderer.compiled, labels={})
+    sought = tuple(sorted(renderer.sought, key=lambda text: (-len(text), text)))
+    texts = _SampleTexts(words=renderer.compiled.words, sought=sought, labels={})
     try:
         messages = [
             {**texts.of(conversation.messages[at], ()), "role": conversation.roles[at]}
@@ -118,7 +121,8 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
 def _repeated(renderer: Renderer, index: int) -> list[int]:
     """Return the messages that a sample repeats: what sets the scene, the last question, the last call of tools.
 
-    And all exchanges that hold a string which the template may look for.
+    And the last exchanges before it that hold a string which the template looks for: what it wrote of earlier ones
+    hardly matters, and a sample that does not show how the message is written is not used.
     """
     roles = renderer.conversation.roles
     asked_at = next((at for at in range(index - 1, -1, -1) if roles[at] == "user"), None)
@@ -127,34 +131,34 @@ def _repeated(renderer: Renderer, index: int) -> list[int]:
     called_at = next((at for at in range(index - 1, asked_at, -1) if roles[at] == "assistant"), asked_at + 1)
     if renderer.striking is None:
         renderer.striking = _striking(renderer)
-    striking = renderer.striking[: bisect_left(renderer.striking, index)]
+    before = bisect_left(renderer.striking, index, key=lambda exchange: exchange[0])
+    exchanges = renderer.striking[max(0, before - _MAX_STRIKING) : before]
+    striking = [at for exchange in exchanges for at in exchange if at < index]
     opening = [0] if asked_at > 0 and roles[0] in ("system", "developer") else []
     return sorted({*opening, *striking, asked_at, *range(called_at, index + 1)})
 
 
-def _striking(renderer: Renderer) -> list[int]:
-    """Return the messages of all exchanges in which a text holds what the template may look for."""
+def _striking(renderer: Renderer) -> list[list[int]]:
+    """Return the messages of all exchanges in which a text holds what the template looks for."""
     exchanges: list[list[int]] = []
     for index, role in enumerate(renderer.conversation.roles):
         if role == "user" or not exchanges:
             exchanges.append([])
         exchanges[-1].append(index)
     messages = renderer.conversation.messages
-    return [
-        index
-        for exchange in exchanges
-        if any(_strikes(messages[at], renderer.compiled) for at in exchange)
-        for index in exchange
-    ]
+    words, sought = renderer.compiled.words, tuple(renderer.sought)
+    return [exchange for exchange in exchanges if any(_strikes(messages[at], words, sought) for at in exchange)]
 
 
-def _strikes(value: object, compiled: Compiled) -> bool:
+def _strikes(value: object, words: frozenset[str], sought: tuple[str, ...]) -> bool:
     if isinstance(value, str):
-        core = value.strip()
-        return bool(core) and (core in compiled.words or any(literal in value for literal in compiled.literals))
+        text = str.__str__(value)
+        core = text.strip()
+        return bool(core) and (core in words or any(needle in text for needle in sought))
     if isinstance(value, dict):
-        return any(_strikes(item, compiled) for key, item in value.items() if key not in ("role", "type", "name"))
-    return isinstance(value, list) and any(_strikes(item, compiled) for item in value)
+        items = [item for key, item in value.items() if key not in ("role", "type", "name")]
+        return any(_strikes(item, words, sought) for item in items)
+    return isinstance(value, list) and any(_strikes(item, words, sought) for item in value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +240,10 @@ def _origin(conversation: MarkedConversation, repeated: list[int], place: _Place
 class _SampleTexts:
     """Makes the values of a sample: of each text only what a template may look for is left."""
 
-    compiled: Compiled
+    words: frozenset[str]
+    """Texts that the template may compare one with."""
+    sought: tuple[str, ...]
+    """What it looks for in a text, the longest first."""
     labels: dict[str, str]
     """Names and ids, and what stands for each: as long, and the same where they are the same."""
 
@@ -256,7 +263,7 @@ class _SampleTexts:
         return [self.of(item, path) for item in value] if isinstance(value, list) else value
 
     def _label(self, text: str) -> str:
-        if text in self.compiled.words or not text:
+        if text in self.words or not text:
             return text
         if text not in self.labels:
             label = f"{len(self.labels)}{_TEXT * len(text)}"[: len(text)]
@@ -269,9 +276,9 @@ class _SampleTexts:
         core = text.strip()
         if not core:
             return self._blank(text)
-        if core in self.compiled.words:
+        if core in self.words:
             return text
-        literals = [literal for literal in self.compiled.literals if literal in text]
+        literals = [literal for literal in self.sought if literal in text]
         if not literals:
             return self._outline(text)
         pieces = re.split(f"({'|'.join(map(re.escape, literals))})", text)

@@ -47,8 +47,6 @@ class Compiled:
     """Runs on plain strings, as any other library would; the text of the two must be the same."""
     has_generation: bool
     """Whether it says itself, by `{% generation %}`, what is trained on."""
-    literals: tuple[str, ...]
-    """What it may look for inside a text, the longest first."""
     words: frozenset[str]
     """All of its literals: what a text may be compared with."""
 
@@ -79,7 +77,6 @@ def _compiled(source: str) -> Compiled:
         tracked=tracked.from_string(source),
         plain=plain.from_string(source),
         has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
-        literals=tuple(sorted(_looked_for(tree), key=lambda literal: (-len(literal), literal))),
         words=frozenset(words),
     )
 
@@ -87,36 +84,6 @@ def _compiled(source: str) -> Compiled:
 def _strings(node: nodes.Node) -> set[str]:
     constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
     return {constant.value for constant in constants if isinstance(constant.value, str)}
-
-
-def _objects(tree: nodes.Template) -> set[str]:
-    """Return the names that stand for an object: a field of theirs is read that is no method of texts or lists."""
-    methods = {*dir(str), *dir(list)}
-    dotted = [(node.node, node.attr) for node in tree.find_all(nodes.Getattr)]
-    named = [(node.node, getattr(node.arg, "value", 0)) for node in tree.find_all(nodes.Getitem)]
-    fields = [(node, name) for node, name in (*dotted, *named) if isinstance(name, str) and name not in methods]
-    return {node.name for node, _ in fields if isinstance(node, nodes.Name)}
-
-
-def _looked_for(tree: nodes.Template) -> set[str]:
-    """Return the literals that a template may search a text for: with `in`, by a method, or under another name."""
-    literals: set[str] = set()
-    objects = _objects(tree)
-    for test in tree.find_all(nodes.Compare):
-        if any(operand.op in ("in", "notin") for operand in test.ops):
-            of_object = isinstance(test.ops[0].expr, nodes.Name) and test.ops[0].expr.name in objects
-            literals |= {text for text in _strings(test) if not (of_object and text.isidentifier())}
-    for call in tree.find_all(nodes.Call):
-        name = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
-        given = set[str]().union(*map(_strings, [*call.args, *call.kwargs]))
-        # To strip white space is not to look for it; a macro or namespace may do anything with what it is given.
-        literals |= {text for text in given if text.strip()} if name.endswith("strip") or not name else given
-    for filter_ in tree.find_all(nodes.Filter):
-        if filter_.name in ("replace", "select", "reject"):
-            literals |= set[str]().union(*map(_strings, filter_.args))
-    for assigned in tree.find_all((nodes.Assign, nodes.Macro)):
-        literals |= {text for text in _strings(assigned) if len(text.strip()) > 1 and not text.isidentifier()}
-    return literals - {""}
 
 
 class GenerationBlock(Extension):

@@ -14,7 +14,7 @@ from jinja2.environment import Template
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of
+from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of, seeking
 from tokenmill.errors import ConfigError
 
 Range: TypeAlias = tuple[int, int]
@@ -64,6 +64,10 @@ ENDS_OF_TURN = (
     ),
 )
 """What models write to end a turn."""
+
+
+_KEPT_TRACES = 16
+"""Renders of parts of a conversation: all of them would take memory by the square of its length."""
 
 
 class Header(NamedTuple):
@@ -168,18 +172,23 @@ class Renderer:
     where: str
     special_tokens: Mapping[str, str]
     conversation: MarkedConversation
-    striking: list[int] | None = None
-    """Kept by `sample`, once it is known: messages with what the template may look for."""
+    sought: set[str] = field(default_factory=set)
+    """What the template looked for in texts, in all renders so far."""
+    striking: list[list[int]] | None = None
+    """Kept by `sample`, once it is known: exchanges with what the template looks for."""
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
     def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        """Render the first messages and follow every character; each render is done once."""
+        """Render the first messages and follow every character; the last renders, and the whole one, are kept."""
         key = (num_messages, add_generation_prompt)
         if key not in self._traces:
             try:
                 self._traces[key] = self._traced(*key)
             except Refusal as error:
                 self._traces[key] = error
+            whole = (len(self.conversation.messages), False)
+            for old in [old for old in self._traces if old != whole][:-_KEPT_TRACES]:
+                del self._traces[old]
         trace = self._traces[key]
         if isinstance(trace, Refusal):
             raise trace
@@ -242,7 +251,7 @@ class Renderer:
         }
 
     def _run(self, template: Template, names: dict[str, Any]) -> str:
-        with budget():
+        with budget(), seeking(self.sought):
             try:
                 return template.render(names)
             except (Refusal, ConfigError):
@@ -363,7 +372,7 @@ class Renderer:
         own = self.conversation
         roles = [message["role"] for message in messages]
         conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
-        return replace(self, conversation=conversation, striking=None, _traces={})
+        return replace(self, conversation=conversation, sought=set(), striking=None, _traces={})
 
     def _between(self, index: int, after: int | None) -> str | None:
         """Return what stands between a message and the next one; None where either is not written there."""

@@ -49,6 +49,26 @@ def charge_size(num_chars: int, num_parts: int = 0) -> None:
     charge(1 + num_parts + num_chars // 256)
 
 
+# What a template looks for in texts.
+
+_sought: ContextVar[set[str]] = ContextVar("what a template looks for")
+
+
+@contextmanager
+def seeking(sought: set[str]) -> Iterator[None]:
+    """Add to a set what a render looks for: strings of the template, white space aside."""
+    token = _sought.set(sought)
+    try:
+        yield
+    finally:
+        _sought.reset(token)
+
+
+def _note(needle: object) -> None:
+    if type(needle) is Tracked and needle._runs is None and str.strip(needle):
+        _sought.get(set()).add(str.__str__(needle))
+
+
 # Strings that are followed.
 
 Run: TypeAlias = tuple[int, int, int]
@@ -167,10 +187,12 @@ class Tracked(str):
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """As of `str`."""
+        _note(sep)
         return self._located(str.split(self, sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """As of `str`."""
+        _note(sep)
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
@@ -225,6 +247,22 @@ class Tracked(str):
     capitalize = _cased(str.capitalize)
     title = _cased(str.title)
     swapcase = _cased(str.swapcase)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    """Return a method of `str` that looks for something, which is noted; others of `Tracked` lead to these."""
+    method = getattr(str, name)
+
+    def search(self: Tracked, needle: object, *where: object) -> Any:  # noqa: ANN401 - what the method returns
+        for each in needle if isinstance(needle, tuple) else (needle,):
+            _note(each)
+        return method(self, needle, *where)
+
+    return search
+
+
+for _name in ("__contains__", "find", "rfind", "index", "rindex", "count", "startswith", "endswith"):
+    setattr(Tracked, _name, _noting(_name))
 
 
 def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
