@@ -129,8 +129,12 @@ def damaged(data, rng):
     data = bytearray(data)
     for _ in range(rng.integers(1, 4)):
         at = int(rng.integers(0, len(data)))
-        kind = rng.integers(0, 3)
-        if kind == 0:
+        kind = rng.integers(0, 4)
+        if kind == 3:  # two numbers whose difference wraps around to a likely length
+            at -= at % 8
+            pair = np.array([2**62, -(2**63)]).tobytes()
+            data[at : at + 16] = pair[: len(data) - at]
+        elif kind == 0:
             data[at] ^= 1 << int(rng.integers(0, 8))
         else:
             at -= at % 8

@@ -277,10 +277,11 @@ def _find_spans(
                     if low < 0 or document == documents:
                         return -1 - shard
                     begin = read_int64(addresses[local], document)
-                    if document > low and begin != token:
+                    if begin < 0 or (document > low and begin != token):
                         return -1 - shard  # a document begins where the one before it ends
-                    size = least(stop, read_int64(addresses[local], document + 1)) - token
-                    if size > 0:
+                    end_of = read_int64(addresses[local], document + 1)
+                    if end_of > token:  # compared before it is subtracted: the difference may wrap around
+                        size = least(stop, end_of) - token
                         if filled < out.shape[1]:
                             out[0, filled] = first_document + document
                             out[1, filled] = token - begin

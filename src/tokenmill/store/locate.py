@@ -54,9 +54,10 @@ def _gather(
         if addresses[shard]:
             document = documents[i] - items[shard]
             begin = read_int64(addresses[shard], document)
-            length = read_int64(addresses[shard], document + 1) - begin
-            if begin < 0 or length < 0 or begin + length > values[shard + 1] - values[shard]:
+            end = read_int64(addresses[shard], document + 1)
+            # Compared before they are subtracted: the difference of two wild numbers may look like a length.
+            if begin < 0 or end < begin or end > values[shard + 1] - values[shard]:
                 return i
             begins[i] = begin
-            lengths[i] = length
+            lengths[i] = end - begin
     return -1

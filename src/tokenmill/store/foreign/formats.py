@@ -323,7 +323,7 @@ def _sequence_ends(index: _Index, count: int) -> Int64Array:
             )
     if not index.marks:
         return starts[1:]
-    if int(marks[0]) != 0 or int(marks[-1]) > index.sequences or (np.diff(marks) < 0).any():
+    if int(marks[0]) != 0 or int(marks[-1]) > index.sequences or (marks[1:] < marks[:-1]).any():
         raise refuse(f"marks of documents must rise from 0 to at most {index.sequences}", marks[:4].tolist())
     ends: Int64Array = starts[marks[1:]]
     return ends
