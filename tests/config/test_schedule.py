@@ -295,3 +295,11 @@ def test_an_empty_source_has_no_size(run_of, make_store):
         ConfigError, match="source 'short': must not be empty where weights = \"tokens\", got no tokens"
     ):
         run_of({"name": "base", "start_step": 0, "weights": "tokens"}).plan()
+
+
+def test_a_ramp_leads_from_shares_to_shares_whatever_their_scale(run_of):
+    ramp = {"name": "ramp", "start_step": 10, "weights": "tokens", "ramp": "linear", "ramp_steps": 10}
+    plan = run_of({"name": "base", "start_step": 0, "weights": {"long": 1, "short": 1}}, ramp).plan()
+    begin, end = 1 / 2, 33 / 42
+    assert plan.at(15).shares["long"] == pytest.approx((begin + end) / 2, abs=0.04)
+    assert plan.at(20).shares["long"] == pytest.approx(end, abs=1e-9)

@@ -432,27 +432,25 @@ class Config:
         _check_weights(where, weights, self.source_names)
         if stage.ramp_from is not None:
             _check_weights(f"{where}, ramp_from", stage.ramp_from, self.source_names)
-        packing = stage.packing or run.packing
+        inherited = {
+            name: getattr(run if getattr(stage, name) is None else stage, name)
+            for name in ("seed", "global_batch_size", "seq_len", "packing", "shuffle", "temperature", "weigh_by")
+        }
+        packing = inherited["packing"]
         resolved = ResolvedStage(
             name=stage.name,
             start_step=stage.start_step,
             end_step=end_step,
             weights=weights,
             sizes=sizes,
-            seed=run.seed if stage.seed is None else stage.seed,
-            global_batch_size=stage.global_batch_size or run.global_batch_size,
-            seq_len=stage.seq_len or run.seq_len,
-            packing=packing,
             split=stage.split or (run.split if packing in ("best_fit", "padded") else "allow"),
             crop=stage.crop or (run.crop if packing == "bos_best_fit" else "return"),
-            shuffle=stage.shuffle or run.shuffle,
-            temperature=run.temperature if stage.temperature is None else stage.temperature,
-            weigh_by=stage.weigh_by or run.weigh_by,
             on_change=stage.on_change,
             lr_scale=stage.lr_scale,
             ramp=stage.ramp,
             ramp_steps=stage.ramp_steps or 0,
             ramp_from=stage.ramp_from,
+            **inherited,
         )
         if run.cross_document_labels and packing != "concat":
             raise ConfigError(

@@ -75,7 +75,7 @@ class Run:
 
         Relative paths count from `folder`, where plans are recorded under `name`; errors begin with `where`.
         """
-        folder = Path(folder)
+        folder = Path(folder).resolve()
         translation = Translation(tables=dict(tables))
         if not tables or not tables.keys() <= set(TABLES):
             from tokenmill.config.dialects import translate

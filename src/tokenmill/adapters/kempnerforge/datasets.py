@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,26 +57,34 @@ class Chunked(Dataset[Sample]):
     Documents are told apart where there is an `eos_id`, which ends them.
     """
 
-    def _open(self, stores: Sequence[Store], *, length: int, eos_id: int | None) -> None:
-        """Take samples from some stores; a sample has one token more than inputs."""
+    def __init__(self, open_stores: Callable[[], list[Store]], *, length: int, eos_id: int | None) -> None:
+        """Take samples from some stores, which worker processes open again; one has a token more than inputs."""
         if length < 2:
             raise ConfigError(f"seq_len: a sample must have at least 2 tokens, got {length}; raise it")
-        for store in stores:
+        self._open_stores = open_stores
+        self.stores = open_stores()
+        for store in self.stores:
             bound = 1 << 8 * store.dtype(store.manifest.token_key).itemsize
             if eos_id is not None and not 0 <= eos_id < bound:
                 raise ConfigError(
                     f"{store.path}: eos_token_id must be an id that its dtype can hold, below {bound}, "
                     f"got {eos_id}; give that of the tokenizer"
                 )
-        self.stores = stores
         self.length = length
         self.eos_id = eos_id
         self.epoch = 0
         self.sample_idx = 0
-        self.begins = [0, *accumulate(store.num_tokens // length for store in stores)]
+        self.begins = [0, *accumulate(store.num_tokens // length for store in self.stores)]
         """First sample of each store, and the end of the last."""
         self._pools: dict[int, BufferPool] = {}
-        self.__dict__.pop("fingerprint", None)  # that of other stores
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For worker processes that are not forked: they open the files again.
+        return {**self.__dict__, "stores": bool(self.stores), "_pools": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.stores = self._open_stores() if self.stores else []
 
     @cached_property
     def fingerprint(self) -> str:
@@ -190,41 +198,24 @@ class MemoryMappedDataset(Chunked):
         dtype: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self._given = {
-            "data_dir": str(data_dir),
-            "seq_len": seq_len,
-            "file_pattern": file_pattern,
-            "pack_sequences": pack_sequences,
-            "eos_token_id": eos_token_id,
-            "dtype": dtype,
-            "vocab_size": vocab_size,
-        }
         self.seq_len = seq_len
-        stores = _open_files(str(data_dir), file_pattern, dtype=dtype, vocab_size=vocab_size)
-        eos = _eos_of(stores) if eos_token_id is None else eos_token_id
-        if pack_sequences and eos is None:
+        open_files = partial(_open_files, str(data_dir), file_pattern, dtype=dtype, vocab_size=vocab_size)
+        super().__init__(open_files, length=seq_len, eos_id=eos_token_id if pack_sequences else None)
+        if pack_sequences and eos_token_id is None:
+            self.eos_id = _eos_of(self.stores)
+        if pack_sequences and self.eos_id is None:
             raise ConfigError(
                 f"{data_dir}: eos_token_id must be given with pack_sequences, got none; give that of the tokenizer"
             )
-        self._open(stores, length=seq_len, eos_id=eos if pack_sequences else None)
 
     def close(self) -> None:
         """Let go of all files; a dataset that is closed has no samples."""
-        self._open([], length=self.seq_len, eos_id=None)
+        self.stores, self.begins = [], [0]
+        self.__dict__.pop("fingerprint", None)  # that of samples which are no more
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and which samples these are; the loader knows the place within an epoch."""
         return {"epoch": self.epoch, "total_samples": len(self), "fingerprint": self.fingerprint}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For worker processes that are not forked: they open the files again.
-        return {"given": self._given, "epoch": self.epoch, "open": bool(self.stores)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state["given"])  # type: ignore[misc]
-        if not state["open"]:
-            self.close()
-        self.epoch = state["epoch"]
 
 
 class HuggingFaceDataset(Chunked):
@@ -257,18 +248,14 @@ class HuggingFaceDataset(Chunked):
             where=f"dataset {dataset_name!r}",
             progress=False,
         )
-        self._open_text(str(store), seq_len, pack_sequences)
-
-    def _open_text(self, store: str, seq_len: int, pack_sequences: bool) -> None:
-        opened = open_store(store)
-        eos = _eos_of([opened])
+        super().__init__(partial(_open_files, str(store), ""), length=seq_len + 1, eos_id=None)
+        eos = _eos_of(self.stores)
         if eos is None:
             raise ConfigError(
                 f"{store}: the tokenizer must have an EOS, which documents are told apart by, got none; name it in "
                 "the tokenizer_config.json beside it"
             )
-        self._given = (store, seq_len, pack_sequences)
-        self._open([opened], length=seq_len + 1, eos_id=eos if pack_sequences else None)
+        self.eos_id = eos if pack_sequences else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where a loader stands, and which samples these are."""
@@ -279,17 +266,10 @@ class HuggingFaceDataset(Chunked):
             "fingerprint": self.fingerprint,
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        # For worker processes that are not forked: they open the store again.
-        return {"given": self._given, "marked": (self.epoch, self.sample_idx), "text_field": self.text_field}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._open_text(*state["given"])
-        self.seq_len, self.text_field = state["given"][1], state["text_field"]
-        self.mark(*state["marked"])
-
-
-def _open_files(folder: str, pattern: str, *, dtype: str | None, vocab_size: int | None) -> list[Store]:
+def _open_files(
+    folder: str, pattern: str, *, dtype: str | None = None, vocab_size: int | None = None
+) -> list[Store]:
     """Open the token files of a folder in the order of their names, each as a store; a store of ours as it is."""
     maps = MapCache()
     if is_ours(Path(folder)):

@@ -251,7 +251,8 @@ class StatefulDataLoader:
         return iter(self._loader)
 
     def _end_epoch(self) -> None:
-        self._position = self.sampler.after(self._epoch, self._position)
+        if not self.sampler.runs_on:
+            self._position = 0  # what is left of the epoch is left out
         if self.sampler.epoch == self._epoch:  # or the next iteration goes where it was told to go
             self.sampler.set_epoch(self._epoch + 1)
         self._epoch += 1

@@ -59,6 +59,9 @@ class RankSampler(Sampler[int]):
     """What a state calls it."""
     order_keys: ClassVar[tuple[str, ...]]
     """What of a state decides the order, and must be that of this sampler."""
+    runs_on: ClassVar[bool]
+    """Whether places are counted through all epochs, so that what one leaves is the start of the next; else they
+    are counted from 0 in each."""
     size: int
     """Samples of all ranks in an epoch."""
     num_samples: int
@@ -90,6 +93,21 @@ class RankSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return how many samples an epoch has for this rank."""
         return self.num_samples
+
+    def first(self, epoch: int) -> int:
+        """Return the place at which an epoch begins."""
+        return epoch * self.size if self.runs_on else 0
+
+    def end(self, epoch: int, position: int, places: int) -> int:
+        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
+        rest = max(0, self.first(epoch) + self.size - position)
+        return position + (rest // places if self.runs_on or self.drop_last else -(-rest // places)) * places
+
+    def bounds(self, epoch: int, places: int) -> tuple[int, int]:
+        """Return the first and last place at which an epoch can stand that is dealt in rounds of so many places."""
+        rest = self.size if self.runs_on else 0
+        filled = 0 if self.runs_on or self.drop_last else places - 1
+        return max(0, self.first(epoch) - rest), self.first(epoch) + self.size + filled
 
     def state_dict(self) -> dict[str, Any]:
         """Return which order this is; where an iteration stands is for the loader to know."""
@@ -127,6 +145,7 @@ class DistributedSampler(RankSampler):
     """
 
     kind = "distributed"
+    runs_on = False
     order_keys = ("seed", "size", "shuffle", "drop_last")
 
     def __init__(
@@ -165,23 +184,6 @@ class DistributedSampler(RankSampler):
         for begin in range(position + self.rank, end, step):
             places = np.arange(begin, min(begin + step, end), self.num_replicas, dtype=np.int64) % self.size
             yield from (permute_all(places, self.size, key) if self.shuffle else places).tolist()
-
-    def first(self, epoch: int) -> int:  # noqa: ARG002 - other samplers count through
-        """Return the place at which an epoch begins."""
-        return 0
-
-    def end(self, epoch: int, position: int, places: int) -> int:  # noqa: ARG002 - other samplers count through
-        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
-        rest = max(0, self.size - position)
-        return position + (rest // places if self.drop_last else -(-rest // places)) * places
-
-    def after(self, epoch: int, position: int) -> int:  # noqa: ARG002 - what is left of an epoch is left out
-        """Return where the epoch after one begins that has ended at `position`."""
-        return self.first(epoch + 1)
-
-    def bounds(self, epoch: int, places: int) -> tuple[int, int]:  # noqa: ARG002 - other samplers count through
-        """Return the first and last place at which an epoch can stand that is dealt in rounds of so many places."""
-        return 0, self.size if self.drop_last else self.size + places - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return which order this is; where an iteration stands is for the loader to know."""
@@ -287,6 +289,7 @@ class MixtureSampler(RankSampler):
     """
 
     kind = "mixture"
+    runs_on = True
     order_keys = ("seed", "sizes", "shuffle", "initial_weights")
 
     def __init__(
@@ -375,22 +378,6 @@ class MixtureSampler(RankSampler):
             block = self._block(position, end)
             yield from block
             position += len(block) * self.num_replicas
-
-    def first(self, epoch: int) -> int:
-        """Return the place at which an epoch begins."""
-        return epoch * self.size
-
-    def end(self, epoch: int, position: int, places: int) -> int:
-        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
-        return position + max(0, self.first(epoch + 1) - position) // places * places
-
-    def after(self, epoch: int, position: int) -> int:  # noqa: ARG002 - another sampler begins every epoch anew
-        """Return where the epoch after one begins that has ended at `position`: there, as nothing is lost."""
-        return position
-
-    def bounds(self, epoch: int, places: int) -> tuple[int, int]:  # noqa: ARG002 - others fill up a round
-        """Return the first and last place at which an epoch can stand: it begins with the rest of the last one."""
-        return max(0, self.first(epoch - 1)), self.first(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which order this is, and the weights since they last changed."""
