@@ -243,3 +243,5 @@ def test_stores_that_are_not_alike_are_not_joined(make_store, options, message):
         open_store(paths)
     with pytest.raises(ConfigError, match="store: must name at least one, got an empty list"):
         open_store([])
+    with pytest.raises(ConfigError, match="web: a store must be named once in a source, got it twice"):
+        open_store([paths[0], paths[0].parent / "we[b]"])

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from glob import glob, has_magic
+from glob import has_magic, iglob
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -267,9 +268,11 @@ def _places(path: str | os.PathLike[str]) -> list[Path]:
     """Return the stores of ours that a glob stands for, in the natural order of their names; else the path."""
     text = os.fspath(path)
     is_glob = has_magic(text) and not os.path.lexists(text)
-    matches = sorted(glob(text, recursive=True), key=natural_key) if is_glob else []
-    stores = [Path(match) for match in matches if is_ours(Path(match))]
-    return stores if stores and len(stores) == len(matches) else [Path(path)]
+    # One match tells whether it is for files of others, of which there may be very many.
+    if not is_glob or not any(is_ours(Path(match)) for match in islice(iglob(text, recursive=True), 1)):
+        return [Path(path)]
+    stores = [Path(match) for match in sorted(iglob(text, recursive=True), key=natural_key)]
+    return stores if all(map(is_ours, stores)) else [Path(path)]
 
 
 def join_stores(stores: Sequence[Store]) -> Store:
@@ -279,6 +282,10 @@ def join_stores(stores: Sequence[Store]) -> Store:
     """
     if not stores:
         raise ConfigError("store: must name at least one, got an empty list; add the folder of a store")
+    places = [store.path.resolve() for store in stores]
+    for number, place in enumerate(places):
+        if place in places[:number]:
+            raise ConfigError(f"{place}: a store must be named once in a source, got it twice; leave one out")
     first, *others = (store.manifest for store in stores)
     for store in stores[1:]:
         other = store.manifest
