@@ -89,11 +89,6 @@ def without(name):
             FIRST | {"dataset_weights": [0.5, 0.25, 0.25]},
             "stage 'a': dataset_weights must be as many as the 2 dataset_folders, got 3; give one to each",
         ),
-        (
-            without("dataset_weights"),
-            "stage 'a': dataset_weights must be given for 2 dataset_folders, got none; "
-            "add the share of each, such as its share of all tokens",
-        ),
         (FIRST | {"seq_len": 0}, f"{PLACE}.seq_len: must be a whole number from 1 to 2^40, got 0; change it"),
         (
             FIRST | {"seq_len": 64.0},
@@ -191,6 +186,20 @@ def test_a_stage_ends_where_the_next_one_starts_whether_it_says_so_or_not(end):
     first = FIRST if end is None else FIRST | {"end_step": end}
     plain = translate(tables_of(FIRST, SECOND | {"end_step": 100}), where="tt.toml", world_size=1)
     assert translate(tables_of(first, SECOND), where="tt.toml", world_size=1) == plain
+
+
+def test_without_weights_the_sizes_of_all_folders_stand_for_them():
+    stages = translate(tables_of(without("dataset_weights"), SECOND), where="tt.toml", world_size=1).tables[
+        "stages"
+    ]
+    assert [stage["weights"] for stage in stages] == ["tokens", {"web": 0.5, "code": 0.5}]
+    other = SECOND | {"dataset_folders": ["/web", "/books"]}
+    with pytest.raises(ConfigError) as caught:
+        translate(tables_of(without("dataset_weights"), other), where="tt.toml", world_size=1)
+    assert str(caught.value) == (
+        "tt.toml: stage 'a': dataset_weights must be given for 2 of 3 folders, got none; "
+        "add the share of each, such as its share of all tokens"
+    )
 
 
 def test_weights_may_miss_1_by_the_errors_of_floats():

@@ -96,18 +96,10 @@ class DataStage:
                 f"{where}: dataset_weights must sum to 1.0, got {weights} with {sum(weights):.6g}; "
                 "divide by their sum"
             )
-        if self.dataset_type != "nanoset":
-            return
-        if weights and len(weights) != folders:
+        if self.dataset_type == "nanoset" and weights and len(weights) != folders:
             raise ConfigError(
                 f"{where}: dataset_weights must be as many as the {folders} dataset_folders, got {len(weights)}; "
                 "give one to each"
-            )
-        if not weights and folders > 1:
-            # There the sizes of the folders stand for weights, which a config does not say.
-            raise ConfigError(
-                f"{where}: dataset_weights must be given for {folders} dataset_folders, got none; "
-                "add the share of each, such as its share of all tokens"
             )
 
     @property
@@ -115,7 +107,8 @@ class DataStage:
         """Folders, or the one dataset or path, each with its weight."""
         if self.dataset_type != "nanoset":
             return [(self.dataset_path or self.dataset, 1.0)]
-        return list(zip(self.dataset_folders, self.dataset_weights or (1.0,), strict=True))
+        weights = self.dataset_weights or (1.0,) * len(self.dataset_folders)
+        return list(zip(self.dataset_folders, weights, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,10 +217,23 @@ def from_torchtitan(
     }
     native = [
         {"name": stage.name, "start_step": stage.start_step, "seq_len": stage.seq_len, "seed": seed}
-        | ({"weights": weights} if len(sources) > 1 else {})
+        | ({"weights": _weights(stage, weights, len(sources))} if len(sources) > 1 else {})
         for stage, seed, weights in zip(stages, seeds, mixtures, strict=True)
     ]
     return {"run": run, "sources": sources, "stages": native}
+
+
+def _weights(stage: DataStage, weights: dict[str, Number], sources: int) -> dict[str, Number] | str:
+    """Return the weights of a stage; the sizes of several folders stand for them where it has none, as there."""
+    folders = len(stage.dataset_folders)
+    if stage.dataset_type != "nanoset" or stage.dataset_weights or folders < 2:
+        return weights
+    if not folders == len(weights) == sources:
+        raise ConfigError(
+            f"stage {stage.name!r}: dataset_weights must be given for {folders} of {sources} folders, got none; "
+            "add the share of each, such as its share of all tokens"
+        )
+    return "tokens"
 
 
 def _all_stages(training: TrainingTable, table: Mapping[str, Any], notes: Notes) -> tuple[DataStage, ...]:
