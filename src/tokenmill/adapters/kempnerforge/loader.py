@@ -92,7 +92,29 @@ class AskedBatches:
         return self.count
 
 
-class StatefulDataLoader:
+class StepLoader:
+    """A loader that counts its batches, and knows by them the step that the next one belongs to."""
+
+    def __init__(self, batch_size: int, num_replicas: int, config: object, grad_accum_steps: int | None) -> None:
+        self.batch_size = batch_size
+        self.config = DataConfig() if config is None else DataConfig.of(config)
+        self.grad_accum_steps = grad_accum_steps
+        self._shape = StepShape(batch_size=batch_size, num_replicas=num_replicas, grad_accum_steps=grad_accum_steps)
+        self._batches = 0
+        """Batches of the run that were handed out, as if all had been of this size."""
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
+        return self._batches // self._shape.batches
+
+    @property
+    def lr_scale(self) -> float:
+        """What the phases of the config multiply the learning rate of the next batch's step by."""
+        return self._shape.lr_scale(self.config, self.step)
+
+
+class StatefulDataLoader(StepLoader):
     """Batches of a dataset in the order of a sampler, by torch's own loader.
 
     `config` is a `DataConfig` of this package or of KempnerForge; `collate_fn` makes a batch of samples, as there.
@@ -117,8 +139,6 @@ class StatefulDataLoader:
         grad_accum_steps: int | None = None,
     ) -> None:
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.config = DataConfig() if config is None else DataConfig.of(config)
         self.collate_fn = collate_fn
         self.sampler = sampler or DistributedSampler(dataset)
         if not isinstance(self.sampler, DistributedSampler | MixtureSampler):
@@ -126,17 +146,12 @@ class StatefulDataLoader:
                 "sampler: must be a DistributedSampler or MixtureSampler of this package, so that it can begin "
                 f"anywhere, got {type(sampler).__name__}; use one, or torch's own DataLoader"
             )
-        self.grad_accum_steps = grad_accum_steps
-        self._shape = StepShape(
-            batch_size=batch_size, num_replicas=self.sampler.num_replicas, grad_accum_steps=grad_accum_steps
-        )
+        super().__init__(batch_size, self.sampler.num_replicas, config, grad_accum_steps)
         self._epoch = self.sampler.epoch
         self._position = self.sampler.first(self._epoch)
         """Samples of all ranks that were handed out: of the epoch, or of the run, as the sampler counts."""
         self._batches_yielded = 0
         """Batches of the epoch, as if all had been of this size."""
-        self._batches = 0
-        """Batches of the run that were handed out."""
         self._running: Iterator[Sample] | None = None
         self._in_epoch = False
         self._generator = torch.Generator()
@@ -162,16 +177,6 @@ class StatefulDataLoader:
             # Its own, so that an iteration draws nothing from the generator that the model uses.
             generator=self._generator,
         )
-
-    @property
-    def step(self) -> int:
-        """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
-        return self._batches // self._shape.batches
-
-    @property
-    def lr_scale(self) -> float:
-        """What the phases of the config multiply the learning rate of the next batch's step by."""
-        return self._shape.lr_scale(self.config, self.step)
 
     def _end(self) -> int:
         """Return where the epoch ends: whole steps behind the begin of this one."""
@@ -353,7 +358,7 @@ class StreamLoaderState(StreamState):
     grad_accum_steps: Positive | None
 
 
-class StreamingDataLoader:
+class StreamingDataLoader(StepLoader):
     """Batches of a stream, by torch's own loader in this process.
 
     `grad_accum_steps` says how many batches a step has, so that `lr_scale` follows the phases of the config.
@@ -366,41 +371,23 @@ class StreamingDataLoader:
         config: object = None,
         *,
         grad_accum_steps: int | None = None,
-        pin_memory: bool = False,
     ) -> None:
+        super().__init__(batch_size, dataset.world_size, config, grad_accum_steps)
         self.dataset = dataset
-        self.batch_size = batch_size
-        self.config = DataConfig() if config is None else DataConfig.of(config)
-        self.grad_accum_steps = grad_accum_steps
-        self._shape = StepShape(
-            batch_size=batch_size, num_replicas=dataset.world_size, grad_accum_steps=grad_accum_steps
-        )
         self._loader: DataLoader[Sample] = DataLoader(
             dataset,
             batch_size=batch_size,
             # Without an accelerator there is nothing to pin memory for, and torch would warn.
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=self.config.pin_memory and torch.cuda.is_available(),
             drop_last=True,
             # Its own, so that an iteration draws nothing from the generator that the model uses.
             generator=torch.Generator(),
         )
-        self._batches_yielded = 0
-        """Batches of the run, as if all had been of this size."""
 
     def __iter__(self) -> Iterator[Sample]:
         for batch in self._loader:
-            self._batches_yielded += 1
+            self._batches += 1
             yield batch
-
-    @property
-    def step(self) -> int:
-        """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
-        return self._batches_yielded // self._shape.batches
-
-    @property
-    def lr_scale(self) -> float:
-        """What the phases of the config multiply the learning rate of the next batch's step by."""
-        return self._shape.lr_scale(self.config, self.step)
 
     def close(self) -> None:
         """Stop the threads of the stream."""
@@ -411,7 +398,7 @@ class StreamingDataLoader:
         inner = self.dataset.state_dict()
         return {
             "epoch": inner["epoch"],
-            "batches_yielded": self._batches_yielded,
+            "batches_yielded": self._batches,
             "batch_size": self.batch_size,
             "world_size": self._shape.num_replicas,
             "grad_accum_steps": self.grad_accum_steps,
@@ -432,7 +419,7 @@ class StreamingDataLoader:
         if self.grad_accum_steps is None:
             batches = record.batches_yielded * shape.samples // self._shape.samples
         self.dataset.live.load_state_dict(record.live)
-        self._batches_yielded = batches
+        self._batches = batches
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -478,9 +465,7 @@ def build_dataloader(
     if config.hf_streaming and any(source.hf_name for source in config.all_datasets):
         lanes = batch_size * world_size * grad_accum_steps
         stream = _stream(config, first, seq_len, rank=rank, world_size=world_size, seed=seed, lanes=lanes)
-        return StreamingDataLoader(
-            stream, batch_size, config, grad_accum_steps=grad_accum_steps, pin_memory=config.pin_memory
-        )
+        return StreamingDataLoader(stream, batch_size, config, grad_accum_steps=grad_accum_steps)
     dataset: MixtureDataset | MemoryMappedDataset | HuggingFaceDataset
     sampler: MixtureSampler | DistributedSampler
     if config.datasets:
