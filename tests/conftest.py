@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -109,3 +110,27 @@ def make_store(
         return path, tokens, offsets
 
     return make
+
+
+@pytest.fixture
+def read_only() -> Iterator[Callable[[Path], list[str]]]:
+    """Return a function of a folder that gives a prefix for commands that must not write below it, even as root."""
+    folders: list[Path] = []
+
+    def prefix(folder: Path) -> list[str]:
+        if os.getuid():
+            folders.append(folder)
+            subprocess.run(["chmod", "-R", "a-w", str(folder)], check=True)
+            return []
+        script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", script, str(folder)]
+        if (
+            not shutil.which("unshare")
+            or subprocess.run([*command, "true"], capture_output=True, check=False).returncode
+        ):
+            pytest.skip("root may write everywhere, and this system mounts nothing read-only")
+        return command
+
+    yield prefix
+    for folder in folders:
+        subprocess.run(["chmod", "-R", "u+w", str(folder)], check=True)

@@ -358,6 +358,14 @@ def test_there_are_no_upper_pins_and_every_import_is_a_dependency():
     assert sorted(used - required - extras) == []
 
 
+def test_every_dependency_of_the_core_is_used_by_more_than_adapters():
+    """What one framework needs is an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in project["dependencies"]}
+    core = [path for path in MODULES if part_of(path) not in {"adapters", "torch"}]
+    assert required - set().union(*(external_imports(tree_of(path)) for path in core)) == set()
+
+
 def test_every_extra_but_that_of_developers_is_imported_somewhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     used = set().union(*(external_imports(tree_of(path)) for path in MODULES))

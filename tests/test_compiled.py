@@ -165,21 +165,6 @@ def test_where_locks_do_not_work_everyone_compiles(folder):
     assert [output(process) for process in processes] == [f"[10, 11] {ALL}\n"] * 2
 
 
-def read_only(folder: Path) -> list[str]:
-    """Return a prefix of commands for which nothing below a folder can be written, not even by root."""
-    if os.getuid():
-        subprocess.run(["chmod", "-R", "a-w", str(folder)], check=True)
-        return []
-    script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
-    prefix = ["unshare", "-m", "sh", "-c", script, str(folder)]
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
-    ):
-        pytest.skip("root may write everywhere, and this system mounts nothing read-only")
-    return prefix
-
-
 @pytest.fixture
 def installed(tmp_path_factory):
     """Return a copy of the package as it is installed, with nothing compiled."""
@@ -188,18 +173,17 @@ def installed(tmp_path_factory):
     for file in source.glob("*.py"):
         folder.mkdir(exist_ok=True)
         shutil.copy(file, folder)
-    yield folder
-    subprocess.run(["chmod", "-R", "u+w", str(folder)], check=True)
+    return folder
 
 
-def test_kernels_of_an_image_are_loaded_where_nothing_can_be_written(folder, installed):
+def test_kernels_of_an_image_are_loaded_where_nothing_can_be_written(folder, installed, read_only):
     assert output(start(folder, cache=None, package=installed)) == f"[10, 11] {ALL}\n"
     assert list((installed / "__pycache__").glob("*.nbi"))
     prefix = read_only(installed)
     assert output(start(folder, cache=None, package=installed, prefix=prefix)) == "[10, 11] []\n"
 
 
-def test_a_read_only_installation_keeps_kernels_in_the_temporary_folder(folder, installed):
+def test_a_read_only_installation_keeps_kernels_in_the_temporary_folder(folder, installed, read_only):
     prefix = read_only(installed)
     assert output(start(folder, cache=None, package=installed, prefix=prefix)) == f"[10, 11] {ALL}\n"
     assert output(start(folder, cache=None, package=installed, prefix=prefix)) == "[10, 11] []\n"
@@ -212,7 +196,7 @@ def test_a_chosen_folder_comes_first(folder, installed):
     assert list(installed.rglob("*.nbi")) == []
 
 
-def test_what_another_user_may_have_written_is_not_loaded(folder, installed):
+def test_what_another_user_may_have_written_is_not_loaded(folder, installed, read_only):
     """Whoever owns the temporary folder of our name first could make us run anything."""
     (folder / "elsewhere").mkdir()
     (folder / f"tokenmill-kernels-{os.getuid()}").symlink_to(folder / "elsewhere")

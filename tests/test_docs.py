@@ -29,7 +29,13 @@ PAGES = [
     )
     if page.exists()
 ]
-LINKED = [*PAGES, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+LINKED = [
+    *PAGES,
+    ROOT / "SECURITY.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+]
 SHELLS = {"bash", "sh", "console"}
 SHOWN = {"", "text", "json", "toml"}
 """Languages of blocks that show something and have nothing to run."""
