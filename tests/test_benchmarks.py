@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ COMMANDS = {
     "order": ("order.py", "--tiny"),
     "packing": ("packing.py", "--tiny", "--cache", "{folder}"),
     "samplers": ("samplers.py", "--tiny"),
+    "prepare": ("prepare.py", *SMALL, "--cache", "{folder}"),
     "packing, huge": ("packing.py", "--huge", "2200000", "--cache", "{folder}"),
 }
 
@@ -32,6 +34,7 @@ def test_a_benchmark_runs(name, tmp_path):
     assert json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing():
     command = [sys.executable, str(FOLDER / "start.py"), "--tiny", "--json"]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -40,10 +43,35 @@ def test_a_second_start_compiles_nothing():
     assert 0 < result["warm_cpu_s"] < result["cold_cpu_s"]
 
 
-def test_every_benchmark_is_run():
-    scripts = {path.name for path in FOLDER.glob("*.py")}
-    assert scripts - {command[0] for command in COMMANDS.values()} == {
-        "peers.py",  # has an environment of its own
-        "prepare.py",
-        "start.py",  # has a test of its own
-    }
+PEERS = """
+import sys
+from pathlib import Path
+import loader, peers
+
+cache = Path(sys.argv[2])
+for name, make in peers.peer_streams(cache, loader.open_tokens(cache), loader.SEQ_LEN):
+    ids, labels = next(iter(make(2)))
+    print(name.split()[0], tuple(ids.shape), bool((ids[:, 1:] == labels[:, :-1]).all()), sep="\\t")
+"""
+
+
+@pytest.mark.slow
+def test_the_peers_that_are_installed_deliver_batches(tmp_path):
+    """Those of peers.py, which `loader.py --peers` measures, each in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", PEERS, "--tiny", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    delivered = {tuple(line.split("\t")) for line in done.stdout.splitlines()}
+    assert delivered == {(name, "(2, 2048)", "True") for name in ("torch", "datasets", "megatron-core")}
+
+
+def test_every_script_of_the_project_is_run():
+    """What a page or a figure stands on must not be left behind."""
+    tests = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.glob("tests/**/*.py"))
+    tests += (FOLDER.parent / "Makefile").read_text(encoding="utf-8")  # fetches tokenizers
+    scripts = [
+        path for folder in ("benchmarks", "examples", "tools") for path in FOLDER.parent.glob(f"{folder}/*.py")
+    ]
+    assert len(scripts) > 15
+    assert [path.name for path in scripts if path.name not in tests and f'"{path.stem}"' not in tests] == []

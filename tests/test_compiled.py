@@ -16,6 +16,8 @@ import pytest
 import tokenmill
 from tokenmill.compiled import _stamp
 
+pytestmark = pytest.mark.slow  # each starts processes that compile
+
 PROGRAM = """
 import sys, time
 sys.path[:0] = {paths!r}

@@ -114,6 +114,7 @@ def edits(draw):
     return first, tables, aside
 
 
+@pytest.mark.slow
 @given(edits())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_edit_leaves_the_past_alone_and_loses_and_repeats_nothing(run_of, edit):

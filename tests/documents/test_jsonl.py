@@ -455,6 +455,7 @@ def test_an_odd_line_is_read_alike_wherever_blocks_end_and_whatever_is_around_it
     assert together(tmp_path / "a.jsonl", data, batch_bytes=block_bytes) == apart(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     lines=st.lists(st.tuples(objects() | mutants(), st.sampled_from([b"\n", b"\r\n", b"\n\n"])), max_size=8),

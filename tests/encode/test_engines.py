@@ -43,6 +43,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "engine"), ALL)
 def test_control_strings_in_raw_text_are_ordinary_text(opened, name, engine):
     """S.i, T2.b: no control id comes out of a text that spells any control string, by any engine."""

@@ -65,6 +65,7 @@ print(pack_rows(open_store(sys.argv[1]), seq_len=64, policy=Policy()).num_rows)
 """
 
 
+@pytest.mark.slow
 def test_many_processes_at_once_get_one_result(small_store):
     """[C1.c]"""
     processes = [

@@ -56,6 +56,7 @@ def renumbered(rows, kept):
     return [[(kept[document], start, length) for document, start, length in row] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 @given(shape=shapes, crossing=st.booleans(), place=st.sampled_from([(150, 4), (150, 64), (10**9, 64)]))
 def test_rows_are_those_of_a_store_that_never_had_the_documents(make_store, policy, shape, crossing, place):
@@ -90,6 +91,7 @@ def test_rows_are_those_of_a_store_that_never_had_the_documents(make_store, poli
         assert not (number in out and holding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 @given(shape=shapes, seed=st.integers(0, 3))
 def test_trained_are_the_labels_that_the_mask_leaves_of_the_others(make_masked, policy, shape, seed):
@@ -390,6 +392,7 @@ def test_a_rest_of_several_windows_lacks_what_lies_across_them(make_store, befor
     assert sorted(rest) == sorted(owed - tokens_of(more, offsets))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", POLICIES, ids=NAMES)
 @given(chain=chains(), after=st.sampled_from(POLICIES), key=st.integers(0, 9))
 def test_policies_that_drop_tokens_keep_to_what_was_not_drawn(make_store, before, chain, after, key):

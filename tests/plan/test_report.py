@@ -183,6 +183,7 @@ def check(run):
     assert facts.tokens == sum(stage.tokens for stage in facts.stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: "-".join(map(str, packing.values())))
 @given(chosen=stage_choices, seed=st.integers(0, 999), masked=st.tuples(st.booleans(), st.booleans()))
 def test_sequences_with_and_without_masks_are_counted_to_the_token(write, tmp_path, packing, chosen, seed, masked):
@@ -194,6 +195,7 @@ def test_sequences_with_and_without_masks_are_counted_to_the_token(write, tmp_pa
     check(make_run(tmp_path, stages, steps=steps, **packing))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut["split"])
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 @given(chosen=stage_choices, seed=st.integers(0, 999), masked=st.tuples(st.booleans(), st.booleans()))

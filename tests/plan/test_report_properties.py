@@ -308,6 +308,7 @@ def compile_or_leave(tables, folder):
     return run
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(tables=configs())
 def test_the_report_is_what_a_simulation_of_all_steps_counts(stores, tables):

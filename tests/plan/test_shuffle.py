@@ -105,6 +105,7 @@ def test_batches_hold_contiguous_ranges_as_a_random_order_would(size):
     assert _mean_ratio(size, lambda images: images * 64 // size, 64) == pytest.approx(1.0, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("bits", [1, 3, 6, 10])
 def test_batches_hold_residue_classes_as_a_random_order_would(size, bits):
@@ -113,6 +114,7 @@ def test_batches_hold_residue_classes_as_a_random_order_would(size, bits):
     assert ratio == pytest.approx(1.0, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_neighbours_go_to_independent_places(size):
     images = permute_all(np.arange(size), size, KEY)

@@ -283,6 +283,7 @@ def mutate_and_verify(path: Path, step: int) -> int:
     return tried
 
 
+@pytest.mark.slow
 @every_store
 @pytest.mark.parametrize("case", ["sft+positions", "dpo", "grpo"])
 def test_a_changed_byte_of_any_file_is_found_and_the_file_is_named(copied, case, storage):

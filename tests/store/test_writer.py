@@ -306,6 +306,7 @@ for old in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_a_build_killed_before_any_change_of_a_folder_leaves_no_store_or_a_whole_one(tmp_path):
     """[C1.a, C1.d]"""
     done = subprocess.run(
