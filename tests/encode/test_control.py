@@ -28,6 +28,7 @@ def encoded_by(policy, texts, tokenizer=BYTE_TOKENIZER):
     return [found.ids[a:b].tolist() for a, b in zip(found.offsets[:-1], found.offsets[1:], strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_control_string_is_treated_as_the_policy_says(specs, policy):
     """[T2.b, S.i]"""
