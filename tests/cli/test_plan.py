@@ -198,6 +198,10 @@ def test_a_folder_is_no_run(tokenmill, folder):
     )
 
 
+def test_a_folder_with_a_run_in_it_is_answered_with_its_config(tokenmill, folder):
+    assert tokenmill("plan", folder).err.endswith(f"got a folder; did you mean {folder / 'run.toml'}?\n")
+
+
 def test_a_folder_of_several_stores_is_no_source(tokenmill, folder):
     text = (folder / "run.toml").read_text(encoding="utf-8")
     (folder / "run.toml").write_text(text.replace('"stores/web"', '"stores"'), encoding="utf-8")

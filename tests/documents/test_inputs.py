@@ -418,3 +418,20 @@ def test_importing_documents_loads_no_library_of_a_format():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_an_empty_folder_is_said_to_be_one(tmp_path):
+    with pytest.raises(
+        DocumentError, match=r"must hold files that end in \.jsonl.*, got no file at all; fix the path"
+    ):
+        find_files(tmp_path)
+
+
+def test_a_store_is_no_input_and_is_passed_over_beside_inputs(tmp_path, make_store):
+    store, _, _ = make_store("web", [3, 4])
+    with pytest.raises(
+        DocumentError, match=r"web: must hold texts or records, got a store.*; name it as the store of"
+    ):
+        find_files(store)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert [file.name for file in find_files(tmp_path).files] == ["a.jsonl"]

@@ -515,9 +515,9 @@ def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a TOML file."""
     file = Path(path)
     if file.is_dir():
-        raise ConfigError(
-            f"{file}: must be the .toml of a run, got a folder; `tokenmill inspect {file}` shows a store"
-        )
+        configs = sorted(file.glob("*.toml"))
+        way_out = f"did you mean {configs[0]}?" if configs else f"`tokenmill inspect {file}` shows a store"
+        raise ConfigError(f"{file}: must be the .toml of a run, got a folder; {way_out}")
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

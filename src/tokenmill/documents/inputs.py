@@ -120,13 +120,14 @@ def find_files(
     found: dict[str, str] = {}
     passed_over: list[str] = []
     for item in given:
-        of_item, others = _files_of(os.fspath(item), format)
+        of_item, unread = _files_of(os.fspath(item), format)
         found |= of_item
-        passed_over += others
+        passed_over += unread
     if not found:
+        others = f"{len(passed_over)} others" if passed_over else "no file at all"
         raise DocumentError(
             f"{', '.join(_shown(os.fspath(item)) for item in given)}: must hold files that end in {_known()}, "
-            f"got {len(passed_over)} others; convert or rename them, or say their format"
+            f"got {others}; fix the path, convert or rename the files, or say their format"
         )
     folder = os.path.commonpath([os.path.dirname(path) for path in found])
     paths = sorted(found, key=lambda path: natural_key(os.path.relpath(path, folder)))
@@ -179,6 +180,13 @@ def _expand(item: str) -> Iterator[tuple[str, bool]]:
         yield item, True
     elif os.path.isdir(item):
         for folder, folders, names in os.walk(item):
+            if "manifest.json" in names and any(name.startswith("shard-") for name in (*folders, *names)):
+                if folder == item:
+                    raise DocumentError(
+                        f"{item}: must hold texts or records, got a store, whose tokens are ready; "
+                        "name it as the store of a source"
+                    )
+                folders[:], names[:] = [], []  # what was prepared from files beside it
             folders[:] = [name for name in folders if not name.startswith(".")]
             for name in names:
                 if not name.startswith("."):
