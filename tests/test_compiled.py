@@ -213,7 +213,7 @@ def test_what_another_user_may_have_written_is_not_loaded(folder, installed, rea
     assert list((folder / "elsewhere").iterdir()) == []
 
 
-def test_a_run_needs_no_home_and_no_installation_that_can_be_written_to(folder, make_store):
+def test_a_run_needs_no_home_and_no_installation_that_can_be_written_to(folder, make_store, read_only):
     path, _, _ = make_store("web", [30] * 40)
     (path.parent / "run.toml").write_text(
         '[run]\nsteps = 3\nglobal_batch_size = 2\nseq_len = 8\n[[sources]]\nname = "web"\nstore = "web"\n'

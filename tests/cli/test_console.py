@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tokenmill.cli.console import ToNative, WorldSize, megabytes, print_native, progress, tell
+from tokenmill.cli.console import ToNative, WorldSize, busy, megabytes, print_native, progress, tell
 from tokenmill.config.dialects import Translation, translate
 
 TABLES = {"data": {"dataset_path": "/data/[web]", "num_workers": 2}, "train": {"seed": 1}}
@@ -99,3 +99,19 @@ def test_on_a_terminal_a_bar_does_and_is_gone_at_the_end(monkeypatch):
     assert "look" in written.getvalue()
     assert "5,000 of 10,000" in written.getvalue()
     assert written.getvalue().endswith("\x1b[2K")
+
+
+def test_work_without_a_known_end_is_told_every_so_often_and_no_more_when_it_is_done(capsys, monkeypatch):
+    monkeypatch.setattr("tokenmill.cli.console.LINE_SECONDS", 0.05)
+    with busy("compiling the plan"):
+        time.sleep(0.18)
+    told = capsys.readouterr().err
+    assert set(told.splitlines()) == {"compiling the plan: 0 s so far"}
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_short_work_says_nothing(capsys):
+    with busy("compiling the plan"):
+        pass
+    assert capsys.readouterr() == ("", "")

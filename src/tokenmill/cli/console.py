@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,6 +159,28 @@ def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[
             bar.update(tasks[what], completed=done, total=total, of=of)
 
         yield show
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say on stderr that a command is at work whose end nobody knows: on a terminal at once, else every 30 s."""
+    if errors.is_terminal:
+        with errors.status(what):
+            yield
+        return
+    done, begin = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(LINE_SECONDS):
+            errors.print(Text(f"{what}: {time.monotonic() - begin:.0f} s so far"), soft_wrap=True, highlight=False)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value

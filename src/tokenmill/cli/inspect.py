@@ -51,9 +51,10 @@ def inspect(
     run = _open_run(path, options) if path.suffix == ".toml" and not path.is_dir() else None
     counted = report(run.plan()) if run else None
     shown = []
-    for name, store in (run.stores if run else _open_stores(path, options)).items():
-        decoder = ui.tokenizer_for(store, tokenizer)
-        shown.append((name, inspect_store(store, decoder), examples(store, decoder)))
+    with ui.busy("reading lengths and masks"):
+        for name, store in (run.stores if run else _open_stores(path, options)).items():
+            decoder = ui.tokenizer_for(store, tokenizer)
+            shown.append((name, inspect_store(store, decoder), examples(store, decoder)))
 
     def show(console: Console, *, inputs: bool) -> None:
         for name, store, texts in shown:

@@ -38,7 +38,8 @@ def plan(
         ui.print_native(translation)
         return
     opened = ui.open_run(run, world_size)
-    report = opened.report()
+    with ui.busy("compiling the plan"):
+        report = opened.report()
     if html is not None or svg is not None:
         from tokenmill.cli.picture import timeline
 
