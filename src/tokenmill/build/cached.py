@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenmill.build.build import prepare
@@ -33,11 +33,12 @@ def cached_store(
     documents: Sequence[str],
     *,
     tokenizer: str,
-    text_field: str,
+    text_field: str | None = None,
     folder: Path,
     where: str,
     progress: bool = True,
     keep_empty: bool = False,
+    recipe: str | Mapping[str, object] = "text",
 ) -> Path:
     """Return the store of some documents below `folder`, prepared now if it is not there yet.
 
@@ -46,7 +47,8 @@ def cached_store(
     processes one builds, and the others wait for it.
     """
     named = sorted(set(documents))
-    store = folder / digest([named, tokenizer, text_field, *([] if keep_empty else ["no empty ones"])])[:16]
+    more = [*([] if keep_empty else ["no empty ones"]), *([] if recipe == "text" else [recipe])]
+    store = folder / digest([named, tokenizer, text_field, *more])[:16]
     end = time.monotonic() + MAX_WAIT_SECONDS
     pause, announced = _FIRST_SECONDS, False
     while True:
@@ -61,6 +63,7 @@ def cached_store(
                     named,
                     out=store,
                     tokenizer=tokenizer,
+                    recipe=recipe,
                     progress=None if progress else False,
                     options=PrepareOptions(text_field=text_field, keep_empty=keep_empty),
                 )

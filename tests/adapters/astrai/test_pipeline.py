@@ -139,6 +139,30 @@ def test_a_store_that_is_loaded_serves_datasets_of_any_training_type_it_has(tmp_
         DatasetFactory.from_store("dpo", first.loaded)
 
 
+def test_records_are_loaded_with_a_tokenizer_and_prepared_once(tmp_path):
+    pairs = [{"prompt": f"{n}? ", "chosen": "yes", "rejected": "no, " * n} for n in range(1, 13)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for path in (tmp_path / "pairs.jsonl", str(tmp_path)):
+        dataset = DatasetFactory.load("dpo", path, tokenizer_path="bytes", max_len=20)
+        assert len(dataset) == 12
+        assert max(len(item["rejected"]) for item in dataset.__getitems__(range(12))) == 20
+        assert bytes(dataset[2]["chosen"][dataset[2]["chosen"] < 256].tolist()) == b"3? yes"
+    assert len(list((tmp_path / ".tokenmill" / "stores").iterdir())) == 1
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl: tokenizer_path must be given for records"):
+        DatasetFactory.load("dpo", tmp_path)
+
+
+@pytest.mark.usefixtures("records")
+def test_records_are_read_by_the_config_beside_them(tmp_path):
+    """As AstrAI's JsonlStore does: its config names the tokenizer too."""
+    (tmp_path / "dataset_config.json").write_text(json.dumps({**SFT, "tokenizer_path": "bytes"}))
+    dataset = DatasetFactory.load("sft", tmp_path, 8)
+    assert dataset.loaded.num_records == 20
+    assert dataset.keys == ["sequence", "loss_mask", "position_ids"]
+    with pytest.raises(StoreError, match="DPODataset must have keys"):
+        DatasetFactory.load("dpo", tmp_path)
+
+
 def test_the_store_is_one_of_ours_and_is_verified(tmp_path, records):
     Pipeline(SFT, records, tmp_path / "out", "bytes").run(workers=1)
     assert verify(tmp_path / "out").documents == 20

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from operator import index as as_index
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -22,10 +23,12 @@ from tokenmill.adapters.astrai.store import (
     refuse_unknown,
 )
 from tokenmill.build import PrepareOptions, PrepareReport, prepare
+from tokenmill.build.cached import cached_store
 from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
-from tokenmill.store.layout import token_keys
-from tokenmill.tables import check_positive
+from tokenmill.store.foreign.files import files_of
+from tokenmill.store.layout import is_ours, token_keys
+from tokenmill.tables import check_positive, read_json
 from tokenmill.types import TRAINING_TYPES
 
 if TYPE_CHECKING:
@@ -310,21 +313,26 @@ class DatasetFactory:
         window_size: int = 0,
         stride: int | None = None,
         storage_type: str | None = None,
-        tokenizer_path: str | os.PathLike[str] | None = None,  # noqa: ARG003 - tokens need none, as in AstrAI
-        max_len: int = 2048,  # noqa: ARG003 - of records that AstrAI tokenizes as it reads them
+        tokenizer_path: str | os.PathLike[str] | None = None,
+        max_len: int = 2048,
         store: Store | None = None,
         **unknown: object,
     ) -> BaseDataset:
         """Open a store as a dataset, or take one that is open: `train_type` is seq, sft, dpo or grpo.
 
-        `window_size` is the longest input, `stride` the distance between windows, by default the same.
+        `window_size` is the longest input, `stride` the distance between windows, by default the same. Records in
+        `.jsonl` files are made a store first, once: `tokenizer_path`, and `max_len` of a record, are for these.
         """
         refuse_unknown(cls.load, unknown)
+        check_name("train_type", train_type, cls.datasets)
         if store is not None:
             return cls.from_store(train_type, store, window_size, stride)
         if load_path is None:
             raise ConfigError("DatasetFactory.load: load_path or store must be given, got neither; name a store")
         dataset = cls.create(train_type, window_size, stride)
+        records = _records_at(Path(load_path)) if storage_type in (None, "jsonl") else []
+        if records:
+            load_path, storage_type = _prepared(train_type, records, tokenizer_path, max_len), None
         dataset.load(load_path, storage_type)
         return dataset
 
@@ -336,6 +344,43 @@ class DatasetFactory:
         dataset = cls.create(train_type, window_size, stride)
         dataset.bind(store)
         return dataset
+
+
+_PRESETS = {"seq": "text", "sft": "chat", "dpo": "dpo", "grpo": "grpo"}
+"""Training type -> how its records are read where nothing else is said."""
+
+
+def _records_at(path: Path) -> list[Path]:
+    """Return the .jsonl files that a path stands for; where there are stores too, those are meant, as in AstrAI."""
+    if path.is_file():
+        return [path] if path.suffix == ".jsonl" else []
+    files = [] if is_ours(path) else files_of(path)
+    stored = any(file.suffix.lower() in (".h5", ".hdf5") or file.name == "meta.json" for file in files)
+    return [] if stored else [file for file in files if file.suffix == ".jsonl" and file.parent == path]
+
+
+def _prepared(
+    train_type: str, records: Sequence[Path], tokenizer: str | os.PathLike[str] | None, max_len: int
+) -> Path:
+    """Return a store of records, made now or found beside them, by the dataset_config.json there or by a preset."""
+    folder = records[0].parent
+    config = folder / "dataset_config.json"
+    recipe: dict[str, object] = {"preset": _PRESETS[train_type], "preprocessing": {"max_seq_len": max_len}}
+    if config.is_file():
+        recipe = read_json(dict[str, object], config.read_bytes(), str(config), error=ConfigError)
+        named = recipe.pop("tokenizer_path", None)
+        tokenizer = str(named) if tokenizer is None and named is not None else tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"{records[0]}: tokenizer_path must be given for records, got none; say it, or run Pipeline first"
+        )
+    return cached_store(
+        [os.fspath(file) for file in records],
+        tokenizer=os.fspath(tokenizer),
+        folder=folder / ".tokenmill" / "stores",
+        where=f"DatasetFactory.load: {records[0].parent}",
+        recipe=Pipeline(recipe, [], folder, tokenizer).config,
+    )
 
 
 class Pipeline:

@@ -249,7 +249,7 @@ def detect_format(load_path: str | os.PathLike[str]) -> str:
     endings = ", ".join(sorted({file.suffix or file.name for file in files})[:6])
     raise StoreMissingError(
         f"{path}: must hold .h5 files, or .bin files with a meta.json, or be a store of tokenmill, "
-        f"got {endings or 'no files'}; make a store of records with Pipeline"
+        f"got {endings or 'no files'}; make a store of records with Pipeline, or load them with a tokenizer_path"
     )
 
 
