@@ -44,7 +44,8 @@ from tokenmill.store import open_store, verify
 
 folder, mode, first, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
-options = PrepareOptions(chunk_bytes=6000, max_tokens_per_shard=4000, checkpoint_seconds=0)
+keep = ("text",) if mode == "rebuild" else ()
+options = PrepareOptions(chunk_bytes=6000, max_tokens_per_shard=4000, checkpoint_seconds=0, keep=keep)
 
 def build(out, inputs):
     return prepare(inputs, out=out, workers=1, rebuild=mode == "rebuild", progress=False, options=options)

@@ -377,6 +377,24 @@ def test_the_audit_is_whole_at_80_columns(tokenmill, tmp_path, monkeypatch):
     assert max(map(len, audit.splitlines())) <= 80
 
 
+def test_one_document_is_shown_with_its_origin_tokens_and_masks(tokenmill, folder):
+    store = open_store(folder / "stores" / "web")
+    found = tokenmill("inspect", store.path, "--document", 4, "--json").json
+    assert found["origin"] == {"file": "web.jsonl", "place": 5, "counts": "line", "kept": {}}
+    (part,) = found["parts"]
+    assert part["ids"] == store.fetch_record(4, "sequence").tolist()
+    assert (len(part["strings"]), part["mask"]) == (len(part["ids"]), None)
+    assert part["trained"] == [False, *[True] * (len(part["ids"]) - 1)]
+    shown = tokenmill("inspect", store.path, "--document", 4)
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.lines[0] == f"Document 4 of {store.path}, from web.jsonl:5"
+    assert re.search(r"^ *0 +256 +'<\|bos\|>' +– +no", shown.out, re.MULTILINE)
+    assert "\x1b" not in shown.out
+    done = tokenmill("inspect", store.path, "--document", 60)
+    assert (done.code, done.out) == (1, "")
+    assert "a document must lie within 0:60, got 60" in done.err
+
+
 ENTRY = Path(sys.executable).parent / "tokenmill"
 
 

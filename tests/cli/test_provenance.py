@@ -13,13 +13,22 @@ from tokenmill.run.run import Run
 ENTRY = Path(sys.executable).parent / "tokenmill"
 
 
+def spans_of(found):
+    """Return the spans of `what --json`, each with its row."""
+    return [
+        {"slot": row["slot"], "source": row["source"], "row": row["row"], **span}
+        for row in found["rows"]
+        for span in row["spans"]
+    ]
+
+
 def test_what_names_the_rows_of_the_global_batch_in_order(tokenmill, run_toml):
     """[O1.a]"""
     run = Run.from_toml(run_toml)
     plan, loader = run.plan(), run.loader(arrays=("input_ids",))
     for step in (0, 5, 6, 9):
         sources, rows = plan.rows(step)
-        spans = tokenmill("what", run_toml, "--step", step, "--json").json
+        spans = spans_of(tokenmill("what", run_toml, "--step", step, "--json").json)
         seen = list(dict.fromkeys((span["slot"], span["source"], span["row"]) for span in spans))
         assert seen == [
             (slot, plan.sources[source], row)
@@ -42,7 +51,7 @@ def test_what_shows_the_text_of_each_span(tokenmill, run_toml, folder):
         name: [json.loads(line)["text"] for line in (folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
         for name in ("web", "books")
     }
-    spans = tokenmill("what", run_toml, "--step", 3, "--json").json
+    spans = spans_of(tokenmill("what", run_toml, "--step", 3, "--json").json)
     for span in spans:
         framed = [b"<|bos|>", *(bytes([b]) for b in texts[span["source"]][span["document"]].encode()), b"<|eos|>"]
         piece = b"".join(framed[span["start"] : span["start"] + min(span["length"], 16)]).decode(errors="replace")
@@ -52,9 +61,9 @@ def test_what_shows_the_text_of_each_span(tokenmill, run_toml, folder):
 
 def test_what_of_a_rank_is_its_slice(tokenmill, run_toml):
     """[O1.a]"""
-    whole = tokenmill("what", run_toml, "--step", 2, "--json").json
+    whole = tokenmill("what", run_toml, "--step", 2, "--json").json["rows"]
     parts = [
-        tokenmill("what", run_toml, "--step", 2, "--rank", rank, "--world-size", 4, "--json").json
+        tokenmill("what", run_toml, "--step", 2, "--rank", rank, "--world-size", 4, "--json").json["rows"]
         for rank in range(4)
     ]
     assert [span for part in parts for span in part] == whole
@@ -76,7 +85,7 @@ def test_when_is_the_inverse_of_what(tokenmill, run_toml):
     """[O1.b]"""
     uses: dict[tuple[str, int], list[dict[str, object]]] = {}
     for step in range(10):
-        for span in tokenmill("what", run_toml, "--step", step, "--no-text", "--json").json:
+        for span in spans_of(tokenmill("what", run_toml, "--step", step, "--no-text", "--json").json):
             places = uses.setdefault((span["source"], span["document"]), [])
             place = {"step": step, "slot": span["slot"], "row": span["row"]}
             spans = {"start": span["start"], "length": span["length"]}
@@ -87,14 +96,17 @@ def test_when_is_the_inverse_of_what(tokenmill, run_toml):
     for name, count in (("web", 60), ("books", 25)):
         for document in range(count):
             found = tokenmill("when", run_toml, "--source", name, "--document", document, "--json").json
-            assert found == uses.get((name, document), [])
+            assert found["uses"] == uses.get((name, document), [])
 
 
 def test_when_as_a_table(tokenmill, run_toml):
-    found = tokenmill("when", run_toml, "--source", "web", "--document", 4, "--json").json
+    found = tokenmill("when", run_toml, "--source", "web", "--document", 4, "--json").json["uses"]
     done = tokenmill("when", run_toml, "--source", "web", "--document", 4)
     assert (done.code, done.err) == (0, "")
-    assert done.lines[0].strip() == f"Document 4 of 'web': {len(found)} uses"
+    assert [line.strip() for line in done.lines[:2]] == [
+        "from web.jsonl:5",
+        f"Document 4 of 'web': {len(found)} uses",
+    ]
     rows = [
         tuple(map(int, match)) for match in re.findall(r"^\s*(\d+)\s+(\d+)\s+(\d+)\s+\d+:", done.out, re.MULTILINE)
     ]
@@ -130,3 +142,18 @@ def test_the_process_tells_an_error_by_its_exit_code(run_toml):
     done = subprocess.run([ENTRY, "what", run_toml, "--step", "99"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"error: step: must lie within 0:10, got 99; .*\n", done.stderr)
+
+
+def test_what_and_when_name_the_file_and_line_of_every_document(tokenmill, run_toml):
+    """[O1.a, O1.b]"""
+    run = Run.from_toml(run_toml)
+    found = tokenmill("what", run_toml, "--step", 3, "--no-text", "--json").json
+    assert (found["step"], found["stage"]) == (3, run.plan().at(3).stage)
+    for span in spans_of(found):
+        origin = {"file": f"{span['source']}.jsonl", "place": span["document"] + 1, "counts": "line", "kept": {}}
+        assert span["origin"] == origin
+        when = tokenmill(
+            "when", run_toml, "--source", span["source"], "--document", span["document"], "--json"
+        ).json
+        assert (when["source"], when["document"], when["origin"]) == (span["source"], span["document"], origin)
+    assert re.search(r" web\.jsonl:\d+ ", tokenmill("what", run_toml, "--step", 3).out)

@@ -47,8 +47,7 @@ def test_tokens_of_pairs_are_counted(tokenmill, pairs):
 
 def test_what_and_when_name_the_record(tokenmill, pairs):
     """[O1.b]"""
-    for use in json.loads(tokenmill("what", pairs, "--step", 3, "--no-text", "--json").out):
-        when = json.loads(
-            tokenmill("when", pairs, "--source", "pairs", "--document", use["document"], "--json").out
-        )
-        assert (3, use["slot"]) in [(other["step"], other["slot"]) for other in when]
+    for use in json.loads(tokenmill("what", pairs, "--step", 3, "--no-text", "--json").out)["rows"]:
+        document = use["spans"][0]["document"]
+        when = json.loads(tokenmill("when", pairs, "--source", "pairs", "--document", document, "--json").out)
+        assert (3, use["slot"]) in [(other["step"], other["slot"]) for other in when["uses"]]

@@ -33,7 +33,17 @@ from tokenmill.build.journal import (
 )
 from tokenmill.build.unit import LEFT_OUT, TAKEN, OpenJob, fates_of, read_progress
 from tokenmill.build.worker import Job, PrepareOptions, RecipeSpec, Task, WorkerPool, open_job, settle_recipe
-from tokenmill.documents import RULES, BadRecord, InputFile, Unit, cut_files, find_files, place, sample_texts
+from tokenmill.documents import (
+    RULES,
+    BadRecord,
+    InputFile,
+    Unit,
+    cut_files,
+    find_files,
+    format_of,
+    place,
+    sample_texts,
+)
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
@@ -273,7 +283,8 @@ def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
         "tokenizer": opened.tokenizer.identity.to_json(),
         "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
         "options": {name: getattr(job.options, name) for name in _OF_READING}
-        | ({} if job.options.keep_empty else {"keep_empty": False}),
+        | ({} if job.options.keep_empty else {"keep_empty": False})
+        | ({"keep": list(job.options.keep)} if job.options.keep else {}),
     }
 
 
@@ -318,6 +329,8 @@ class BuildResult:
     notes: dict[str, int] = field(default_factory=dict)
     listed: list[dict[str, Any]] = field(default_factory=list)
     """The first bad records."""
+    pieces: list[tuple[tuple[str, str, int], ...]] = field(default_factory=list)
+    """Of each unit, where its pieces begin: see `UnitShards`."""
 
     def add(self, unit: Unit, result: UnitResult, *, resumed: bool, stop: bool) -> None:
         """Count a unit; where bad records `stop` a build, raise the first."""
@@ -327,6 +340,8 @@ class BuildResult:
         for piece, lines in zip(unit.pieces, counts.lines, strict=True):
             begins.append(self.lines[piece.file.path])
             self.lines[piece.file.path] += lines
+        names = [(piece.file.name, format_of(piece.file.suffix).counts) for piece in unit.pieces]
+        self.pieces.append(tuple((*name, begin) for name, begin in zip(names, begins, strict=True)))
         for route, pieces in sorted(counts.taken.items()):
             for index, documents, tokens in pieces:
                 routes = self.taken.setdefault(unit.pieces[index].file.path, {})
@@ -493,7 +508,10 @@ def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warni
     publication = Publication(
         phase="move" if build.cleared is None else "clear",
         cleared=tuple(build.cleared or ()),
-        units=tuple(UnitShards(key=unit.key, shards=unit.shards) for unit in result.results),
+        units=tuple(
+            UnitShards(key=unit.key, shards=unit.shards, pieces=pieces)
+            for unit, pieces in zip(result.results, result.pieces, strict=True)
+        ),
         base={route: read_manifest(build.journal.out / route).shards for route in routes},
         manifest={
             "kind": recipe.kind,

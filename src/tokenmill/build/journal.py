@@ -30,16 +30,19 @@ from tokenmill.store.durable import make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import (
     JOURNAL_FOLDER,
     MANIFEST,
+    ORIGINS_FOLDER,
     ROWS_FOLDER,
     TEMPORARY,
     TOKENIZER_FOLDER,
+    FileInfo,
     Manifest,
     ShardInfo,
     is_shard_name,
     manifest_bytes,
     read_manifest,
 )
-from tokenmill.store.writer import check_sizes, clear, publish_shard, refuse_foreign_shards
+from tokenmill.store.origins import origins_file, publish_origins
+from tokenmill.store.writer import check_file_sizes, check_sizes, clear, publish_shard, refuse_foreign_shards
 from tokenmill.tables import as_json, read_table
 
 MAX_LISTED = 1000
@@ -111,6 +114,8 @@ class UnitResult:
     counts: UnitCounts
     shards: Mapping[str, tuple[ShardInfo, ...]]
     """Route -> its shards, named after their files in the unit's folder."""
+    origins: Mapping[str, Mapping[str, FileInfo]] = field(default_factory=dict)
+    """Route -> files that say where its documents come from."""
     finished: bool = True
     """False where a bad record stopped the unit: nothing of it may be used."""
 
@@ -162,6 +167,8 @@ class UnitShards:
 
     key: str
     shards: Mapping[str, tuple[ShardInfo, ...]]
+    pieces: tuple[tuple[str, str, int], ...] = ()
+    """Of each piece of the unit the name of its file, what is counted there, and how many stand before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +229,8 @@ class Journal:
             for route, shards in result.shards.items() if result is not None else ():
                 for shard in shards:
                     check_sizes(route_folder(self.units / key, route) / shard.name, shard)
+            for route, files in result.origins.items() if result is not None else ():
+                check_file_sizes(route_folder(self.units / key, route), files)
         except StoreCorruptError:
             return None  # it is done again
         return result
@@ -264,6 +273,8 @@ class Journal:
                 folder, store = route_folder(self.units / unit.key, route), self.out / route
                 make_folder(store)
                 there = shards.setdefault(route, [])
+                documents = sum(shard.documents for shard in listed)
+                publish_origins(folder, origins_file(store, len(there)), documents, unit.pieces)
                 for shard in listed:
                     there.append(publish_shard(shard, folder, store, len(there)))
         for route, there in shards.items():
@@ -512,7 +523,7 @@ def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            ours = child.name in {MANIFEST, ROWS_FOLDER, TOKENIZER_FOLDER} | TEMPORARY | known
+            ours = child.name in {MANIFEST, ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER} | TEMPORARY | known
             if not ours and not is_shard_name(child.name):
                 raise StoreExistsError(
                     f"{folder}: must be a folder of its own for the store, got {child.name!r} in it; "

@@ -38,6 +38,7 @@ from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
 from tokenmill.store.layout import axis_of, token_keys
+from tokenmill.store.origins import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
@@ -45,6 +46,8 @@ from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
 T = TypeVar("T")
 TEXT_KEY = "sequence"
 """The array of a build whose records are nothing but a text."""
+MAX_KEPT = 1000
+"""Characters of a field that is kept."""
 _PROGRESS = struct.Struct("<3q")
 _CHECKPOINT = "checkpoint-2.json"
 """The number changes with the batches that a unit is read in: a checkpoint says after how many it was made."""
@@ -66,10 +69,12 @@ class OpenJob:
     """None where records are nothing but a text."""
     chosen: Preprocessing
     """Which records are taken."""
+    keep: tuple[str, ...]
+    """Fields of a record that are kept beside its document."""
     reading: ReadOptions
     spec: StoreSpec
     key_fields: tuple[str, ...]
-    """Fields that tell records apart; the domain is none of them."""
+    """Fields that tell records apart; the domain is none of them. None where records are nothing but a text."""
 
 
 def write_unit(
@@ -78,7 +83,7 @@ def write_unit(
     """Turn a unit into finished shards, or go on where an earlier try left off."""
     with (
         disk_errors_explained(unit, opened.folder),
-        closing(UnitWriter(opened.folder, key, len(unit.pieces), opened.spec)) as writer,
+        closing(UnitWriter(opened.folder, key, len(unit.pieces), opened.spec, keeps=bool(opened.keep))) as writer,
     ):
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
@@ -150,14 +155,15 @@ def _append(documents: _Documents, route: str, indices: Int64Array | None, write
     records = documents.encode(indices)
     chosen: Int64Array = np.arange(len(batch.documents)) if indices is None else indices
     if records.kept.size:
-        writer.append(route, records.values, records.offsets)
         kept, sizes = chosen[records.kept], _num_tokens(records, documents.opened.spec)
-        first = batch.runs[0].piece
-        if batch.runs[-1].piece == first:  # as nearly always
-            counts.note_taken(route, first, kept.size, int(sizes.sum()))
+        pieces, lines = batch.places(kept)
+        writer.append(route, records.values, records.offsets)
+        writer.note_origins(route, pieces, lines, documents.kept_fields(kept))
+        if pieces[0] == pieces[-1]:  # as nearly always
+            counts.note_taken(route, int(pieces[0]), kept.size, int(sizes.sum()))
         else:
-            pieces, of_piece = np.unique(np.array(batch.pieces)[kept], return_inverse=True)
-            taken = zip(pieces, np.bincount(of_piece), np.bincount(of_piece, sizes), strict=True)
+            numbers, of_piece = np.unique(pieces, return_inverse=True)
+            taken = zip(numbers, np.bincount(of_piece), np.bincount(of_piece, sizes), strict=True)
             for piece, num_documents, num_tokens in taken:
                 counts.note_taken(route, int(piece), int(num_documents), int(num_tokens))
         counts.text_bytes += _num_bytes(
@@ -241,9 +247,19 @@ class _Documents:
         The texts of a conversation alone would not do: who said what is part of it.
         """
         names = self.opened.key_fields
-        if self.opened.encoder is None:
-            return [text.encode(errors="surrogatepass") for text in self.batch.documents]
+        if not names:
+            return [(text or "").encode(errors="surrogatepass") for text in self.contents]
         return [_canonical({name: record[name] for name in names if name in record}) for record in self.records]
+
+    def kept_fields(self, indices: Int64Array) -> list[bytes]:
+        """Return of some of them the fields that are kept, as JSON; nothing where none are."""
+        keep = self.opened.keep
+        if not keep:
+            return []
+        found = ({name: field_of(self.records[index], name) for name in keep} for index in indices.tolist())
+        return [
+            _canonical({name: cut(value) for name, value in each.items() if value is not None}) for each in found
+        ]
 
     def encode(self, indices: Int64Array | None) -> Records:
         """Turn some of them into arrays, None for all."""
@@ -263,6 +279,28 @@ class _Documents:
             kept=kept,
             refused=[Refused(index=index, reason="second_bos", detail="two") for index in bad],
         )
+
+
+def field_of(record: Mapping[str, Any], name: str) -> object:
+    """Return a field of a record by its name, or by names joined by dots; None where there is none."""
+    if name in record:
+        return record[name]
+    value: object = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def cut(value: object) -> object:
+    """Return a value that is kept; of a long one the first characters, as text.
+
+    >>> cut(7), cut("a" * 2000) == "a" * 1000 + "…", cut(["a"] * 999)[-1]
+    (7, True, '…')
+    """
+    if isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else _canonical({"": value})[4:-1].decode()
+    return value if len(text) <= MAX_KEPT else f"{text[:MAX_KEPT]}…"
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:
@@ -456,12 +494,14 @@ def _mark_duplicates(
 class UnitWriter:
     """Writes a unit under a temporary name; `commit` gives it its own."""
 
-    def __init__(self, units: Path, key: str, num_pieces: int, spec: StoreSpec) -> None:
+    def __init__(self, units: Path, key: str, num_pieces: int, spec: StoreSpec, *, keeps: bool = False) -> None:
         self.key = key
+        self._keeps = keeps
         self._final = units / key
         self._folder = units / f".tmp-{key}"
         self._spec = spec
         self._series: dict[str, ShardSeries] = {}
+        self._origins: dict[str, OriginWriter] = {}
         self._latest: ShardSeries | None = None
         """The one whose files may be open."""
         self.counts = UnitCounts(lines=[0] * num_pieces)
@@ -481,6 +521,12 @@ class UnitWriter:
         self._latest = series
         series.append(values, offsets)
 
+    def note_origins(self, route: str, pieces: Int64Array, lines: Int64Array, kept: Sequence[bytes]) -> None:
+        """Note where records come from that were added to a route just now."""
+        if route not in self._origins:
+            self._origins[route] = OriginWriter(route_folder(self._folder, route), keeps=self._keeps)
+        self._origins[route].append(pieces, lines, kept)
+
     def checkpoint(self, every_seconds: float) -> None:
         """Make all that was written so far durable, if the last time is long ago."""
         if time.monotonic() - self._saved < every_seconds:
@@ -488,6 +534,7 @@ class UnitWriter:
         state = {
             "counts": as_json(self.counts),
             "routes": {route: series.checkpoint() for route, series in self._series.items()},
+            "origins": {route: as_json(origins.sync()) for route, origins in self._origins.items()},
         }
         write_signed(self._folder / _CHECKPOINT, state)
         self._saved = time.monotonic()
@@ -500,7 +547,8 @@ class UnitWriter:
     def commit(self) -> UnitResult:
         """Finish all shards and give the unit its name: from here on it is done."""
         shards = {route: tuple(series.finish()) for route, series in sorted(self._series.items())}
-        result = UnitResult(key=self.key, counts=self.counts, shards=shards)
+        origins = {route: each.sync().files for route, each in sorted(self._origins.items())}
+        result = UnitResult(key=self.key, counts=self.counts, shards=shards, origins=origins)
         self.close()
         for name in ("progress", _CHECKPOINT):
             (self._folder / name).unlink(missing_ok=True)
@@ -528,9 +576,13 @@ class UnitWriter:
                     route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
                     for route, saved in state["routes"].items()
                 }
+                for route, saved in state["origins"].items():
+                    origin = read_table(OriginCheckpoint, saved, "origins", error=StoreCorruptError)
+                    folder = route_folder(self._folder, route)
+                    self._origins[route] = OriginWriter(folder, keeps=self._keeps, saved=origin)
                 self.counts = read_table(UnitCounts, state["counts"], "counts", error=StoreCorruptError)
                 return
-        self._series = {}
+        self._series, self._origins = {}, {}
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
 

@@ -62,6 +62,9 @@ class PrepareOptions:
     """How files are read whatever their endings: `text`, `jsonl`, `json`, `parquet`, `arrow`, `csv`, `tsv`, ..."""
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
+    keep: tuple[str, ...] = ()
+    """Fields of a record that are kept beside its document, such as `id` and `url`; dots go down, long values are
+    cut. Which file and line a document came from is noted always."""
     on_error: str = "stop"
     """What a bad record does: `stop` the build, or be `skip`ped, counted by reason and listed in the manifest."""
     keep_empty: bool = False
@@ -106,6 +109,10 @@ class PrepareOptions:
             )
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: must be at least 1, got {self.chunk_bytes}; leave it out")
+        if len(set(self.keep)) < len(self.keep) or not all(all(name.split(".")) for name in self.keep):
+            raise ConfigError(
+                f"keep: must be names of fields, each once, got {list(self.keep)}; for example id,url"
+            )
         ReadOptions(
             text_field="text" if self.text_field is None else self.text_field,
             text_unit=self.text_unit,
@@ -167,7 +174,8 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
     """Open a job; the process that made it hands in the tokenizer that it has open already."""
     recipe = job.recipe
     tokenizer = with_policy(tokenizer or _same_tokenizer(job), recipe.control_strings)
-    identity, text_only = tokenizer.identity, recipe.text_field is not None
+    # Of texts alone no other field could be kept.
+    identity, text_only = tokenizer.identity, recipe.text_field is not None and not job.options.keep
     # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
     bare = text_only and recipe.control_strings != "encode"
     bos_is_control = identity.bos_id in tokenizer.special_ids.values()
@@ -180,9 +188,10 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
         tokenizer=tokenizer,
         encoder=None if text_only else open_encoder(recipe, tokenizer, tokenizer_spec=job.tokenizer),
         chosen=recipe.preprocessing,
+        keep=job.options.keep,
         reading=ReadOptions(
-            text_field=recipe.text_field,
-            fields=None if text_only else recipe.fields,
+            text_field=recipe.text_field if text_only else None,
+            fields=None if text_only else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
             text_unit=job.options.text_unit,
             max_record_bytes=job.options.max_record_bytes,
         ),
@@ -195,8 +204,15 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
             storage=output.storage_format,
             ids_checked=bare and (bos_is_control or not identity.add_bos),
         ),
-        key_fields=replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
+        key_fields=()
+        if recipe.text_field is not None
+        else replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
     )
+
+
+def top_fields(names: Sequence[str]) -> list[str]:
+    """Return the fields of a record to read for names with dots: a column may have the whole name."""
+    return [part for name in names for part in dict.fromkeys((name, name.split(".")[0]))]
 
 
 def _same_tokenizer(job: Job) -> Tokenizer:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_SKIPPED = 10
 """Skipped records that are listed."""
+MAX_TOKENS = 1000
+"""Tokens of a document that are listed."""
 MARKS = ("⟦", "⟧")
 """Around trained text where there is no colour."""
 
@@ -30,6 +32,9 @@ def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="STORE|RUN.toml", help="Folder of a store, or of several; or config of a run.")
     ],
+    document: Annotated[
+        int | None, typer.Option(help="Show this document alone: where it came from, its tokens and masks.")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
     ] = None,
@@ -48,6 +53,9 @@ def inspect(
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     ui.check_file("--html", html)
+    if document is not None:
+        _inspect_document(path, options, document, tokenizer, json=json)
+        return
     run = _open_run(path, options) if path.suffix == ".toml" and not path.is_dir() else None
     counted = report(run.plan()) if run else None
     shown = []
@@ -75,6 +83,36 @@ def inspect(
     show(ui.console, inputs=False)
     if html is not None:
         ui.print_line(f"wrote {html}")
+
+
+def _inspect_document(
+    path: Path, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
+) -> None:
+    from tokenmill.run.inspect import inspect_document
+    from tokenmill.store import open_store
+
+    store = open_store(path, **asdict(options))
+    found = inspect_document(store, document, ui.tokenizer_for(store, tokenizer))
+    if json:
+        ui.print_json(found.to_json())
+        return
+    ui.print_line(f"Document {document} of {store.path}, from {ui.printable(str(found.origin))}")
+    for name, value in found.origin.kept.items():
+        ui.print_line(f"{ui.printable(name)}: {ui.printable(str(value))}")
+    if found.rewards is not None:
+        ui.print_line(f"rewards: {', '.join(map(str, found.rewards))}")
+    for part in found.parts:
+        columns = ("token", "id", "text", "mask", "trained")
+        strings, masks = part.strings or [None] * len(part.ids), part.mask or [None] * len(part.ids)
+        lines = [
+            (place, number, None if text is None else repr(ui.printable(text)), mask, "yes" if trained else "no")
+            for place, (number, text, mask, trained) in enumerate(
+                zip(part.ids, strings, masks, part.trained, strict=True)
+            )
+        ]
+        ui.console.print(ui.table(f"{part.key}: {len(lines):,} tokens", columns, lines[:MAX_TOKENS]))
+        if len(lines) > MAX_TOKENS:
+            ui.print_line(f"{len(lines) - MAX_TOKENS:,} more tokens; --json has them all")
 
 
 def _open_stores(path: Path, options: ForeignOptions) -> dict[str, Store]:

@@ -45,6 +45,10 @@ def prepare(
         str | None, typer.Option(help="Read all files as this: text, jsonl, json, parquet, arrow, csv, tsv, tar.")
     ] = None,
     text_unit: Annotated[str, typer.Option(help="What is a document of a text file: file, or line.")] = "file",
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Fields to keep beside each document, such as id,url."),
+    ] = None,
     on_error: Annotated[
         str, typer.Option(help="What a bad record does: stop, or skip (counted and listed).")
     ] = "stop",
@@ -107,6 +111,7 @@ def prepare(
                 chat_template=chat_template,
                 format=format,
                 text_unit=text_unit,
+                keep=tuple(keep.split(",")) if keep else (),
                 on_error=on_error,
                 keep_empty=keep_empty,
                 min_chars=min_chars,

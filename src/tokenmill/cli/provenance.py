@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill.store import Origin
 
 
 def what(
@@ -38,26 +41,29 @@ def what(
     tokenizers = {
         name: ui.tokenizer_for(store, tokenizer) if text else None for name, store in opened.stores.items()
     }
-    lines = []
+    rows, lines = [], []
     for use in uses:
         store, decoder = opened.stores[use.source], tokenizers[use.source]
+        spans = []
         for span in use.spans:
             words = ui.printable(excerpt(store, span, decoder)).replace("\n", "") if decoder else None
-            lines.append((use, span, words))
+            origin = store.origin(span.document)
+            spans.append({**asdict(span), "origin": asdict(origin), "text": words})
+            tokens = f"{span.start}:{span.start + span.length}"
+            lines.append((use.slot, use.source, use.row, span.document, _shown(origin), tokens, words))
+        rows.append({"slot": use.slot, "source": use.source, "row": use.row, "spans": spans})
+    stage = plan.at(step).stage
     if json:
-        ui.print_json(
-            [
-                {"slot": use.slot, "source": use.source, "row": use.row, **asdict(span), "text": words}
-                for use, span, words in lines
-            ]
-        )
+        ui.print_json({"step": step, "stage": stage, "rows": rows})
         return
-    rows = [
-        (use.slot, use.source, use.row, span.document, f"{span.start}:{span.start + span.length}", words)
-        for use, span, words in lines
-    ]
-    title = f"Step {step}, stage {plan.at(step).stage!r}"
-    ui.console.print(ui.table(title, ("slot", "source", "row", "document", "tokens", "text"), rows))
+    columns = ("slot", "source", "row", "document", "from", "tokens", "text")
+    ui.console.print(ui.table(f"Step {step}, stage {stage!r}", columns, lines))
+
+
+def _shown(origin: Origin) -> str:
+    """Show where a document came from, and what was kept of its record."""
+    kept = ", ".join(f"{name}={value}" for name, value in origin.kept.items())
+    return ui.printable(f"{origin} {kept}".rstrip())
 
 
 def when(
@@ -68,23 +74,25 @@ def when(
     world_size: ui.WorldSize = None,
 ) -> None:
     """At which steps a document is seen, over the whole run, past and future."""
-    uses = ui.open_run(run, world_size).plan().when(source, document)
+    opened = ui.open_run(run, world_size)
+    uses = opened.plan().when(source, document)
+    origin = opened.stores[source].origin(document)
     if json:
-        ui.print_json(
-            [
-                {
-                    "step": use.step,
-                    "slot": use.slot,
-                    "row": use.row,
-                    "spans": [{"start": span.start, "length": span.length} for span in use.spans],
-                }
-                for use in uses
-            ]
-        )
+        found = [
+            {
+                "step": use.step,
+                "slot": use.slot,
+                "row": use.row,
+                "spans": [{"start": span.start, "length": span.length} for span in use.spans],
+            }
+            for use in uses
+        ]
+        ui.print_json({"source": source, "document": document, "origin": asdict(origin), "uses": found})
         return
     rows = [
         (use.step, use.slot, use.row, ", ".join(f"{s.start}:{s.start + s.length}" for s in use.spans))
         for use in uses
     ]
+    ui.print_line(f"from {_shown(origin)}")
     title = f"Document {document} of {source!r}: {len(rows)} uses"
     ui.console.print(ui.table(title, ("step", "slot", "row", "tokens of the document"), rows))

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import zstandard
 
 from tokenmill.errors import ConfigError, DocumentError, nearest
+from tokenmill.types import Int64Array
 
 RULES: Mapping[str, str] = {
     "json": "a line must be one JSON object",
@@ -211,6 +213,13 @@ class DocumentBatch:
     def lines(self) -> list[int]:
         """The line of each document in its piece."""
         return [line for run in self.runs for line in run.lines]
+
+    def places(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the piece of each of some documents, and its line in the piece."""
+        begins = np.array([run.begin for run in self.runs])
+        runs = np.searchsorted(begins, indices, side="right") - 1
+        lines = np.concatenate([np.asarray(run.lines, np.int64) for run in self.runs])
+        return np.array([run.piece for run in self.runs])[runs], lines[indices]
 
     def place(self, index: int) -> tuple[int, int]:
         """Return piece and line of one document."""

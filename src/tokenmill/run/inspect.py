@@ -13,7 +13,7 @@ import numpy as np
 from tokenmill.encode.files import kind_of, spec_of_copy
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
-from tokenmill.store import Store
+from tokenmill.store import Origin, Store
 from tokenmill.store.layout import TOKENIZER_FOLDER, token_keys
 from tokenmill.tables import as_json
 from tokenmill.types import STORED_ARRAYS, BoolArray, Int64Array, Span
@@ -329,3 +329,66 @@ def excerpt(store: Store, span: Span, tokenizer: Tokenizer) -> str:
     length = min(span.length, EXCERPT_TOKENS)
     ids = store.fetch(begin, begin + length, store.manifest.token_key)
     return tokenizer.decode(ids) + ("…" if span.length > length else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentPart:
+    """One array of token ids of a document: the whole of it, or one response of a group."""
+
+    key: str
+    ids: tuple[int, ...]
+    strings: tuple[str, ...] | None
+    """Each id as text; None without the tokenizer."""
+    mask: tuple[int, ...] | None
+    """What the store says of each token; None where it has no mask."""
+    trained: tuple[bool, ...]
+    """Whether each is a label: the first token of a document never is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentContents:
+    """One document, or record, of a store."""
+
+    path: str
+    document: int
+    origin: Origin
+    parts: tuple[DocumentPart, ...]
+    rewards: tuple[float, ...] | None
+    """Of its responses, in a store of groups."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dict(as_json(self))
+
+
+def inspect_document(store: Store, document: int, tokenizer: Tokenizer | None = None) -> DocumentContents:
+    """Look at one document: where it came from, its tokens and its masks."""
+    origin = store.origin(document)
+    parts: list[DocumentPart] = []
+    for key in token_keys(store.keys):
+        axis, first, last = store.axis(key), document, document + 1
+        if axis == "responses":
+            first, last = store.offsets("groups", document, document + 1).tolist()
+        parts += [_part(store, key, store.offsets(axis, item, item + 1), tokenizer) for item in range(first, last)]
+    rewards = np.asarray(store.fetch_record(document, "rewards")).tolist() if "rewards" in store.keys else None
+    return DocumentContents(
+        path=str(store.path),
+        document=document,
+        origin=origin,
+        parts=tuple(parts),
+        rewards=None if rewards is None else tuple(rewards),
+    )
+
+
+def _part(store: Store, key: str, offsets: Int64Array, tokenizer: Tokenizer | None) -> DocumentPart:
+    begin, end = offsets.tolist()
+    ids = store.fetch(begin, end, key)
+    mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
+    mask = store.fetch(begin, end, mask_key).tolist() if mask_key in store.keys else None
+    return DocumentPart(
+        key=key,
+        ids=tuple(ids.tolist()),
+        strings=tuple(tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)) if tokenizer else None,
+        mask=None if mask is None else tuple(mask),
+        trained=tuple(_trained(store, key, offsets).tolist()),
+    )

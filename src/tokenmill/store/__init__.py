@@ -12,6 +12,7 @@ from tokenmill.store.foreign.convert import ImportReport, import_store
 from tokenmill.store.foreign.export import ExportReport, export_store
 from tokenmill.store.foreign.files import ForeignOptions, detect_format
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
+from tokenmill.store.origins import Origin
 from tokenmill.store.reader import Store, open_store
 from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
@@ -21,6 +22,7 @@ __all__ = [
     "ForeignOptions",
     "ImportReport",
     "Manifest",
+    "Origin",
     "ShardInfo",
     "Store",
     "StoreSpec",

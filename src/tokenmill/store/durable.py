@@ -17,6 +17,7 @@ from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store.layout import OWNER
 from tokenmill.store.maps import FileRequest, MappedFile, map_file
 from tokenmill.tables import read_json
+from tokenmill.types import Uint8Array
 
 T = TypeVar("T")
 ORPHAN_SECONDS = 10.0
@@ -155,6 +156,17 @@ def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_section(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
+    """Write a part of an index, given in blocks, at a multiple of 8; return first byte, size and XXH3-128."""
+    out.write(b"\0" * (-out.tell() % 8))
+    begin = out.tell()
+    state = xxhash.xxh3_128()
+    for block in blocks:
+        state.update(block.data)
+        out.write(block.data)
+    return begin, out.tell() - begin, state.hexdigest()
 
 
 def read_index(file: Path, kind: type[T]) -> tuple[MappedFile, T] | None:

@@ -28,6 +28,7 @@ from tokenmill.store.layout import (
     tokenizer_difference,
 )
 from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
+from tokenmill.store.origins import Origin, find_origin, input_of
 from tokenmill.types import AnyArray, Int64Array, natural_key
 
 Value: TypeAlias = "AnyArray | list[AnyArray]"
@@ -162,6 +163,19 @@ class Store:
         starts = self.offsets(axis, first, last)
         flat = self._fetch_key(int(starts[0]), int(starts[-1]), keys)
         return np.split(flat, starts[1:-1] - starts[0])
+
+    def origin(self, document: int) -> Origin:
+        """Return which input file, line and kept fields a document came from, as far as the store says."""
+        if not 0 <= document < self.num_documents:
+            raise PlanError(
+                f"{self.path}: a document must lie within 0:{self.num_documents}, got {document}; count from 0"
+            )
+        shard = int(np.searchsorted(self.document_begins, document, side="right")) - 1
+        file = self.file(shard, index_file(axis_of(self.manifest.kind, self.manifest.token_key))).path
+        # By the shard itself and not by the path of the store, which may be several that were joined.
+        place = file.parent if self.manifest.shards[shard].container is None else file
+        found = find_origin(place, document, self.document_begins[: shard + 1])
+        return found or input_of(self.manifest, document)
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Return where a document begins and ends (exclusive) in the whole stream."""

@@ -16,6 +16,7 @@ from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
 from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
 from tokenmill.store.maps import FileRequest, Request, map_file
+from tokenmill.store.origins import check_origins
 from tokenmill.store.reader import read_ours, store_of
 from tokenmill.types import AnyArray
 
@@ -132,6 +133,9 @@ def _check_ours(
                     _check_index(request, *shard.size_of(indexes[name]))
                 elif name in ids:
                     _check_ids(request, manifest.keys[ids[name]], int(manifest.tokenizer["vocab_size"]))
+    for file in sorted((path / layout.ORIGINS_FOLDER).glob("*.bin")):
+        with collected(problems, path):
+            check_origins(file)
     files = [info for shard in manifest.shards for info in shard.files.values()]
     return VerifyReport(
         path=path,

@@ -413,12 +413,17 @@ def _num_records(offsets: Mapping[str, Int64Array]) -> int:
 
 def check_sizes(path: Path, shard: ShardInfo) -> None:
     """Raise StoreCorruptError if the files of a finished shard are gone or of another size."""
-    files = {path / name: info.bytes for name, info in shard.files.items()}
-    if shard.container is not None:
-        files = {path: shard.container.bytes}
-    for file, size in files.items():
-        if not file.is_file() or file.stat().st_size != size:
-            raise StoreCorruptError(f"{file}: must have {size} bytes to go on, got others; the unit is done again")
+    container = shard.container
+    check_file_sizes(*((path, shard.files) if container is None else (path.parent, {path.name: container})))
+
+
+def check_file_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
+    """Raise StoreCorruptError if files of a finished unit are gone or of another size."""
+    for file, info in ((folder / name, info) for name, info in files.items()):
+        if not file.is_file() or file.stat().st_size != info.bytes:
+            raise StoreCorruptError(
+                f"{file}: must have {info.bytes} bytes to go on, got others; the unit is done again"
+            )
 
 
 def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> ShardInfo:
@@ -441,8 +446,8 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     for child in sorted(path.iterdir()):
         if child.name == layout.OWNER or child.name in keep:
             continue
-        known = (layout.ROWS_FOLDER, layout.TOKENIZER_FOLDER, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
-        if child.name in known or layout.is_shard_name(child.name):
+        known = (layout.ROWS_FOLDER, layout.ORIGINS_FOLDER, layout.TOKENIZER_FOLDER, layout.JOURNAL_FOLDER)
+        if child.name in (*known, *layout.TEMPORARY) or layout.is_shard_name(child.name):
             ours.append(child)
         elif child.name != MANIFEST:
             raise StoreExistsError(

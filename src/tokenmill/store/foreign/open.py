@@ -18,7 +18,7 @@ from tokenmill.caches import private_folder, writable
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
-from tokenmill.store.durable import read_index, write_index
+from tokenmill.store.durable import read_index, write_index, write_section
 from tokenmill.store.foreign.astrai import read_astrai_bin, read_astrai_h5
 from tokenmill.store.foreign.files import (
     BLOCK,
@@ -417,7 +417,7 @@ def _keep(
     file = folder / f"{digest(description)}.index"
 
     def write(out: BinaryIO) -> _Footer:
-        places = {name: _write_section(out, blocks) for name, blocks in sections.items()}
+        places = {name: write_section(out, blocks) for name, blocks in sections.items()}
         return _Footer(format=FORMAT, description=description, facts=facts, sections=places)
 
     write_index(file, write)
@@ -425,16 +425,6 @@ def _keep(
     if index is None:
         raise StoreError(f"{file}: must be a whole index once it is written, got none; check the disk")
     return index
-
-
-def _write_section(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
-    out.write(b"\0" * (-out.tell() % 8))
-    begin = out.tell()
-    state = xxhash.xxh3_128()
-    for block in blocks:
-        state.update(block.data)
-        out.write(block.data)
-    return begin, out.tell() - begin, state.hexdigest()
 
 
 def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:

@@ -1,0 +1,254 @@
+"""Where documents came from: the file and line of each, and the fields of its record that were kept.
+
+A build notes it for each unit as it goes (`OriginWriter`), in the folder of the unit, and publishes it with the
+unit's shards. `.origins/00007.bin` in a store speaks of the documents from shard 7 on, up to the next such file:
+those of one unit. Documents of consecutive lines are one run, so it takes a few bytes for each record that was left
+out, not for each that was taken; fields are kept for each document, as JSON. `docs/format.md` is the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tokenmill.errors import StoreCorruptError
+from tokenmill.store.durable import make_folder, read_index, write_index, write_section
+from tokenmill.store.layout import ORIGINS_FOLDER, WAY_OUT, Count, FileInfo, Manifest, is_shard_name
+from tokenmill.store.writer import CheckedFile
+from tokenmill.types import AnyArray, Int64Array, Uint8Array
+
+FORMAT = "tokenmill-origins-1"
+RUNS, ENDS, KEPT = "runs", "kept-ends", "kept"
+"""Files in the folder of a unit, and sections of what is published: runs of lines, where the kept fields of each
+document end, and those fields."""
+RUN = np.dtype([("document", "<u8"), ("line", "<u8"), ("input", "<u8")])
+"""From this document on, counted from the first of the unit, documents are the lines from this one on of an input:
+a piece of the unit while it is built, a file when it is published."""
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a document came from."""
+
+    file: str | None = None
+    """Path of the input file below the folder that all inputs shared; None: the store does not say."""
+    place: int | None = None
+    """Its line, row, record or member in that file, counted from 1; None: the store does not say."""
+    counts: str = "line"
+    """What the place is counted in."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its record that were kept (`prepare --keep`)."""
+
+    def __str__(self) -> str:
+        """Name it for people: `web.jsonl:17`, `web.parquet row 17`, or the file alone."""
+        if self.file is None or self.place is None:
+            return self.file or "unknown"
+        return f"{self.file}:{self.place}" if self.counts == "line" else f"{self.file} {self.counts} {self.place}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OriginCheckpoint:
+    """What `OriginWriter` needs to go on."""
+
+    documents: Count
+    piece: int
+    line: Count
+    """Where the next document is if it belongs to the last run."""
+    kept_bytes: Count
+    files: Mapping[str, FileInfo]
+
+
+class OriginWriter:
+    """Notes where the documents of a unit come from, in a folder that is there; new, or from a checkpoint on."""
+
+    def __init__(self, folder: Path, *, keeps: bool, saved: OriginCheckpoint | None = None) -> None:
+        names = (RUNS, ENDS, KEPT) if keeps else (RUNS,)
+        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
+        self._documents, self._kept_bytes = (saved.documents, saved.kept_bytes) if saved else (0, 0)
+        self._next = (saved.piece, saved.line) if saved else (-1, 0)
+
+    def append(self, pieces: Int64Array, lines: Int64Array, kept: Sequence[bytes]) -> None:
+        """Add documents, one at least: the piece and line of each, and the JSON of what is kept of it."""
+        same_run = np.empty(pieces.size, np.bool_)
+        same_run[0] = (int(pieces[0]), int(lines[0])) == self._next
+        same_run[1:] = (np.diff(pieces) == 0) & (np.diff(lines) == 1)
+        first = np.flatnonzero(~same_run)
+        runs = np.empty(first.size, RUN)
+        runs["document"], runs["line"], runs["input"] = first + self._documents, lines[first], pieces[first]
+        self._files[RUNS].write(runs)
+        self._documents += pieces.size
+        self._next = int(pieces[-1]), int(lines[-1]) + 1
+        if ENDS in self._files:
+            ends = self._kept_bytes + np.cumsum([len(text) for text in kept])
+            self._files[ENDS].write(ends.astype("<u8"))
+            self._files[KEPT].write(np.frombuffer(b"".join(kept), np.uint8))
+            self._kept_bytes = int(ends[-1])
+        for file in self._files.values():
+            file.close()  # a build may have thousands of routes, and write to them in turn
+
+    def sync(self) -> OriginCheckpoint:
+        """Make all that was noted durable; return what it takes to go on from here."""
+        return OriginCheckpoint(
+            documents=self._documents,
+            piece=self._next[0],
+            line=self._next[1],
+            kept_bytes=self._kept_bytes,
+            files={name: file.sync() for name, file in self._files.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Footer:
+    """What stands at the end of a published file, as JSON."""
+
+    format: str
+    inputs: tuple[tuple[str, str], ...]
+    """Name of each input, and what its records are counted in."""
+    documents: Count
+    sections: Mapping[str, tuple[Count, Count, str]]
+    """Section -> first byte, number of bytes, XXH3-128."""
+
+
+def origins_file(store: Path, shard: int) -> Path:
+    """Return the file that speaks of the documents of a unit whose first shard this is."""
+    return store / ORIGINS_FOLDER / f"{shard:05d}.bin"
+
+
+def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[tuple[str, str, int]]) -> None:
+    """Publish what was noted in the folder of a unit: pieces become files, lines are counted from their start.
+
+    Of each piece, `pieces` says the name of its file, what is counted there, and how many lines stand before it.
+    It may be done twice; a unit that noted nothing gets nothing.
+    """
+    if not (folder / RUNS).exists():
+        return
+    numbers = {
+        kind: number for number, kind in enumerate(dict.fromkeys((name, counts) for name, counts, _ in pieces))
+    }
+    inputs = np.array([numbers[name, counts] for name, counts, _ in pieces], np.uint64)
+    begins = np.array([begin for _, _, begin in pieces], np.uint64)
+
+    def resolved() -> Iterator[Uint8Array]:
+        for block in _blocks(folder / RUNS, _BLOCK * RUN.itemsize):
+            runs = block.view(RUN).copy()
+            runs["line"] += begins[runs["input"]]
+            runs["input"] = inputs[runs["input"]]
+            yield runs.view(np.uint8)
+
+    def write(out: BinaryIO) -> _Footer:
+        sections = {RUNS: write_section(out, resolved())}
+        for name in (ENDS, KEPT):
+            if (folder / name).exists():
+                sections[name] = write_section(out, _blocks(folder / name, _BLOCK << 4))
+        return _Footer(format=FORMAT, inputs=tuple(numbers), documents=documents, sections=sections)
+
+    make_folder(file.parent)
+    for left in file.parent.glob(f".tmp-{file.stem}-*"):
+        left.unlink()  # of a build that was killed here
+    write_index(file, write)
+
+
+def _blocks(file: Path, size: int) -> Iterator[Uint8Array]:
+    with file.open("rb") as stream:
+        while block := stream.read(size):
+            yield np.frombuffer(block, np.uint8)
+
+
+# Reading.
+
+
+def find_origin(shard: Path, document: int, begins: Int64Array) -> Origin | None:
+    """Return where a document of a shard came from, in O(log n); None where nobody noted it.
+
+    `begins` are the first documents of the shards up to this one, counted as the document is.
+    """
+    folder = shard.parent / ORIGINS_FOLDER
+    if not is_shard_name(shard.name) or not folder.is_dir():
+        return None
+    number = int(shard.name.removeprefix("shard-").removesuffix(".h5"))
+    # Most often the very first: a unit has several shards only if it is larger than one may be.
+    for back in range(min(number + 1, begins.size)):
+        file = origins_file(shard.parent, number - back)
+        if file.exists():
+            return _find(file, document - int(begins[-1 - back]))
+    return None
+
+
+def input_of(manifest: Manifest, document: int) -> Origin:
+    """Return the input file of a document by how many each gave, in order: of stores that do not say more.
+
+    Those of an earlier tokenmill and files of other projects do not; nor do all files of very many.
+    """
+    if sum(int(entry.get("documents", 0)) for entry in manifest.inputs) == manifest.documents:
+        for entry in manifest.inputs:
+            document -= int(entry.get("documents", 0))
+            if document < 0:
+                return Origin(file=str(entry.get("name")))
+    return Origin()
+
+
+def _find(file: Path, document: int) -> Origin | None:
+    """Return where a document of a unit came from; None where the file speaks of fewer documents."""
+    status = file.stat()
+    sections, footer = _open(file, status.st_size, status.st_mtime_ns)
+    if document >= footer.documents:
+        return None
+    runs = sections[RUNS].view(RUN)
+    run = runs[max(0, int(np.searchsorted(runs["document"], document, side="right")) - 1)] if runs.size else None
+    if run is None or run["input"] >= len(footer.inputs) or run["document"] > document:
+        raise _damaged(file, "runs of other documents")
+    name, counts = footer.inputs[int(run["input"])]
+    kept: dict[str, Any] = {}
+    if ENDS in sections:
+        ends = sections[ENDS].view("<u8")
+        begin, end = (int(ends[document - 1]) if document else 0), int(ends[document])
+        try:
+            kept = msgspec.json.decode(sections[KEPT][begin:end].tobytes(), type=dict[str, Any])
+        except ValueError as error:
+            raise _damaged(file, error) from None
+    return Origin(file=name, place=int(run["line"]) + document - int(run["document"]) + 1, counts=counts, kept=kept)
+
+
+@lru_cache(maxsize=4)
+def _open(file: Path, _bytes: int, _time: int) -> tuple[dict[str, Uint8Array], _Footer]:
+    """Map a file once for many documents; size and time are there to notice another under its name."""
+    return _map(file)
+
+
+def _map(file: Path) -> tuple[dict[str, Uint8Array], _Footer]:
+    kept = read_index(file, _Footer)
+    if kept is None or kept[1].format != FORMAT:
+        raise _damaged(file, "a cut or changed one")
+    data, footer = kept[0].data, kept[1]
+    sections = {name: data[begin : begin + size] for name, (begin, size, _) in footer.sections.items()}
+    sizes = {RUNS: sections[RUNS].size // RUN.itemsize * RUN.itemsize} if RUNS in sections else {}
+    if ENDS in sections or KEPT in sections:
+        sizes |= {ENDS: 8 * footer.documents, KEPT: footer.sections.get(KEPT, (0, 0, ""))[1]}
+    if {name: section.size for name, section in sections.items()} != sizes or RUNS not in sizes:
+        raise _damaged(file, "sections of other sizes")
+    return sections, footer
+
+
+def _damaged(file: Path, got: object) -> StoreCorruptError:
+    return StoreCorruptError(f"{file}: must say where documents came from, got {got}; {WAY_OUT}")
+
+
+def check_origins(file: Path) -> None:
+    """Read a published file through: checksums, and the order of what it says."""
+    sections, footer = _map(file)
+    for name, section in sections.items():
+        checksum = xxhash.xxh3_128_hexdigest(section.data)
+        if checksum != footer.sections[name][2]:
+            raise _damaged(file, f"{name} with checksum {checksum}")
+    runs: AnyArray = sections[RUNS].view(RUN)
+    ordered: Iterable[AnyArray] = (runs["document"], sections.get(ENDS, np.empty(0, np.uint8)).view("<u8"))
+    if any((values[1:] < values[:-1]).any() for values in ordered) or (runs["input"] >= len(footer.inputs)).any():
+        raise _damaged(file, "numbers out of order")
