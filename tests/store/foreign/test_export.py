@@ -155,7 +155,7 @@ def test_what_another_reader_finds_otherwise_is_no_export(make, tmp_path, needed
         "import numpy as np\ndef load_doc_ends(file):\n    return np.array([2])\n"
         "def get_data_reader(file, ends, nb_bytes):\n    yield bytes(2 * nb_bytes)\n"
     )
-    with pytest.raises(StoreCorruptError, match=r"input_ids must be read back .* got other numbers with datatrove"):
+    with pytest.raises(StoreCorruptError, match=r"sequence must be read back .* got other numbers with datatrove"):
         export_store(make("seq"), out=tmp_path / "out", format="nanoset")
     assert sorted(os.listdir(tmp_path)) == ["seq", "stubs"]
 

@@ -38,8 +38,12 @@ _BLOCK = 1 << 22
 """Values, or documents, that are copied at a time."""
 _IDS = np.dtype("<i4")
 """Of ids where a project reads them into tensors: unsigned ones have few operations there."""
+_ROWS = 1 << 12
+"""Records of a row group of Parquet, at most."""
 _NO_READER = 3
 """Exit code of a process whose reader is not installed."""
+_COLUMNS = {"sequence": "input_ids"}
+"""Arrays that others know by another name."""
 Told = Callable[[int], None]
 Write = Callable[[Store, Sequence[str], Path, Told], None]
 
@@ -278,23 +282,18 @@ def _write_nanoset(store: Store, keys: Sequence[str], folder: Path, told: Told) 
 
 
 def _write_astrai_bin(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
-    """Write a folder a shard, with a meta.json and a KEY.bin a key."""
+    """Write a folder a shard, with a meta.json and a KEY.bin a key; of pairs it has the offsets, as AstrAI does."""
     for shard in range(store.num_shards):
-        place = folder / f"shard_{shard:04d}"
+        place, meta = folder / f"shard_{shard:04d}", {}
         place.mkdir()
-        with open(place / META, "w", encoding="utf-8") as meta:
-            for number, (key, dtype, blocks) in enumerate(_astrai_arrays(store, keys, shard)):
-                with open(place / f"{key}.bin", "wb") as file:
-                    _write_blocks(file, blocks, dtype, folder, told if key in keys else _nothing)
-                size = (place / f"{key}.bin").stat().st_size // dtype.itemsize
-                meta.write(f'{", " if number else "{"}"{key}": {{"shape": [{size}], "dtype": "{dtype.name}"')
-                if store.manifest.kind == "dpo":
-                    meta.write(', "offsets": [0')
-                    for ends in _ends(store, store.axis(key), shard):
-                        meta.write("".join(f", {end}" for end in ends.tolist()))
-                    meta.write("]")
-                meta.write("}")
-            meta.write("}")
+        for key, dtype, blocks in _astrai_arrays(store, keys, shard):
+            with open(place / f"{key}.bin", "wb") as file:
+                _write_blocks(file, blocks, dtype, folder, told if key in keys else _nothing)
+                meta[key] = {"shape": [file.tell() // dtype.itemsize], "dtype": dtype.name}
+            if store.manifest.kind == "dpo":
+                ends = [np.zeros(1, np.int64), *_ends(store, store.axis(key), shard)]
+                meta[key]["offsets"] = np.concatenate(ends).tolist()
+        (place / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _nothing(_count: int) -> None:
@@ -344,8 +343,8 @@ def _write_hf(store: Store, keys: Sequence[str], folder: Path, told: Told) -> No
     facts = {"kind": store.manifest.kind, "tokenizer": dict(store.manifest.tokenizer)}
     fields = []
     for key in keys:
-        values = pa.list_(pa.from_numpy_dtype(np.dtype("|u1") if key in MASK_KEYS else _dtype(store, key)))
-        fields.append(pa.field(_column(key), pa.list_(values) if store.axis(key) == "responses" else values))
+        kind = pa.list_(pa.from_numpy_dtype(np.dtype("|u1") if key in MASK_KEYS else _dtype(store, key)))
+        fields.append((_COLUMNS.get(key, key), pa.list_(kind) if store.axis(key) == "responses" else kind))
     schema = pa.schema(fields, metadata={"tokenmill": json.dumps(facts)})
     for shard in range(store.num_shards):
         name = f"train-{shard:05d}-of-{store.num_shards:05d}.parquet"
@@ -366,32 +365,11 @@ def _write_hf(store: Store, keys: Sequence[str], folder: Path, told: Told) -> No
                 file.write_batch(pa.record_batch(columns, schema=schema))
 
 
-def _column(key: str) -> str:
-    return "input_ids" if key == "sequence" else key
-
-
-def _key(column: str) -> str:
-    return "sequence" if column == "input_ids" else column
-
-
 def _ranges(store: Store, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut records into ranges of a bounded number of tokens, one record at least."""
+    """Cut records into ranges of a bounded number of tokens of the main array, one record at least."""
     while begin < end:
-        last = min(end, begin + (1 << 16))
-        tokens: Int64Array = np.zeros(last - begin, np.int64)
-        for key in token_keys(store.keys):
-            axis = store.axis(key)
-            if axis == "responses":
-                groups = store.offsets("groups", begin, last)
-                first = int(groups[0])
-                starts = (
-                    store.offsets(axis, first, int(groups[-1])) if groups[-1] > first else np.zeros(1, np.int64)
-                )
-                tokens += starts[groups[1:] - first] - starts[0]
-            else:
-                offsets = store.offsets(axis, begin, last)
-                tokens += offsets[1:] - offsets[0]
-        last = begin + max(1, int(np.searchsorted(tokens, BATCH_TOKENS, side="right")))
+        offsets = store.document_offsets(begin, min(end, begin + _ROWS))
+        last = begin + max(1, int(np.searchsorted(offsets[1:], offsets[0] + BATCH_TOKENS, side="right")))
         yield begin, last
         begin = last
 
@@ -466,13 +444,13 @@ def _store_digest(store: Store, keys: Sequence[str], told: Told) -> dict[str, li
     digest, nothing = _Digest(), np.empty(0, np.int64)
     for key in keys:
         for block in _blocks(store, key):
-            digest.add(_column(key), block)
+            digest.add(key, block)
             told(block.size)
         levels = {"": store.axis(key)} | ({"/groups": "groups"} if store.axis(key) == "responses" else {})
         for name, axis in levels.items():
             last = 0
             for ends in _ends(store, axis):
-                digest.add(_column(key) + name, nothing, np.diff(ends, prepend=last))
+                digest.add(key + name, nothing, np.diff(ends, prepend=last))
                 last = int(ends[-1])
     return digest.to_json()
 
@@ -491,10 +469,11 @@ def _compare(
         _require_same(format, "pyarrow", expected, digest.to_json(), kind)
         readers.append("pyarrow")
     else:
-        written = open_store(folder, format=export.opened_as, eos_id=_eos(store, format))
+        eos_id = None if kind in export.boundaries else store.manifest.tokenizer.get("eos_id")
+        written = open_store(folder, format=export.opened_as, eos_id=eos_id)
         # Of AstrAI's files positions are not read: they follow from the documents.
-        known = {_column(key): expected[_column(key)] for key in keys if key != POSITIONS}
-        _require_same(format, "tokenmill", known, _store_digest(written, list(map(_key, known)), _nothing), kind)
+        known = {key: expected[key] for key in keys if key != POSITIONS}
+        _require_same(format, "tokenmill", known, _store_digest(written, list(known), _nothing), kind)
         readers.append("tokenmill")
         if kind not in export.boundaries and written.num_documents != store.num_documents:
             notes.append(
@@ -509,12 +488,6 @@ def _compare(
             _require_same(format, export.package, expected, theirs, kind)
             readers.append(f"{export.package} {version(export.package)}")
     return readers, notes
-
-
-def _eos(store: Store, format: str) -> int | None:
-    boundaries = store.manifest.kind in EXPORTS[format].boundaries
-    eos: int | None = None if boundaries else store.manifest.tokenizer.get("eos_id")
-    return eos
 
 
 def _require_same(
@@ -568,13 +541,13 @@ def main() -> None:
 
 
 Found = Iterator[tuple[str, AnyArray, Sequence[int] | AnyArray]]
-"""Column, values, and the lengths of the items that they are of."""
+"""Array, values, and the lengths of the items that they are of."""
 
 
 def _read_megatron(folder: Path) -> Found:
     dataset = import_module("megatron.core.datasets.indexed_dataset").IndexedDataset(str(folder / "tokens"))
     for number in range(len(dataset)):
-        yield "input_ids", dataset[number], [dataset[number].size]
+        yield "sequence", dataset[number], [dataset[number].size]
 
 
 def _read_datatrove(folder: Path) -> Found:
@@ -582,7 +555,7 @@ def _read_datatrove(folder: Path) -> Found:
     for file in sorted(folder.glob("*.ds")):
         ends = merger.load_doc_ends(open(f"{file}.index", "rb"))  # noqa: SIM115 - closed there
         size = int(Path(f"{file}.metadata").read_text(encoding="utf-8").splitlines()[0].rpartition("|")[2])
-        for column, path, item in (("input_ids", file, size), ("loss_mask", Path(f"{file}.loss"), 1)):
+        for column, path, item in (("sequence", file, size), ("loss_mask", Path(f"{file}.loss"), 1)):
             if path.is_file():
                 for raw in merger.get_data_reader(open(path, "rb"), ends, nb_bytes=item):  # noqa: SIM115 - closed there
                     values: AnyArray = np.frombuffer(raw, f"<u{item}")
@@ -593,7 +566,7 @@ def _read_numpy(folder: Path) -> Found:
     for file in sorted(folder.glob("*.npy")):
         ids = np.load(file, mmap_mode="r")
         for begin in range(0, ids.size, _BLOCK):
-            yield "input_ids", ids[begin : begin + _BLOCK], ()
+            yield "sequence", ids[begin : begin + _BLOCK], ()
 
 
 def _read_parquet(folder: Path) -> Found:
@@ -619,12 +592,14 @@ def _lists(table: Any) -> Found:  # noqa: ANN401 - pyarrow ships no types
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    keys = {column: key for key, column in _COLUMNS.items()}
     for column in table.column_names:
+        key = keys.get(column, column)
         lengths, values = pc.list_value_length(table[column]).to_numpy(), pc.list_flatten(table[column])
         if pa.types.is_list(values.type):
-            yield f"{column}/groups", np.empty(0, np.int64), lengths
+            yield f"{key}/groups", np.empty(0, np.int64), lengths
             lengths, values = pc.list_value_length(values).to_numpy(), pc.list_flatten(values)
-        yield column, values.to_numpy(), lengths
+        yield key, values.to_numpy(), lengths
 
 
 _READERS: Mapping[str, Callable[[Path], Found]] = {
