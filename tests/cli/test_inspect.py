@@ -393,6 +393,7 @@ def test_one_document_is_shown_with_its_origin_tokens_and_masks(tokenmill, folde
     done = tokenmill("inspect", store.path, "--document", 60)
     assert (done.code, done.out) == (1, "")
     assert "a document must lie within 0:60, got 60" in done.err
+    assert "--document: must be given with a store" in tokenmill("inspect", "run.toml", "--document", 4).err
 
 
 ENTRY = Path(sys.executable).parent / "tokenmill"

@@ -176,8 +176,9 @@ def test_what_is_kept_of_a_record_is_bounded(tmp_path):
         "flag": True,
         "pair": [1, "a"],
     }
-    with pytest.raises(ConfigError, match=r"keep: must be names of fields, each once, got \['id', 'id'\]"):
-        tm.PrepareOptions(keep=("id", "id"))
+    for keep in (("id", "id"), "id", ("a..b",)):
+        with pytest.raises(ConfigError, match=r"keep: must be a list of fields, each once, got"):
+            tm.PrepareOptions(keep=keep)
 
 
 def test_documents_of_consecutive_lines_take_no_room(tmp_path):

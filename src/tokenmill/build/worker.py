@@ -109,9 +109,10 @@ class PrepareOptions:
             )
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: must be at least 1, got {self.chunk_bytes}; leave it out")
-        if len(set(self.keep)) < len(self.keep) or not all(all(name.split(".")) for name in self.keep):
+        names = list(self.keep)
+        if isinstance(self.keep, str) or len(set(names)) < len(names) or not all(all(n.split(".")) for n in names):
             raise ConfigError(
-                f"keep: must be names of fields, each once, got {list(self.keep)}; for example id,url"
+                f"keep: must be a list of fields, each once, got {self.keep!r}; for example id and url"
             )
         ReadOptions(
             text_field="text" if self.text_field is None else self.text_field,

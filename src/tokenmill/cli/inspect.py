@@ -91,6 +91,8 @@ def _inspect_document(
     from tokenmill.run.inspect import inspect_document
     from tokenmill.store import open_store
 
+    if path.suffix == ".toml" and not path.is_dir():
+        raise ConfigError(f"--document: must be given with a store, got the run {path}; name the store of a source")
     store = open_store(path, **asdict(options))
     found = inspect_document(store, document, ui.tokenizer_for(store, tokenizer))
     if json:
