@@ -8,14 +8,31 @@
 `docs/format.md` is the byte layout.
 """
 
-from tokenmill.store.foreign.convert import ImportReport, import_store
-from tokenmill.store.foreign.export import ExportReport, export_store
-from tokenmill.store.foreign.files import ForeignOptions, detect_format
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
 from tokenmill.store.origins import Origin
 from tokenmill.store.reader import Store, open_store
 from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
+
+if TYPE_CHECKING:
+    from tokenmill.store.foreign.convert import ImportReport, import_store
+    from tokenmill.store.foreign.export import ExportReport, export_store
+    from tokenmill.store.foreign.files import ForeignOptions, detect_format
+
+# Late, as who reads and writes stores of ours needs none of it: a third of what this room takes to load.
+_FOREIGN = {
+    "ExportReport": "export",
+    "ForeignOptions": "files",
+    "ImportReport": "convert",
+    "detect_format": "files",
+    "export_store": "export",
+    "import_store": "convert",
+}
 
 __all__ = [
     "ExportReport",
@@ -36,3 +53,9 @@ __all__ = [
     "read_manifest",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FOREIGN:
+        raise AttributeError(f"module 'tokenmill.store' has no attribute {name!r}")
+    return getattr(import_module(f"tokenmill.store.foreign.{_FOREIGN[name]}"), name)
