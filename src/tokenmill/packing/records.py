@@ -20,10 +20,10 @@ from tokenmill.packing.stored import (
     count_ones,
     describe_excluded,
     excluded_within,
+    locate,
     record_holes,
 )
 from tokenmill.plan.stages import NOTHING, Held
-from tokenmill.store.locate import locate
 from tokenmill.types import AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:

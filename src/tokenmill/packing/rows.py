@@ -33,9 +33,9 @@ from tokenmill.packing.stored import (
     count_rows,
     describe_excluded,
     excluded_within,
+    locate,
 )
 from tokenmill.plan.stages import CountedRows
-from tokenmill.store.locate import locate
 from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Self, TypeGuard
 import numpy as np
 import xxhash
 
-from tokenmill.compiled import int64, kernel, read_uint8
+from tokenmill.compiled import int64, kernel, read_int64, read_uint8
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.plan.stages import CountedRows, Held, Rows
-from tokenmill.store.layout import key_file
-from tokenmill.store.locate import locate
+from tokenmill.store.layout import index_file, key_file
+from tokenmill.store.reader import Store, bad_offsets
 from tokenmill.types import BoolArray, Int64Array, run_sums
 
 if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.records import Runs
-    from tokenmill.store.reader import Store
     from tokenmill.types import Fates, Spans
 
     Counted = CountedRows
@@ -312,3 +311,56 @@ def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, length
             for k in range(firsts[i], firsts[i] + lengths[i]):
                 found += read_uint8(address, k) != 0
     return found
+
+
+# Where documents are. Not in the store: who writes or verifies one need not wait for numba, which compiles this.
+
+
+def locate(
+    store: Store, documents: Int64Array, axis: str = "documents"
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return (shard, first token within the shard, number of tokens) of each document, or item of another axis."""
+    items, values = store.axes[axis].items, store.axes[axis].values
+    name = index_file(axis)
+    if store.num_shards == 1:
+        shards, needed = np.zeros(documents.size, np.int64), np.zeros(1, np.int64)
+    else:
+        shards = np.searchsorted(items, documents, side="right") - 1
+        needed = np.flatnonzero(np.bincount(shards))
+    begins, lengths = np.empty((2, documents.size), np.int64)
+    size = store.maps.limit // 4
+    addresses = np.zeros(store.num_shards, np.int64)
+    for first in range(0, needed.size, size):
+        group = needed[first : first + size]
+        with store.maps.borrow([store.file(int(shard), name) for shard in group]) as files:
+            addresses[group] = [file.address for file in files]
+            wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
+            addresses[group] = 0
+        if wrong >= 0:
+            raise bad_offsets(store.file(int(shards[wrong]), name))
+    return shards, begins, lengths
+
+
+@kernel
+def _gather(
+    documents: Int64Array,
+    shards: Int64Array,
+    addresses: Int64Array,
+    items: Int64Array,
+    values: Int64Array,
+    begins: Int64Array,
+    lengths: Int64Array,
+) -> int:
+    """Read where documents are whose shard has an address; return the first that cannot be there, or -1."""
+    for i in range(documents.size):
+        shard = shards[i]
+        if addresses[shard]:
+            document = documents[i] - items[shard]
+            begin = read_int64(addresses[shard], document)
+            end = read_int64(addresses[shard], document + 1)
+            # Compared before they are subtracted: the difference of two wild numbers may look like a length.
+            if begin < 0 or end < begin or end > values[shard + 1] - values[shard]:
+                return i
+            begins[i] = begin
+            lengths[i] = end - begin
+    return -1

@@ -16,6 +16,7 @@ from tokenmill.config.run import QuarantineConfig, ResolvedStage
 from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
+from tokenmill.packing.stored import locate
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
@@ -24,7 +25,6 @@ from tokenmill.run.inspect import Audit, audit
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
-from tokenmill.store.locate import locate
 from tokenmill.tables import as_json
 from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Int64Array
 

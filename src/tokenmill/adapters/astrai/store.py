@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
+from tokenmill.packing.stored import locate
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.astrai import POSITIONS, written_positions
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.layout import is_ours, key_file
-from tokenmill.store.locate import locate
 from tokenmill.store.maps import FileRequest, MemoryRequest
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
