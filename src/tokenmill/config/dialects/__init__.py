@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
 from tokenmill.config.run import NATIVE, TABLES, Translation
@@ -27,17 +27,42 @@ DEFAULT_SPLIT = "train"
 DEFAULT_FIELD = "text"
 
 
-class Notes(list[str]):
-    """What was taken how, or ignored; a sentence each."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What a config is read with, and what there is to say of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.warnings: list[str] = []
+    world_size: int | None
+    """Data-parallel ranks, where somebody said how many there are."""
+    is_store: Callable[[str], bool]
+    """Whether a path is a store of ours."""
+    notes: list[str] = field(default_factory=list)
+    """What was taken how, or ignored; a sentence each."""
+    warnings: list[str] = field(default_factory=list)
+    """Those of the notes that decide what is trained on."""
 
     def warn(self, note: str) -> None:
-        """Note what decides on what is trained on, and should not be overlooked."""
-        self.append(note)
+        """Note what decides what is trained on, and should not be overlooked."""
+        self.notes.append(note)
         self.warnings.append(note)
+
+    def count_ranks(self, shard: int, replicate: int, *, keys: str) -> int:
+        """Return the number of data-parallel ranks: as somebody said, else as a config says by its degrees, else 1.
+
+        A `shard` of -1 stands for all ranks that there are.
+        """
+        if shard == 0 or shard < -1 or replicate < 1:
+            raise ConfigError(
+                f"{keys}: must be at least 1, or -1 for the first, got {shard} and {replicate}; raise them"
+            )
+        said = shard * replicate if shard > 0 else None
+        if self.world_size is None and said is None:
+            self.warn(
+                "the rows of a step are those of one rank, as the config does not say how many there are; "
+                "give --world-size N, or world_size=N"
+            )
+        elif self.world_size is not None and said not in (None, self.world_size):
+            self.warn(f"{keys}: not read, as {self.world_size} ranks were asked for, got {said} there")
+        return self.world_size or said or 1
 
 
 def translate(
@@ -62,15 +87,15 @@ def translate(
         from tokenmill.config.dialects.kempnerforge import from_kempnerforge as read
     else:
         from tokenmill.config.dialects.torchtitan import from_torchtitan as read
-    notes = Notes()
+    reading = Reading(world_size=world_size, is_store=is_store)
     try:
-        native = read(tables, world_size, is_store, notes)
+        native = read(tables, reading)
         files = [source for source in native["sources"] if "store" in source and not is_store(source["store"])]
-        notes += _add_facts(files, tables, mixed=len(native["sources"]) > 1)
+        reading.notes.extend(_add_facts(files, tables, mixed=len(native["sources"]) > 1))
     except ConfigError as error:
         raise met_in(where, error) from None
-    notes += _path_notes(native["sources"])
-    return Translation(dialect=dialect, tables=native, notes=tuple(notes), warnings=tuple(notes.warnings))
+    notes = (*reading.notes, *_path_notes(native["sources"]))
+    return Translation(dialect=dialect, tables=native, notes=notes, warnings=tuple(reading.warnings))
 
 
 def _dialect(tables: Mapping[str, Any], where: str) -> str:
@@ -126,26 +151,6 @@ def read_known(kind: type[T], tables: Mapping[str, Any], name: str) -> T:
     """Read those keys of a table that a record has; the others do not say anything of data."""
     known = get_type_hints(kind)
     return read_table(kind, {key: value for key, value in table_of(tables, name).items() if key in known}, name)
-
-
-def count_ranks(world_size: int | None, shard: int, replicate: int, *, keys: str, notes: Notes) -> int:
-    """Return the number of data-parallel ranks: as was given, else as a config says by its degrees, else one.
-
-    A `shard` of -1 stands for all ranks that there are.
-    """
-    if shard == 0 or shard < -1 or replicate < 1:
-        raise ConfigError(
-            f"{keys}: must be at least 1, or -1 for the first, got {shard} and {replicate}; raise them"
-        )
-    said = shard * replicate if shard > 0 else None
-    if world_size is None and said is None:
-        notes.warn(
-            "the rows of a step are those of one rank, as the config does not say how many there are; "
-            "give --world-size N, or world_size=N"
-        )
-    elif world_size is not None and said not in (None, world_size):
-        notes.warn(f"{keys}: not read, as {world_size} ranks were asked for, got {said} there")
-    return world_size or said or 1
 
 
 # Sources

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import inf
@@ -13,8 +13,7 @@ from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     OURS,
-    Notes,
-    count_ranks,
+    Reading,
     free_name,
     hub_name,
     plain_name,
@@ -204,9 +203,7 @@ _LOADING = {
 """What is not needed, and why."""
 
 
-def from_kempnerforge(
-    tables: Mapping[str, Any], world_size: int | None, is_store: Callable[[str], bool], notes: Notes
-) -> dict[str, Any]:
+def from_kempnerforge(tables: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     """Return native tables for the tables of a config of KempnerForge."""
     table = table_of(tables, "data")
     for name in _IMAGES:
@@ -215,7 +212,7 @@ def from_kempnerforge(
                 f"data: must be a config of text, got {name}, which is for images; leave it out if the run has none"
             )
     data = read_table(DataTable, table, "data")
-    run = _run(data, tables, world_size, notes)
+    run, notes = _run(data, tables, reading), reading.notes
     for name, why in _LOADING.items():
         if name in table:
             shown = str(table[name]).lower() if name == "pin_memory" else table[name]
@@ -225,17 +222,17 @@ def from_kempnerforge(
     notes += [
         f"data.{name}: not read, {before} goes before it" for name in (single if data.datasets else single[1:])
     ]
-    datasets = _named(data.all_datasets, notes)
+    datasets = _named(data.all_datasets, reading)
     ends_known = not data.pack_sequences or "eos_id" in table_of(tables, OURS)
     sources = [
-        {"name": name, **_source(data, dataset, is_store, ends_known=ends_known)}
+        {"name": name, **_source(data, dataset, reading, ends_known=ends_known)}
         for name, dataset in datasets.items()
     ]
-    stages = _stages(data, datasets, run["steps"], notes)
+    stages = _stages(data, datasets, run["steps"], reading)
     drawn = {name for stage in stages for name in stage.get("weights", datasets)}
     for name in datasets:
         if name not in drawn:
-            notes.warn(f"dataset {name!r}: left out, no phase draws from it")
+            reading.warn(f"dataset {name!r}: left out, no phase draws from it")
     notes.append(
         "data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"
         if data.pack_sequences
@@ -245,16 +242,16 @@ def from_kempnerforge(
     return {"run": run, "sources": sources, "stages": stages}
 
 
-def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, notes: Notes) -> dict[str, Any]:
+def _run(data: DataTable, tables: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     train, said = read_known(TrainTable, tables, "train"), table_of(tables, "train")
     check_keys("train", said, (*(field.name for field in fields(TrainTable)), *_TRAINING))
     names = ("batch_size", "seq_len", "max_steps", "grad_accum_steps")
     defaults = [f"{name} = {getattr(train, name)}" for name in names if name not in said]
     if defaults:
-        notes.append(f"train: taken as there by default, {', '.join(defaults)}")
+        reading.notes.append(f"train: taken as there by default, {', '.join(defaults)}")
     parallel = read_known(DistributedTable, tables, "distributed")
     keys = "distributed.dp_shard, dp_replicate"
-    ranks = count_ranks(world_size, parallel.dp_shard, parallel.dp_replicate, keys=keys, notes=notes)
+    ranks = reading.count_ranks(parallel.dp_shard, parallel.dp_replicate, keys=keys)
     run: dict[str, Any] = {
         "steps": train.max_steps,
         "global_batch_size": train.batch_size * train.grad_accum_steps * ranks,
@@ -267,7 +264,7 @@ def _run(data: DataTable, tables: Mapping[str, Any], world_size: int | None, not
     return run if data.mix_temperature == 1 else {**run, "temperature": data.mix_temperature}
 
 
-def _named(datasets: Sequence[DatasetSource], notes: Notes) -> dict[str, DatasetSource]:
+def _named(datasets: Sequence[DatasetSource], reading: Reading) -> dict[str, DatasetSource]:
     """Return datasets by the names of their sources."""
     given: dict[str, str] = {}
     for number, dataset in enumerate(datasets):
@@ -276,7 +273,7 @@ def _named(datasets: Sequence[DatasetSource], notes: Notes) -> dict[str, Dataset
         if dataset.name:
             # A name is kept as far as it can be; those that are only derived must make way for it.
             given[dataset.name] = free_name(plain_name(dataset.name), given.values())
-    notes += [f"dataset {there!r}: called {name!r}" for there, name in given.items() if there != name]
+    reading.notes.extend(f"dataset {there!r}: called {name!r}" for there, name in given.items() if there != name)
     named: dict[str, DatasetSource] = {}
     for dataset in datasets:
         derived = free_name(plain_name(dataset.path or dataset.hf_name), {*given.values(), *named})
@@ -284,11 +281,9 @@ def _named(datasets: Sequence[DatasetSource], notes: Notes) -> dict[str, Dataset
     return named
 
 
-def _source(
-    data: DataTable, dataset: DatasetSource, is_store: Callable[[str], bool], *, ends_known: bool
-) -> dict[str, Any]:
+def _source(data: DataTable, dataset: DatasetSource, reading: Reading, *, ends_known: bool) -> dict[str, Any]:
     """Return the native source of a dataset, without a name."""
-    if dataset.path and is_store(dataset.path):
+    if dataset.path and reading.is_store(dataset.path):
         return {"store": dataset.path}
     if dataset.path:
         # What is special in a glob is not, in the name of a folder.
@@ -303,12 +298,12 @@ def _source(
 
 
 def _stages(
-    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, notes: Notes
+    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, reading: Reading
 ) -> list[dict[str, Any]]:
     if data.anneal_start_step and not data.anneal_weights:
         raise ConfigError("data: anneal_weights must be given with anneal_start_step, got none; add the weights")
     if data.anneal_weights and not data.anneal_start_step:
-        notes.warn("data.anneal_weights: no effect, as anneal_start_step is 0")
+        reading.warn("data.anneal_weights: no effect, as anneal_start_step is 0")
     stages: list[dict[str, Any]] = []
     if not data.all_phases or data.all_phases[0].start_step > 0:
         stages.append({"name": "base", "start_step": 0})
@@ -327,7 +322,7 @@ def _stages(
         if data.datasets:
             stage["weights"] = _phase_weights((where, f"{prefix}_weights"), phase.dataset_weights, datasets)
         elif phase.dataset_weights:
-            notes.warn(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
+            reading.warn(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
         stages.append(stage | ({"lr_scale": phase.lr_scale} if phase.lr_scale != 1 else {}))
     return stages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     ModelTable,
-    Notes,
-    count_ranks,
+    Reading,
     free_name,
     hub_name,
     plain_name,
@@ -175,12 +174,7 @@ class ParallelTable:
     data_parallel_replicate_degree: int = 1
 
 
-def from_torchtitan(
-    tables: Mapping[str, Any],
-    world_size: int | None,
-    is_store: Callable[[str], bool],  # noqa: ARG001 - a path is taken as it is, whatever is there
-    notes: Notes,
-) -> dict[str, Any]:
+def from_torchtitan(tables: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     """Return native tables for the tables of a config of the torchtitan fork."""
     table = table_of(tables, "training")
     # Other keys belong to training; one of these misspelt would silently train on other data.
@@ -192,7 +186,8 @@ def from_torchtitan(
         parallel = read_known(ParallelTable, tables, "parallelism")
         degrees = (parallel.data_parallel_shard_degree, parallel.data_parallel_replicate_degree)
         keys = "parallelism.data_parallel_shard_degree, data_parallel_replicate_degree"
-        rows = training.local_batch_size * count_ranks(world_size, *degrees, keys=keys, notes=notes)
+        rows = training.local_batch_size * reading.count_ranks(*degrees, keys=keys)
+    notes = reading.notes
     stages = _all_stages(training, table, notes)
     tokenizer = _tokenizer(tables, stages)
     sources: list[dict[str, Any]] = []
@@ -236,7 +231,7 @@ def _weights(stage: DataStage, weights: dict[str, Number], sources: int) -> dict
     return "tokens"
 
 
-def _all_stages(training: TrainingTable, table: Mapping[str, Any], notes: Notes) -> tuple[DataStage, ...]:
+def _all_stages(training: TrainingTable, table: Mapping[str, Any], notes: list[str]) -> tuple[DataStage, ...]:
     """Return the stages that are listed, and before them one made of [training] itself, unless they start at 0."""
     stages = training.data_stages
     if stages and stages[0].start_step == 0:
@@ -278,7 +273,9 @@ def _tokenizer(tables: Mapping[str, Any], stages: Sequence[DataStage]) -> str:
     return path
 
 
-def _mixture(stage: DataStage, tokenizer: str, sources: list[dict[str, Any]], notes: Notes) -> dict[str, Number]:
+def _mixture(
+    stage: DataStage, tokenizer: str, sources: list[dict[str, Any]], notes: list[str]
+) -> dict[str, Number]:
     """Return the weights of a stage by source; a place that no stage before had becomes a new source."""
     weights: dict[str, Number] = {}
     for place, weight in stage.places:
@@ -293,7 +290,7 @@ def _mixture(stage: DataStage, tokenizer: str, sources: list[dict[str, Any]], no
     return weights
 
 
-def _source(stage: DataStage, place: str, tokenizer: str, notes: Notes) -> dict[str, Any]:
+def _source(stage: DataStage, place: str, tokenizer: str, notes: list[str]) -> dict[str, Any]:
     """Return the native source of a place, without a name; one place has one, whatever type a stage gives it."""
     if stage.dataset_type != "huggingface":
         return {"store": posixpath.normpath(place)}
