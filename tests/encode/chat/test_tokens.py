@@ -260,6 +260,13 @@ def test_an_option_is_ordinary_text_and_replaces_nothing_that_the_template_is_gi
         opened(encoder.template, small, kwargs={"tools": []})
 
 
+def test_an_option_that_the_template_does_not_read_is_refused_with_the_nearest(small):
+    template = replace(stock_template("qwen3"), tokenizer=small.identity.content)
+    with pytest.raises(ConfigError, match=r"got 'enable_thinkin'; did you mean 'enable_thinking'\?"):
+        ChatEncoder(template=template, tokenizer=small, kwargs={"enable_thinkin": False})
+    ChatEncoder(template=template, tokenizer=small, kwargs={"enable_thinking": False, "now": "2025-01-31"})
+
+
 @pytest.mark.parametrize("roles", ["assistant", (), ("",)])
 def test_roles_must_be_named(small, roles):
     with pytest.raises(ConfigError, match="train_on must name roles"):

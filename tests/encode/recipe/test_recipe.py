@@ -515,3 +515,13 @@ def test_texts_of_groups_are_taken_as_they_are(encoder, shown):
 def test_the_text_preset_makes_what_the_fast_path_makes(shown):
     encoder = open_encoder(load_recipe("text"), open_tokenizer("bytes"), tokenizer_spec="bytes")
     assert shown(encoder.encode([{"text": "ab"}, {"content": "x"}]), "sequence", axis="documents") == ["^ab$"]
+
+
+@pytest.mark.parametrize(("role", "meant"), [("asistant", "assistant"), ("User", "user"), ("sytem", "system")])
+def test_a_slip_in_a_role_of_mask_is_refused_with_what_was_meant(role, meant):
+    with pytest.raises(ConfigError, match=rf"mask must name roles, got '{role}'; did you mean '{meant}'"):
+        load_recipe({"preset": "chat", "mask": {role: "mask"}})
+
+
+def test_a_role_of_ones_own_may_stand_in_mask():
+    assert "narrator" in load_recipe({"preset": "chat", "mask": {"narrator": "train"}}).trained_roles

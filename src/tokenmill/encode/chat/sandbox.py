@@ -49,6 +49,8 @@ class Compiled:
     """Whether it says itself, by `{% generation %}`, what is trained on."""
     words: frozenset[str]
     """All of its literals: what a text may be compared with."""
+    names: frozenset[str]
+    """What it reads by name: what it is given, and what it sets itself."""
 
 
 def compiled(source: str, where: str) -> Compiled:
@@ -78,6 +80,7 @@ def _compiled(source: str) -> Compiled:
         plain=plain.from_string(source),
         has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
         words=frozenset(words),
+        names=frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"),
     )
 
 

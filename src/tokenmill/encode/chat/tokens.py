@@ -14,10 +14,11 @@ import numpy as np
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
 from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP
 from tokenmill.encode.tokenizer import Tokenizer, join, split
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, nearest
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
 
 # Control strings in a rendered text, and the white space around them that goes with them.
@@ -253,6 +254,13 @@ class ChatEncoder:
             raise ConfigError(
                 f"chat: an option must not replace what the template is given, got {taken!r}; leave it out"
             )
+        names = compiled(self.template.source, self.template.where).names - {*_TAKEN, *self.template.special_tokens}
+        for name in self.kwargs:
+            if name not in {*names, "now"}:
+                raise ConfigError(
+                    f"chat template {self.template.where}: an option must be one that it reads, got {name!r}; "
+                    f"{nearest(name, sorted({*names, 'now'}))}"
+                )
 
     @property
     def spelled(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -505,6 +506,11 @@ def _kind(written: Kind | None, variants: Sequence[Variant], where: str) -> Kind
 
 def check_recipe(recipe: Recipe, where: str) -> None:
     """Raise `ConfigError` for what cannot be right."""
+    for role in recipe.mask:
+        # A role of one's own is welcome; what is nearly a role of all chat templates is taken for a slip.
+        meant = get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
+        if meant and role not in ROLES:
+            raise ConfigError(f"{where}: mask must name roles, got {role!r}; did you mean {meant[0]!r}?")
     for variant in recipe.variants:
         for name, source in variant.sources.items():
             spot = f"{where}: input" if name == "sequence" else f"{where}: input.sources.{name}"
