@@ -1,5 +1,7 @@
 """From files to a store: the same bytes however the work was divided, and every line accounted for."""
 
+import bz2
+import gzip
 import importlib.util
 import tracemalloc
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from tests.build.corpus import COMPRESS, files_of, lines_of, some_texts, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare
+from tokenmill.documents import ReadOptions, cut_files, find_files, read_unit
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError, StoreMissingError, TokenizerError
 from tokenmill.store import open_store, read_manifest, verify
 
@@ -185,6 +188,70 @@ def test_truncated_input_leaves_no_store_and_is_mended_by_a_rerun(corpus, straig
     path.write_bytes(whole)
     build(corpus, tmp_path / "store", max_tokens_per_shard=20_000)
     assert files_of(tmp_path / "store") == files_of(straight)
+
+
+def break_file(path, text):
+    """Write a file of one kind that breaks off, or is none."""
+    if path.suffix in (".gz", ".bz2"):
+        data = gzip.compress(lines_of([text] * 40_000)) if path.suffix == ".gz" else bz2.compress(lines_of([text]))
+        path.write_bytes(data[:-9])
+    else:
+        path.write_bytes(b"PAR1 or ARROW1, but no more")
+    return path
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_files_among_others_are_counted_and_named_if_bad_records_are_skipped(tmp_path, workers):
+    """[C1.d] What could be read of a file before it breaks off is taken."""
+    good = [write_file(tmp_path / f"{letter}.jsonl", [letter * 9] * 500) for letter in "ac"]
+    names = ["b.jsonl.gz", "d.parquet", "e.arrow", "f.jsonl.bz2"]
+    broken = [break_file(tmp_path / name, "xyz") for name in names]
+    with pytest.raises(DocumentError, match=r"must be .*copy or download it again"):
+        build([*good, *broken], tmp_path / "stopped")
+    report = build([*good, *broken], tmp_path / "out", workers=workers, on_error="skip", chunk_bytes=5000)
+    texts = texts_of(open_store(tmp_path / "out"))
+    assert len(texts) > 1000
+    assert texts == ["a" * 9] * 500 + ["xyz"] * (len(texts) - 1000) + ["c" * 9] * 500
+    assert report.skipped == {"broken": 4}
+    listed = read_manifest(tmp_path / "out").skipped["first"]
+    assert [(entry["file"], entry["reason"]) for entry in listed] == [(name, "broken") for name in names]
+    assert all("must be" in entry["detail"] and "copy or download it again" in entry["detail"] for entry in listed)
+
+
+def test_a_file_that_is_written_to_stops_a_build_that_skips(tmp_path):
+    path = write_file(tmp_path / "a.jsonl.gz", ["a"] * 2000)
+    (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 20)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DocumentError, match=r"must keep its .* bytes while it is read"):
+        list(read_unit(unit, ReadOptions(skip_broken=True)))
+
+
+def test_rows_that_a_quote_takes_along_are_counted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text\none\n" + '"open\n' + "lost\n" * 99)
+    with pytest.raises(DocumentError, match=r"a\.csv row 2: a row must be well-formed CSV, got a quoted cell that"):
+        build(path, tmp_path / "stopped")
+    report = build(path, tmp_path / "out", on_error="skip")
+    assert (report.documents, report.skipped) == (1, {"csv": 100})
+
+
+def test_a_second_dump_with_the_same_file_names_is_added(tmp_path):
+    first, second = (write_file(tmp_path / name / "part-0.jsonl", [name]) for name in ("one", "two"))
+    build(first.parent, tmp_path / "out")
+    with pytest.raises(StoreExistsError, match=r"must stay as they were, got .*say --same-names if it is another"):
+        build(second.parent, tmp_path / "out")
+    report = build(second.parent, tmp_path / "out", same_names=True)
+    assert (texts_of(open_store(tmp_path / "out")), report.new_files) == (["one", "two"], 1)
+    assert build([first.parent, second.parent], tmp_path / "out").new_files == 0
+    build(first.parent, tmp_path / "both")
+    assert build([first.parent, second.parent], tmp_path / "both").new_files == 1
+    assert texts_of(open_store(tmp_path / "both")) == ["one", "two"]
+
+
+def test_an_empty_folder_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "in").mkdir()
+    with pytest.raises(DocumentError, match=r"in: must hold files that end in .*, got no file at all; fix"):
+        build(tmp_path / "in", tmp_path / "out")
 
 
 def test_a_mended_input_goes_on_with_what_the_other_files_gave(tmp_path):

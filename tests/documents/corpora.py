@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import tarfile
 
 import zstandard
 
 from tokenmill.documents import ReadOptions, cut_files, find_files, read_unit
 
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 TEXTS = ["one", "zwei ä", "三", "🙂" * 50, 'quote " and \\ and \n', "a,b\tc\r\nd", " spaces ", "]}{["]
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.documents.corpora import COMPRESS, bad_of, csv_of, num_lines_of, read, reasons_of, records_of, texts_of
 
-from tokenmill.errors import DocumentError
+from tokenmill.documents import ReadOptions
+from tokenmill.errors import ConfigError, DocumentError
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_bad_rows_are_told_and_the_rest_is_read(write):
         (2, "columns", "1 instead of 2"),
         (4, "utf8", "invalid start byte at byte 3 of a line"),
         (5, "utf8", "invalid start byte at byte 4 of a line"),
-        (7, "csv", "a quoted cell that does not end"),
+        (7, "csv", "a quoted cell that begins in line 10 and does not end (1 lines are lost)"),
     ]
     assert num_lines_of(batches) == 8
     assert [line for batch in batches for line in batch.lines] == [0, 6]
@@ -83,6 +84,42 @@ def test_row_that_is_too_long_is_passed_over_to_its_end(write, row, batch_bytes)
     batches = read(path, max_record_bytes=200, batch_bytes=batch_bytes)
     assert texts_of(batches) == ["a", "b"]
     assert reasons_of(batches) == [(1, "too_long")]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("max_record_bytes", [60, 1 << 20])
+def test_what_a_quote_without_an_end_takes_along_is_counted(write, newline, max_record_bytes):
+    """Whether what follows it is short enough for a record or not."""
+    rows = ["text,b", "one,1", '"open,2', *(f"lost {number},3" for number in range(40))]
+    batches = read(write(newline.join(rows).encode()), max_record_bytes=max_record_bytes)
+    assert texts_of(batches) == ["one"]
+    (bad,) = [bad for batch in batches for bad in batch.bad]
+    assert (bad.line, bad.reason, bad.count) == (1, "csv", 41)
+    assert bad.detail == "a quoted cell that begins in line 3 and does not end (41 lines are lost)"
+
+
+def test_a_quote_without_an_end_behind_a_carriage_return_is_seen_too(write):
+    batches = read(write(b'text,b\rone,1\r"open,2\rlost,3'))
+    assert texts_of(batches) == ["one"]
+    assert reasons_of(batches) == [(1, "csv")]
+
+
+def test_lines_that_a_quote_too_many_joins_are_named(write):
+    assert bad_of(read(write(b'text,b\n"open,1\nlost,2\n"x, y",3\n'))) == [
+        (0, "columns", "3 instead of 2 in lines 2 to 4")
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_cells_may_stand_between_other_characters(tmp_path, name):
+    (tmp_path / name).write_bytes(b'id;text\n1;"a;b"\n2;c,d\n')
+    assert texts_of(read(tmp_path / name, delimiter=";")) == ["a;b", "c,d"]
+
+
+@pytest.mark.parametrize("delimiter", ["", ";;", '"', "\n"])
+def test_a_delimiter_is_one_character(delimiter):
+    with pytest.raises(ConfigError, match=r"delimiter: must be one character, no quote or newline, got"):
+        ReadOptions(delimiter=delimiter)
 
 
 def test_text_field_with_a_dot_is_a_column_of_that_name(write):

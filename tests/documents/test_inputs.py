@@ -110,7 +110,7 @@ def test_digits_compare_as_numbers_and_the_rest_as_text():
         ("*.parquet", r"\*\.parquet: .*got nothing there"),
         (
             "notes.doc",
-            r"notes\.doc: must end in \.jsonl, \.json, \.parquet.*\.tgz.*\.gz or \.zst.*convert",
+            r"notes\.doc: must end in \.jsonl, \.json, \.parquet.*\.tgz.*\.gz, \.zst.*convert",
         ),
     ],
 )

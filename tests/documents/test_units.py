@@ -1,6 +1,8 @@
 """Files are opened as listed, read whole or refused, and never decompressed without bound."""
 
+import bz2
 import gzip
+import lzma
 import os
 
 import pytest
@@ -12,7 +14,7 @@ from tokenmill.documents.units import decompressed
 from tokenmill.errors import DocumentError
 
 KIB = 1 << 10
-KINDS = {".gz": gzip.compress, ".zst": zstandard.compress}
+KINDS = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_damaged_file_is_an_error_that_names_it(tmp_path, kind):
     data = lines_of([str(number) for number in range(1000)])
     path = tmp_path / f"input.jsonl{kind}"
     # zstd checks contents only if asked to, as its command line does.
-    packed = gzip.compress(data) if kind == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress(data)
+    packed = zstandard.ZstdCompressor(write_checksum=True).compress(data) if kind == ".zst" else KINDS[kind](data)
     for place in (0, len(packed) // 2, len(packed) - 1):
         broken = bytearray(packed)
         broken[place] ^= 0x55
@@ -130,6 +132,17 @@ def test_bomb_of_many_frames_is_refused_too(tmp_path, kind):
     (listed,) = find_files(path).files
     with path.open("rb") as file, pytest.raises(DocumentError, match="must decompress to at most 100000 bytes"):
         list(decompressed(file, listed, cap_bytes=100_000))
+
+
+def test_padding_between_streams_of_xz_is_passed_over(tmp_path):
+    """[C1] However long; what is no stream behind it is refused."""
+    path = tmp_path / "input.jsonl.xz"
+    packed = lzma.compress(lines_of(TEXTS))
+    path.write_bytes(packed + bytes(4) + packed + bytes(600 * KIB) + packed)
+    assert texts_of(read(path)) == TEXTS * 3
+    path.write_bytes(packed + bytes(600 * KIB) + b"x" + packed)
+    with pytest.raises(DocumentError, match=r"input\.jsonl\.xz: must be an intact \.xz file"):
+        read(path)
 
 
 def test_window_that_a_header_claims_is_not_allocated(tmp_path):

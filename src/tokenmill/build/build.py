@@ -194,7 +194,12 @@ def prepare(
                 journal.drop_unreadable()
             journal.finish_publishing()
             build = begin_build(
-                journal, _identity(job, opened), files, chunk_bytes=options.chunk_bytes, rebuild=rebuild
+                journal,
+                _identity(job, opened),
+                files,
+                chunk_bytes=options.chunk_bytes,
+                rebuild=rebuild,
+                same_names=options.same_names,
             )
             if build.files:
                 with WorkerPool(job, opened, num_workers, lock) as pool:
@@ -248,7 +253,9 @@ def _open_tokenizer(
     """Return the tokenizer, and what was told of its engine."""
     if options.engine != "auto":
         return open_tokenizer(spec, engine=options.engine, **options.framing()), None
-    tokenizer, warning = trusted(spec, sample=sample_texts(files, recipe.text_field), **options.framing())
+    skip_broken = options.on_error == "skip"
+    sample = sample_texts(files, recipe.text_field, delimiter=options.delimiter, skip_broken=skip_broken)
+    tokenizer, warning = trusted(spec, sample=sample, **options.framing())
     if warning:
         warn(warning)
     return tokenizer, warning
@@ -284,6 +291,7 @@ def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
         "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
         "options": {name: getattr(job.options, name) for name in _OF_READING}
         | ({} if job.options.keep_empty else {"keep_empty": False})
+        | ({} if job.options.delimiter is None else {"delimiter": job.options.delimiter})
         | ({"keep": list(job.options.keep)} if job.options.keep else {}),
     }
 
@@ -385,7 +393,7 @@ def _bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
 def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
     journal, stop, chosen = build.journal, pool.opened.stop, pool.opened.chosen
-    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes))
+    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not stop))
     how = digest([__version__, dict(build.identity)])
     result = BuildResult()
     fates: Sequence[Uint8Array | None] = [None] * len(units)

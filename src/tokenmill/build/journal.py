@@ -85,7 +85,7 @@ class UnitCounts:
     def note_bad(self, bad: Sequence[BadRecord]) -> None:
         """Count the bad records of a batch, and list the first."""
         for record in bad:
-            add_counts(self.skipped, {record.reason: 1})
+            add_counts(self.skipped, {record.reason: record.count})
         in_order = sorted(bad, key=lambda record: (record.piece, record.line))
         self.bad.extend(in_order[: MAX_LISTED - len(self.bad)])
 
@@ -408,6 +408,7 @@ def begin_build(
     *,
     chunk_bytes: int | None,
     rebuild: bool,
+    same_names: bool = False,
 ) -> Build:
     """Find out what there is to do, and note in the journal that it has begun; refuse what does not fit."""
     finished, unfinished = journal.finished(), journal.unfinished()
@@ -435,7 +436,7 @@ def begin_build(
         refuse_left_shards(journal.out, routes)
     base = None if replaces else finished
     digests = {file.path: file_digest(file) for file in files}
-    new_files = _new_files(journal, files, digests, base)
+    new_files = _new_files(journal, files, digests, base, same_names=same_names)
     if unfinished is not None and chunk_bytes in (None, unfinished.chunk_bytes):
         chunk_bytes = unfinished.chunk_bytes
     else:
@@ -465,9 +466,17 @@ def stamp_of(file: InputFile) -> tuple[int, int] | None:
 
 
 def _new_files(
-    journal: Journal, files: Sequence[InputFile], digests: Mapping[str, str], base: FinishedBuild | None
+    journal: Journal,
+    files: Sequence[InputFile],
+    digests: Mapping[str, str],
+    base: FinishedBuild | None,
+    *,
+    same_names: bool,
 ) -> list[InputFile]:
-    """Return the files that are not in the store; one that changed or was renamed since it was read is refused."""
+    """Return the files that are not in the store; one that changed or was renamed since it was read is refused.
+
+    With `same_names`, one that seems to have changed is another file.
+    """
     if base is None:
         return list(files)
     not_given = Counter(entry.digest for entry in base.inputs)
@@ -486,11 +495,11 @@ def _new_files(
             gone.setdefault(entry.bytes, []).append(entry)
     for file in new_files:
         old = names.get(file.name)
-        if old is not None:
+        if old is not None and not same_names:
             raise StoreExistsError(
                 f"{journal.out}: files that are in a store must stay as they were, got {file.path} with other "
                 f"content than {old.name} had ({old.bytes} -> {file.bytes} bytes); put new records into files "
-                "with new names, or --rebuild"
+                "with new names, say --same-names if it is another file, or --rebuild"
             )
         for entry in gone.get(file.bytes, ()):
             if entry_digest(entry.name, digests[file.path]) == entry.digest:

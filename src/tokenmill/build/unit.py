@@ -92,7 +92,7 @@ def write_unit(
                 continue  # before the checkpoint that this unit goes on from
             if fates is not None and wanted < fates.size and counts.place >= wanted:
                 # All that is left is beyond max_items: counted, and good or bad not looked at.
-                add_counts(counts.skipped, {"max_items": len(batch.documents) + len(batch.bad)})
+                add_counts(counts.skipped, {"max_items": len(batch.documents) + _num_lost(batch.bad)})
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
             if counts.bad and opened.stop:
@@ -111,6 +111,10 @@ def write_unit(
                 f"for, got {counts.place}; let nothing write to the input, and start over with --rebuild"
             )
         return writer.commit()
+
+
+def _num_lost(bad: Sequence[BadRecord]) -> int:
+    return sum(record.count for record in bad)
 
 
 def _num_wanted(fates: Uint8Array | None) -> int:
@@ -144,7 +148,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
     if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
         # What is wrong with records that are not wanted is nobody's trouble.
         before = [record for record in bad if (record.piece, record.line) < batch.place(last)]
-        add_counts(counts.skipped, {"max_items": len(bad) - len(before)})
+        add_counts(counts.skipped, {"max_items": _num_lost(bad) - _num_lost(before)})
         bad = before
     return bad
 

@@ -60,13 +60,16 @@ class PrepareOptions:
     """`tokenizer`, the path of a template, or `chatml`: what messages, and the texts of a preset, go through."""
     format: str | None = None
     """How files are read whatever their endings: `text`, `jsonl`, `json`, `parquet`, `arrow`, `csv`, `tsv`, ..."""
+    delimiter: str | None = None
+    """What stands between the cells of CSV and TSV files; None: a comma, a tab."""
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
     keep: tuple[str, ...] = ()
     """Fields of a record that are kept beside its document, such as `id` and `url`; dots go down, long values are
     cut. Which file and line a document came from is noted always."""
     on_error: str = "stop"
-    """What a bad record does: `stop` the build, or be `skip`ped, counted by reason and listed in the manifest."""
+    """What a bad record does, or a file that is broken: `stop` the build, or be `skip`ped, counted by reason and
+    listed in the manifest; of a broken file, what cannot be read any more."""
     keep_empty: bool = False
     """Whether a text without a character becomes a document, of BOS and EOS alone; else it is left out, counted as
     `empty`."""
@@ -96,6 +99,9 @@ class PrepareOptions:
     """What runs the tokenizer. `auto`: the fast engine if it agrees with the reference on a sample, else that."""
     chunk_bytes: int | None = None
     """How much input is one unit of work, which becomes a shard; None: a 24th of the input, 4 MiB to 1 GiB."""
+    same_names: bool = False
+    """Whether a file with the name of one that is in the store, and other content, is another file; else it is
+    refused, as one that has changed."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """A larger record is a bad one; it bounds what a worker holds in memory."""
     checkpoint_seconds: float = 30.0
@@ -118,6 +124,7 @@ class PrepareOptions:
             text_field="text" if self.text_field is None else self.text_field,
             text_unit=self.text_unit,
             max_record_bytes=self.max_record_bytes,
+            delimiter=self.delimiter,
         )
 
     def framing(self) -> dict[str, Any]:
@@ -195,6 +202,8 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
             fields=None if text_only else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
             text_unit=job.options.text_unit,
             max_record_bytes=job.options.max_record_bytes,
+            delimiter=job.options.delimiter,
+            skip_broken=job.options.on_error == "skip",
         ),
         spec=StoreSpec(
             keys={TEXT_KEY: token_dtype(vocab_size).str} if text_only else record_keys(recipe, vocab_size),

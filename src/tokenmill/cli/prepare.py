@@ -22,7 +22,7 @@ def prepare(
         typer.Argument(
             metavar="INPUT...",
             help="Files, globs, folders, or hf:NAME[:CONFIG[:SPLIT]]. "
-            "JSONL, JSON, CSV, TSV and text (also .gz, .zst), Parquet, Arrow, WebDataset tar.",
+            "JSONL, JSON, CSV, TSV and text (also .gz, .zst, .bz2, .xz), Parquet, Arrow, WebDataset tar.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the store to write or to add to.")],
@@ -44,13 +44,16 @@ def prepare(
     format: Annotated[
         str | None, typer.Option(help="Read all files as this: text, jsonl, json, parquet, arrow, csv, tsv, tar.")
     ] = None,
+    delimiter: Annotated[
+        str | None, typer.Option(help="Between the cells of CSV and TSV; default: a comma, a tab.")
+    ] = None,
     text_unit: Annotated[str, typer.Option(help="What is a document of a text file: file, or line.")] = "file",
     keep: Annotated[
         str | None,
         typer.Option(help="Fields to keep beside each document, such as id,url."),
     ] = None,
     on_error: Annotated[
-        str, typer.Option(help="What a bad record does: stop, or skip (counted and listed).")
+        str, typer.Option(help="What a bad record or broken file does: stop, or skip (counted and listed).")
     ] = "stop",
     keep_empty: Annotated[
         bool, typer.Option("--keep-empty", help="Keep texts without a character; else left out and counted.")
@@ -68,6 +71,10 @@ def prepare(
     val_fraction: Annotated[
         float | None, typer.Option(help="Share of records for OUT/val, the others to OUT/train.")
     ] = None,
+    same_names: Annotated[
+        bool,
+        typer.Option("--same-names", help="Files named like ones in the store are others: a second dump."),
+    ] = False,
     max_record_bytes: Annotated[
         int | None, typer.Option(help="Largest record; a worker takes up to 15 times that. Default: 64 MiB.")
     ] = None,
@@ -110,10 +117,12 @@ def prepare(
                 control_strings=control_strings,
                 chat_template=chat_template,
                 format=format,
+                delimiter="\t" if delimiter == "\\t" else delimiter,
                 text_unit=text_unit,
                 keep=tuple(keep.split(",")) if keep else (),
                 on_error=on_error,
                 keep_empty=keep_empty,
+                same_names=same_names,
                 min_chars=min_chars,
                 max_chars=max_chars,
                 max_items=max_items,

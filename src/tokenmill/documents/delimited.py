@@ -19,7 +19,8 @@ _CARRIAGE_RETURN = re.compile(r"(?<=\r)(?!\n)")
 def _read(piece: Piece, options: ReadOptions, *, delimiter: str) -> Iterator[Group]:
     """Read all rows below the header; a cell in quotes may hold newlines."""
     with open_blocks(piece, options.batch_bytes) as (blocks, tell):
-        rows = _Rows(split_lines(blocks, options.max_record_bytes), delimiter, options.max_record_bytes)
+        lines = split_lines(blocks, options.max_record_bytes)
+        rows = _Rows(lines, options.delimiter or delimiter, options.max_record_bytes)
         header = _header(rows, piece.file.path)
         if header is None:
             return
@@ -43,7 +44,7 @@ def _group(rows: _Rows, table: _Table, options: ReadOptions) -> Group:
             if row is None:
                 break
             if row:
-                group.documents.append(table.document(row))
+                group.documents.append(table.document(row, rows))
                 group.size += sum(map(len, row)) if options.text_field is None else len(group.documents[-1])
             else:
                 group.blank.append(line)
@@ -73,9 +74,9 @@ class _Table:
         if options.text_field is not None:
             self._text = header.index(options.text_field)
 
-    def document(self, row: list[str]) -> str | Mapping[str, Any]:
+    def document(self, row: list[str], rows: _Rows) -> str | Mapping[str, Any]:
         if len(row) != len(self._header):
-            raise RecordError("columns", f"{len(row)} instead of {len(self._header)}")
+            raise RecordError("columns", f"{len(row)} instead of {len(self._header)}{rows.lines_of_row}")
         if self._text is not None:
             return row[self._text]
         record = dict(zip(self._header, row, strict=True))
@@ -98,9 +99,10 @@ class _Rows:
         # The limit is one for the whole process, so it is only ever raised: no other reader may be hurt by it.
         csv.field_size_limit(max(csv.field_size_limit(), max_bytes))
         self._lines = (line for some in lines for line in some)
+        self._num_lines = 0
         self._max_bytes = max_bytes
         self._delimiter = delimiter
-        self._reader = csv.reader(self._record_lines(), delimiter=delimiter)
+        self._renew()
         self._begin_record()
 
     def __iter__(self) -> _Rows:
@@ -120,21 +122,32 @@ class _Rows:
             raise RecordError("utf8", self._not_utf8)
         return row
 
+    @property
+    def lines_of_row(self) -> str:
+        """Where the last row stands, if it has several lines: a quote too many may have joined them."""
+        first, last = self._first_line, self._num_lines
+        return f" in lines {first} to {last}" if first < last else ""
+
     def _begin_record(self) -> None:
         self._size = 0
+        self._first_line = self._num_lines + 1
         self._not_utf8: str | None = None
 
     def _renew(self) -> None:
         self._reader = csv.reader(self._record_lines(), delimiter=self._delimiter)
 
+    def _next_line(self) -> bytes | None:
+        line = next(self._lines, None)
+        self._num_lines += line is not None
+        return line
+
     def _record_lines(self) -> Iterator[str]:
         """Give the reader its lines; raise when the record that it is reading has grown too long."""
-        for raw in self._lines:
+        while (raw := self._next_line()) is not None:
             goes_on = self._size > 0
-            self._size += len(raw)
             if isinstance(raw, Unread):
                 raise self._skip(raw.detail, goes_on ^ bool(raw.num_quotes % 2))
-            if self._size > self._max_bytes:
+            if self._size + len(raw) > self._max_bytes:
                 raise self._skip(f"more than {self._max_bytes} bytes", goes_on ^ bool(raw.count(b'"') % 2))
             try:
                 line = raw.decode()
@@ -142,15 +155,24 @@ class _Rows:
                 self._not_utf8 = f"{error.reason} at byte {error.start} of a line"
                 line = raw.decode(errors="replace")
             if "\r" in line.removesuffix("\n").removesuffix("\r"):  # may end a row as well
-                yield from _CARRIAGE_RETURN.split(line)
+                for part in _CARRIAGE_RETURN.split(line):
+                    self._size += len(part)
+                    yield part
             else:
+                self._size += len(raw)
                 yield line
         if self._size:
-            raise RecordError("csv", "a quoted cell that does not end")
+            raise self._unclosed()
 
     def _skip(self, detail: str, in_quotes: bool) -> RecordError:
         """Pass over the rest of a record: up to the line with the quote that ends its cell."""
-        while in_quotes and (raw := next(self._lines, None)) is not None:
+        while in_quotes and (raw := self._next_line()) is not None:
             quotes = raw.num_quotes if isinstance(raw, Unread) else raw.count(b'"')
             in_quotes ^= bool(quotes % 2)
-        return RecordError("too_long", detail)
+        return self._unclosed() if in_quotes else RecordError("too_long", detail)
+
+    def _unclosed(self) -> RecordError:
+        """Say what is lost where a quote has no other: every line after it, as rows are not to be told there."""
+        lost = max(self._num_lines - self._first_line + 1, 1)
+        detail = f"a quoted cell that begins in line {self._first_line} and does not end ({lost:,} lines are lost)"
+        return RecordError("csv", detail, count=lost)

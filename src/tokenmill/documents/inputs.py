@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from glob import glob
 from importlib import import_module
 from pathlib import PurePath
@@ -16,13 +16,17 @@ import msgspec
 
 from tokenmill.documents.units import (
     COMPRESSIONS,
+    BadRecord,
     DocumentBatch,
     Format,
+    Group,
     InputFile,
     Piece,
     ReadOptions,
     Unit,
     decompressed,
+    is_changed,
+    whole,
 )
 from tokenmill.errors import ConfigError, DocumentError, nearest
 from tokenmill.types import natural_key
@@ -229,7 +233,7 @@ def _is_text(path: str, suffix: str) -> bool:
 
 
 def _known() -> str:
-    return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {' or '.join(COMPRESSIONS)})"
+    return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {', '.join(COMPRESSIONS)})"
 
 
 def _shown(item: str) -> str:
@@ -404,19 +408,20 @@ def chunk_size(files: Sequence[InputFile]) -> int:
     return -(-size // step) * step
 
 
-def cut_files(files: Iterable[InputFile], *, chunk_bytes: int) -> Iterator[Unit]:
+def cut_files(files: Iterable[InputFile], *, chunk_bytes: int, skip_broken: bool = False) -> Iterator[Unit]:
     """Cut files into units of work, in input order: consecutive pieces until they have `chunk_bytes`.
 
     A plain `.jsonl` is cut into ranges of `chunk_bytes`, Parquet and Arrow files into runs of row groups and of
     record batches; other files are one piece. The units depend on the files and `chunk_bytes` alone. A file is
-    looked into only when the iterator comes to it.
+    looked into only when the iterator comes to it. One that cannot be is a piece, if `skip_broken` says so, that
+    cannot be read.
     """
     if chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes: must be at least 1, got {chunk_bytes}; leave it out")
     index = size = 0
     pieces: list[Piece] = []
     for file in files:
-        for begin, end, num_bytes in format_of(file.suffix).ranges(file, chunk_bytes):
+        for begin, end, num_bytes in _ranges(file, chunk_bytes, skip_broken):
             pieces.append(Piece(file=file, begin=begin, end=end, bytes=num_bytes))
             size += num_bytes
             if size >= chunk_bytes or len(pieces) >= MAX_PIECES:
@@ -426,6 +431,15 @@ def cut_files(files: Iterable[InputFile], *, chunk_bytes: int) -> Iterator[Unit]
                 pieces = []
     if pieces:
         yield Unit(index=index, pieces=tuple(pieces))
+
+
+def _ranges(file: InputFile, chunk_bytes: int, skip_broken: bool) -> Iterator[tuple[int, int, int]]:
+    try:
+        return format_of(file.suffix).ranges(file, chunk_bytes)
+    except DocumentError:
+        if not skip_broken:
+            raise
+        return whole(file, chunk_bytes)
 
 
 def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
@@ -442,10 +456,13 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
                 if batch.size >= options.batch_bytes or batch.num_lines >= options.batch_documents:
                     yield batch
                     batch = DocumentBatch()
-        except DocumentError:
-            if batch.num_lines:
-                yield batch  # a bad record before it comes first
-            raise
+        except DocumentError as error:
+            if not options.skip_broken or is_changed(piece.file):
+                if batch.num_lines:
+                    yield batch  # a bad record before it comes first
+                raise
+            bad = BadRecord(line=0, reason="broken", detail=str(error))
+            batch.add(Group(bad=[bad]), index, first)
         before += piece.bytes
     if batch.num_lines:
         yield batch
@@ -470,19 +487,31 @@ _SAMPLE_RECORD_BYTES = 4 << 20
 """Larger records are left out of a sample: the process that takes it should stay small."""
 
 
-def sample_texts(files: Sequence[InputFile], text_field: str | None) -> list[str]:
+def sample_texts(
+    files: Sequence[InputFile],
+    text_field: str | None,
+    *,
+    delimiter: str | None = None,
+    skip_broken: bool = False,
+) -> list[str]:
     """Return the first documents at evenly spread places of the input, together about 1 MiB at most.
 
     The same files give the same sample, however a build cuts them. Bad records are left for who reads all.
     Of whole records all texts are taken, wherever they stand.
     """
     options = ReadOptions(
-        text_field=text_field, batch_bytes=_SAMPLE_BYTES, batch_documents=256, max_record_bytes=_SAMPLE_RECORD_BYTES
+        text_field=text_field,
+        batch_bytes=_SAMPLE_BYTES,
+        batch_documents=256,
+        max_record_bytes=_SAMPLE_RECORD_BYTES,
+        delimiter=delimiter,
+        skip_broken=skip_broken,
     )
-    num_units = sum(1 for _ in cut_files(files, chunk_bytes=_SAMPLE_CHUNK_BYTES))
+    units = partial(cut_files, files, chunk_bytes=_SAMPLE_CHUNK_BYTES, skip_broken=skip_broken)
+    num_units = sum(1 for _ in units())
     chosen = {place * num_units // _SAMPLE_PLACES for place in range(_SAMPLE_PLACES)}
     texts: list[str] = []
-    for unit in cut_files(files, chunk_bytes=_SAMPLE_CHUNK_BYTES):
+    for unit in units():
         if unit.index not in chosen:
             continue
         batch = next(read_unit(unit, options), None)

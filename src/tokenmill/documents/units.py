@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -29,6 +32,7 @@ RULES: Mapping[str, str] = {
     "columns": "a row must have as many cells as the header",
     "value": "a value must be one that Python has an object for",
     "duplicate": "a record must have each field once",
+    "broken": "a file must be intact",
 }
 """Why a record cannot be read, and the rule that it breaks, as an error message has it after the place."""
 
@@ -99,6 +103,8 @@ class BadRecord:
     reason: str
     """A word to count by; where it cannot be read, one of `RULES`."""
     detail: str
+    count: int = 1
+    """How many are lost: of CSV, all lines from a quote that does not end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +125,17 @@ class ReadOptions:
     """A larger line, cell, member or text file is a bad record, and is not held in memory."""
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
+    delimiter: str | None = None
+    """What stands between the cells of CSV and TSV files; None: a comma, a tab."""
+    skip_broken: bool = False
+    """Whether a file that cannot be read to its end is a bad record where it breaks off; else it raises
+    DocumentError."""
 
     def __post_init__(self) -> None:
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise ConfigError(
+                f"delimiter: must be one character, no quote or newline, got {self.delimiter!r}; for example ';'"
+            )
         if self.text_field is not None and not all(self.text_field.split(".")):
             raise ConfigError(
                 f"text_field: must be a name or names joined by dots, got {self.text_field!r}; for example 'text'"
@@ -239,14 +254,15 @@ class DocumentBatch:
 class RecordError(Exception):
     """Why one record is bad: caught where its line is known."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, *, count: int = 1) -> None:
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+        self.count = count
 
     def at(self, line: int) -> BadRecord:
         """Return it as the bad record at a line."""
-        return BadRecord(line=line, reason=self.reason, detail=self.detail)
+        return BadRecord(line=line, reason=self.reason, detail=self.detail, count=self.count)
 
 
 def read_each(raws: Iterable[Raw], read: Callable[[Raw], object]) -> Group:
@@ -325,7 +341,9 @@ def decompressed(stream: BinaryIO, file: InputFile, *, cap_bytes: int | None = N
         raise DocumentError(
             f"{file.path}: must be a whole compressed file, got one that ends too early; copy or download it again"
         ) from None
-    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, zlib.error, zstandard.ZstdError, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of what is on it
+            raise
         raise DocumentError(
             f"{file.path}: must be an intact {file.compression} file, got {error}; "
             "copy or download it again, or fix its name"
@@ -336,6 +354,25 @@ def _gzip_blocks(stream: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=stream) as members:
         while block := members.read(_COMPRESSED_BYTES):
             yield block
+
+
+def _stream_blocks(
+    stream: BinaryIO, new: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+) -> Iterator[bytes]:
+    """Decompress bzip2 or xz; unlike the files of the standard library, pass over nothing that is no stream."""
+    decompressor = new()
+    while True:
+        feed = b""
+        if decompressor.eof:  # another stream may follow, behind a padding of zeros
+            feed = decompressor.unused_data.lstrip(b"\0")
+            while not feed:
+                if not (block := stream.read(_COMPRESSED_BYTES)):
+                    return
+                feed = block.lstrip(b"\0")
+            decompressor = new()
+        elif decompressor.needs_input and not (feed := stream.read(_COMPRESSED_BYTES)):
+            raise EOFError
+        yield decompressor.decompress(feed, _COMPRESSED_BYTES)
 
 
 def _zstd_blocks(stream: BinaryIO) -> Iterator[bytes]:
@@ -362,7 +399,12 @@ def _zstd_blocks(stream: BinaryIO) -> Iterator[bytes]:
     yield b"".join(ready)
 
 
-COMPRESSIONS: Mapping[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gzip_blocks, ".zst": _zstd_blocks}
+COMPRESSIONS: Mapping[str, Callable[[BinaryIO], Iterator[bytes]]] = {
+    ".gz": _gzip_blocks,
+    ".zst": _zstd_blocks,
+    ".bz2": partial(_stream_blocks, new=bz2.BZ2Decompressor),
+    ".xz": partial(_stream_blocks, new=partial(lzma.LZMADecompressor, memlimit=_WINDOW_BYTES)),
+}
 """Ending of a file's name -> what decompresses it; one that is cut off raises EOFError."""
 
 
@@ -428,6 +470,14 @@ def _open(file: InputFile) -> BinaryIO:
         raise DocumentError(
             f"{file.path}: must be readable, got {error.strerror}; fix the path or its rights"
         ) from None
+
+
+def is_changed(file: InputFile) -> bool:
+    """Tell whether a file is gone, or not as large as when it was listed."""
+    try:
+        return os.stat(file.path).st_size != file.bytes
+    except OSError:
+        return True
 
 
 def _changed(file: InputFile) -> DocumentError:

@@ -216,8 +216,9 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
     """Read all records from the start of an archive; members that are neither text nor JSON are left out."""
     path = piece.file.path
     with open_input(piece.file, exact=True) as file:
+        blocks = decompressed(file, piece.file) if piece.file.compression else iter(())
         if piece.file.compression:
-            raw = BlockStream(decompressed(file, piece.file))
+            raw = BlockStream(blocks)
             tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, BLOCK_BYTES)), path, num_bytes=None)
         else:
             tar = TarStream(file, path, num_bytes=piece.file.bytes)
@@ -232,6 +233,8 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
             if group.num_lines >= min(_RECORDS, options.batch_documents) or group.size >= options.batch_bytes:
                 yield group
                 group = Group()
+        for _ in blocks:
+            pass  # what stands behind the end of the archive: a checksum, which may be cut off
         if group.num_lines:
             yield group
 

@@ -103,7 +103,7 @@ def _parts(
                         f"{where}: {RULES[record.reason]}, got {record.detail}; correct it, or say on_error='skip'"
                     )
                 if window.members(bad, 1).size:  # so that each is counted by one of the parts
-                    skipped.append(Skipped(reason=record.reason, place=where))
+                    skipped += [Skipped(reason=record.reason, place=where)] * record.count
                 bad += 1
             texts: list[str] = batch.documents
             places = np.array([batch.pieces, batch.lines], np.int64).T
