@@ -3,11 +3,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import tokenmill as tm
 from tokenmill import errors
+from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.errors import StoreCorruptError, TokenmillError, met_in, nearest
 
 PACKAGE = Path(errors.__file__).parent
@@ -87,3 +90,62 @@ def test_every_message_says_where_the_rule_the_value_and_the_way_out():
     # A rule may be filled in as a whole, with its value.
     form = re.compile(r".+?: (.*\b(got|but)\b|\{\}).*; .+", re.DOTALL)
     assert [(place, text) for place, text in all_messages if not form.match(text)] == []
+
+
+NO_PATHS = [None, 5, 1.5, b"x", True, {}]
+ENTRIES = {
+    "prepare inputs": lambda value: tm.prepare(value, out="store"),
+    "prepare an input": lambda value: tm.prepare([value], out="store"),
+    "prepare out": lambda value: tm.prepare("a.jsonl", out=value),
+    "prepare tokenizer": lambda value: tm.prepare("a.jsonl", out="store", tokenizer=value),
+    "open_store": tm.open_store,
+    "verify": tm.verify,
+    "import_store": lambda value: tm.import_store(value, out="store"),
+    "detect_format": tm.detect_format,
+    "open_tokenizer": tm.open_tokenizer,
+    "Run.from_toml": tm.Run.from_toml,
+}
+
+
+@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_what_is_no_path_is_refused_at_every_front_door(tmp_path, monkeypatch, entry, value):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(tm.TokenmillError, match=r"^\w+: must (be a path|name at least one file), got .*; give a"):
+        ENTRIES[entry](value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": "2"}, "workers: must be a whole number, got '2'; change its type"),
+        ({"workers": 1.5}, "workers: must be a whole number, got 1.5; change its type"),
+        ({"rebuild": "yes"}, "rebuild: must be true or false, got 'yes'; change its type"),
+        ({"recipe": 5}, "recipe: must be a path, got 5; give a string or a pathlib.Path"),
+        ({"options": {"min_chars": 3}}, "options: must be PrepareOptions, got {'min_chars': 3}; write"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_anything_is_read(arguments, message):
+    with pytest.raises(tm.ConfigError, match=re.escape(message)):
+        tm.prepare("nowhere.jsonl", out="nowhere", **arguments)
+
+
+@pytest.mark.parametrize("field", fields(tm.PrepareOptions), ids=lambda field: field.name)
+def test_every_option_says_which_type_it_takes(field):
+    with pytest.raises(tm.ConfigError, match=rf"^{field.name}: must be (a|true) .*, got {{}}; change its type"):
+        tm.PrepareOptions(**{field.name: {}})
+
+
+def test_paths_may_be_pathlib_s(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a mill"}\n')
+    (tmp_path / "own.toml").write_text('preset = "text"\n')
+    report = tm.prepare(
+        [tmp_path / "a.jsonl"],
+        out=tmp_path / "store",
+        tokenizer=Path(TOKENIZER_DIR),
+        recipe=tmp_path / "own.toml",
+        progress=False,
+    )
+    identity = tm.open_tokenizer(Path(TOKENIZER_DIR)).identity.to_json()
+    assert tm.open_store(report.path).manifest.tokenizer == identity

@@ -9,6 +9,7 @@ in the `__post_init__` of the record, whose errors keep their own text.
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -225,6 +226,31 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line
 
 
 # Rules for single values.
+
+
+def check_types(**values: tuple[object, Any]) -> None:
+    """Refuse arguments that are not of their types: name -> value and hint."""
+    for name, (value, hint) in values.items():
+        if not _fits(hint, value):
+            raise _refusal(hint, value, name, ConfigError)
+
+
+def check_fields(record: object) -> None:
+    """Refuse fields that are not of their types in a record that Python made; paths become strings."""
+    kind: type = type(record)
+    for name, hint in _hints(kind).items():
+        value = getattr(record, name)
+        if isinstance(value, os.PathLike):
+            object.__setattr__(record, name, value := os.fspath(value))
+        check_types(**{name: (value, hint)})
+
+
+def path_of(name: str, value: object) -> str:
+    """Return a path as a string; what is none is refused."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"{name}: must be a path, got {value!r}; give a string or a pathlib.Path")
+    return path
 
 
 def check_positive(where: str, name: str, value: int) -> None:

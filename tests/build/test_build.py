@@ -3,6 +3,8 @@
 import bz2
 import gzip
 import importlib.util
+import re
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -210,8 +212,8 @@ def test_broken_files_among_others_are_counted_and_named_if_bad_records_are_skip
         build([*good, *broken], tmp_path / "stopped")
     report = build([*good, *broken], tmp_path / "out", workers=workers, on_error="skip", chunk_bytes=5000)
     texts = texts_of(open_store(tmp_path / "out"))
-    assert len(texts) > 1000
-    assert texts == ["a" * 9] * 500 + ["xyz"] * (len(texts) - 1000) + ["c" * 9] * 500
+    assert len(texts) > 1001
+    assert texts == ["a" * 9] * 500 + ["xyz"] * (len(texts) - 1001) + ["c" * 9] * 500 + ["xyz"]
     assert report.skipped == {"broken": 4}
     listed = read_manifest(tmp_path / "out").skipped["first"]
     assert [(entry["file"], entry["reason"]) for entry in listed] == [(name, "broken") for name in names]
@@ -323,6 +325,55 @@ def test_progress_is_shown_when_asked_for_on_stderr_alone(corpus, tmp_path, capf
     assert shown.out == ""
     for word in ("100%", "600 documents", " tokens/s", " MB/s"):
         assert word in shown.err.replace("\n", " ")
+
+
+def test_a_line_tells_how_far_a_build_is_where_there_is_no_terminal(corpus, tmp_path, capfd, monkeypatch):
+    module = importlib.import_module("tokenmill.build.build")
+    monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN", 0.0)
+    prepare(corpus, out=tmp_path / "out", workers=2, options=PrepareOptions(chunk_bytes=5000))
+    out, lines = capfd.readouterr()
+    assert out == ""
+    pattern = r"prepare: \d of \d MB, \d+%; [\d,]+ documents, [\d,]+ tokens, [\d,.]+ MB/s"
+    assert len(lines.splitlines()) > 2
+    assert [line for line in lines.splitlines() if not re.fullmatch(pattern, line)] == []
+    assert "100%; 600 documents" in lines.splitlines()[-1]
+    prepare(corpus, out=tmp_path / "quiet", workers=1, progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_tokenizer_that_takes_long_to_open_is_told(corpus, tmp_path, capfd, monkeypatch):
+    module = importlib.import_module("tokenmill.build.build")
+    opened = module._open_tokenizer
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_open_tokenizer", lambda *given: time.sleep(0.5) or opened(*given))
+    prepare(corpus, out=tmp_path / "out", workers=1)
+    assert capfd.readouterr() == ("", "open the tokenizer: this takes a while\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hook_is_told_how_far_a_build_is(corpus, tmp_path, workers):
+    told = []
+    options = PrepareOptions(chunk_bytes=5000, deduplicate=True)
+    report = prepare(corpus, out=tmp_path / "out", workers=workers, on_progress=told.append, options=options)
+    steps = ["open the tokenizer", "look for duplicates", "prepare"]
+    assert list(dict.fromkeys(each.what for each in told)) == steps
+    for step in steps:
+        done = [each.done_bytes for each in told if each.what == step]
+        assert done == sorted(done)
+    last = told[-1]
+    assert last.done_bytes == last.total_bytes == report.input_bytes
+    assert (last.documents, last.tokens) == (report.documents, report.tokens)
+    assert last.seconds >= 0
+
+
+def test_what_a_hook_raises_stops_the_build_which_goes_on_later(corpus, tmp_path):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus, out=tmp_path / "out", workers=1, on_progress=stop)
+    assert prepare(corpus, out=tmp_path / "out", workers=1, progress=False).documents == 600
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path):

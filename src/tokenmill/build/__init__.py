@@ -7,7 +7,7 @@
    options, never on the number of workers, or on how often the build was interrupted.
 """
 
-from tokenmill.build.build import PrepareReport, prepare
+from tokenmill.build.build import PrepareReport, Progress, prepare
 from tokenmill.build.worker import PrepareOptions
 
-__all__ = ["PrepareOptions", "PrepareReport", "prepare"]
+__all__ = ["PrepareOptions", "PrepareReport", "Progress", "prepare"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -54,12 +55,21 @@ from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, Stor
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import locked_folder, make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
+from tokenmill.tables import check_types, path_of
 from tokenmill.types import Uint8Array
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")
 """Options beside the recipe and the tokenizer that decide over what is in a store."""
 _SECONDS_BETWEEN = 0.2
 """Two looks at how far a build has come."""
+LINE_SECONDS = 30.0
+"""How often a line says so, where no terminal shows a bar."""
+SLOW_SECONDS = 2.0
+"""How long the tokenizer is opened before a line says so."""
+Show: TypeAlias = Callable[
+    [str, int, Callable[[], tuple[int, int, int]]], AbstractContextManager[Callable[[], None]]
+]
+"""What shows how far a step of the build is: what it is, its bytes, and a look at those that are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,15 +155,31 @@ class PrepareReport:
         }
 
 
-def prepare(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a build is."""
+
+    what: str
+    """`open the tokenizer`, `look for duplicates` or `prepare`."""
+    done_bytes: int
+    """Of the input, as it is on disk; units that an earlier try had finished count at once."""
+    total_bytes: int
+    documents: int
+    tokens: int
+    seconds: float
+    """Since this step began."""
+
+
+def prepare(  # noqa: PLR0913 - the front door
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     out: str | os.PathLike[str],
-    tokenizer: str = "bytes",
+    tokenizer: str | os.PathLike[str] = "bytes",
     recipe: RecipeSpec = "text",
     workers: int | None = None,
     rebuild: bool = False,
     progress: bool | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
     options: PrepareOptions | None = None,
 ) -> PrepareReport:
     """Turn files of text or records into the store `out`.
@@ -165,26 +191,23 @@ def prepare(
 
     A build that was interrupted goes on where it stopped. A finished store is added to: files that are in it
     already are left alone. Another tokenizer, recipe or option than it was made with is refused, unless `rebuild`
-    is given, which replaces it at the end. The progress bar is shown on a terminal, or as `progress` says.
+    is given, which replaces it at the end.
+
+    On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
+    `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
     """
     begin = time.monotonic()
-    options = options or PrepareOptions()
+    options = PrepareOptions() if options is None else options
+    check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
     num_workers = _num_workers(workers)
     settled = settle_recipe(recipe, options)
-    journal = Journal(Path(out).expanduser())
+    journal = Journal(Path(path_of("out", out)).expanduser())
     files = _input_files(inputs, journal.out, options)
-    opened_tokenizer, warning = _open_tokenizer(tokenizer, settled, options, files)
-    job = Job(
-        folder=str(journal.units.absolute()),
-        tokenizer=tokenizer,
-        identity=opened_tokenizer.identity.to_json(),
-        engine=opened_tokenizer.engine.split()[0],
-        recipe=settled,
-        options=options,
-    )
-    opened = open_job(job, opened_tokenizer)
-    _warn_of_spelled_turns(opened)
-    framing = _settle_framing(tokenizer, settled, options)
+    tokenizer = path_of("tokenizer", tokenizer)
+    show = partial(_shown_progress, shown=progress, on_progress=on_progress)
+    with show("open the tokenizer", 0, lambda: (0, 0, 0)):
+        job, opened, warning = _open_job(journal, tokenizer, settled, options, files)
+        framing = _settle_framing(tokenizer, settled, options)
     opening_seconds = time.monotonic() - begin
     result = None
     with _system_errors_explained(journal.out):
@@ -193,17 +216,11 @@ def prepare(
             if rebuild:
                 journal.drop_unreadable()
             journal.finish_publishing()
-            build = begin_build(
-                journal,
-                _identity(job, opened),
-                files,
-                chunk_bytes=options.chunk_bytes,
-                rebuild=rebuild,
-                same_names=options.same_names,
-            )
+            identity, names, size = _identity(job, opened), options.same_names, options.chunk_bytes
+            build = begin_build(journal, identity, files, chunk_bytes=size, rebuild=rebuild, same_names=names)
             if build.files:
                 with WorkerPool(job, opened, num_workers, lock) as pool:
-                    result = run_build(build, pool, progress)
+                    result = run_build(build, pool, show)
                 _publish(build, result, job, opened, warning)
             report = _report(build, result, opened, framing, opening_seconds, begin)
             keep_tokenizer(tokenizer, [store.path for store in report.stores])
@@ -245,6 +262,24 @@ def _input_files(
         return listed.files
     # Once more without them, as names and order are relative to the folder that all files share.
     return find_files(outside, format=options.format).files
+
+
+def _open_job(
+    journal: Journal, tokenizer: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
+) -> tuple[Job, OpenJob, str | None]:
+    """Open all that units need, and warn of what is unusual; return also what was told of the engine."""
+    opened_tokenizer, warning = _open_tokenizer(tokenizer, recipe, options, files)
+    job = Job(
+        folder=str(journal.units.absolute()),
+        tokenizer=tokenizer,
+        identity=opened_tokenizer.identity.to_json(),
+        engine=opened_tokenizer.engine.split()[0],
+        recipe=recipe,
+        options=options,
+    )
+    opened = open_job(job, opened_tokenizer)
+    _warn_of_spelled_turns(opened)
+    return job, opened, warning
 
 
 def _open_tokenizer(
@@ -390,7 +425,7 @@ def _bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
     )
 
 
-def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildResult:
+def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
     journal, stop, chosen = build.journal, pool.opened.stop, pool.opened.chosen
     units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not stop))
@@ -399,7 +434,7 @@ def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildRes
     fates: Sequence[Uint8Array | None] = [None] * len(units)
     if chosen.deduplicate or chosen.max_items is not None:
         result.scans = [unit_key(unit, build.digests, [how, "scan"]) for unit in units]
-        _scan(build, units, result.scans, pool, progress)
+        _scan(build, units, result.scans, pool, show)
         fates = _fates(build, result.scans, chosen)
     tasks = _tasks(build, units, fates, how)
     _drop_others(journal, tasks)
@@ -412,7 +447,7 @@ def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildRes
         position, documents, tokens = map(sum, zip(now, *ahead, strict=True))
         return position, documents, tokens
 
-    with _progress_bar("prepare", sum(unit.bytes for unit in units), look, shown=progress) as tick:
+    with show("prepare", sum(unit.bytes for unit in units), look) as tick:
         answers = pool.run([task for task in tasks if task.key not in done], tick)
         for task in tasks:
             unit_result = done.get(task.key) or next(answers)
@@ -424,16 +459,14 @@ def run_build(build: Build, pool: WorkerPool, progress: bool | None) -> BuildRes
     return result
 
 
-def _scan(
-    build: Build, units: Sequence[Unit], keys: Sequence[str], pool: WorkerPool, progress: bool | None
-) -> None:
+def _scan(build: Build, units: Sequence[Unit], keys: Sequence[str], pool: WorkerPool, show: Show) -> None:
     """Hash the records of all units that are not hashed yet."""
     folder = build.journal.scans
     missing = {key: unit for unit, key in zip(units, keys, strict=True) if not (folder / key).exists()}
     tasks = [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
     total = sum(unit.bytes for unit in missing.values())
     done = 0
-    with _progress_bar("look for duplicates", total, lambda: (done, 0, 0), shown=progress) as tick:
+    with show("look for duplicates", total, lambda: (done, 0, 0)) as tick:
         for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
             done += task.unit.bytes
             tick()
@@ -655,22 +688,85 @@ def warn(message: str) -> None:
     Console(stderr=True).print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
 @contextmanager
-def _progress_bar(
-    what: str, total_bytes: int, look: Callable[[], tuple[int, int, int]], *, shown: bool | None
+def _shown_progress(
+    what: str,
+    total_bytes: int,
+    look: Callable[[], tuple[int, int, int]],
+    *,
+    shown: bool | None,
+    on_progress: Callable[[Progress], None] | None,
 ) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr: documents, MB/s, tokens/s, time left by bytes of input; None: on a terminal.
+    """Show how far a step of the build is: a bar on a terminal, else a line every 30 s; a hook is told as well.
 
     Gives a function that brings it up to date, if it has been a while: cheap enough to call at any time. `look`
-    returns the bytes, documents and tokens that are done.
+    returns the bytes, documents and tokens that are done. A step without bytes has a line, if it is slow.
     """
-    if not (sys.stderr.isatty() if shown is None else shown):
-        yield lambda: None
+    begin, last = time.monotonic(), 0.0
+    with ExitStack() as stack:
+        tell = (lambda _: None) if shown is False else stack.enter_context(_told(what, total_bytes, always=shown))
+
+        def tick(seconds_between: float = _SECONDS_BETWEEN) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last < seconds_between:
+                return
+            last = now
+            done_bytes, documents, tokens = look()
+            progress = Progress(
+                what=what,
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+                documents=documents,
+                tokens=tokens,
+                seconds=now - begin,
+            )
+            tell(progress)
+            if on_progress is not None:
+                on_progress(progress)
+
+        tick()
+        yield tick
+        tick(0)
+
+
+@contextmanager
+def _told(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Callable[[Progress], None]]:
+    """Give what tells people on stderr how far a step is; a bar is shown on a terminal, or `always`."""
+    if not total_bytes:
+        line = threading.Timer(SLOW_SECONDS, _say, [f"{what}: this takes a while"])
+        line.daemon = True
+        line.start()
+        try:
+            yield lambda _: None
+        finally:
+            line.cancel()
+        return
+    if not (always or sys.stderr.isatty()):
+        last = 0.0
+
+        def tell(now: Progress) -> None:
+            nonlocal last
+            if now.seconds - last >= LINE_SECONDS:
+                last = now.seconds
+                done, total = now.done_bytes / 1e6, total_bytes / 1e6
+                _say(
+                    f"{what}: {done:,.0f} of {total:,.0f} MB, {done / total:.0%}; {now.documents:,} documents, "
+                    f"{now.tokens:,} tokens, {done / now.seconds:,.1f} MB/s"
+                )
+
+        yield tell
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
-    bar = Progress(
+    columns = (
         TextColumn(what),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
@@ -678,21 +774,18 @@ def _progress_bar(
         TextColumn("{task.fields[megabytes]:,.1f} MB/s"),
         TextColumn("{task.fields[tokens]:,.0f} tokens/s"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
     )
-    task = bar.add_task(what, total=total_bytes, documents=0, megabytes=0.0, tokens=0.0)
-    begin = last = time.monotonic()
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total_bytes, documents=0, megabytes=0.0, tokens=0.0)
 
-    def tick(seconds_between: float = _SECONDS_BETWEEN) -> None:
-        nonlocal last
-        if time.monotonic() - last < seconds_between:
-            return
-        last = time.monotonic()
-        done_bytes, documents, tokens = look()
-        seconds = max(last - begin, 1e-3)
-        megabytes, token_rate = done_bytes / 1e6 / seconds, tokens / seconds
-        bar.update(task, completed=done_bytes, documents=documents, megabytes=megabytes, tokens=token_rate)
+        def show(now: Progress) -> None:
+            seconds = max(now.seconds, 1e-3)
+            bar.update(
+                task,
+                completed=now.done_bytes,
+                documents=now.documents,
+                megabytes=now.done_bytes / 1e6 / seconds,
+                tokens=now.tokens / seconds,
+            )
 
-    with bar:
-        yield tick
-        tick(0)
+        yield show

@@ -42,10 +42,10 @@ from tokenmill.encode.tokenizer import Tokenizer, token_dtype
 from tokenmill.errors import ConfigError, TokenizerError, TokenmillError, nearest
 from tokenmill.store import StoreSpec
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
-from tokenmill.tables import as_json, read_table
+from tokenmill.tables import as_json, check_fields, path_of, read_table
 from tokenmill.types import ON_ERROR
 
-RecipeSpec: TypeAlias = "str | Mapping[str, object]"
+RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +108,7 @@ class PrepareOptions:
     """How much work of a worker a kill can lose, at most."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.on_error not in ON_ERROR:
             raise ConfigError(
                 f"on_error: must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}; "
@@ -139,6 +140,10 @@ class PrepareOptions:
 
 def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     """Return the recipe that a spec names, with what the options say on top."""
+    if not isinstance(options, PrepareOptions):
+        raise ConfigError(f"options: must be PrepareOptions, got {options!r}; write tm.PrepareOptions(name=value)")
+    if not isinstance(spec, Mapping):
+        spec = path_of("recipe", spec)
     if options.text_field is not None:
         if spec != "text":
             raise ConfigError(

@@ -29,6 +29,7 @@ from tokenmill.documents.units import (
     whole,
 )
 from tokenmill.errors import ConfigError, DocumentError, nearest
+from tokenmill.tables import path_of
 from tokenmill.types import natural_key
 
 if TYPE_CHECKING:
@@ -117,20 +118,22 @@ def find_files(
     twice is read once. Hidden files of a folder are left alone. `format` says how files are read, whatever their
     endings: with `text`, every file of a folder that is UTF-8 is a document.
     """
-    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    if not isinstance(inputs, Iterable):
+        inputs = [path_of("inputs", inputs)]
+    given = [path_of("inputs", item) for item in ([inputs] if isinstance(inputs, str) else inputs)]
     if not given:
         raise DocumentError("inputs: must name at least one file, got an empty list; give a path, glob or folder")
     suffix_of("", format)  # an unknown format is refused before anything is looked for
     found: dict[str, str] = {}
     passed_over: list[str] = []
     for item in given:
-        of_item, unread = _files_of(os.fspath(item), format)
+        of_item, unread = _files_of(item, format)
         found |= of_item
         passed_over += unread
     if not found:
         others = f"{len(passed_over)} others" if passed_over else "no file at all"
         raise DocumentError(
-            f"{', '.join(_shown(os.fspath(item)) for item in given)}: must hold files that end in {_known()}, "
+            f"{', '.join(_shown(item) for item in given)}: must hold files that end in {_known()}, "
             f"got {others}; fix the path, convert or rename the files, or say their format"
         )
     folder = os.path.commonpath([os.path.dirname(path) for path in found])

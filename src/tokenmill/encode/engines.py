@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from tokenmill.encode.tokenizer import (
     split,
 )
 from tokenmill.errors import TokenizerError, nearest
+from tokenmill.tables import check_types, path_of
 from tokenmill.types import AnyArray, Encoded
 
 if TYPE_CHECKING:
@@ -376,7 +378,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 
 def open_tokenizer(
-    spec: str,
+    spec: str | os.PathLike[str],
     *,
     add_bos: bool | None = None,
     add_eos: bool | None = None,
@@ -390,6 +392,14 @@ def open_tokenizer(
     its name does; `?encoding=mine.json` names a file with its `pattern`, `special_tokens`, `bos_token` and
     `eos_token`. The fast engine is taken on trust here, where it can load the file; `trusted` proves it.
     """
+    spec = path_of("tokenizer", spec)
+    check_types(
+        add_bos=(add_bos, bool | None),
+        add_eos=(add_eos, bool | None),
+        bos_token=(bos_token, str | None),
+        eos_token=(eos_token, str | None),
+        engine=(engine, str),
+    )
     kind = kind_of(spec)
     name = ENGINES[kind][0] if engine == "auto" else engine
     if name not in ENGINES[kind]:

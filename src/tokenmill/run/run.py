@@ -23,6 +23,7 @@ from tokenmill.config.run import (
 )
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
+from tokenmill.tables import path_of
 from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Run:
 
         `world_size` is for configs of others, which give the batch of one rank.
         """
-        file = Path(path).resolve()
+        file = Path(path_of("config", path)).resolve()
         folder, name = file.parent, file.stem
         return cls.from_tables(read_tables(path), folder=folder, name=name, where=str(path), world_size=world_size)
 

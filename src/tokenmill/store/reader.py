@@ -29,6 +29,7 @@ from tokenmill.store.layout import (
 )
 from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
 from tokenmill.store.origins import Origin, find_origin, input_of
+from tokenmill.tables import path_of
 from tokenmill.types import AnyArray, Int64Array, natural_key
 
 Value: TypeAlias = "AnyArray | list[AnyArray]"
@@ -253,9 +254,8 @@ def open_store(
     a glob or a prefix, and say less than they should: see `ForeignOptions`. For a store of ours it must not
     contradict the manifest.
     """
-    places = [
-        place for item in ([path] if isinstance(path, str | os.PathLike) else path) for place in _places(item)
-    ]
+    items = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    places = [place for item in items for place in _places(item)]
     if len(places) != 1:
         open_one = partial(
             open_store,
@@ -280,7 +280,7 @@ def open_store(
 
 def _places(path: str | os.PathLike[str]) -> list[Path]:
     """Return the stores of ours that a glob stands for, in the natural order of their names; else the path."""
-    text = os.fspath(path)
+    text = path_of("store", path)
     is_glob = has_magic(text) and not os.path.lexists(text)
     # One match tells whether it is for files of others, of which there may be very many.
     if not is_glob or not any(is_ours(Path(match)) for match in islice(iglob(text, recursive=True), 1)):

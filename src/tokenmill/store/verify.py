@@ -18,6 +18,7 @@ from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
 from tokenmill.store.maps import FileRequest, Request, map_file
 from tokenmill.store.origins import check_origins
 from tokenmill.store.reader import read_ours, store_of
+from tokenmill.tables import path_of
 from tokenmill.types import AnyArray
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def check_store(
     path: str | os.PathLike[str], *, progress: Progress = lambda _bytes: None, options: ForeignOptions | None = None
 ) -> VerifyReport:
     """Read every byte of a store as `verify` does, but return what is wrong instead of raising it."""
-    place, said = Path(path), options.given if options else {}
+    place, said = Path(path_of("store", path)), options.given if options else {}
     problems: list[StoreError] = []
     report = VerifyReport(path=place)
     with collected(problems, place):

@@ -23,6 +23,7 @@ from tokenmill.store.foreign.open import (
 from tokenmill.store.layout import MANIFEST, Manifest, axis_of, is_ours, read_manifest
 from tokenmill.store.reader import store_of
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
+from tokenmill.tables import check_types, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 BATCH_TOKENS = 1 << 22
@@ -62,7 +63,8 @@ def import_store(
     What cannot be mapped in place can be converted. `tokenizer` is the identity of the one that made the ids: the
     store can then be mixed with others of that tokenizer.
     """
-    source = Path(path)
+    source, out = Path(path_of("path", path)), path_of("out", out)
+    check_types(max_tokens_per_shard=(max_tokens_per_shard, int), rebuild=(rebuild, bool))
     known = _with_tokenizer(options or ForeignOptions(), tokenizer)
     if is_ours(source) or known.format == "tokenmill":
         raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")

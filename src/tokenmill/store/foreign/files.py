@@ -19,6 +19,7 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMi
 from tokenmill.store.layout import MANIFEST, is_ours, stores_below
 from tokenmill.store.maps import FileRequest, map_file
 from tokenmill.store.writer import H5_MAGIC
+from tokenmill.tables import path_of
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
 
 META = "meta.json"
@@ -94,7 +95,8 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
     Reads the first bytes of files at most. What is not known is an error that lists what is there.
     """
-    return "tokenmill" if is_ours(Path(path)) else find_files(Path(path))[0]
+    place = Path(path_of("path", path))
+    return "tokenmill" if is_ours(place) else find_files(place)[0]
 
 
 def find_files(path: Path, format: str | None = None) -> tuple[str, list[Path]]:
