@@ -33,6 +33,7 @@ from tokenmill.loader.kernels import (
 from tokenmill.packing.stored import StoredRows, distinct, is_stored
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import key_file
+from tokenmill.store.maps import LOOK_SECONDS
 from tokenmill.types import (
     RECORD_TYPES,
     STORED_ARRAYS,
@@ -50,10 +51,6 @@ if TYPE_CHECKING:
     from tokenmill.plan.stages import Stage
     from tokenmill.store.maps import MapCache, MappedFile
     from tokenmill.store.reader import Store
-
-
-LOOK_SECONDS = 0.1
-"""Between two looks at the sizes of files that are being copied from."""
 
 
 def record_type(stage: Stage) -> str | None:
@@ -169,18 +166,19 @@ class Block(ABC):
         """
 
     @abstractmethod
-    def _room(self, key: str, spans: Spans | Runs) -> tuple[int, int]:
+    def _room(self, piece: _Piece) -> tuple[int, int]:
         """Return how many values of an array a row, or a line of it, has at most, and room for."""
 
-    def _check(self, store: Store, key: str, spans: Spans | Runs) -> None:
+    def _check_lengths(self) -> None:
         """Refuse spans that do not fit: lengths come from files, which may change after rows were made of them."""
-        most, room = self._room(key, spans)
-        if most > room:
-            raise StoreCorruptError(
-                f"{store.path}: a row must have at most {room} values of {key}, got {most}: its documents are not "
-                "those that rows were made of; run `tokenmill verify`, then copy the store again, or delete its "
-                "folder .rows"
-            )
+        for piece in self._pieces:
+            most, room = self._room(piece)
+            if most > room:
+                raise StoreCorruptError(
+                    f"{piece.store.path}: a row must have at most {room} values of {piece.key}, got {most}: its "
+                    "documents are not those that rows were made of; run `tokenmill verify`, then copy the store "
+                    "again, or delete its folder .rows"
+                )
 
     def _check_files(self) -> None:
         """Refuse files that became shorter: to read what is gone would end the process."""
@@ -210,7 +208,6 @@ class Block(ABC):
                 continue
             chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
             for key, spans in index[source].fields(rows[chosen]).items():
-                self._check(index[source].store, key, spans)
                 table = lines.setdefault(key, np.zeros((rows.size, 2), np.int64))
                 table[chosen, 0] = spans.first + sizes[key]
                 table[chosen, 1] = spans.count
@@ -304,7 +301,8 @@ class SequenceBlock(Block):
         """Return shape and dtype of each array that has a line for every row."""
         return layout(self.arrays if arrays is None else arrays, rows, self.seq_len)
 
-    def _room(self, key: str, spans: Spans | Runs) -> tuple[int, int]:  # noqa: ARG002 - a row has one array
+    def _room(self, piece: _Piece) -> tuple[int, int]:
+        spans = piece.places
         return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + 1
 
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
@@ -364,7 +362,7 @@ class SequenceBlock(Block):
             labels = np.empty(out["loss_mask"].shape, np.int64)
             if self._whole is not None:
                 labels[:] = self._whole["labels"][begin : begin + count]
-        copy_rows(
+        longest = copy_rows(
             field.rows,
             field.spans,
             (first, self._crossing, self._continuous, self._pad),
@@ -374,6 +372,8 @@ class SequenceBlock(Block):
             out.get("doc_ids", _NO_DOCUMENTS),
             out.get("loss_mask", _NO_FLAGS),
         )
+        if longest > self.seq_len + 1:
+            self._check_lengths()
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
@@ -420,9 +420,10 @@ class RecordBlock(Block):
         kind: str,
     ) -> None:
         """See `Block`; `kind` is the training type."""
+        super().__init__(stage, index, places, arrays)
         self._kind = kind
         self._group = _group_size(stage, kind)
-        super().__init__(stage, index, places, arrays)
+        self._check_lengths()
         self._map()
 
     @property
@@ -435,12 +436,11 @@ class RecordBlock(Block):
         arrays = self.arrays if arrays is None else arrays
         return record_layout(self._kind, arrays, (rows, self._group, self.seq_len))
 
-    def _room(self, key: str, spans: Spans | Runs) -> tuple[int, int]:
-        if key == REWARDS:
-            return int(spans.length.max(initial=0)), self._group
-        if int(spans.count.max(initial=0)) > max(1, self._group):
-            return int(spans.count.max()), self._group
-        return int(spans.length.max(initial=0)), self.seq_len
+    def _room(self, piece: _Piece) -> tuple[int, int]:
+        lengths, counts = (int(numbers.max(initial=0)) for numbers in (piece.places.length, piece.places.count))
+        if counts > max(1, self._group):
+            return counts, self._group
+        return lengths, self._group if piece.key == REWARDS else self.seq_len
 
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""

@@ -2,7 +2,7 @@
 
 A segment is what attends to itself: a span, the rest of a document with the BOS before it, or the padding of a row.
 
-Lengths come from files. A block has checked them; yet whatever they are, no kernel writes behind the end of a row.
+Lengths come from files. Whatever they are, no kernel writes behind the end of a row; blocks refuse a longer one.
 """
 
 from __future__ import annotations
@@ -67,19 +67,21 @@ def copy_rows(
     position_ids: Int64Array,
     doc_ids: Int32Array,
     loss_mask: BoolArray,
-) -> None:
+) -> int:
     """Fill the arrays that are not empty, from row `begin` on; loss_mask only beside labels.
 
     shape is (begin, labels cross documents, positions run through the row, pad id). A span whose address is 0
-    leaves its tokens alone.
+    leaves its tokens alone. Returns how many tokens the longest row has: more than there is room for are left out.
     """
     begin, crossing, continuous, pad = shape
+    longest = 0
     if input_ids.size or labels.size:
-        _copy_tokens(rows, spans, begin, crossing, pad, input_ids, labels)
+        longest = _copy_tokens(rows, spans, begin, crossing, pad, input_ids, labels)
     if loss_mask.size:
         np.not_equal(labels, IGNORE, out=loss_mask)
     if position_ids.size or doc_ids.size:
         _number_tokens(rows, spans, begin, continuous, position_ids, doc_ids)
+    return longest
 
 
 @kernel
@@ -91,8 +93,12 @@ def _copy_tokens(
     pad: int,
     input_ids: Int64Array,
     labels: Int64Array,
-) -> None:
-    """Fill inputs and labels, or one of them; the label of a column is the token of the next one."""
+) -> int:
+    """Fill inputs and labels, or one of them; the label of a column is the token of the next one.
+
+    Returns how many tokens the longest row has.
+    """
+    longest = int64(0)
     with_ids, with_labels = input_ids.size > 0, labels.size > 0
     num_rows, seq_len = input_ids.shape if with_ids else labels.shape
     ids_address, labels_address = address_of(input_ids), address_of(labels)
@@ -117,6 +123,7 @@ def _copy_tokens(
             if with_labels:
                 _mark_labels(spans, first, span, labels_address, column, seq_len, crossing)
             column += length
+        longest = column if column > longest else longest
         if with_ids:
             for k in range(column, seq_len):
                 write_int64(ids_address, k, pad)
@@ -125,6 +132,7 @@ def _copy_tokens(
             for k in range(column - (column > 0), seq_len):
                 write_int64(labels_address, k, IGNORE)
             labels_address += 8 * seq_len
+    return longest
 
 
 @inner

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,8 @@ from tokenmill.store.layout import WAY_OUT
 from tokenmill.types import Uint8Array
 
 MAX_MAPS = 64
+LOOK_SECONDS = 0.1
+"""Between two looks at the sizes of files that are mapped."""
 LARGE_BYTES = 1 << 28
 """Of a larger file only the pages that are used are read and mapped, not their neighbours as well: rows are read in
 random order, and reading ahead would read and hold many times what they need."""
@@ -98,6 +101,7 @@ class MapCache:
         self.limit = limit
         self._maps: OrderedDict[FileRequest, MappedFile] = OrderedDict()
         self._lock = threading.Lock()
+        self._next_look = 0.0
 
     def renew_lock(self) -> None:
         """Take a new lock, in a process that was forked: a thread that is not here may hold the old one."""
@@ -111,6 +115,8 @@ class MapCache:
     def take(self, requests: Sequence[Request]) -> list[MappedFile]:
         """Lend the maps of some files, in the order asked for, until they are given back."""
         with self._lock:
+            if monotonic() > self._next_look:
+                self._look()
             files: list[MappedFile] = []
             try:
                 for request in requests:
@@ -123,7 +129,6 @@ class MapCache:
                         self._make_room()
                         file = self._maps[request] = map_file(request)
                     else:
-                        self._check(request, file)
                         self._maps.move_to_end(request)
                     file.borrowers += 1
                     files.append(file)
@@ -152,12 +157,15 @@ class MapCache:
         while len(self._maps) > self.limit and self._close_idle():
             pass
 
-    def _check(self, request: FileRequest, file: MappedFile) -> None:
-        try:
-            file.check()
-        except StoreCorruptError:
-            del self._maps[request]  # once the file is put back, it is mapped anew
-            raise
+    def _look(self) -> None:
+        """Refuse files that became shorter; done now and then, as each look at a file is a system call."""
+        for request, file in list(self._maps.items()):
+            try:
+                file.check()
+            except StoreCorruptError:
+                del self._maps[request]  # once the file is put back, it is mapped anew
+                raise
+        self._next_look = monotonic() + LOOK_SECONDS
 
     def _make_room(self) -> None:
         if len(self._maps) >= self.limit:
