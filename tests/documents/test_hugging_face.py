@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 from tests.documents.corpora import TEXTS, lines_of, read, texts_of
@@ -117,6 +118,20 @@ def test_dataset_of_parts_of_files_is_refused(tmp_path):
     (folder / "train.jsonl").write_bytes(lines_of(TEXTS))
     with pytest.raises(DocumentError, match=r"must be a dataset of whole files"):
         find_files(f"hf:{folder}::train[:2]")
+
+
+def test_a_hub_that_is_not_reached_is_told_at_once(monkeypatch):
+    import huggingface_hub
+
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", nowhere)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+    begin = time.monotonic()
+    with pytest.raises(DocumentError, match=r"hf:no/such: must be a dataset .*Couldn't reach .*or the connection"):
+        find_files("hf:no/such")
+    assert time.monotonic() - begin < 10
+    assert datasets.config.HF_HUB_OFFLINE is False
 
 
 def test_name_that_is_nowhere_is_refused():

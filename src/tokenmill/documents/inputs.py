@@ -250,6 +250,8 @@ PREFIX = "hf:"
 _SAVED, _SAVED_INFO, _SAVED_DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 _DEFAULT_SPLIT = "train"
 _INDICES = ("_indices_files", "_indices_data_files")
+_HUB_SECONDS = 10.0
+"""How long the hub may take to answer."""
 
 
 def dataset_files(item: str) -> list[str]:
@@ -345,12 +347,31 @@ def _loaded(item: str, name: str, config: str | None, split: str | None) -> data
     import datasets
 
     split = split or _DEFAULT_SPLIT
+    offline = datasets.config.HF_HUB_OFFLINE
     try:
+        # Without a connection the library would try again and again, half a minute; its cache may do.
+        datasets.config.HF_HUB_OFFLINE = offline or not (os.path.isdir(name) or _is_reached(name))
         if int(datasets.__version__.split(".")[0]) < 4:  # older ones would ask whether to run code
             return datasets.load_dataset(name, config, split=split, trust_remote_code=False)
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library lets through what any of its own libraries raises
         raise _not_opened(item, error) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+
+
+def _is_reached(name: str) -> bool:
+    """Tell whether the hub answers, whatever it says of a dataset: one request."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
+    except HfHubHTTPError:
+        return True
+    except Exception:  # of whichever library makes the request
+        return False
+    return True
 
 
 def _arrow_files(item: str, dataset: datasets.Dataset) -> list[str]:
