@@ -20,9 +20,9 @@ from tokenmill.errors import TokenmillError
 
 
 def warm(json: ui.AsJson = False) -> None:
-    """Compile everything that builds, runs and live text need, for the CPU of this machine, and say where it lies.
+    """Compile all kernels for the CPU of this machine, before the first run needs them.
 
-    NUMBA_CACHE_DIR chooses the folder. What is there already is not compiled again.
+    NUMBA_CACHE_DIR chooses the folder. What is there already is not compiled again. For container images. For container images.
     """
     from tokenmill.run.warm import warm
 

@@ -36,7 +36,7 @@ def batches(
     threads: Annotated[int, typer.Option(help="Threads that work ahead.")] = 1,
     prefetch: Annotated[int, typer.Option(help="Micro-batches kept ready.")] = 8,
 ) -> None:
-    """Draw the batches of a rank, or of all; print one line a step.
+    """Draw batches as a training would, of one rank or of all; print one line a step.
 
     Two runs that print the same digests trained on the same data.
     """

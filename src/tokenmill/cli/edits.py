@@ -21,14 +21,12 @@ def diff(
     new: Annotated[Path, typer.Argument(metavar="RUN2.toml", help="Config of another.")],
     rows: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=1, help="Rows that are computed at most, before the first difference and after."
-        ),
+        typer.Option(metavar="N", min=1, help="Most rows to compare, before the first difference and after it."),
     ] = 1 << 22,
     world_size: ui.WorldSize = None,
     json: ui.AsJson = False,
 ) -> None:
-    """At which step two runs first differ, by which change of the config, and in how many rows.
+    """Find the first step at which two runs differ, the change that causes it, and how many rows differ.
 
     The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
     """
@@ -77,7 +75,7 @@ def _sentences(difference: Difference) -> Iterator[str]:
 
 def fork(
     run: ui.RunFile,
-    at: Annotated[int, typer.Option(metavar="STEP", help="First step that is to differ.")],
+    at: Annotated[int, typer.Option(metavar="STEP", help="First step of the new run's own.")],
     to: Annotated[Path, typer.Option(metavar="NEW.toml", help="Config to write; its state is written beside it.")],
     name: Annotated[
         str | None, typer.Option(help="Of the stage that begins there; default: fork.", show_default=False)
@@ -88,9 +86,9 @@ def fork(
     world_size: ui.WorldSize = None,
     json: ui.AsJson = False,
 ) -> None:
-    """Write the config and the state of a run that parts from another at a step.
+    """Start a new run from any step of another: write its config and its state.
 
-    All batches before it are the same, which is proven before anything is written.
+    All batches before that step are the same; this is proven before anything is written.
     """
     opened = ui.open_run(run, world_size)
     fork = opened.fork(at=at, to=to, name=name, weights=None if weights is None else _weights(weights))

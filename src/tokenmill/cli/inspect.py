@@ -46,7 +46,7 @@ def inspect(
     bos_id: ui.BosId = None,
     format: ui.Format = None,
 ) -> None:
-    """Show facts, lengths, the supervision audit and examples of a store, or of every source of a run."""
+    """Show what is in a store, or behind a run: facts, lengths, how much is trained on, examples."""
     from tokenmill.plan.report import report
     from tokenmill.run.inspect import examples, inspect_store
     from tokenmill.store import ForeignOptions
@@ -266,7 +266,7 @@ def verify(
     bos_id: ui.BosId = None,
     format: ui.Format = None,
 ) -> None:
-    """Read every byte of stores, or of all stores in folders; exit 1 and the names of all files that are broken.
+    """Read every byte of stores and name all files that are broken; the exit code is 1 if there are any.
 
     Files of other projects have no checksums; what was checked of them is said.
     """

@@ -27,7 +27,7 @@ def plan(
     to_native: ui.ToNative = False,
     world_size: ui.WorldSize = None,
 ) -> None:
-    """Compile and check a run: stages, shares, epochs, first repeats. Reads masks to count labels, but no token."""
+    """Check a run before it starts: stages, shares, epochs, first repeats, costs. Reads masks, but no token."""
     ui.check_file("--html", html)
     ui.check_file("--svg", svg)
     if to_native:

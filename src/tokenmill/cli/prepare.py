@@ -39,7 +39,7 @@ def prepare(
         str | None, typer.Option(help="For messages: tokenizer (its own), a .jinja file, or chatml.")
     ] = None,
     text_field: Annotated[
-        str | None, typer.Option(help="Field that holds the text; dots go down. Default: text.")
+        str | None, typer.Option(help="Field that holds the text; a dot goes into a nested one. Default: text.")
     ] = None,
     format: Annotated[
         str | None, typer.Option(help="Read all files as this: text, jsonl, json, parquet, arrow, csv, tsv, tar.")
@@ -47,7 +47,7 @@ def prepare(
     delimiter: Annotated[
         str | None, typer.Option(help="Between the cells of CSV and TSV; default: a comma, a tab.")
     ] = None,
-    text_unit: Annotated[str, typer.Option(help="What is a document of a text file: file, or line.")] = "file",
+    text_unit: Annotated[str, typer.Option(help="What one document is in text files: file, or line.")] = "file",
     keep: Annotated[
         str | None,
         typer.Option(help="Fields to keep beside each document, such as id,url."),
@@ -60,16 +60,16 @@ def prepare(
     ] = False,
     min_chars: Annotated[int | None, typer.Option(help="Leave out records with fewer characters.")] = None,
     max_chars: Annotated[int | None, typer.Option(help="Leave out records with more characters.")] = None,
-    max_items: Annotated[int | None, typer.Option(help="Take only so many records, in input order.")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Cut records with more tokens.")] = None,
+    max_items: Annotated[int | None, typer.Option(help="Stop after this many records, in input order.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Cut records to this many tokens.")] = None,
     domain_key: Annotated[
-        str | None, typer.Option(help="Field that names the domain: one store for each below OUT.")
+        str | None, typer.Option(help="Field that names a domain; writes one store for each, below OUT.")
     ] = None,
     deduplicate: Annotated[
-        bool | None, typer.Option("--deduplicate", help="Take of records with the same content only the first.")
+        bool | None, typer.Option("--deduplicate", help="Keep only the first of records with the same content.")
     ] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Share of records for OUT/val, the others to OUT/train.")
+        float | None, typer.Option(help="Share of records that goes to OUT/val; the others go to OUT/train.")
     ] = None,
     same_names: Annotated[
         bool,
@@ -85,7 +85,8 @@ def prepare(
         str | None, typer.Option(help="Which string is BOS, if not what the tokenizer says.")
     ] = None,
     eos_token: Annotated[
-        str | None, typer.Option(help="Which string is EOS; instruct tokenizers name the end of a turn.")
+        str | None,
+        typer.Option(help="Which string is EOS; tokenizers of chat models often name the end of a turn."),
     ] = None,
     bos: Annotated[
         bool | None, typer.Option(help="Start every document with BOS; default: if the tokenizer has one.")
@@ -94,12 +95,12 @@ def prepare(
         bool | None, typer.Option(help="End every document with EOS; default: if the tokenizer has one.")
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="auto: the fast engine where it proves equal to the reference.")
+        str, typer.Option(help="auto: the fast engine, where it is proven equal to the reference.")
     ] = "auto",
     rebuild: ui.Rebuild = False,
     json: ui.AsJson = False,
 ) -> None:
-    """Turn files of text or records into a store; go on with an interrupted one, or add new files to it."""
+    """Turn files of text or records into a store. Run it again to go on after a crash, or to add new files."""
     from tokenmill.build import PrepareOptions
     from tokenmill.build.build import prepare as build
     from tokenmill.documents.units import MAX_RECORD_BYTES

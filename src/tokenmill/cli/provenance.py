@@ -23,7 +23,7 @@ def what(
     json: ui.AsJson = False,
     tokenizer: ui.TextsBy = None,
 ) -> None:
-    """Which documents and spans the batch of a step is made of."""
+    """Show which documents and spans make up the batch of a step."""
     from tokenmill.run.inspect import excerpt
 
     opened = ui.open_run(run, world_size or None)
@@ -73,7 +73,7 @@ def when(
     json: ui.AsJson = False,
     world_size: ui.WorldSize = None,
 ) -> None:
-    """At which steps a document is seen, over the whole run, past and future."""
+    """List all steps at which a document is seen, past and future."""
     opened = ui.open_run(run, world_size)
     uses = opened.plan().when(source, document)
     origin = opened.stores[source].origin(document)
