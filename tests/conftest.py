@@ -27,6 +27,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 MadeStore = tuple[Path, npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let every worker of the test runner begin with its share of slow tests; none is left alone with them."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    size = -(-len(quick) // workers)
+    items[:] = [
+        item
+        for worker in range(workers)
+        for item in (*slow[worker::workers], *quick[worker * size : (worker + 1) * size])
+    ]
+
+
 @pytest.fixture(scope="session")
 def tokenizer_identity() -> Callable[[int], dict[str, int | str | bool | None]]:
     """Return a function that makes the identity of a tokenizer with so many ids, as manifests keep it."""

@@ -22,7 +22,7 @@ from tokenmill.errors import TokenmillError
 def warm(json: ui.AsJson = False) -> None:
     """Compile all kernels for the CPU of this machine, before the first run needs them.
 
-    NUMBA_CACHE_DIR chooses the folder. What is there already is not compiled again. For container images. For container images.
+    NUMBA_CACHE_DIR chooses the folder. What is there already is not compiled again. For container images.
     """
     from tokenmill.run.warm import warm
 
