@@ -87,7 +87,8 @@ def test_a_reader_that_leaves_early_causes_no_traceback(run_toml):
         text=True,
         check=False,
     )
-    assert done.stderr == ""
+    # Where nothing is compiled yet, a process says that it compiles kernels, or waits for one that does.
+    assert [line for line in done.stderr.splitlines() if "kernels" not in line] == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
