@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.build.corpus import files_of, some_texts, texts_of, write_file
+from tests.encode.conftest import trained_pieces
 
 from tokenmill.build import PrepareOptions, cached, prepare
 from tokenmill.build.cached import cached_store
@@ -87,6 +88,16 @@ def test_another_tokenizer_under_the_same_path_is_refused(get, tokenizer_folder)
         "source 'web': the tokenizer must stay as it was when the documents were prepared, "
         f"got {file} with other content; put it back, or delete {store} to prepare them anew"
     )
+
+
+def test_another_model_of_sentencepiece_under_the_same_path_is_refused(get, tmp_path):
+    """[T2.a]"""
+    file = tmp_path / "a.model"
+    file.write_bytes(trained_pieces("bpe"))
+    get(tokenizer=str(file))
+    file.write_bytes(trained_pieces("unigram"))
+    with pytest.raises(StoreExistsError, match=r"must stay as it was .*, got .*/a.model with other content"):
+        get(tokenizer=str(file))
 
 
 def add_a_file(data):

@@ -14,9 +14,9 @@ from tokenmill.build.journal import Journal, entry_digest
 from tokenmill.build.worker import PrepareOptions
 from tokenmill.documents import file_digest, find_files
 from tokenmill.documents.inputs import PREFIX, parse
-from tokenmill.encode.files import kind_of
+from tokenmill.encode.files import copy_of
 from tokenmill.encode.tokenizer import content_digest
-from tokenmill.errors import DocumentError, StoreExistsError
+from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import MANIFEST, read_manifest
 
@@ -143,14 +143,16 @@ def _is_on_hub(item: str) -> bool:
 
 
 def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
-    """Refuse a tokenizer.json with other bytes than the store was made with; one that is gone does no harm."""
-    if kind_of(tokenizer) != "tokenizer.json":
+    """Refuse a tokenizer with other bytes than the store was made with; one that is gone does no harm."""
+    try:
+        files = copy_of(tokenizer)
+    except TokenizerError:
         return
-    path = Path(tokenizer)
-    file = path / "tokenizer.json" if path.is_dir() else path
     content = read_manifest(store).tokenizer["content"]
-    if file.is_file() and content_digest(file.read_bytes()) != content:
-        raise StoreExistsError(
-            f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with other "
-            f"content; put it back, or delete {store} to prepare them anew"
-        )
+    for name in {"tokenizer.json", "tokenizer.model"} & files.keys():
+        if content_digest(files[name]) != content:
+            file = Path(tokenizer) / name if Path(tokenizer).is_dir() else tokenizer
+            raise StoreExistsError(
+                f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with "
+                f"other content; put it back, or delete {store} to prepare them anew"
+            )

@@ -189,7 +189,7 @@ def import_(
     bos_id: ui.BosId = None,
     format: ui.Format = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="What made the ids: bytes, a tokenizer.json, a folder, tiktoken:RANKFILE.")
+        str | None, typer.Option(help="What made the ids, as for prepare; it is kept with the store.")
     ] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
     rebuild: ui.Rebuild = False,

@@ -209,11 +209,11 @@ def engine_errors(engine: str, doing: str, way_out: str) -> Iterator[None]:
 # In order of preference, where no file beside the tokenizer says it.
 BOS_NAMES = (
     "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<BOS>", "<｜begin▁of▁sentence｜>", "<|startoftext|>",
-    "<sos>", "<SOS>",
+    "<sos>", "<SOS>", "<BOS_TOKEN>",
 )  # fmt: skip
 EOS_NAMES = (
     "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<｜end▁of▁sentence｜>", "<|endoftext|>",
-    "<EOT>",
+    "<EOT>", "<EOS_TOKEN>",
 )  # fmt: skip
 PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<｜▁pad▁｜>", "<|finetune_right_pad_id|>", "<|padding|>")
 
