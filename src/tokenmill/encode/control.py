@@ -26,23 +26,11 @@ POLICIES = ("text", "encode", "drop")
 class ControlTokenizer:
     """A tokenizer that gives control strings in raw text their ids, or takes them out first."""
 
+    identity: TokenizerIdentity
+    engine: str
+    special_ids: Mapping[str, int]
     tokenizer: Tokenizer = field(repr=False)
     policy: str
-
-    @property
-    def identity(self) -> TokenizerIdentity:
-        """What its ids mean."""
-        return self.tokenizer.identity
-
-    @property
-    def engine(self) -> str:
-        """Name and version of what does the work."""
-        return self.tokenizer.engine
-
-    @property
-    def special_ids(self) -> Mapping[str, int]:
-        """Control strings and their ids."""
-        return self.tokenizer.special_ids
 
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids."""
@@ -73,7 +61,13 @@ def with_policy(tokenizer: Tokenizer, policy: str) -> Tokenizer:
         )
     if policy == "text" or not tokenizer.special_ids:
         return tokenizer
-    return ControlTokenizer(tokenizer=tokenizer, policy=policy)
+    return ControlTokenizer(
+        identity=tokenizer.identity,
+        engine=tokenizer.engine,
+        special_ids=tokenizer.special_ids,
+        tokenizer=tokenizer,
+        policy=policy,
+    )
 
 
 # Control strings of a `tokenizer.json` that are also words of its model.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -46,8 +47,6 @@ from tokenmill.tables import check_types, path_of
 from tokenmill.types import AnyArray, Encoded
 
 if TYPE_CHECKING:
-    import sentencepiece
-    import tiktoken
     import tokenizers
 
 
@@ -208,103 +207,58 @@ def _once(open_reference: Callable[[], Tokenizer], identity: TokenizerIdentity) 
     return opened
 
 
-# The reference engines: Hugging Face tokenizers and tiktoken, slower, and right by definition.
+# The references: Hugging Face tokenizers, tiktoken and SentencePiece, slower, and right by definition.
 
 _LAST = "there is no other engine: the file does not fit the text"
+_WHOLE = "is it a file of this kind, and whole?"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HuggingFaceTokenizer:
-    """A `tokenizer.json` run by Hugging Face tokenizers."""
+class ReferenceTokenizer:
+    """A tokenizer run by the library that says what its ids are."""
 
     identity: TokenizerIdentity
     special_ids: Mapping[str, int]
     engine: str
-    native: tokenizers.Tokenizer = field(repr=False)
-    with_controls: Callable[[], tokenizers.Tokenizer] = field(repr=False)
-    """Opens another, when it is first needed, that looks for control strings."""
-    guard: Guard | None = field(repr=False)
+    to_ids: Callable[[str], Sequence[int] | AnyArray] = field(repr=False)
+    """Of one text: some libraries start threads for many, and some then print a warning at every fork."""
+    to_text: Callable[[AnyArray], str] = field(repr=False)
+    to_ids_with_controls: Callable[[str], Sequence[int]] | None = field(default=None, repr=False)
+    """None: the library has no such way, or the pieces of text between control strings are encoded alone."""
+    guard: Guard | None = field(default=None, repr=False)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
-        encoded = self._encode(self.native, texts)
+        encoded = self._encode(self.to_ids, texts)
         return encoded if self.guard is None else self.guard.applied(texts, encoded)
 
     def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text, and of control strings, as Hugging Face tokenizers gives them."""
-        return self._encode(self.with_controls(), texts)
+        """Return the ids of each text, and of control strings, as uint32."""
+        if self.to_ids_with_controls is None:
+            return encode_between(self, texts)
+        return self._encode(self.to_ids_with_controls, texts)
 
-    def _encode(self, native: tokenizers.Tokenizer, texts: Sequence[str]) -> Encoded:
-        refuse_surrogates(texts)
-        # One text at a time: `encode_batch` starts threads, and some versions then print a warning at every fork.
+    def _encode(self, to_ids: Callable[[str], Sequence[int] | AnyArray], texts: Sequence[str]) -> Encoded:
+        refuse_surrogates(texts)  # tiktoken itself would put U+FFFD in their place and say nothing
         with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
-            return join(
-                [np.array(native.encode(text, add_special_tokens=False).ids, dtype=np.uint32) for text in texts]
-            )
+            return join([np.asarray(to_ids(text), dtype=np.uint32) for text in texts])
 
     def decode(self, ids: AnyArray) -> str:
         """Return the text of ids."""
         array = checked_ids(ids, self.identity)
         with engine_errors(self.engine, "decode", _LAST):
-            return str(self.native.decode(array.tolist(), skip_special_tokens=False))
+            return self.to_text(array)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TiktokenTokenizer:
-    """A rank file run by tiktoken."""
-
-    identity: TokenizerIdentity
-    special_ids: Mapping[str, int]
-    engine: str
-    native: tiktoken.Encoding = field(repr=False)
-    strings: Mapping[int, bytes] = field(repr=False)
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the bare ids of each text as uint32."""
-        # tiktoken itself would put U+FFFD in place of a lone surrogate and say nothing.
-        refuse_surrogates(texts)
-        with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
-            return join(
-                [self.native.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
-            )
-
-    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text, and of control strings."""
-        return encode_between(self, texts)
-
-    def decode(self, ids: AnyArray) -> str:
-        """Return the text of ids."""
-        return text_of(checked_ids(ids, self.identity), self.strings)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentencePieceTokenizer:
-    """A `.model` file run by SentencePiece."""
-
-    identity: TokenizerIdentity
-    special_ids: Mapping[str, int]
-    engine: str
-    native: sentencepiece.SentencePieceProcessor = field(repr=False)
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the bare ids of each text as uint32."""
-        refuse_surrogates(texts)
-        with engine_errors(self.engine, f"encode {len(texts)} texts", _LAST):
-            return join([np.array(self.native.encode(text, out_type=int), dtype=np.uint32) for text in texts])
-
-    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text, and of control strings."""
-        return encode_between(self, texts)
-
-    def decode(self, ids: AnyArray) -> str:
-        """Return the text of ids; SentencePiece itself would leave out control ids."""
-        controls = {id_: name for name, id_ in self.special_ids.items()}
-        runs = groupby(checked_ids(ids, self.identity).tolist(), key=lambda id_: id_ in controls)
-        with engine_errors(self.engine, "decode", _LAST):
-            return "".join(
-                "".join(map(controls.__getitem__, run)) if is_control else str(self.native.decode(list(run)))
-                for is_control, run in runs
-            )
+@contextmanager
+def _installed(name: str, where: str, package: str) -> Iterator[None]:
+    """Say what to install where the import of a library fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise TokenizerError(
+            f"{name}: must be installed, it is the reference for {where!r}, got {error}; pip install {package}"
+        ) from error
 
 
 def _native_json(text: str, *, with_controls: bool = False) -> tokenizers.Tokenizer:
@@ -318,51 +272,66 @@ def _native_json(text: str, *, with_controls: bool = False) -> tokenizers.Tokeni
     return native
 
 
-def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> HuggingFaceTokenizer:
-    try:
+def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
+    where = file.vocabulary.where
+    with _installed("tokenizers", where, "tokenizers"):
         import tokenizers
-    except ImportError as error:
-        raise TokenizerError(
-            f"tokenizers: must be installed, it is the reference for {file.vocabulary.where!r}, got {error}; "
-            "pip install tokenizers"
-        ) from error
     engine = f"tokenizers {tokenizers.__version__}"
-    with engine_errors(engine, f"load {file.vocabulary.where!r}", "is it a file of this kind, and whole?"):
+    with engine_errors(engine, f"load {where!r}", _WHOLE):
         native = _native_json(file.text)
         given = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
-    refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
-    return HuggingFaceTokenizer(
+    refuse_other_ids(where, engine, file.added_ids, given)
+    with_controls = cache(partial(_native_json, file.text, with_controls=True))
+    return ReferenceTokenizer(
         identity=identity,
         special_ids=file.vocabulary.special_ids,
         engine=engine,
-        native=native,
-        with_controls=cache(partial(_native_json, file.text, with_controls=True)),
+        to_ids=lambda text: native.encode(text, add_special_tokens=False).ids,
+        to_text=lambda ids: str(native.decode(ids.tolist(), skip_special_tokens=False)),
+        to_ids_with_controls=lambda text: with_controls().encode(text, add_special_tokens=False).ids,
         guard=guard_of(file, identity, _native_json),
     )
 
 
-def _open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> TiktokenTokenizer:
-    try:
+def _open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
+    where = file.vocabulary.where
+    with _installed("tiktoken", where, "'tokenmill[tiktoken]'"):
         import tiktoken
-    except ImportError as error:
-        raise TokenizerError(
-            f"tiktoken: must be installed, it is the reference for {file.vocabulary.where!r}, got {error}; "
-            "pip install 'tokenmill[tiktoken]'"
-        ) from error
     engine = f"tiktoken {tiktoken.__version__}"
-    with engine_errors(engine, f"load {file.vocabulary.where!r}", "is it a file of this kind, and whole?"):
+    with engine_errors(engine, f"load {where!r}", _WHOLE):
         native = tiktoken.Encoding(
             file.path.name,
             pat_str=file.encoding.pattern,
             mergeable_ranks=file.ranks,
             special_tokens=dict(file.encoding.special_ids),
         )
-    return TiktokenTokenizer(
+    strings = file.strings()
+    return ReferenceTokenizer(
         identity=identity,
         special_ids=file.vocabulary.special_ids,
         engine=engine,
-        native=native,
-        strings=file.strings(),
+        to_ids=lambda text: native.encode_to_numpy(text, allowed_special=set(), disallowed_special=()),
+        to_text=lambda ids: text_of(ids, strings),
+    )
+
+
+def _open_reference_model(file: ModelFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
+    controls = {id_: name for name, id_ in file.vocabulary.special_ids.items()}
+
+    def to_text(ids: AnyArray) -> str:
+        """Show control ids as their strings, which SentencePiece would leave out."""
+        runs = groupby(ids.tolist(), key=lambda id_: id_ in controls)
+        return "".join(
+            "".join(map(controls.__getitem__, run)) if is_control else str(file.native.decode(list(run)))
+            for is_control, run in runs
+        )
+
+    return ReferenceTokenizer(
+        identity=identity,
+        special_ids=file.vocabulary.special_ids,
+        engine=file.engine,
+        to_ids=lambda text: file.native.encode(text, out_type=int),
+        to_text=to_text,
     )
 
 
@@ -446,13 +415,11 @@ def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
     identity = identify(file.vocabulary, framing)
     tokenizer: Tokenizer
     if isinstance(file, ModelFile):
-        vocabulary = file.vocabulary
-        tokenizer = SentencePieceTokenizer(
-            identity=identity, special_ids=vocabulary.special_ids, engine=file.engine, native=file.native
-        )
-        framed = {identity.bos_id, identity.eos_id}
-        controls = {name: id_ for name, id_ in vocabulary.ids.items() if id_ in framed}
-        _refuse_spelled(tokenizer, {**vocabulary.special_ids, **controls}, spec)
+        tokenizer = _open_reference_model(file, identity)
+        framed = {
+            name: id_ for name, id_ in file.vocabulary.ids.items() if id_ in (identity.bos_id, identity.eos_id)
+        }
+        _refuse_spelled(tokenizer, {**file.vocabulary.special_ids, **framed}, spec)
         return tokenizer
     if isinstance(file, JsonFile):
         file = mark_framing(file, identity)
