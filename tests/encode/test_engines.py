@@ -26,7 +26,7 @@ from tokenmill.encode.engines import (
     trusted,
 )
 from tokenmill.encode.files import kind_of
-from tokenmill.errors import TokenizerError
+from tokenmill.errors import ConfigError, TokenizerError
 
 ALL = [
     ("bytes", "bytes"),
@@ -102,12 +102,17 @@ def test_the_first_word_of_the_engine_opens_the_same(opened, specs):
         ("tiktoken:no/such/file", "must name a rank file, got 'no/such/file', which is no file"),
         ("tiktoken:", "must name a rank file"),
         ("some/cl100k_base.tiktoken", "write 'tiktoken:some/cl100k_base.tiktoken'"),
-        ("", r"folder must hold a tokenizer.json|does not exist"),
+        ("no/such/folder/", "does not exist"),
     ],
 )
 def test_a_spec_that_names_nothing_says_what_can_be_named(spec, message):
     with pytest.raises(TokenizerError, match=message):
         open_tokenizer(spec)
+
+
+def test_an_empty_spec_is_refused():
+    with pytest.raises(ConfigError, match=r"tokenizer: must be a path, got ''; give a string"):
+        open_tokenizer("")
 
 
 def test_a_folder_without_a_tokenizer_says_what_it_holds(tmp_path):
