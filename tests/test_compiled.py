@@ -78,7 +78,7 @@ def start(
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload]
 
 
-COMPILING = "compiling kernels for this CPU, once: `tokenmill warm` does so ahead\n"
+COMPILING = "compiling kernels for this CPU, once: later starts load them\n"
 
 
 def output(process: subprocess.Popen[str]) -> str:

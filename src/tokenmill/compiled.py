@@ -357,7 +357,7 @@ class _Turn:
         except (ImportError, OSError) as error:
             logger.debug("%s: no lock: %s", folder, error)
         if self._spent > SILENT_SECONDS:
-            logger.warning("compiling kernels for this CPU, once: `tokenmill warm` does so ahead")
+            logger.warning("compiling kernels for this CPU, once: later starts load them")
             self._spent = float("-inf")
         self._begun = time.monotonic()
         return True
