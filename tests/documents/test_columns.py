@@ -97,6 +97,7 @@ def test_rows_that_share_a_word_make_no_large_batch(tmp_path, kind):
     assert reasons_of(batches)[:2] == [(1, "not_text"), (2, "not_text")]
 
 
+@pytest.mark.slow
 def test_rows_of_parquet_that_share_a_word_make_no_large_batch(tmp_path):
     """Twenty gigabytes in a file of a megabyte [S.e]."""
     path = tmp_path / "a.parquet"

@@ -200,6 +200,7 @@ def test_line_of_just_the_most_bytes_is_read(write):
     assert reasons_of(read(path, max_record_bytes=size - 1)) == [(0, "too_long")]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_line_that_is_too_long(write):
     """A line of 64 MB, limit 1 MB [S.e, K1.a]."""
     path = write(lines_of(["a"]) + b'{"text": "' + b"x" * (64 << 20) + b'"}\n' + lines_of(["b"]))
@@ -247,6 +248,7 @@ def test_lines_that_are_added_while_a_file_is_read_are_not_read(tmp_path):
     assert texts_of(read_unit(unit, ReadOptions())) == TEXTS
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_batch_not_by_the_file(write):
     """Some 32 MB of text; a thousand-fold compression must not be decompressed at once."""
     path = write(lines_of(["x" * 1000]) * 32_000)

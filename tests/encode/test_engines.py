@@ -60,6 +60,7 @@ def test_control_strings_in_raw_text_are_ordinary_text(opened, name, engine):
     assert [tokenizer.decode(encoded.ids[a:b]) for a, b in pairwise(ends)] == texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "engine"), ALL)
 def test_every_id_is_inside_the_vocabulary(opened, name, engine):
     """T2.a: what `vocab_size` promises, for control ids and for text."""
@@ -467,6 +468,7 @@ def unsplit() -> dict:
     return json.loads(native.to_str())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [r"\h+", r"\w+", r"[[:alpha:]]+", r"\p{Han}+"])
 def test_a_pattern_that_the_fast_engine_reads_differently_falls_back_loudly(tmp_path, unsplit, pattern):
     """These files load without a word in fastokens, and get other ids."""

@@ -452,6 +452,7 @@ def pieces(request, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_model_of_sentencepiece_opens_directly_with_its_ids(pieces):
     import sentencepiece
 

@@ -352,6 +352,7 @@ def _families() -> Iterator[object]:
         yield from (pytest.param(family, name, marks=marks[name]) for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), list(_families()))
 def test_real_tokenizers_with_templates_of_their_family(family, name, real, tmp_path):
     """[T1.a, T2.b, S.i]"""

@@ -129,6 +129,7 @@ def test_datatrove_reads_tokens_and_masks_of_its_export_by_itself(make, tmp_path
     assert [reader.split()[0] for reader in report.read_back] == ["tokenmill", "datatrove"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_datasets_reads_its_export_by_itself(make, tmp_path, kind):
     path = make(kind)
