@@ -26,7 +26,7 @@ demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
 
 check: ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep and not slow" $(CORE)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep and not slow" $(CORE)
 
 test: ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep"
