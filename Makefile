@@ -16,9 +16,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than the cores of a small machine: many tests wait for disks and for other processes.
 JOBS   ?= 3
 
-# The fast core: what most mistakes break, without frameworks (two files import one), chats, killed processes, and pages.
+# The fast core: what most mistakes break, without frameworks (two files import one), files of other projects, chats,
+# killed processes, and pages.
 CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config tests/documents tests/encode \
-          --ignore tests/test_torch.py --ignore tests/documents/test_hugging_face.py --ignore tests/encode/chat
+          --ignore tests/test_torch.py --ignore tests/documents/test_hugging_face.py --ignore tests/encode/chat \
+          --ignore tests/store/foreign
 
 .PHONY: demo check test test-deep ready lint types bench clean
 

@@ -200,6 +200,7 @@ def reference_of(name, specs):
     return ENGINES[kind_of(specs[name])][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_ids_are_those_of_the_reference_for_any_texts(opened, specs, name):
     fast, reference = opened(name), opened(name, reference_of(name, specs))

@@ -182,8 +182,8 @@ def test_offsets_that_point_outside_the_shard_are_an_error(make_store):
 
 
 def test_a_store_is_shown_in_one_line_whatever_its_shards(make_store):
-    path, _, _ = make_store("web", [3] * 2000, max_tokens_per_shard=3, dtype="<u2")
-    shown = f"<Store {path}: seq, 2,000 documents, 6,000 tokens, 2,000 shards, sequence uint16>"
+    path, _, _ = make_store("web", [300] * 40, max_tokens_per_shard=300, dtype="<u2")
+    shown = f"<Store {path}: seq, 40 documents, 12,000 tokens, 40 shards, sequence uint16>"
     assert repr(open_store(path)) == shown
 
 
