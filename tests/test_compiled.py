@@ -141,7 +141,9 @@ def test_processes_that_start_together_compile_each_kernel_once(folder):
     assert all("[10, 11] " in text for text in outputs)
     compiled = "".join(outputs)
     assert [compiled.count(f"'{name}'") for name in ALL] == [1, 1, 1]
-    assert 1 <= compiled.count(f"{folder / 'cache' / 'tokenmill'}: waiting for another process") <= 2
+    waited = [text.count(f"{folder / 'cache' / 'tokenmill'}: waiting for another process") for text in outputs]
+    assert sum(waited) >= 1
+    assert max(waited) == 1, "a process says so once"
 
 
 def test_a_killed_process_keeps_nobody_waiting(folder):

@@ -343,6 +343,7 @@ class _Turn:
         self._depth = 0
         self._lock: IO[bytes] | None = None
         self._patient = True
+        self._said = False
         self._begun = self._spent = 0.0
 
     def begin(self) -> bool:
@@ -365,7 +366,7 @@ class _Turn:
     def _wait(self, lock: IO[bytes], folder: Path) -> None:
         import fcntl
 
-        begin, said = time.monotonic(), False
+        begin = time.monotonic()
         while self._patient:
             try:
                 # Of a process, not of a file that its children inherit: they do not compile.
@@ -374,9 +375,9 @@ class _Turn:
             except (BlockingIOError, PermissionError):
                 time.sleep(0.02)
             waited = time.monotonic() - begin
-            if waited > 0.5 and not said:
+            if waited > 0.5 and not self._said:  # once, however many kernels others compile
                 logger.warning("%s: waiting for another process that compiles kernels, to load them then", folder)
-                said = True
+                self._said = True
             self._patient = waited < MAX_WAIT_SECONDS
 
     def end(self) -> None:
