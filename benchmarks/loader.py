@@ -93,9 +93,7 @@ def our_stream(path: Path, batch: int, arrays: tuple[str, ...] = ("input_ids", "
         rows={"web": rows},
     )
     plan = compile_plan([spec], sources=["web"], steps=10**7)
-    return iter(
-        Loader(plan, RankSlice(rank=0, world_size=1, micro_batch=batch), LoaderOptions(arrays=arrays, threads=0))
-    )
+    return iter(Loader(plan, RankSlice(micro_batch=batch), LoaderOptions(arrays=arrays, threads=0)))
 
 
 def rate(

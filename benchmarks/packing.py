@@ -186,7 +186,7 @@ def contract(cache: Path) -> list[dict]:
             rows={"web": rows},
         )
         plan = compile_plan([spec], sources=["web"], steps=10**7)
-        part = RankSlice(rank=0, world_size=1, micro_batch=batch)
+        part = RankSlice(micro_batch=batch)
         return iter(Loader(plan, part, LoaderOptions(arrays=arrays, threads=0)))
 
     results = []

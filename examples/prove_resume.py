@@ -26,8 +26,8 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 import tokenmill as tm
-from tokenmill.cli.picture import colour, number, text_of, ticks, width_of
 from tokenmill.loader import DIGEST_ARRAYS, batch_digest, row_digests
+from tokenmill.view.picture import colour, number, text_of, ticks, width_of
 
 EXAMPLES = Path(__file__).resolve().parent
 TOLERANCE = 1e-10

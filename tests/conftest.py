@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.object_server import ObjectServer, make_bucket, missing_program, running_server
 
 from tokenmill.store import StoreSpec, StoreWriter
 
@@ -148,3 +149,27 @@ def read_only() -> Iterator[Callable[[Path], list[str]]]:
     yield prefix
     for folder in folders:
         subprocess.run(["chmod", "-R", "u+w", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def _object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    reason = missing_program()
+    if reason is not None:
+        pytest.skip(reason)
+    with running_server(tmp_path_factory.mktemp("objects")) as server:
+        make_bucket(server)
+        yield server
+
+
+@pytest.fixture
+def object_server(_object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    """Return a real S3 server that is shared by all tests of a process, with the credentials in the environment."""
+    for name, value in _object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return _object_server
+
+
+@pytest.fixture(autouse=True)
+def few_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stores have 64 maps open instead of 1,024, so that small ones meet the limit."""
+    monkeypatch.setattr("tokenmill.store.maps.MAX_MAPS", 64)

@@ -13,13 +13,20 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = ("--megabytes", "1", "--rounds", "1")
 COMMANDS = {
+    "balance": ("balance.py", "--tiny"),
     "chat": ("chat.py", "--tiny"),
+    "chat, all templates": ("chat.py", "--stock", "--tiny"),
     "live": ("live.py", *SMALL, "--seconds", "0.2", "--rows", "2", "--only", "tokenmill"),
     "loader": ("loader.py", "--tiny", "--cache", "{folder}"),
     "order": ("order.py", "--tiny"),
     "packing": ("packing.py", "--tiny", "--cache", "{folder}"),
+    "reading": ("reading.py", "--tiny"),
+    "remote": ("remote.py", "--tiny"),
     "samplers": ("samplers.py", "--tiny"),
+    "view": ("view.py", "--tiny"),
     "prepare": ("prepare.py", *SMALL, "--cache", "{folder}"),
+    "engines": ("engines.py", "--megabytes", "1", "--rounds", "1", "--only", "local,processes"),
+    "engines, units": ("engines.py", "--units", "300"),
     "packing, huge": ("packing.py", "--huge", "2200000", "--cache", "{folder}"),
 }
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenmill.build import PrepareOptions as PrepareOptions
     from tokenmill.build import prepare as prepare
+    from tokenmill.config.edits import QuarantineConfig as QuarantineConfig
+    from tokenmill.config.edits import SkipConfig as SkipConfig
+    from tokenmill.config.evals import EvalConfig as EvalConfig
     from tokenmill.config.run import Config as Config
-    from tokenmill.config.run import QuarantineConfig as QuarantineConfig
     from tokenmill.config.run import RunConfig as RunConfig
-    from tokenmill.config.run import SkipConfig as SkipConfig
     from tokenmill.config.run import SourceConfig as SourceConfig
     from tokenmill.config.run import StageConfig as StageConfig
     from tokenmill.encode.engines import open_tokenizer as open_tokenizer
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tokenmill.errors import ResumeError as ResumeError
     from tokenmill.errors import StoreError as StoreError
     from tokenmill.errors import TokenmillError as TokenmillError
+    from tokenmill.loader import Layout as Layout
     from tokenmill.loader import Loader as Loader
     from tokenmill.plan import Plan as Plan
     from tokenmill.run.run import Run as Run
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from tokenmill.store import import_store as import_store
     from tokenmill.store import open_store as open_store
     from tokenmill.store import verify as verify
+    from tokenmill.store.remote.upload import upload as upload
 
 __version__ = "0.1.0"
 
@@ -43,14 +46,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "tokenmill.config.run",
     "ConfigError": "tokenmill.errors",
+    "EvalConfig": "tokenmill.config.evals",
+    "Layout": "tokenmill.loader",
     "Loader": "tokenmill.loader",
     "Plan": "tokenmill.plan",
     "PrepareOptions": "tokenmill.build",
-    "QuarantineConfig": "tokenmill.config.run",
+    "QuarantineConfig": "tokenmill.config.edits",
     "ResumeError": "tokenmill.errors",
     "Run": "tokenmill.run.run",
     "RunConfig": "tokenmill.config.run",
-    "SkipConfig": "tokenmill.config.run",
+    "SkipConfig": "tokenmill.config.edits",
     "SourceConfig": "tokenmill.config.run",
     "StageConfig": "tokenmill.config.run",
     "Store": "tokenmill.store",
@@ -62,6 +67,7 @@ _HOMES = {
     "open_store": "tokenmill.store",
     "open_tokenizer": "tokenmill.encode.engines",
     "prepare": "tokenmill.build",
+    "upload": "tokenmill.store.remote.upload",
     "verify": "tokenmill.store",
 }
 

@@ -7,9 +7,11 @@
     ├── StoreError(ValueError)         a store that cannot be used
     │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
     │   ├── StoreExistsError(FileExistsError)      something finished is already there
-    │   └── StoreCorruptError                      its files are not what its manifest says
+    │   ├── StoreCorruptError                      its files are not what its manifest says
+    │   └── StoreUnreachableError(ConnectionError) object storage did not answer in time
     ├── PlanError(IndexError)          a step, row or document outside the plan
     ├── ResumeError(ValueError)        a state that this run must not continue
+    ├── WorkerLostError(RuntimeError)  work that was lost with a process or a machine: to try again may help
     └── MissingExtraError(ImportError) a framework that an adapter needs is not installed
 
 A message reads: where: rule, got value; way out.
@@ -53,12 +55,20 @@ class StoreCorruptError(StoreError):
     """The files of a store are not what its manifest says."""
 
 
+class StoreUnreachableError(StoreError, ConnectionError):
+    """Object storage did not answer, or not in time."""
+
+
 class PlanError(TokenmillError, IndexError):
     """A step, row or document outside the plan."""
 
 
 class ResumeError(TokenmillError, ValueError):
     """A state that this run must not continue."""
+
+
+class WorkerLostError(TokenmillError, RuntimeError):
+    """Work that was lost with a process or a machine, for no fault of the data: to try again may help."""
 
 
 class MissingExtraError(TokenmillError, ImportError):

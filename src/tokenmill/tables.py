@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -223,6 +224,23 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line
     if origin is not None and hint != Number:
         return f"a table of {_WORDS[inner[-1]]}" if inner[-1] in _WORDS else "a table"
     return "true or false" if hint is bool else f"a {_WORDS.get(hint, 'tables').removesuffix('s')}"
+
+
+# Texts of files, which may have no end.
+
+MAX_CONFIG_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 30
+"""Of a config, and of a list of documents."""
+
+
+def read_text(file: Path, most: int) -> str:
+    """Return the text of a file of at most so many bytes."""
+    with file.open("rb") as stream:
+        data = stream.read(min(most, 1 << 20) + 1)
+        while len(data) <= most and (block := stream.read(min(len(data), most + 1 - len(data)))):
+            data += block
+    if len(data) > most:
+        raise ConfigError(f"{file}: must have at most {most} bytes, got more; name another file")
+    return data.decode("utf-8")
 
 
 # Rules for single values.

@@ -16,7 +16,7 @@ from tokenmill.adapters.kempnerforge import (
     TrainingPhase,
     build_dataloader,
 )
-from tokenmill.adapters.torch import TorchLoader, find_rank, to_torch, torch_loader
+from tokenmill.adapters.torch import TorchLoader, find_rank, lr_scheduler, mesh_layout, to_torch, torch_loader
 
 __all__ = [
     "DataConfig",
@@ -33,6 +33,8 @@ __all__ = [
     "TrainingPhase",
     "build_dataloader",
     "find_rank",
+    "lr_scheduler",
+    "mesh_layout",
     "to_torch",
     "torch_loader",
 ]

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tokenmill.errors import ConfigError
+
 AnyArray: TypeAlias = npt.NDArray[Any]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
@@ -34,16 +36,21 @@ ARRAYS = (
     "loss_mask",
     "source",
     "cu_seqlens",
+    "cu_seqlens_unpadded",
     "max_seqlen",
     "num_loss_tokens",
 )
 """What a batch can deliver."""
 POSITIONS = ("document", "row")
 """Where position_ids can start from 0."""
+PAD_TO = ("row", "batch")
+"""How far rows can be padded."""
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
 """How documents can become rows."""
 SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
 """What can become of a document longer than a row."""
+ON_LONG = ("cut", "drop", "stop")
+"""What can be done about a document that is longer than it may be."""
 CROPS = ("return", "discard")
 """What can become of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")
@@ -56,6 +63,42 @@ RAMPS = ("linear", "cosine")
 """How weights can change within a stage."""
 WEIGHINGS = ("rows", "tokens")
 """What weights can be shares of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteOptions:
+    """How stores in object storage are read: the table [remote]. Secrets have no place in it."""
+
+    endpoint: str | None = None
+    """Where the server is; None: that of the cloud, or what the environment says."""
+    region: str | None = None
+    allow_http: bool = False
+    """Whether requests may go unencrypted to other machines."""
+    mirror: str | None = None
+    """A folder in which what was read is kept, shared by all processes of a machine; None: what is read is kept in
+    memory until it is used."""
+    limit_bytes: int | None = None
+    """How much of the arrays the mirror may hold; 0: nothing; None: all."""
+    horizon_bytes: int = 64 << 20
+    """How much is asked for ahead of training, and held in memory."""
+    concurrency: int = 192
+    """Requests of a process that are under way at a time."""
+    deadline: float = 120.0
+    """Seconds after which a range that could not be read ends the run."""
+    verify_pages: bool = True
+    """Whether every page is proven by its checksum, where a store has them."""
+
+    def __post_init__(self) -> None:
+        for name in ("horizon_bytes", "concurrency", "deadline"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"remote: {name} must be more than 0, got {getattr(self, name)}; raise it")
+        if self.limit_bytes is not None and self.limit_bytes < 0:
+            raise ConfigError(
+                f"remote: limit_bytes must not be negative, got {self.limit_bytes}; use 0 to keep nothing on disk"
+            )
+        if self.limit_bytes and self.mirror is None:
+            raise ConfigError("remote: limit_bytes is that of a mirror, got it without; name a folder as mirror")
+
 
 State: TypeAlias = "Mapping[str, int | str]"
 """Where a run stands: small, the same on every rank, JSON."""

@@ -32,6 +32,7 @@ def state_of_jax(folder):
 FILES = {
     "transformers_trainer.py": state_of_trainer,
     "trl_sft.py": state_of_trainer,
+    "trl_dpo.py": state_of_trainer,
     "lightning_gpt.py": state_of_lightning,
     "jax_train.py": state_of_jax,
 }

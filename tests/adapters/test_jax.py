@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from tokenmill.adapters.jax import JaxLoader
+from tokenmill.adapters.jax import JaxLoader, optax_schedule
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 
@@ -219,3 +220,23 @@ def test_the_checks_name_what_is_wrong_before_a_batch_is_drawn(run):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     with pytest.raises(ConfigError, match=r"must be that of rank 0 of 1 along 'data', got rank 1 of 2"):
         JaxLoader(run.loader(rank=1, world_size=2, micro_batch=2), mesh=mesh)
+
+
+def test_every_round_of_an_eval_is_the_same(run_over_web):
+    more = '[[evals]]\nname = "held"\nsource = "web"\ndocuments = "0:9"\n'
+    run = run_over_web(more=more, steps=4, batch=4, seq_len=16)
+    loader = JaxLoader(run.evals["held"].loader(micro_batch=2))
+    first = [as_bytes(batch) for batch in loader]
+    next(iter(loader))
+    assert [as_bytes(batch) for batch in loader] == first
+    assert len(first) == len(loader)
+
+
+def test_a_learning_rate_as_optax_takes_it_follows_tokens(run):
+    schedule = run.lr_schedule(warmup_tokens=200, final=0.25)
+    rate = optax_schedule(schedule, peak=2.0)
+    found = [float(jax.jit(rate)(step)) for step in (0, 1, STEPS - 1, 1000)]
+    assert found == pytest.approx([2.0 * schedule(step) for step in (0, 1, STEPS - 1, STEPS - 1)], rel=1e-6)
+    loader = JaxLoader(run.loader(micro_batch=BATCH))
+    next(loader)
+    assert loader.tokens_seen.slots == BATCH * SEQ_LEN

@@ -287,3 +287,33 @@ def test_two_ranks_train_on_the_batches_of_one_and_no_sampler_is_put_between(mak
         accumulate_grad_batches=4,
     )
     assert [batch["input_ids"] for _, batch in alone.seen] == expected[BATCH * 4 :]
+
+
+class Validated(Bigrams):
+    """Sums the loss over the labels of all validation batches."""
+
+    def on_validation_epoch_start(self):
+        self.total, self.labels, self.counted = 0.0, 0, 0
+
+    def validation_step(self, batch, index):  # noqa: ARG002 - as Lightning calls it
+        logits, labels = self.table(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+        self.total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
+        self.labels += int((labels >= 0).sum())
+        self.counted += int(batch["num_loss_tokens"])
+
+
+def test_a_model_is_validated_on_the_whole_eval_and_trained_on_the_same_batches(make_run, tmp_path):
+    run = make_run(more='[[evals]]\nname = "val"\nsource = "web"\ndocuments = "0:13"\n')
+    _, straight = trained(tmp_path / "a", RunData(run, micro_batch=2), model=without_dropout())
+    model = Validated()
+    model.dropout = torch.nn.Identity()
+    data = RunData(run, micro_batch=2, evals=run.evals["val"])
+    trained(tmp_path / "b", data, model=model, num_sanity_val_steps=0)
+    assert model.seen == straight.seen
+    assert model.labels == model.counted == run.evals["val"].held.trained
+    total = 0.0
+    for batch in run.evals["val"].loader(micro_batch=5):
+        logits = model.table(torch.from_numpy(batch["input_ids"])).flatten(0, 1)
+        labels = torch.from_numpy(batch["labels"]).flatten()
+        total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
+    assert model.total / model.labels == pytest.approx(total / model.labels, abs=1e-6)

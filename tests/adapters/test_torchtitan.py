@@ -34,6 +34,11 @@ seq_len = 16
 [[sources]]
 name = "web"
 store = "web"
+
+[[evals]]
+name = "held"
+source = "web"
+documents = "0:9"
 """
 STAGED = """
 [training]
@@ -93,6 +98,18 @@ class Trainer:
 
     def validate(self, folder):
         return build(folder, 0, 4)
+
+
+def validated(folder, rank, world_size, steps=-1):
+    """Return the batches of a round as torchtitan's validator draws them: by a loader that it builds anew."""
+    loader = build(folder, rank, world_size, name="run", eval="held", infinite=steps != -1)
+    stream, seen = iter(loader), []
+    while len(seen) != steps:
+        try:
+            seen.append(next(stream))
+        except StopIteration:
+            break
+    return listed(seen)
 
 
 def refusal(*sizes):
@@ -164,6 +181,8 @@ def work(folder):
         "batches": {size: refusal(folder, size) for size in (8, 16, 32)},
         "pipelined": [refusal(folder, 16, 2), refusal(folder, 32, 2)],
         "validated": len(trainer.validate(folder)),
+        "evaluated": {f"{rank} of 3": [validated(folder, rank, 3) for _ in range(2)] for rank in range(3)},
+        "some": len(validated(folder, 0, 1, steps=2)),
         "is_theirs": isinstance(loader, BaseDataLoader),
         "config": replace(config, infinite=False).to_dict(),
         "first": listed(first),
@@ -252,6 +271,7 @@ def test_its_config_is_written_and_changed_as_theirs(answers):
         "config_file": "run.toml",
         "threads": 1,
         "check_ranks": False,
+        "eval": "",
         "infinite": False,
     }
 
@@ -474,3 +494,18 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
 
 if __name__ == "__main__":
     work(Path(sys.argv[1]))
+
+
+def test_the_validator_is_given_every_row_of_an_eval_once_in_every_round(folder, answers):
+    rounds = [answers["evaluated"][f"{rank} of 3"] for rank in range(3)]
+    assert all(first == second for first, second in rounds)
+    item = Run.from_toml(folder / "run.toml").evals["held"]
+    alone = [batch["input_ids"][0].tolist() for batch in item.loader()]
+    assert len({len(first) for first, _ in rounds}) == 1
+    batches = [batch for parts in zip(*(first for first, _ in rounds), strict=True) for batch in parts]
+    rows = [row for inputs, _ in batches for row in inputs["input"]]
+    labels = [row for _, labels in batches for row in labels]
+    assert rows[: len(alone)] == alone
+    assert len(rows) % 6 == 0
+    assert all(label == -100 for row in labels[len(alone) :] for label in row)
+    assert answers["some"] == 2

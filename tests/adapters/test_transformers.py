@@ -392,3 +392,146 @@ def test_two_ranks_train_on_the_batches_of_one_and_resume_one_another(make_run, 
         assert rank["live-again"]["seen"] == rank["live"]["seen"][4:]
     back = alone("back", resume=tmp_path / "two" / "checkpoint-4")
     assert [list(batch["input_ids"]) for batch, _, _ in back.seen] == expected[BATCH * 4 :]
+
+
+# How long a training is.
+
+
+def test_epochs_of_the_arguments_are_those_of_a_run_that_says_no_length(make_run, tmp_path):
+    run = make_run()
+    trainer = trained(tmp_path / "out", run.lasting(), num_train_epochs=2, save_strategy="no")
+    counted = run.lasting(epochs=2)
+    assert trainer.state.global_step == counted.plan().steps
+    assert [seen for seen, _, _ in trainer.seen] == [
+        {name: tensor.numpy().tobytes() for name, tensor in to_transformers(to_torch(batch)).items()}
+        for batch in counted.loader(micro_batch=2)
+    ]
+    assert trainer.state.epoch == 2
+    assert trained(tmp_path / "out", run.lasting(), max_steps=3, save_strategy="no").state.global_step == 3
+
+
+def test_epochs_of_the_arguments_that_would_not_be_gone_by_are_refused(make_run, tmp_path):
+    run = make_run()
+    for data, got in (
+        (run, "a run of 6 steps"),
+        (run.lasting(epochs=3), "a run of 3 epochs"),
+        (run.loader(micro_batch=2), "a loader, which has its length"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"num_train_epochs must be left out .*, got 2 and {got}; leave out one"
+        ):
+            Recorder(model=tiny_model(), args=arguments(tmp_path, num_train_epochs=2), train_dataset=data)
+    Recorder(model=tiny_model(), args=arguments(tmp_path, num_train_epochs=2), train_dataset=run.lasting(epochs=2))
+
+
+# Evaluation.
+
+
+def loss_by_hand(model, run, name="val"):
+    """Return the mean loss over all labels of an eval, document by document, each alone."""
+    total, count = 0.0, 0
+    model.eval()
+    for batch in run.evals[name].loader():
+        for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["doc_ids"], strict=True):
+            for number in range(documents.max() + 1):
+                own = documents == number
+                with torch.no_grad():
+                    logits = model(torch.from_numpy(ids[own])[None]).logits[0]
+                wanted = torch.from_numpy(labels[own])
+                total += torch.nn.functional.cross_entropy(
+                    logits, wanted, ignore_index=-100, reduction="sum"
+                ).item()
+                count += int((wanted >= 0).sum())
+    return total / count, count
+
+
+VAL = """
+[[evals]]
+name = "val"
+source = "web"
+documents = "0:13"
+
+[[evals]]
+name = "more"
+source = "web"
+documents = "20:31"
+"""
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_the_loss_of_an_eval_is_that_of_a_hand_computation_for_any_batch(make_run, tmp_path, batch):
+    run, model = make_run(more=VAL), tiny_model(attention_dropout=0.0)
+    args = arguments(tmp_path, per_device_eval_batch_size=batch)
+    trainer = Recorder(model=model, args=args, train_dataset=run, eval_dataset=run.evals["val"])
+    metrics = trainer.evaluate()
+    wanted, labels = loss_by_hand(tiny_model(attention_dropout=0.0), run)
+    assert metrics["eval_labels"] == labels
+    assert metrics["eval_loss"] == pytest.approx(wanted, abs=1e-5)
+    both = trainer.evaluate(dict(run.evals))
+    assert both["eval_val_loss"] == pytest.approx(wanted, abs=1e-5)
+    more, _ = loss_by_hand(tiny_model(attention_dropout=0.0), run, "more")
+    assert both["eval_more_loss"] == pytest.approx(more, abs=1e-5)
+
+
+def test_evaluation_amid_training_changes_no_batch_of_it_and_is_logged(make_run, tmp_path):
+    run = make_run(more=VAL)
+    straight = trained(tmp_path / "a", run, save_strategy="no")
+    trainer = Recorder(
+        model=tiny_model(),
+        args=arguments(tmp_path / "b", save_strategy="no", eval_strategy="steps", eval_steps=2),
+        train_dataset=run,
+        eval_dataset=run.evals["val"],
+    )
+    trainer.train()
+    assert [seen for seen, _, _ in trainer.seen] == [seen for seen, _, _ in straight.seen]
+    logged = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(logged) == STEPS // 2
+
+
+def test_a_store_is_evaluated_on_whole(make_run, tmp_path):
+    run = make_run()
+    store = run.stores["web"]
+    trainer = Recorder(model=tiny_model(), args=arguments(tmp_path), train_dataset=run, eval_dataset=store)
+    metrics = trainer.evaluate()
+    assert (
+        metrics["eval_labels"]
+        == sum(
+            store.document_offsets(0, store.num_documents)[1:] - store.document_offsets(0, store.num_documents)[:-1]
+        )
+        - store.num_documents
+    )
+    assert trainer.evaluate(str(store.path))["eval_loss"] == metrics["eval_loss"]
+    with pytest.raises(ConfigError, match="a store must go with a run as train_dataset"):
+        Recorder(
+            model=tiny_model(),
+            args=arguments(tmp_path),
+            train_dataset=run.loader(micro_batch=2),
+            eval_dataset=store,
+        )
+
+
+def test_every_of_an_eval_says_when_unless_the_arguments_do(make_run, tmp_path):
+    run = make_run(more='[[evals]]\nname = "held"\nsource = "web"\ndocuments = "0:12"\nevery = 2\n')
+    trainer = LoaderTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path / "out", save_strategy="no"),
+        train_dataset=run,
+        eval_dataset=run.evals["held"],
+    )
+    trainer.train()
+    assert [e["step"] for e in trainer.state.log_history if "eval_loss" in e] == [2, 4, 6]
+
+
+def test_a_learning_rate_in_tokens_is_that_of_the_run_and_tokens_are_counted(make_run, tmp_path):
+    run = make_run(more='[[skip]]\nsteps = "2:3"\n')
+    schedule = run.lr_schedule(warmup_tokens=2 * BATCH * SEQ_LEN, final=0.5)
+    trainer = LoaderTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path / "out", save_strategy="no"),
+        train_dataset=run,
+        lr_schedule=schedule,
+    )
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([0.01 * schedule(step) for step in range(STEPS) if step != 2])
+    assert trainer.state.num_input_tokens_seen == (STEPS - 1) * BATCH * SEQ_LEN

@@ -106,3 +106,31 @@ def test_a_checkpoint_resumes_with_the_same_batches_losses_and_weights(run, tmp_
     assert resumed.seen == straight.seen[4:]
     for name, tensor in straight.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor)
+
+
+def test_an_eval_honours_masks_and_its_loss_is_that_of_a_hand_computation(run, tmp_path):
+    evals = [{"name": "val", "source": "sums", "documents": "0:9"}]
+    tables = {"run": {"steps": 2, "global_batch_size": BATCH, "seq_len": SEQ_LEN}, "evals": evals}
+    tables["sources"] = [{"name": "sums", "store": "sums"}]
+    run = tm.Run.from_tables(tables, folder=run.folder)
+    trainer = SFT(
+        model=tiny_model(),
+        args=trl.SFTConfig(
+            output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2
+        ),
+        train_dataset=run,
+        eval_dataset=run.evals["val"],
+        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(TOKENIZER_DIR),
+    )
+    metrics, model, total, count = trainer.evaluate(), tiny_model().eval(), 0.0, 0
+    store = run.stores["sums"]
+    for number in range(9):
+        record = store.fetch_record(number)
+        ids, trained_on = torch.from_numpy(record["sequence"].astype(np.int64)), record["loss_mask"] == 1
+        with torch.no_grad():
+            logs = torch.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
+        wanted = torch.from_numpy(trained_on[1:])
+        total -= logs.gather(1, ids[1:, None])[:, 0][wanted].sum().item()
+        count += int(wanted.sum())
+    assert metrics["eval_labels"] == count
+    assert metrics["eval_loss"] == pytest.approx(total / count, abs=1e-5)

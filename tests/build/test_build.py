@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import importlib.util
+import json
 import re
 import time
 import tracemalloc
@@ -56,7 +57,11 @@ def test_documents_are_in_the_store_in_the_natural_order_of_the_files(straight):
 
 def test_store_verifies_and_leaves_no_temporary_files(straight):
     assert verify(straight).documents == len(TEXTS)
-    assert sorted(path.name for path in straight.iterdir() if path.name.startswith(".")) == [".origins", ".prepare"]
+    assert sorted(path.name for path in straight.iterdir() if path.name.startswith(".")) == [
+        ".hashes",
+        ".origins",
+        ".prepare",
+    ]
     assert [path.name for path in (straight / ".prepare").iterdir()] == ["inputs.json"]
     assert len(read_manifest(straight).shards) > 1
 
@@ -328,16 +333,16 @@ def test_progress_is_shown_when_asked_for_on_stderr_alone(corpus, tmp_path, capf
 
 
 def test_a_line_tells_how_far_a_build_is_where_there_is_no_terminal(corpus, tmp_path, capfd, monkeypatch):
-    module = importlib.import_module("tokenmill.build.build")
+    module = importlib.import_module("tokenmill.build.progress")
     monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
     monkeypatch.setattr(module, "_SECONDS_BETWEEN", 0.0)
     prepare(corpus, out=tmp_path / "out", workers=2, options=PrepareOptions(chunk_bytes=5000))
     out, lines = capfd.readouterr()
     assert out == ""
-    pattern = r"prepare: \d of \d MB, \d+%; [\d,]+ documents, [\d,]+ tokens, [\d,.]+ MB/s"
+    pattern = r"(prepare|note the inputs): \d of \d MB, \d+%; [\d,]+ documents, [\d,]+ tokens, [\d,.]+ MB/s"
     assert len(lines.splitlines()) > 2
     assert [line for line in lines.splitlines() if not re.fullmatch(pattern, line)] == []
-    assert "100%; 600 documents" in lines.splitlines()[-1]
+    assert "100%; 600 documents" in [line for line in lines.splitlines() if line.startswith("prepare")][-1]
     prepare(corpus, out=tmp_path / "quiet", workers=1, progress=False)
     assert capfd.readouterr() == ("", "")
 
@@ -345,7 +350,7 @@ def test_a_line_tells_how_far_a_build_is_where_there_is_no_terminal(corpus, tmp_
 def test_a_tokenizer_that_takes_long_to_open_is_told(corpus, tmp_path, capfd, monkeypatch):
     module = importlib.import_module("tokenmill.build.build")
     opened = module._open_tokenizer
-    monkeypatch.setattr(module, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("tokenmill.build.progress.SLOW_SECONDS", 0.05)
     monkeypatch.setattr(module, "_open_tokenizer", lambda *given: time.sleep(0.5) or opened(*given))
     prepare(corpus, out=tmp_path / "out", workers=1)
     assert capfd.readouterr() == ("", "open the tokenizer: this takes a while\n")
@@ -356,12 +361,13 @@ def test_a_hook_is_told_how_far_a_build_is(corpus, tmp_path, workers):
     told = []
     options = PrepareOptions(chunk_bytes=5000, deduplicate=True)
     report = prepare(corpus, out=tmp_path / "out", workers=workers, on_progress=told.append, options=options)
-    steps = ["open the tokenizer", "look for duplicates", "prepare"]
+    steps = ["open the tokenizer", "look for duplicates", "prepare", "note the inputs"]
     assert list(dict.fromkeys(each.what for each in told)) == steps
     for step in steps:
         done = [each.done_bytes for each in told if each.what == step]
         assert done == sorted(done)
-    last = told[-1]
+    assert told[-1].done_bytes == told[-1].total_bytes == report.input_bytes
+    last = [each for each in told if each.what == "prepare"][-1]
     assert last.done_bytes == last.total_bytes == report.input_bytes
     assert (last.documents, last.tokens) == (report.documents, report.tokens)
     assert last.seconds >= 0
@@ -415,3 +421,19 @@ def test_engine_is_recorded_and_plays_no_part_in_the_fingerprint(corpus, tmp_pat
     assert read_manifest(tmp_path / "fast").recipe["engine"] == fast.engine
     assert fast.fingerprint == slow.fingerprint
     assert verify(tmp_path / "fast").tokens == slow.tokens
+
+
+def test_a_worker_opens_the_reference_when_a_text_needs_it(tmp_path):
+    """The tokenizer goes to workers by content; what they unpack is there for as long as they may need it."""
+    from tokenmill.encode.engines import DIVERGENT
+
+    corpus = tmp_path / "a.jsonl"
+    texts = ["plain words"] * 50 + [*DIVERGENT]
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    options = PrepareOptions(chunk_bytes=512)
+    prints = []
+    for workers in (1, 2):
+        out = tmp_path / f"by-{workers}"
+        prepare(corpus, out=out, tokenizer=real_bpe(), workers=workers, progress=False, options=options)
+        prints.append(open_store(out).fingerprint)
+    assert prints[0] == prints[1]

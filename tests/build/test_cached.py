@@ -16,7 +16,7 @@ from tokenmill.build import PrepareOptions, cached, prepare
 from tokenmill.build.cached import cached_store
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.store import open_store
-from tokenmill.store.durable import locked_folder
+from tokenmill.store.lease import leased_folder
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_build_of_another_process_is_waited_for_and_said_once(ask, tmp_path):
     process = ask(corpus)
     store = cached_path(corpus, tmp_path)
     store.mkdir(parents=True)
-    with locked_folder(store):
+    with leased_folder(store):
         process.stdin.write("go\n")
         process.stdin.flush()
         said = process.stderr.readline()
@@ -264,7 +264,7 @@ def test_a_build_that_never_ends_is_not_waited_for_for_ever(get, monkeypatch, ca
     store.mkdir()
     monkeypatch.setattr(cached, "MAX_WAIT_SECONDS", 0.2)
     caplog.set_level(logging.WARNING, "tokenmill")
-    with locked_folder(store), pytest.raises(StoreExistsError) as caught:
+    with leased_folder(store), pytest.raises(StoreExistsError) as caught:
         get()
     assert str(caught.value) == (
         f"source 'web': another process must finish {store} within 0.2 s, got one still at work; "
@@ -272,3 +272,60 @@ def test_a_build_that_never_ends_is_not_waited_for_for_ever(get, monkeypatch, ca
     )
     assert len(caplog.records) == 1
     assert os.listdir(store) == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_another_bos_or_eos_beside_the_tokenizer_is_refused(get, tokenizer_folder, name):
+    """They stand in files of their own: the vocabulary is the same."""
+    from tokenizers import Tokenizer
+
+    file = str(tokenizer_folder / "tokenizer.json")
+    made = Tokenizer.from_file(file)
+    made.add_special_tokens(["<a>", "<b>"])
+    made.save(file)
+    added = '{"eos_token": "<%s>"}'
+    (tokenizer_folder / name).write_text(added % "a")
+    store = get(tokenizer=str(tokenizer_folder))
+    assert get(tokenizer=str(tokenizer_folder)) == store
+    (tokenizer_folder / name).write_text(added % "b")
+    with pytest.raises(StoreExistsError, match=rf"the tokenizer must stay as it was.*{name} with other content"):
+        get(tokenizer=str(tokenizer_folder))
+    (tokenizer_folder / name).unlink()
+    with pytest.raises(StoreExistsError, match=rf"the tokenizer must stay as it was.*{name} with other content"):
+        get(tokenizer=str(tokenizer_folder))
+
+
+def test_another_rank_file_of_tiktoken_is_refused(get, tmp_path):
+    import base64
+
+    def write(letters):
+        ranks = [bytes([byte]) for byte in range(256)] + letters
+        lines = [b"%s %d" % (base64.b64encode(word), rank) for rank, word in enumerate(ranks)]
+        (tmp_path / "own.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
+
+    write([b"on", b"tw"])
+    (tmp_path / "own.json").write_text(
+        '{"pattern": "[a-z]+|.", "special_tokens": {"<|end|>": 258}, "eos_token": "<|end|>"}'
+    )
+    spec = f"tiktoken:{tmp_path}/own.tiktoken?encoding={tmp_path}/own.json"
+    store = get(tokenizer=spec)
+    assert get(tokenizer=spec) == store
+    write([b"tw", b"on"])
+    with pytest.raises(StoreExistsError, match="the tokenizer must stay as it was"):
+        get(tokenizer=spec)
+
+
+def test_a_change_of_any_byte_of_a_document_is_refused(get, tmp_path):
+    """Also of one that no sample sees, in a file that keeps its size and its time of change."""
+    texts = ["x" * 1000 for _ in range(1000)]
+    path = write_file(tmp_path / "data" / "large.jsonl", texts)
+    store = get()
+    assert get() == store
+    before = path.stat()
+    write_file(path, [*texts[:200], "y" * 1000, *texts[201:]])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(StoreExistsError, match=r"got .*large\.jsonl, which is new or has changed"):
+        get()
+    write_file(path, texts)
+    assert get() == store

@@ -124,7 +124,7 @@ def test_a_finished_unit_that_is_not_whole_is_done_again(tmp_path, monkeypatch, 
     first = UnitWriter.append
 
     def append(self, route, values, offsets):
-        if len([unit for unit in self._final.parent.iterdir() if not unit.name.startswith(".")]) == 2:
+        if len([unit for unit in self._units.iterdir() if not unit.name.startswith(".")]) == 2:
             raise RuntimeError("stopped")
         first(self, route, values, offsets)
 

@@ -29,6 +29,7 @@ class Disk:
         self.held: list[int] = []
         self.cuts: list[dict[str, bytes | None]] = []
         for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
+            self.held.append(os.open(folder, os.O_RDONLY))  # as below
             self.take_folder(folder)
             for child in folder.iterdir():
                 if child.is_file():

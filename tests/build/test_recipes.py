@@ -56,6 +56,61 @@ def test_a_chat_trains_on_what_the_assistant_said_and_nothing_else(tmp_path, wor
     assert store.fetch_record(7, "position_ids").tolist() == list(range(store.fetch_record(7, "sequence").size))
 
 
+def test_options_say_the_system_the_turns_and_the_roles_over_a_recipe(tmp_path):
+    turns = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two."}]
+    chats = [{"messages": [*turns, {"role": "user", "content": "3?"}, {"role": "assistant", "content": "Three."}]}]
+    options = {"chat_template": "chatml", "system": "Be short.", "train_turns": "last"}
+    store = open_store(build(chats, tmp_path, recipe="chat", **options))
+    assert "<|im_start|>system\nBe short.<|im_end|>" in TOKENIZER.decode(store.fetch_record(0, "sequence"))
+    assert trained(store, 0) == "Three.<|im_end|>"
+    said = store.manifest.recipe["recipe"]
+    assert (said["system"], said["train_turns"]) == ("Be short.", "last")
+    (tmp_path / "again").mkdir()
+    mask = {"user": "train", "assistant": "mask"}
+    store = open_store(build(chats, tmp_path / "again", recipe="chat", chat_template="chatml", mask=mask))
+    assert trained(store, 0) == "2?<|im_end|>3?<|im_end|>"
+    assert store.manifest.recipe["recipe"]["mask"] == {"assistant": "mask", "system": "mask", "user": "train"}
+    with pytest.raises(ConfigError, match="mask must name roles, got 'asistant'; did you mean 'assistant'"):
+        build(chats, tmp_path / "again", recipe="chat", chat_template="chatml", mask={"asistant": "train"})
+
+
+LONG = [{"prompt": "Say it.", "response": "x" * size} for size in (5, 30, 6, 40)]
+
+
+def test_records_that_lose_an_answer_to_max_seq_len_are_counted_and_told(tmp_path, capsys):
+    """A prompt has 40 tokens with its headings and BOS."""
+    store = open_store(build(LONG, tmp_path, recipe="instruction", max_seq_len=70))
+    assert (store.num_documents, store.manifest.skipped["truncated"]) == (4, 2)
+    assert store.manifest.skipped["notes"] == {"answers_cut": 2}
+    told = " ".join(capsys.readouterr().err.split())
+    assert (
+        "warning: 2 of 4 records lost trained tokens at their end to max_seq_len = 70; raise it, --on-long" in told
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_records_that_are_too_long_are_dropped_and_counted(tmp_path, workers):
+    out = build(
+        LONG, tmp_path, recipe="instruction", max_seq_len=70, on_long="drop", workers=workers, chunk_bytes=60
+    )
+    store = open_store(out)
+    assert [trained(store, number) for number in range(2)] == ["xxxxx<|eos|>", "xxxxxx<|eos|>"]
+    assert (store.num_documents, store.manifest.skipped["counts"]) == (2, {"too_many_tokens": 2})
+    assert [str(store.origin(number)) for number in range(2)] == ["in.jsonl:1", "in.jsonl:3"]
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_record_that_is_too_long_stops_a_build_that_says_so(tmp_path, on_error):
+    with pytest.raises(
+        DocumentError, match=r"in.jsonl:2: a record must not be longer than max_seq_len, got 72 tokens"
+    ):
+        build(LONG, tmp_path, recipe="instruction", max_seq_len=70, on_long="stop", on_error=on_error)
+    with pytest.raises(
+        ConfigError, match=r"on_long is for records with more than max_seq_len tokens, got 'drop' and"
+    ):
+        build(LONG, tmp_path, recipe="instruction", on_long="drop")
+
+
 def test_positions_may_go_on_through_the_shard(tmp_path):
     recipe = {"preset": "chat", "chat_template": "chatml", "output": {"position_ids_mode": "continuous"}}
     store = open_store(build(CHATS, tmp_path, recipe=recipe))
@@ -182,7 +237,7 @@ def test_a_text_that_spells_bos_twice_is_a_bad_record(tmp_path, recipe):
     texts = ["one", "see <|bos|><|bos|> here", "two", "a <|bos|> b", "<|bos|>c", "three"]
     records = [{"text": text} if recipe == "text" else {"prompt": text, "response": "r"} for text in texts]
     options = {"control_strings": "encode", "add_bos": True}
-    rule = r"in\.jsonl:2: control strings in a text must not make BOS twice in a row, got two; mend the record"
+    rule = r"in\.jsonl:2: control strings in a text must not make BOS twice in a row, got two; leave BOS out"
     with pytest.raises(DocumentError, match=rule):
         build(records, tmp_path, recipe=recipe, **options)
     store = open_store(build(records, tmp_path, recipe=recipe, on_error="skip", **options))

@@ -16,7 +16,7 @@ from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.unit import UnitWriter
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
-from tokenmill.store.durable import locked_folder
+from tokenmill.store.lease import leased_folder
 
 TEXTS = some_texts(300)
 
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_never_built_upon(tmp_path, monkeypatch, damage)
     with pytest.raises(RuntimeError):
         build(corpus, tmp_path / "store", checkpoint_seconds=0)
     monkeypatch.undo()
-    (unit,) = (tmp_path / "store" / ".prepare" / "units").glob(".tmp-*")
+    (unit,) = (tmp_path / "store" / ".prepare" / "units").glob(".tmp-*/*")
     ids = unit / "routes" / "store" / "0" / "sequence.bin"
     data = bytearray(ids.read_bytes())
     if damage == "cut":
@@ -233,7 +233,7 @@ def test_a_second_build_is_refused_with_the_process_of_the_first(tmp_path):
     corpus = write_file(tmp_path / "a.jsonl", TEXTS[:10])
     (tmp_path / "store").mkdir()
     match = rf"only one build may write to it at a time, got another under way in process {os.getpid()}; wait"
-    with locked_folder(tmp_path / "store"), pytest.raises(StoreExistsError, match=match):
+    with leased_folder(tmp_path / "store"), pytest.raises(StoreExistsError, match=match):
         build(corpus, tmp_path / "store")
     build(corpus, tmp_path / "store")
 
@@ -434,3 +434,57 @@ def test_a_ledger_of_another_version_is_named_and_a_rebuild_is_the_way_out(tmp_p
     with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be of this version.*--rebuild"):
         build(corpus, tmp_path / "store")
     assert build(corpus, tmp_path / "store", rebuild=True).documents == 10
+
+
+def long_file(path, odd=None):
+    """Write a file of which samples see little; `odd` is one of its texts that differs."""
+    texts = [f"{number:04} {'x' * 1000}" for number in range(1000)]
+    if odd is not None:
+        texts[odd] = texts[odd][:-1] + "y"
+    return write_file(path, texts)
+
+
+def test_a_file_of_a_store_that_changed_where_no_sample_sees_it_is_refused(tmp_path):
+    path = long_file(tmp_path / "a.jsonl")
+    prepare(path, out=tmp_path / "out", progress=False)
+    long_file(path, odd=200)
+    write_file(tmp_path / "b.jsonl", ["new"])
+    with pytest.raises(StoreExistsError, match=r"must stay as they were, got .*a\.jsonl with other content"):
+        prepare(tmp_path / "*.jsonl", out=tmp_path / "out", progress=False)
+    long_file(path)
+    assert prepare(tmp_path / "*.jsonl", out=tmp_path / "out", progress=False).documents == 1001
+
+
+def test_units_of_a_file_that_changed_since_a_build_stopped_are_done_again(tmp_path):
+    path = long_file(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text("{")
+    options = PrepareOptions(chunk_bytes=50_000, deduplicate=True)
+    with pytest.raises(DocumentError, match=r"b\.jsonl"):
+        prepare(tmp_path / "*.jsonl", out=tmp_path / "out", workers=1, progress=False, options=options)
+    long_file(path, odd=200)
+    write_file(tmp_path / "b.jsonl", ["new"])
+    prepare(tmp_path / "*.jsonl", out=tmp_path / "out", workers=1, progress=False, options=options)
+    prepare(tmp_path / "*.jsonl", out=tmp_path / "straight", workers=1, progress=False, options=options)
+    assert texts_of(open_store(tmp_path / "out")) == texts_of(open_store(tmp_path / "straight"))
+
+
+@pytest.mark.parametrize("damage", [lambda _: b"", lambda data: data[:-16], lambda data: b"\1" + data[1:]])
+def test_hashes_that_are_not_as_they_were_written_are_made_again(tmp_path, damage):
+    """Else records that are there twice would be taken, and no checksum would tell."""
+    write_file(tmp_path / "a.jsonl", ["one", "two", "one"])
+    (tmp_path / "b.jsonl").write_text("{")
+    options = PrepareOptions(deduplicate=True)
+    with pytest.raises(DocumentError, match=r"b\.jsonl"):
+        prepare(tmp_path / "*.jsonl", out=tmp_path / "out", workers=1, progress=False, options=options)
+    scans = sorted((tmp_path / "out" / ".prepare" / "scans").iterdir())
+    assert scans
+    for scan in scans:
+        scan.write_bytes(damage(scan.read_bytes()))
+    write_file(tmp_path / "b.jsonl", ["two", "three"])
+    prepare(tmp_path / "*.jsonl", out=tmp_path / "out", workers=1, progress=False, options=options)
+    assert texts_of(open_store(tmp_path / "out")) == ["one", "two", "three"]
+    (scan, *_) = sorted((tmp_path / "out" / ".prepare" / "scans").iterdir())
+    scan.write_bytes(damage(scan.read_bytes()))
+    write_file(tmp_path / "c.jsonl", ["four"])
+    with pytest.raises(StoreCorruptError, match=r"to add files, got other bytes than were written; start over"):
+        prepare(tmp_path / "*.jsonl", out=tmp_path / "out", workers=1, progress=False, options=options)

@@ -17,9 +17,9 @@ from tests.documents.corpora import COMPRESS, CONTENTS
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build import unit as module
-from tokenmill.build.journal import UnitResult
+from tokenmill.build.engines import WorkerPool
 from tokenmill.build.unit import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
-from tokenmill.build.worker import WorkerPool, run_unit
+from tokenmill.build.worker import read_answer, run_unit
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError
 from tokenmill.store import open_store, read_manifest
 
@@ -151,7 +151,7 @@ def test_fates_are_those_of_one_walk_through_all_records(tmp_path_factory, units
     folder = tmp_path_factory.mktemp("scans")
     for index, unit in enumerate(units):
         hashes = np.array([(value * 7919, value) for value in unit], module._HASH)
-        (folder / str(index)).write_bytes(hashes.tobytes())
+        (folder / str(index)).write_bytes(b"".join(module._with_checksum([hashes.tobytes()])))
     paths = [folder / str(index) for index in range(len(units))]
     expected, seen, left = [], set(), max_items
     for unit in units:
@@ -391,7 +391,7 @@ def test_units_may_be_done_in_any_order_and_more_than_once(tmp_path, monkeypatch
         job = msgspec.json.encode(pool.job)
         messages = {task.key: msgspec.json.encode(task) for task in tasks}
         answers = {key: run_unit(job, messages[key]) for key in [*messages, *reversed(messages)]}
-        return (msgspec.json.decode(answers[task.key], type=UnitResult | None) for task in tasks)
+        return (read_answer(answers[task.key]) for task in tasks)
 
     monkeypatch.setattr(WorkerPool, "run", run)
     build(corpus, tmp_path / "elsewhere", chunk_bytes=3000, **options)

@@ -16,6 +16,8 @@ from rich.console import Console
 from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
 from tokenmill.store import open_store
 
+EXAMPLES = "Examples: ⟦trained⟧, masked without brackets, ‹control tokens›"
+
 
 def test_json_holds_the_facts_of_a_store(tokenmill, folder):
     store = open_store(folder / "stores" / "web")
@@ -51,7 +53,7 @@ def test_lengths_are_counted_by_powers_of_two(tokenmill, make_store, lengths, bi
 def test_text_shows_facts_lengths_and_examples(tokenmill, folder):
     done = tokenmill("inspect", folder / "stores" / "web")
     assert (done.code, done.err) == (0, "")
-    titles = ["Store web", "Supervision", "Document lengths", "Examples: ⟦trained⟧, masked without brackets"]
+    titles = ["Store web", "Supervision", "Document lengths", EXAMPLES]
     assert [title for title in re.findall(r"^\S.*?(?=\s*$)", done.out, re.MULTILINE) if title in titles] == titles
     assert "bytes, 259 ids" in done.out
     assert "'<|bos|>' (id 256), added / '<|eos|>' (id 257), added" in " ".join(done.out.split())
@@ -161,7 +163,39 @@ def test_the_audit_counts_what_is_trained_on(tokenmill, chat):
     assert found["supervised_percent"] == 100 * trained / store.num_tokens
     assert (found["fully_masked"], found["truncated"]) == (0, 0)
     shown = " ".join(tokenmill("inspect", chat).out.split())
-    assert "'<|bos|>' (id 256), added where no chat template is / '<|eos|>' (id 257), added where no" in shown
+    assert "'<|bos|>' (id 256), before 2 of 2 texts / '<|eos|>' (id 257), added where no" in shown
+
+
+ZEPHYR = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "started"), [((), 0), (("--bos",), 2), (("--chat-template", "chatml"), 2)], ids=str
+)
+def test_bos_stands_before_conversations_where_the_template_writes_it_or_it_is_asked_for(
+    tokenmill, tmp_path, options, started
+):
+    """[T2.b]"""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(TOKENIZER_DIR, tokenizer)
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": ZEPHYR}))
+    (tmp_path / "chat.jsonl").write_text(CHAT, encoding="utf-8")
+    out = tmp_path / "chat"
+    arguments = ["--out", out, "--recipe", "chat", "--tokenizer", tokenizer, "--workers", 1, *options]
+    shown = " ".join(tokenmill("prepare", tmp_path / "chat.jsonl", *arguments).out.split())
+    assert ("no BOS before conversations, as the chat template writes none" in shown) is not bool(started)
+    (found,) = tokenmill("inspect", out, "--json").json["chat"]["audit"]
+    assert (found["with_bos"], found["audited"]) == (started, 2)
+    assert f"before {started} of 2 texts" in " ".join(tokenmill("inspect", out).out.split())
+    run = '[run]\nsteps = 1\nglobal_batch_size = 1\nseq_len = 64\npacking = "bos_best_fit"\n'
+    (tmp_path / "run.toml").write_text(f'{run}[[sources]]\nname = "chat"\nstore = "chat"\n')
+    planned = tokenmill("plan", tmp_path / "run.toml")
+    assert planned.code == (0 if started else 1)
+    assert started or "needs documents that start with BOS" in planned.err
 
 
 def test_the_audit_finds_masked_cut_and_endless_records(tokenmill, tmp_path, tokenizer_identity):
@@ -239,16 +273,17 @@ def test_examples_tell_trained_from_masked(chat):
     from tokenmill.run.inspect import examples
 
     first, last = examples(open_store(chat), open_tokenizer("bytes"))
-    assert [text for trained, text in first.runs if trained] == ["four<|im_end|>"]
-    assert [text for trained, text in last.runs if trained] == ["five & six<|im_end|>"]
-    assert "2 + 2?" in first.runs[0][1]
+    assert [piece.text for piece in first.runs if piece.trained] == ["four<|im_end|>"]
+    assert [piece.text for piece in last.runs if piece.trained] == ["five & six<|im_end|>"]
+    assert [piece.text for piece in first.runs if piece.control] == ["<|bos|>"]
+    assert "2 + 2?" in first.runs[1].text
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(tokenmill, chat, tmp_path):
     page = tmp_path / "report.html"
     assert tokenmill("inspect", chat, "--html", page).code == 0
     text = page.read_text(encoding="utf-8")
-    assert re.findall(r'<span style="color: #008000;[^"]*">(.*?)</span>', text, re.S) == [
+    assert re.findall(r'<span class="k t" title="[^"]*">(.*?)</span>', text, re.DOTALL) == [
         "four&lt;|im_end|&gt;",
         "five &amp; six&lt;|im_end|&gt;",
     ]
@@ -261,7 +296,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tokenmill, chat, tmp_path)
 def test_without_colour_trained_text_stands_in_brackets(tokenmill, chat):
     """[T1.d]"""
     shown = tokenmill("inspect", chat).out
-    assert "Examples: ⟦trained⟧, masked without brackets" in shown.splitlines()
+    assert EXAMPLES in shown.splitlines()
     assert re.findall("⟦(.*?)⟧", shown) == ["trained", "four<|im_end|>", "five & six<|im_end|>"]
 
 
@@ -294,15 +329,22 @@ def skipping(tokenmill, tmp_path):
     return tmp_path / "bad"
 
 
-def test_the_first_skipped_records_are_listed_by_place(tokenmill, skipping):
+def test_skipped_records_stand_by_reason_with_an_example_and_what_to_do(tokenmill, skipping):
     """[S.i]"""
-    listed = tokenmill("inspect", skipping, "--json").json["bad"]["skipped"]["first"]
-    assert [one["line"] for one in listed[:10]] == [*range(2, 12)]
+    facts = tokenmill("inspect", skipping, "--json").json["bad"]
+    assert [one["line"] for one in facts["skipped"]["first"][:10]] == [*range(2, 12)]
+    (reason,) = facts["reasons"]
+    assert (reason["reason"], reason["records"], reason["file"], reason["line"]) == (
+        "missing_field",
+        12,
+        "bad.jsonl",
+        2,
+    )
+    assert reason["way_out"].startswith("name the fields in a recipe")
     done = tokenmill("inspect", skipping)
     assert (done.code, done.err) == (0, "")
-    assert re.search(r"^The first 10 of 12 skipped records\s*$", done.out, re.MULTILINE)
-    rows = re.findall(r"^ bad\.jsonl +(\d+) +(\w+) +.*no(\d+)", done.out, re.MULTILINE)
-    assert rows == [(str(number + 2), listed[0]["reason"], str(number)) for number in range(10)]
+    assert re.search(r"^12 skipped records, an example of each reason\s*$", done.out, re.MULTILINE)
+    assert re.search(r"^ missing_field +12 +bad\.jsonl +2 +.*no0", done.out, re.MULTILINE)
     assert "\x1b" not in done.out
 
 
@@ -310,13 +352,98 @@ def test_the_page_names_recipe_input_files_and_skipped_records(tokenmill, skippi
     assert tokenmill("inspect", skipping, "--html", tmp_path / "report.html").code == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.search(r"^ recipe +text *$", text, re.MULTILINE)
-    skipped, inputs = text.split(">The first 10 of 12 skipped records")[1].split(">Input files")
+    skipped, inputs = text.split(">12 skipped records, an example of each reason")[1].split(">Input files")
     assert re.search(r"^ bad\.jsonl +1 +6 *$", inputs, re.MULTILINE)
-    lines = re.findall(r"^ bad\.jsonl +(\d+) ", skipped, re.MULTILINE)
-    assert lines == [str(line) for line in range(2, 12)]
+    assert re.findall(r"^ missing_field +12 +bad\.jsonl +(\d+) ", skipped, re.MULTILINE) == ["2"]
     assert "&lt;b&gt;" in skipped
     assert "<b>" not in skipped
     assert "\x1b" not in text
+
+
+def talk(answer: str, **more: object) -> dict:
+    return {"messages": [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": answer, **more}]}
+
+
+ENDED = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function.name }}{% endif %}"
+    "{{ m.content }}{{ eos_token if m.content != 'no end' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def varied(tokenmill, tmp_path):
+    """Prepare chats of every kind, with a template that ends all turns but one."""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(TOKENIZER_DIR, tokenizer)
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": ENDED}))
+    call = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    chats = [
+        *(talk(f"answer {number}") for number in range(20)),
+        talk("word " * 300),
+        talk("no end"),
+        talk(""),
+        talk("<think>why</think>so"),
+        talk("see", tool_calls=call),
+        talk("it spells <|eos|>"),
+        {"messages": [{"role": "user", "content": "Q? " * 200}, {"role": "assistant", "content": "yes"}]},
+        {"messages": [{"role": "user", "content": "only"}]},
+        talk("x", mask=True),
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats), encoding="utf-8")
+    options = ["--recipe", "chat", "--tokenizer", tokenizer, "--on-error", "skip", "--workers", 1]
+    assert tokenmill("prepare", tmp_path / "chats.jsonl", "--out", tmp_path / "varied", *options).code == 0
+    return tmp_path / "varied"
+
+
+def test_examples_show_every_kind_of_record(varied):
+    """[T1.d]"""
+    from tokenmill.run.inspect import examples, tokenizer_of
+
+    store = open_store(varied)
+    found = {why: each for each in examples(store, tokenizer_of(store), seed=3) for why in each.why}
+    texts = {why: "".join(piece.text for piece in each.runs) for why, each in found.items()}
+    assert {"longest", "most trained", "least trained", "turns without a trained end", "empty answers"} <= set(
+        found
+    )
+    assert {"tools", "reasoning", "drawn by seed 3"} <= set(found)
+    assert texts["turns without a trained end"].endswith("<|assistant|>no end")
+    assert "<tool_call>weather" in texts["tools"]
+    assert "<think>" in texts["reasoning"]
+    assert found["longest"].item in (20, 26)
+    assert texts["least trained"].endswith("yes<|eos|>")
+    # A long one is cut around what is trained on, its end included.
+    least = found["least trained"]
+    assert least.tokens > 400
+    assert sum(piece.left_out for piece in least.runs) + least.left_out > 0
+    assert [piece.text for piece in least.runs if piece.trained] == ["yes", "<|eos|>"]
+    others = {each.item for each in examples(store, tokenizer_of(store), seed=4)}
+    assert others != {each.item for each in found.values()}
+
+
+def test_a_control_token_looks_unlike_a_text_that_spells_it(tokenmill, varied):
+    document = tokenmill("inspect", varied, "--document", 25).out
+    assert len(re.findall(r"‹<\|eos\|>›", document)) == 2, "the ends of the two turns"
+    assert re.search(r"'.*(?:eos|os).*'", document), "the text of the record"
+    shown = " ".join(tokenmill("inspect", varied, "--seed", 1).out.split())
+    assert "⟦yes‹<|eos|>›⟧" in shown
+    assert "drawn by seed 1" in shown
+
+
+def test_the_audit_scores_turns_and_tells_the_notes_of_the_build(tokenmill, varied):
+    """[T1.d]"""
+    facts = tokenmill("inspect", varied, "--json").json["varied"]
+    (audit,) = facts["audit"]
+    assert (audit["turns"], audit["unended_turns"]) == (27, 1)
+    assert audit["unended_turns_percent"] == pytest.approx(100 / 27)
+    assert {each["name"]: each["records"] for each in facts["notes"]} == {"empty_answers": 1}
+    assert {each["reason"]: each["line"] for each in facts["reasons"]} == {"no_trained_message": 28, "flag": 29}
+    shown = tokenmill("inspect", varied).out
+    assert re.search(r"^Notes of the build\s*$", shown, re.MULTILINE)
+    assert re.search(r"^ empty_answers +1 +an answer without a text", shown, re.MULTILINE)
+    assert "turns without end %" in " ".join(shown.split())
 
 
 def test_a_store_without_skipped_records_lists_none(tokenmill, folder):
@@ -357,7 +484,7 @@ def test_prompts_have_no_share_of_masked_or_endless_ones(tokenmill, tmp_path):
     assert facts["longest"] == {"prompts": 5, "responses": 5}
     assert sum(facts["lengths"]["responses"].values()) == 3
     shown = tokenmill("inspect", tmp_path / "grpo").out
-    assert re.search(r"^ prompts +1 +0 +– +0 +– *$", shown, re.MULTILINE)
+    assert re.search(r"^ prompts +1 +0 +– +0 +– +– +0 *$", shown, re.MULTILINE)
 
 
 def test_the_audit_is_whole_at_80_columns(tokenmill, tmp_path, monkeypatch):
@@ -388,7 +515,7 @@ def test_one_document_is_shown_with_its_origin_tokens_and_masks(tokenmill, folde
     shown = tokenmill("inspect", store.path, "--document", 4)
     assert (shown.code, shown.err) == (0, "")
     assert shown.lines[0] == f"Document 4 of {store.path}, from web.jsonl:5"
-    assert re.search(r"^ *0 +256 +'<\|bos\|>' +– +no", shown.out, re.MULTILINE)
+    assert re.search(r"^ *0 +256 +‹<\|bos\|>› +– +no", shown.out, re.MULTILINE)
     assert "\x1b" not in shown.out
     done = tokenmill("inspect", store.path, "--document", 60)
     assert (done.code, done.out) == (1, "")
@@ -534,3 +661,12 @@ def test_one_broken_store_of_a_folder_gives_exit_code_1(tokenmill, split, damage
     found = msgspec.json.decode(done.out)
     assert (done.code, found["ok"]) == (1, False)
     assert [store["ok"] for store in found["stores"]] == [True, False]
+
+
+def test_hashes_are_added_to_stores_that_lack_them(tokenmill, split):
+    kept = {name: (split / name / ".hashes" / "00000.bin").read_bytes() for name in ("train", "val")}
+    for name in kept:
+        shutil.rmtree(split / name / ".hashes")
+    done = tokenmill("verify", split, "--hashes")
+    assert (done.code, done.err) == (0, "")
+    assert {name: (split / name / ".hashes" / "00000.bin").read_bytes() for name in kept} == kept

@@ -139,7 +139,7 @@ def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
     lengths = np.diff(open_store(chats.parent / "chat").document_offsets(0, 13)).tolist()
     assert lengths[:4] == [129, 130, 131, 18]
     found = cuts_told(tokenmill, chats)
-    way_out = 'split = "forbid" refuses them, "truncate_end" cuts them off (docs/guides/packing.md)'
+    way_out = 'on_long = "drop" leaves them out, "stop" refuses them (docs/guides/packing.md)'
     assert found == [
         f"stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut: {LOST}; {way_out}"
     ]
@@ -149,18 +149,58 @@ def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
 
 
 @pytest.mark.parametrize(
-    "packing",
+    ("packing", "fate", "lost"),
     [
-        'packing = "best_fit"\nsplit = "truncate_end"',
-        'packing = "best_fit"\nsplit = "truncate_start"',
-        'packing = "padded"\nsplit = "truncate_end"',
-        'packing = "bos_best_fit"\ncrop = "discard"',
+        ('packing = "best_fit"\nsplit = "truncate_end"', "lose their end", 1 + 2),
+        ('packing = "best_fit"\nsplit = "truncate_start"', "lose their beginning", 0),  # BOS and mark go first
+        ('packing = "padded"\nsplit = "truncate_end"', "lose their end", 1 + 2),
+        ('packing = "padded"\non_long = "cut"', "lose their end", 1 + 2),
+        ('packing = "best_fit"\non_long = "drop"', "are dropped", 123 + 124),
+        ('packing = "padded"\non_long = "drop"', "are dropped", 123 + 124),
     ],
 )
-def test_no_warning_where_nothing_is_trained_behind_a_cut(tokenmill, chats, packing):
+def test_what_records_longer_than_a_row_lose_is_counted(tokenmill, chats, packing, fate, lost):
     chats.write_text(chats.read_text(encoding="utf-8").replace(CHATS, packing), encoding="utf-8")
+    start = "stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and"
+    (found,) = [one for one in cuts_told(tokenmill, chats) if one.startswith("stage 'one'")]
+    assert found.startswith(f"{start} {fate}, {lost} trained tokens with them; ")
+    fates = Run.from_toml(chats).plan().stages[0].rows["chat"].fates()
+    whole = int(
+        open_store(chats.parent / "chat").fetch(0, 13 * 8 + sum([121, 122, 123, *[10] * 10]), "loss_mask").sum()
+    )
+    assert fates.trained == whole - lost
+    assert fates.tokens == fates.trained + fates.masked + sum(fates.dropped.values())
+
+
+def test_nothing_is_told_of_records_that_a_crop_discards(tokenmill, chats):
+    text = chats.read_text(encoding="utf-8").replace(CHATS, 'packing = "bos_best_fit"\ncrop = "discard"')
+    chats.write_text(text, encoding="utf-8")
     assert cuts_told(tokenmill, chats) == []
-    assert " records of " not in tokenmill("plan", chats).out
+
+
+def test_a_loader_logs_what_becomes_of_long_records(chats, caplog):
+    Run.from_toml(chats).loader(micro_batch=2)
+    (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert logged.startswith(
+        "stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut"
+    )
+    caplog.clear()
+    Run.from_toml(chats).loader(rank=1, world_size=2)
+    assert not caplog.records
+
+
+def test_a_record_longer_than_a_row_stops_a_run_that_says_so(tokenmill, chats):
+    text = chats.read_text(encoding="utf-8")
+    chats.write_text(text.replace(CHATS, 'on_long = "stop"'), encoding="utf-8")
+    assert re.search(
+        r"a document must have at most 129 tokens, got 130 in document 1; raise", tokenmill("plan", chats).err
+    )
+    chats.write_text(text.replace(CHATS, 'on_long = "stop"\nsplit = "truncate_end"'), encoding="utf-8")
+    assert (
+        "split says how a document is cut, got 'truncate_end' with on_long = 'stop'" in tokenmill("plan", chats).err
+    )
+    chats.write_text(text.replace(CHATS, 'on_long = "drop"\npacking = "concat"'), encoding="utf-8")
+    assert "on_long is for packing best_fit and padded" in tokenmill("plan", chats).err
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 40, 128, 380])
@@ -257,7 +297,11 @@ ILLEGAL = {
         '[[stags]]\nname = "base"',
         r".*: .*got 'stags'; did you mean .*",
     ),
-    "missing key": ("steps = 10\n", "", r"run: steps must be given, got nothing; add steps = \.\.\."),
+    "missing key": (
+        "steps = 10\n",
+        "",
+        r"run: must have steps, or epochs, got neither; for example .*",
+    ),
     "wrong type": ("steps = 10", 'steps = "10"', r"run\.steps: must be a whole number, got '10'; change its type"),
     "bad toml": ("[run]", "[run", r".*run\.toml: must be TOML, got .*; fix that line"),
     "zero batch": (
@@ -562,3 +606,66 @@ def test_the_history_of_a_run_is_told(tokenmill, edited):
     (line,) = tokenmill("plan", edited, "--json").json["history"]
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d plan {plan.fingerprint[:8]}… is the first on record", line)
     assert f"history: {line}" in tokenmill("plan", edited).lines
+
+
+def test_plan_tells_what_object_storage_would_take(tokenmill, run_toml):
+    """Of local stores, so that it can be asked before an upload."""
+    assert "remote" not in tokenmill("plan", run_toml, "--json").json
+    options = ("--nodes", "2", "--latency", "100", "--request-price", "1000", "--gb-price", "0")
+    told = tokenmill("plan", run_toml, "--remote", *options, "--json").json["remote"]
+    assert (told["link"]["nodes"], told["link"]["latency_ms"]) == (2, 100.0)
+    assert [(line["stage"], line["source"], line["shuffle"]) for line in told["readings"]] == [
+        (stage, source, shuffle)
+        for stage in ("base", "late")
+        for source in ("books", "web")
+        for shuffle in ("full", "window")
+    ]
+    assert all(line["dollars"] == line["requests"] > 0 for line in told["readings"])
+    text = tokenmill("plan", run_toml, "--remote").out
+    assert "Object storage, a stage" in text
+    assert "Object storage, an epoch" in text
+    assert "defaults: S3 Standard, read within its region" in text
+
+
+def test_evals_are_shown_with_what_of_them_is_trained_on(tokenmill, run_toml):
+    more = '\n[[evals]]\nname = "held"\nsource = "web"\ndocuments = "0:3"\nevery = 5\n'
+    more += '\n[[evals]]\nname = "seen"\nsource = "books"\ndocuments = [0]\nevery_tokens = "1K"\n'
+    run_toml.write_text(run_toml.read_text() + more)
+    facts = tokenmill("plan", run_toml, "--json").json["evals"]
+    assert [(item["name"], item["documents"], item["every"], item["every_tokens"]) for item in facts] == [
+        ("held", 3, 5, None),
+        ("seen", 1, None, 1000),
+    ]
+    text = " ".join(tokenmill("plan", run_toml).out.split())
+    assert "eval documents held out rows seq_len labels every trained on" in text
+    assert "1,000 tokens" in text
+
+
+def test_tokens_in_place_of_steps_are_told_in_both(tokenmill, run_toml):
+    text = run_toml.read_text()
+    run_toml.write_text(text.replace("start_step = 6", "start_tokens = 700"))
+    stages = tokenmill("plan", run_toml, "--json").json["stages"]
+    assert [(stage["start_step"], stage["start_tokens"]) for stage in stages] == [(0, 0), (6, 768)]
+    assert "tokens before" in " ".join(tokenmill("plan", run_toml).out.split())
+
+
+def test_plan_tells_of_labels_segments_and_ranks(tokenmill, run_toml):
+    """What is not asked for has no column."""
+    plain = tokenmill("plan", run_toml).out
+    assert not any(words in plain for words in ("labels an input", "segments filled up to", "Waiting of ranks"))
+    keys = 'horizon = 3\nsegment_multiple = 4\nbalance = "attention"\n'
+    run_toml.write_text(run_toml.read_text().replace("seq_len = 16\n", f"seq_len = 16\n{keys}"))
+    told = tokenmill("plan", run_toml)
+    assert all(words in told.out for words in ("labels an input", "segments filled up to", "Waiting of ranks"))
+    found = tokenmill("plan", run_toml, "--json").json
+    assert (found["horizon"], found["segment_multiple"], found["fim"]) == (3, 4, {})
+    assert [(line["stage"], line["ranks"]) for line in found["imbalance"]] == [
+        ("base", 2),
+        ("base", 8),
+        ("late", 2),
+    ]
+    what = tokenmill(
+        "what", run_toml, "--step", 0, "--rank", 1, "--world-size", 2, "--micro-batch", 2, "--json"
+    ).json
+    slots = Run.from_toml(run_toml).loader(rank=1, world_size=2, micro_batch=2).slots(0).tolist()
+    assert [row["slot"] for row in what["rows"]] == slots

@@ -123,7 +123,7 @@ def test_several_stores_are_listed(tokenmill, folder):
         (["--max-tokens-per-shard", 0], r".*max_tokens_per_shard: must be .* from 1 to .*, got 0; .+"),
         (["--max-tokens-per-shard", -3], r".*max_tokens_per_shard: must be .* from 1 to .*, got -3; .+"),
         (["--text-field", ""], r".*text_field.*got .*; .*"),
-        (["--engine", "warp"], r".*engine.*got 'warp'; .*"),
+        (["--tokenizer-engine", "warp"], r".*engine.*got 'warp'; .*"),
     ],
 )
 def test_an_option_that_cannot_be_right_is_refused_before_anything_is_written(tokenmill, folder, options, message):
@@ -283,3 +283,32 @@ def test_export_says_what_was_written_and_who_read_it_back(tokenmill, folder, tm
     done = tokenmill("export", web, "--format", "npy", "--out", tmp_path / "npy")
     assert (done.code, done.out) == (1, "")
     assert "must be a new or an empty folder" in done.err
+
+
+def test_upload_copies_a_store_and_says_what_it_sent(tokenmill, folder, tmp_path):
+    store = next(path.parent for path in folder.rglob("manifest.json"))
+    address = f"file://{tmp_path}/remote"
+    first = tokenmill("upload", store, address, "--json").json
+    assert first["sent_files"] == first["files"] > 2
+    again = tokenmill("upload", store, address)
+    assert "0 files" in again.out
+    assert "all, as read back" in again.out
+    assert (tmp_path / "remote" / "manifest.json").read_bytes() == (store / "manifest.json").read_bytes()
+
+
+def test_roles_turns_and_the_system_are_said_on_the_command_line(tokenmill, tmp_path):
+    turns = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two."}]
+    more = [{"role": "user", "content": "3?"}, {"role": "assistant", "content": "Three."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns + more}) + "\n", encoding="utf-8")
+    shared = ["prepare", tmp_path / "chat.jsonl", "--recipe", "chat", "--chat-template", "chatml", "--workers", 1]
+    done = tokenmill(
+        *shared, "--out", tmp_path / "a", "--system", "Hm.", "--train-turns", "last", "--mask", "user=train"
+    )
+    assert done.code == 0, done.err
+    said = open_store(tmp_path / "a").manifest.recipe["recipe"]
+    assert (said["system"], said["train_turns"], said["mask"]["user"]) == ("Hm.", "last", "train")
+    done = tokenmill(*shared, "--out", tmp_path / "b", "--mask", "user")
+    assert (
+        done.err
+        == "error: --mask: must be roles with train or mask, got 'user'; for example tool=train,user=mask\n"
+    )

@@ -1,7 +1,9 @@
 import pytest
 
+from tokenmill.config.evals import read_numbers
 from tokenmill.config.run import parse_config, read_tables
 from tokenmill.errors import ConfigError
+from tokenmill.run.run import Run
 
 RUN = {"steps": 10, "global_batch_size": 8, "seq_len": 16}
 WEB = {"name": "web", "store": "stores/web"}
@@ -155,11 +157,14 @@ def test_every_key_is_documented():
     from dataclasses import fields
     from pathlib import Path
 
+    from tokenmill.config.edits import QuarantineConfig, SkipConfig
+    from tokenmill.config.evals import EvalConfig
     from tokenmill.config.run import RunConfig, SourceConfig, StageConfig
 
     page = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")
-    for kind, section in ((RunConfig, sections[1]), (SourceConfig, sections[2]), (StageConfig, sections[3])):
+    kinds = (RunConfig, SourceConfig, StageConfig, SkipConfig, QuarantineConfig, EvalConfig)
+    for kind, section in zip(kinds, sections[1:7], strict=True):
         missing = [field.name for field in fields(kind) if f"`{field.name}`" not in section]
         assert missing == []
 
@@ -185,3 +190,32 @@ def test_run_options_are_checked_without_a_loader(changes, message):
 def test_labels_cross_documents_with_concat_only():
     with pytest.raises(ConfigError, match="cross_document_labels is for packing concat, got it with 'best_fit'"):
         _ = config(run=RUN | {"cross_document_labels": True}).resolved_stages
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("a = " + "[" * 10_000 + "]" * 10_000, "too deep"), ("a = " + "{a = " * 5000 + "1" + "}" * 5000, "too deep")],
+)
+def test_a_config_that_is_nested_without_end_is_refused(tmp_path, text, problem):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"run\.toml: must be TOML, got .*{problem}"):
+        Run.from_toml(tmp_path / "run.toml")
+
+
+def test_files_without_an_end_are_not_read_for_ever(tmp_path):
+    with pytest.raises(ConfigError, match=r"/dev/zero: must have at most 16777216 bytes, got more"):
+        Run.from_toml("/dev/zero")
+    (tmp_path / "long.txt").write_text("9" * 5000)
+    with pytest.raises(ConfigError, match=r"long\.txt, line 1: must be the number of a document"):
+        read_numbers(tmp_path / "long.txt", "quarantine[0]")
+
+
+def test_a_batch_without_arrays_is_refused(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[run]\nsteps = 1\nglobal_batch_size = 1\nseq_len = 4\narrays = []\n[[sources]]\nname = "a"\nstore = "a"\n'
+    )
+    with pytest.raises(
+        ConfigError, match=r"run: arrays must name one at least, got \[\]; leave it out for input_ids"
+    ):
+        Run.from_toml(config)

@@ -324,17 +324,30 @@ def listed(total, *suffixes):
 
 
 @pytest.mark.parametrize(
-    ("total", "mib"), [(0, 4), (96 << 20, 4), ((96 << 20) + 24, 5), (2400 << 20, 100), (25 << 40, 1024)]
+    ("total", "mib"),
+    [
+        (0, 4),
+        (96 << 20, 4),
+        ((96 << 20) + 24, 5),
+        (1200 << 20, 50),
+        (1536 << 20, 64),
+        (2400 << 20, 64),
+        (16 << 30, 64),
+        (32 << 30, 128),
+        (64 << 30, 256),
+        (25 << 40, 256),
+    ],
 )
-def test_units_are_a_24th_of_the_input_between_4_mib_and_1_gib(total, mib):
+def test_units_are_few_for_small_inputs_and_256_or_more_for_large_ones(total, mib):
     assert chunk_size(listed(total, ".jsonl")) == mib << 20
     assert chunk_size(listed(2 * (total // 2), ".jsonl", ".parquet")) == mib << 20
 
 
 @pytest.mark.parametrize(
-    ("total", "kib"), [(0, 1024), (24 << 20, 1024), ((24 << 20) + 24, 1280), (2400 << 20, 100 << 10)]
+    ("total", "kib"),
+    [(0, 1024), (24 << 20, 1024), ((24 << 20) + 24, 1280), (240 << 20, 10 << 10), (2400 << 20, 16 << 10)],
 )
-def test_units_of_compressed_files_are_a_quarter_of_that_at_least(total, kib):
+def test_units_of_compressed_files_are_a_quarter_of_that(total, kib):
     """So that a file of 50 MB, with 200 MB of text in it, keeps all cores busy."""
     assert chunk_size(listed(total, ".parquet")) == kib << 10
     assert chunk_size(listed(total, ".jsonl.gz", ".json.zst")) == kib << 10

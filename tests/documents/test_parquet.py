@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.documents.corpora import bad_of, num_lines_of, read, reasons_of, texts_of
 
+from tokenmill.documents import units
 from tokenmill.errors import DocumentError
 
 LAYOUTS = st.fixed_dictionaries(
@@ -191,3 +192,14 @@ def test_an_index_that_has_no_bits_is_an_error(tmp_path):
     path.write_bytes(data)
     with pytest.raises(DocumentError, match=r"a\.parquet: must be an intact Parquet file, got"):
         read(path)
+
+
+def test_a_small_file_cannot_hold_without_end(tmp_path, monkeypatch):
+    """A text that is stored once may stand in any number of rows."""
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"text": pa.array(["x" * 1000] * 100_000)}), path, compression="zstd")
+    assert path.stat().st_size < 20_000
+    monkeypatch.setattr(units, "_CAP_BYTES", 1 << 20)
+    with pytest.raises(DocumentError, match=r"bomb\.parquet: must hold at most 1048576 bytes.*raise max_expansion"):
+        read(path, max_expansion=2)
+    assert len(texts_of(read(path, max_expansion=10**6))) == 100_000

@@ -144,6 +144,19 @@ def test_a_post_processor_says_what_bos_and_eos_are(write, processor, bos, eos):
     ]
 
 
+@pytest.mark.parametrize(
+    ("processor", "flag", "adds"),
+    [(None, False, False), (None, True, True), (None, None, True), ("own", False, True), ("own", None, True)],
+)
+def test_a_config_that_says_no_bos_counts_unless_the_post_processor_adds_one(write, tiny, processor, flag, adds):
+    """As transformers has it: `add_bos_token` of Yi's config is false, and its post-processor adds nothing."""
+    kept = tiny["post_processor"] if processor else None
+    config = {"bos_token": "<s>"} | ({} if flag is None else {"add_bos_token": flag})
+    spec = write(lambda value: value.update(post_processor=kept), tokenizer_config=config)
+    assert open_tokenizer(spec).identity.add_bos is adds
+    assert open_tokenizer(spec, add_bos=True).identity.add_bos
+
+
 def test_a_sibling_that_names_nothing_known_is_an_error(write):
     with pytest.raises(
         TokenizerError, match=r"eos_token must be in the vocabulary, got '<im_start>'; did you mean"
@@ -501,3 +514,28 @@ def test_without_sentencepiece_a_model_says_what_to_install(tmp_path, monkeypatc
     (tmp_path / "a.model").write_bytes(b"\x00")
     with pytest.raises(TokenizerError, match=r"pip install 'tokenmill\[sentencepiece\]'"):
         open_tokenizer(str(tmp_path / "a.model"))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"added_tokens": 3}, "added_tokens must be a list"),
+        (
+            {"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}},
+            "ids of the vocabulary must be whole numbers",
+        ),
+        ({"model": {"type": "BPE", "vocab": {"a": 2**40}, "merges": []}}, "ids of the vocabulary must be whole"),
+        ({"model": {"type": "Unigram", "vocab": [3]}}, "a piece of the vocabulary must be a list"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}}, "unk_id must be the place of a piece"),
+        ({"pre_tokenizer": "ByteLevel"}, "pre_tokenizer must be an object or null"),
+        (
+            {"normalizer": {"type": "Prepend", "prepend": "x" * 1000}},
+            "a string of the normalizer must have at most",
+        ),
+    ],
+)
+def test_the_shape_of_a_file_is_checked_before_it_is_used(tmp_path, change, rule):
+    value = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value | change))
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json: {rule}"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))

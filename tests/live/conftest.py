@@ -127,7 +127,7 @@ def labels_of():
         for number, row in enumerate(rows):
             spans = np.frombuffer(bytearray(window.lines[row]), np.int64).reshape(-1, SPAN_COLUMNS)
             places = np.array([[0, len(spans)]])
-            copy_rows(places, spans, (0, 0, 0, 0), nothing, out[number : number + 1], nothing, none, no_flags)
+            copy_rows(places, spans, (0, 0, 0, 0, 1), nothing, out[number : number + 1], nothing, none, no_flags)
         return out[out != IGNORE].tolist()
 
     return labels

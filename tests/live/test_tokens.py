@@ -219,7 +219,10 @@ def test_every_token_of_an_epoch_is_a_label_once_or_its_fate_is_told(
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=40),
     formats=st.lists(
-        st.tuples(st.integers(1, 9), st.sampled_from([*POLICIES, ("best_fit", "truncate_end", "return")])),
+        st.tuples(
+            st.integers(1, 9),
+            st.sampled_from([*POLICIES, ("best_fit", "truncate_end", "return"), ("best_fit", "drop", "return")]),
+        ),
         min_size=2,
         max_size=3,
     ),

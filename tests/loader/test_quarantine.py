@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tokenmill.loader import IGNORE, RECORD_ARRAYS, Loader, LoaderOptions, RankSlice
+from tokenmill.loader import IGNORE, RECORD_ARRAYS, Layout, Loader, LoaderOptions, RankSlice
 from tokenmill.packing import ConcatRows, Policy, RecordRows, pack_rows
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
 from tokenmill.plan.report import report
@@ -83,7 +83,7 @@ def plan_of(*stages, steps=40):
 
 
 def loader_of(plan, *, arrays=ARRAYS, rank=0, world_size=1, threads=0):
-    part = RankSlice(rank=rank, world_size=world_size, micro_batch=4 // world_size)
+    part = RankSlice(layout=Layout(dp=(rank, world_size)), micro_batch=4 // world_size)
     return Loader(plan, part, LoaderOptions(arrays=arrays, threads=threads))
 
 

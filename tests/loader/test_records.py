@@ -208,7 +208,7 @@ def test_the_dtypes_and_shapes_are_those_of_the_guide(write_records, make_run):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+@pytest.mark.parametrize("shuffle", ["full", "block", "window", "none"])
 @pytest.mark.parametrize("count", [1, 7, 24])
 def test_an_epoch_has_every_record_once(write_records, make_run, kind, shuffle, count):
     """[R1.d] Whatever the order."""
@@ -406,6 +406,50 @@ def test_a_record_that_is_too_long_is_refused_by_name_unless_cutting_is_asked_fo
         make_run("data", split=split).plan()
     make_run("data", split=split, seq_len=13).plan()
     make_run("data", split="truncate_end").plan()
+    with pytest.raises(ConfigError, match=r'got 13 in record 21; raise seq_len, or say on_long = "drop" or "cut"'):
+        make_run("data", on_long="stop").plan()
+    assert make_run("data", on_long="cut").plan().stages[0].rows["data"].num_rows == 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_that_are_too_long_are_dropped_whole_and_counted(write_records, make_run, kind):
+    made = write_records("data", random_records(kind, 40, longest=9))
+
+    def longest(record):
+        arrays = [record[key] for key in DTYPES[kind] if DTYPES[kind][key] == "<u2" and key != "responses"]
+        return max(array.size for array in [*arrays, *record.get("responses", ())])
+
+    kept = [number for number, record in enumerate(made.records) if longest(record) <= 7]
+    run = make_run("data", on_long="drop", seq_len=7, shuffle="none", steps=1, global_batch_size=len(kept))
+    assert 0 < len(kept) < 40
+    rows = run.plan().stages[0].rows["data"]
+    assert [use.spans[0].document for use in run.plan().what(0)] == kept
+    assert [number for number in range(40) if rows.rows_of(number).size] == kept
+    fates, whole = rows.fates(), make_run("data", seq_len=9).plan().stages[0].rows["data"].fates()
+    assert (rows.num_rows, rows.num_long, fates.tokens) == (len(kept), 40 - len(kept), whole.tokens)
+    assert fates.tokens == fates.trained + fates.masked + fates.dropped["too_long"]
+    group = max(len(record.get("responses", ())) for record in made.records)
+    expected = [row_by_hand(kind, made.records[number], 7, group) for number in kept]
+    assert rows_of_batch(run.loader()[0], RECORD_ARRAYS[kind]) == expected
+    (warning,) = [one for one in run.report().warnings if " records of " in one]
+    assert warning.startswith(f"stage 'main': {40 - len(kept)} of 40 records of 'data' are longer than a row of 7")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_may_be_padded_to_the_longest_of_their_batch(write_records, make_run, kind):
+    write_records("data", random_records(kind, 30))
+    for full, batch in zip(
+        make_run("data").loader(micro_batch=2), make_run("data", pad_to="batch").loader(micro_batch=2), strict=True
+    ):
+        lengths = {"chosen": "chosen_len", "rejected": "rejected_len"}
+        if kind == "grpo":
+            lengths = {"prompts": "prompt_len", "responses": "response_len"}
+        masks = {"chosen": "chosen_mask", "rejected": "rejected_mask", "responses": "masks"}
+        longest = {key: max(1, int(full[length].max())) for key, length in lengths.items()}
+        longest |= {masks[key]: longest[key] for key in lengths if key in masks}
+        assert {name: array.shape[-1] for name, array in batch.items() if name in longest} == longest
+        for name, array in batch.items():
+            assert np.array_equal(array, full[name][..., : longest[name]] if name in longest else full[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -533,7 +577,7 @@ def test_arrays_that_the_training_type_does_not_have_are_refused(write_records, 
         make_run("pairs").loader(arrays=("chosen", "chosen"))
     assert list(make_run("pairs").loader(arrays=("rejected_len",))[0]) == ["rejected_len"]
     plan = make_run("pairs").plan()
-    assert list(Loader(plan, RankSlice(rank=0, world_size=1, micro_batch=4))[0]) == list(RECORD_ARRAYS["dpo"])
+    assert list(Loader(plan, RankSlice(micro_batch=4))[0]) == list(RECORD_ARRAYS["dpo"])
 
 
 def test_a_mask_or_reward_of_another_dtype_is_refused(tmp_path, tokenizer_identity, make_run):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
+from tokenmill.packing.policy import MAX_DOCUMENTS
 from tokenmill.run.run import Run
 
 PACKINGS = ["best_fit", "bos_best_fit", "concat", "padded"]
@@ -78,7 +81,7 @@ def test_no_token_is_trained_twice_before_all_are_trained_once(make_store, tmp_p
     edges=st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True),
     seq_lens=st.lists(st.integers(3, 40), min_size=5, max_size=5),
     packings=st.lists(st.sampled_from(["best_fit", "bos_best_fit", "concat"]), min_size=5, max_size=5),
-    shuffle=st.sampled_from(["full", "block", "none"]),
+    shuffle=st.sampled_from(["full", "block", "window", "none"]),
 )
 def test_chains_of_changes_repeat_nothing_early(make_store, tmp_path, edges, seq_lens, packings, shuffle):
     _, _, offsets = make_store("web", LENGTHS, add_bos=True)
@@ -258,3 +261,24 @@ def test_labels_that_cross_documents_refuse_a_rest(make_store, tmp_path):
         Run(config=parse_config(tables), folder=tmp_path).plan()
     tables["stages"][1]["on_change"] = "restart"
     Run(config=parse_config(tables), folder=tmp_path).plan()
+
+
+def test_rows_of_several_packing_windows_are_read_once_through_a_change_of_length(make_store, tmp_path):
+    """Groups of `shuffle = "window"` are whole windows of real rows; what is left of them is packed anew."""
+    lengths = np.random.default_rng(1).integers(1, 5, 5 * MAX_DOCUMENTS).tolist()
+    _, _, offsets = make_store("web", lengths, add_bos=True)
+    stages = [(0, 63, "best_fit", "unseen"), (7, 31, "best_fit", "unseen")]
+    run = make_run(tmp_path, stages, steps=17, batch=256, shuffle="window")
+    run = replace(run, config=replace(run.config, run=replace(run.config.run, window_blocks=2)))
+    plan = run.plan()
+    assert plan.stages[1].rows["web"].num_rest
+    seen = np.zeros(int(offsets[-1]), np.int64)
+    for tokens in labels_by_step(run, offsets):
+        seen[tokens] += 1
+        assert seen.max() == 1
+    windows = [{span.document // MAX_DOCUMENTS for use in plan.what(step) for span in use.spans} for step in (0, 1)]
+    assert len(set().union(*windows)) <= 2
+    for document in (0, 3 * MAX_DOCUMENTS + 11):
+        for use in plan.when("web", document):
+            (same,) = [found for found in plan.what(use.step) if found.slot == use.slot]
+            assert set(use.spans) <= set(same.spans)

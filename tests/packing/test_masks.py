@@ -19,10 +19,12 @@ POLICIES = [
     Policy(),
     Policy(split="truncate_start"),
     Policy(split="truncate_end"),
+    Policy(split="drop"),
     Policy(name="bos_best_fit"),
     Policy(name="bos_best_fit", crop="discard"),
     Policy(name="padded", split="truncate_start"),
     Policy(name="padded", split="truncate_end"),
+    Policy(name="padded", split="drop"),
 ]
 shapes = st.tuples(
     st.integers(1, 20),

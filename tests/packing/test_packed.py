@@ -13,10 +13,12 @@ POLICIES = [
     Policy(),
     Policy(split="truncate_start"),
     Policy(split="truncate_end"),
+    Policy(split="drop"),
     Policy(name="bos_best_fit"),
     Policy(name="bos_best_fit", crop="discard"),
     Policy(name="padded", split="truncate_start"),
     Policy(name="padded", split="truncate_end"),
+    Policy(name="padded", split="drop"),
 ]
 KEEP_ALL = [Policy(), Policy(name="bos_best_fit")]
 
@@ -152,9 +154,26 @@ def test_several_windows_and_many_shards_are_packed_alike(make_store):
 @pytest.mark.parametrize("name", ["best_fit", "padded"])
 def test_a_document_that_must_not_be_cut_is_refused_by_name(make_store, name):
     path, _, _ = make_store("any", [5, 11, 12, 13])
-    with pytest.raises(ConfigError, match=r"at most 12 tokens, got 13 in document 3; raise seq_len, or use split"):
+    with pytest.raises(
+        ConfigError, match=r"at most 12 tokens, got 13 in document 3; raise seq_len, or say on_long"
+    ):
         pack_rows(open_store(path), seq_len=11, policy=Policy(name=name, split="forbid"))
     pack_rows(open_store(path), seq_len=12, policy=Policy(name=name, split="forbid"))
+
+
+@pytest.mark.parametrize("name", ["best_fit", "padded"])
+@given(shape=lengths_and_row)
+def test_documents_longer_than_a_row_are_dropped_whole_and_no_others(make_store, name, shape):
+    seq_len, lengths = shape
+    path, _, _ = make_store("any", lengths)
+    rows = pack_rows(open_store(path), seq_len=seq_len, policy=Policy(name=name, split="drop"))
+    spans = rows.spans(np.arange(rows.num_rows))
+    kept = [document for document, length in enumerate(lengths) if 0 < length <= seq_len + 1]
+    assert sorted(spans.document.tolist()) == kept
+    assert spans.length.tolist() == [lengths[document] for document in spans.document.tolist()]
+    lost = sum(length for length in lengths if length > seq_len + 1)
+    assert rows.fates().dropped == ({"too_long": lost} if lost else {})
+    assert rows.num_long == sum(length > seq_len + 1 for length in lengths)
 
 
 def test_padded_has_a_row_for_every_document_with_tokens(make_store):

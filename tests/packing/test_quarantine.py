@@ -29,6 +29,8 @@ POLICIES = [
     Policy(name="bos_best_fit", crop="discard"),
     Policy(name="padded", split="truncate_start"),
     Policy(name="padded", split="truncate_end"),
+    Policy(split="drop"),
+    Policy(name="padded", split="drop"),
 ]
 NAMES = [f"{policy.name}-{policy.split}-{policy.crop}" for policy in POLICIES]
 shapes = st.tuples(

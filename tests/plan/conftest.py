@@ -17,6 +17,8 @@ class NumberedRows:
     seq_len: int = 8
     num_rest: int = 0
     cross_document_labels: bool = False
+    windows: tuple[int, ...] = ()
+    """Rows of each packing window, where rows are packed."""
 
     @property
     def counted(self):
@@ -31,7 +33,10 @@ class NumberedRows:
 
     @property
     def description(self):
-        return {"store": self.name, "rows": self.num_rows}
+        return {"store": self.name, "rows": self.num_rows, **({"windows": self.windows} if self.windows else {})}
+
+    def window_starts(self, *, rest):
+        return np.array([0, *np.cumsum(self.windows)]) if self.windows and not rest else None
 
     def spans(self, rows):
         ones = np.ones_like(rows)
@@ -73,7 +78,12 @@ def make_plan():
     """Compile stages given as (start_step, batch, weights[, changes]) over sources given by their sizes."""
 
     def make(sizes, stages, *, steps, seed=7, shuffle="full", max_epochs=None, stops=None):
-        rows = {name: NumberedRows(size, name) for name, size in sizes.items()}
+        # A source is given by its size, or by the rows of each of its packing windows.
+        windows = {name: size if isinstance(size, tuple) else () for name, size in sizes.items()}
+        rows = {
+            name: NumberedRows(sum(windows[name]) or size, name, windows=windows[name])
+            for name, size in sizes.items()
+        }
         specs = []
         for index, (start, batch, weights, *rest) in enumerate(stages):
             changes = rest[0] if rest else {}

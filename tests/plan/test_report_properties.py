@@ -135,7 +135,7 @@ class Counted:
         self.plan = run.plan()
         self.loader = Loader(
             self.plan,
-            RankSlice(rank=0, world_size=1, micro_batch=1),
+            RankSlice(),
             LoaderOptions(arrays=("labels", "doc_ids", "source"), threads=0),
         )
         self.rows = Counter()

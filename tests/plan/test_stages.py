@@ -23,7 +23,7 @@ def drawn_rows(plan, source):
     return out
 
 
-@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+@pytest.mark.parametrize("shuffle", ["full", "block", "window", "none"])
 def test_every_row_appears_once_an_epoch_across_stages(make_plan, shuffle):
     """[R1.d] The multiset of rows is what the plan says, over stage edges and epoch edges."""
     plan = make_plan(SIZES, STAGES, steps=120, shuffle=shuffle)
@@ -38,16 +38,21 @@ def test_every_row_appears_once_an_epoch_across_stages(make_plan, shuffle):
 @given(
     edges=st.lists(st.integers(1, 99), min_size=1, max_size=6, unique=True),
     seeds=st.lists(st.integers(0, 3), min_size=7, max_size=7),
-    modes=st.lists(st.sampled_from(["full", "block", "none"]), min_size=7, max_size=7),
+    modes=st.lists(st.sampled_from(["full", "block", "window", "none"]), min_size=7, max_size=7),
     size=st.integers(1, 90),
+    windows=st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(any),
+    packed=st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_change_of_seed_or_shuffle_loses_and_repeats_nothing(make_plan, edges, seeds, modes, size):
+def test_a_change_of_seed_or_shuffle_loses_and_repeats_nothing(
+    make_plan, edges, seeds, modes, size, windows, packed
+):
     stages = [
         (start, 3, {"web": 1}, {"seed": seed, "shuffle": Shuffle(mode=mode, block_rows=4, window_blocks=2)})
         for start, seed, mode in zip([0, *sorted(edges)], seeds, modes, strict=False)
     ]
-    plan = make_plan({"web": size}, stages, steps=100)
+    plan = make_plan({"web": tuple(windows) if packed else size}, stages, steps=100)
+    size = sum(windows) if packed else size
     rows = drawn_rows(plan, "web")
     for begin in range(0, len(rows) - size + 1, size):
         assert sorted(rows[begin : begin + size]) == list(range(size))
@@ -122,3 +127,60 @@ def test_order_is_the_same_on_every_machine(make_plan):
 
 
 GOLDEN_STEP_31 = [[2, 2, 2, 2, 0, 2, 2, 2], [34, 60, 38, 26, 31, 5, 28, 13]]
+
+
+WINDOWS = {"web": (40, 1, 0, 33, 27), "books": (5, 5, 5, 22), "code": 64}
+
+
+def test_packing_windows_are_read_once_an_epoch_across_stages(make_plan):
+    plan = make_plan(WINDOWS, STAGES, steps=120, shuffle="window")
+    for source, size in SIZES.items():
+        counts = np.bincount(drawn_rows(plan, source), minlength=size)
+        assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("step", [0, 29, 30, 74, 75, 119])
+def test_any_slots_are_those_of_the_whole_batch_by_window(make_plan, step):
+    plan = make_plan(WINDOWS, STAGES, steps=120, shuffle="window")
+    sources, rows = plan.rows(step)
+    picked = np.random.default_rng(step).permutation(rows.size)
+    found = rows_at(plan.stage(step), np.full(rows.size, step), picked)
+    assert np.array_equal(found[0], sources[picked])
+    assert np.array_equal(found[1], rows[picked])
+
+
+@pytest.mark.parametrize("sizes", [WINDOWS, SIZES])
+def test_when_finds_every_slot_of_batches_ordered_by_block(make_plan, sizes):
+    """Row r of these sources is document r."""
+    changed = {"shuffle": Shuffle(mode="full"), "seed": 9}
+    stages = [STAGES[0], (30, *STAGES[1][1:], changed), STAGES[2]]
+    plan = make_plan(sizes, stages, steps=120, shuffle="window")
+    uses = {name: {} for name in sizes}
+    for step in range(120):
+        sources, rows = plan.rows(step)
+        for slot, (source, row) in enumerate(zip(sources, rows, strict=True)):
+            uses[plan.sources[source]].setdefault(int(row), []).append((step, slot))
+    for name, size in SIZES.items():
+        for row in range(size):
+            found = [(use.step, use.slot) for use in plan.when(name, row)]
+            assert found == uses[name].get(row, [])
+
+
+def test_a_batch_by_window_has_the_sources_of_the_mixture_in_their_slots(make_plan):
+    """Only which row of a source stands in which of its slots is ordered; the slots are those of any shuffle."""
+    by_window, full = (make_plan(WINDOWS, STAGES, steps=120, shuffle=mode) for mode in ("window", "full"))
+    for step in range(120):
+        assert np.array_equal(by_window.rows(step)[0], full.rows(step)[0])
+
+
+def test_ranks_share_few_windows(make_plan):
+    """8 ranks over 64 windows: unordered every rank touches all of them, ordered its own and few beside them."""
+    starts = np.arange(0, 64 * 500, 500)
+    plan = make_plan({"web": (500,) * 64}, [(0, 1000, {"web": 1}, {"shuffle": Shuffle(mode="window")})], steps=32)
+    touched = [set() for _ in range(8)]
+    for step in range(32):
+        windows = np.searchsorted(starts, plan.rows(step)[1], side="right") - 1
+        for rank in range(8):
+            touched[rank] |= set(windows[rank * 125 : (rank + 1) * 125].tolist())
+    assert sum(map(len, touched)) / 64 < 1.6
+    assert set().union(*touched) == set(range(64))

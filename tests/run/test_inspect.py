@@ -51,7 +51,7 @@ def test_texts_are_shown_after_store_and_tokenizer_moved(tmp_path, inputs, kind,
     options = tm.PrepareOptions(storage_format=storage)
     tm.prepare(inputs, out=tmp_path / "store", tokenizer=spec, options=options, progress=False)
     shown = examples(open_store(tmp_path / "store"), tokenizer_of(open_store(tmp_path / "store")))
-    assert TEXT in "".join(text for _, text in shown[0].runs)
+    assert TEXT in "".join(piece.text for piece in shown[0].runs)
     shutil.rmtree(tmp_path / "tokenizer")
     shutil.move(tmp_path / "store", tmp_path / "moved")
     store = open_store(tmp_path / "moved")

@@ -85,7 +85,7 @@ def test_the_audit_of_a_large_store_looks_at_blocks_from_its_beginning_to_its_en
 def test_a_report_and_what_is_in_a_store_are_json(run):
     found = run.report()
     told = json.loads(json.dumps(found.to_json()))
-    assert list(told)[-5:] == ["quarantined", "costs", "warnings", "history", "supervision"]
+    assert list(told)[-4:] == ["costs", "warnings", "history", "supervision"]
     assert (told["rows"], told["stages"][1]["name"]) == (found.rows, "late")
     assert told["sources"][0]["fates"]["tokens"] == run.stores["web"].num_tokens
     store = json.loads(json.dumps(inspect_store(run.stores["chat"]).to_json()))
@@ -114,3 +114,15 @@ def test_the_history_of_a_run_is_in_its_report(run):
     run.loader()
     (line,) = run.report().history
     assert line.endswith("… is the first on record")
+
+
+def test_a_report_tells_what_ranks_wait_for_with_and_without_a_deal(run, tmp_path):
+    assert run.report().imbalance == ()
+    tables = {**TABLES, "run": {**TABLES["run"], "global_batch_size": 64, "balance": {"quadratic": 1}}}
+    found = Run.from_tables(tables, folder=tmp_path).report().imbalance
+    assert [(line.stage, line.ranks) for line in found] == [(s, r) for s in ("base", "late") for r in (2, 8, 32)]
+    assert all(1 <= line.dealt <= line.in_order for line in found)
+    assert found[0].dealt < found[0].in_order
+    linear = {**tables, "run": {**tables["run"], "balance": {"linear": 1000, "quadratic": 1}}}
+    less = Run.from_tables(linear, folder=tmp_path).report().imbalance
+    assert all(one.in_order < other.in_order for one, other in zip(less, found, strict=True))

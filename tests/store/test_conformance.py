@@ -313,9 +313,10 @@ def test_files_that_were_cut_or_lengthened_are_found(copied, case, storage):
                 with pytest.raises(StoreError) as caught:
                     verify(path)
                 assert name in str(caught.value)
-        file.unlink()
-        with pytest.raises(StoreError):
-            verify(path)
+        if file.parent.name != ".hashes":  # without which a store is whole
+            file.unlink()
+            with pytest.raises(StoreError):
+                verify(path)
         file.write_bytes(good)
     verify(path)
 
@@ -532,6 +533,8 @@ def test_what_came_before_a_checkpoint_must_be_as_it_was(tmp_path, case):
     assert opened != "0/"
     damaged = 0
     for name in sorted(files_of(tmp_path / "good")):
+        if name.endswith(".hashes"):
+            continue  # `verify` proves them
         good = (tmp_path / "good" / name).read_bytes()
         changes = [good[:-1], None] if good else [None]
         if name.startswith(opened) and good:
@@ -711,6 +714,7 @@ def write_golden(path, name):
 def test_writing_the_golden_stores_again_gives_the_same(tmp_path, name):
     """The same bytes; of HDF5 files, whose library may lay out its own part anew, the same arrays."""
     write_golden(tmp_path / name, name)
+    shutil.rmtree(tmp_path / name / ".hashes")  # which stores have had since
     assert read_manifest(tmp_path / name).fingerprint == read_manifest(GOLDEN / name).fingerprint
     if name == "v2-dpo":
         assert files_of(tmp_path / name) == files_of(GOLDEN / name)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
+from tokenmill.fingerprint import canonical
 from tokenmill.store import Manifest, ShardInfo, detect_format, import_store, open_store, read_manifest, verify
 from tokenmill.store.layout import FileInfo, document_file_bytes, is_ours, manifest_bytes, num_anchors, stores_below
 
@@ -452,7 +454,9 @@ def test_a_vocabulary_size_that_bounds_nothing_is_refused(small_store, edit_mani
             body["tokenizer"]["vocab_size"] = vocab_size
 
     edit_manifest(small_store, change)
-    with pytest.raises(StoreCorruptError, match=r"manifest\.json: vocab_size must be a positive number"):
+    with pytest.raises(
+        StoreCorruptError, match=r"manifest\.json: vocab_size must be a whole number from 1 to 2\^32"
+    ):
         read_manifest(small_store)
 
 
@@ -468,4 +472,45 @@ def test_opening_a_hostile_store_runs_nothing(small_store, edit_manifest):
     )
     assert open_store(small_store).num_tokens == 3
     assert not planted.exists()
-    assert sorted(os.listdir(small_store)) == ["manifest.json", "shard-00000"]
+    assert sorted(os.listdir(small_store)) == [".hashes", "manifest.json", "shard-00000"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "rule"),
+    [
+        (("tokenizer", "pad_id"), "258", "pad_id must be a whole number below vocab_size"),
+        (("tokenizer", "pad_id"), 2**70, "pad_id must be a whole number below vocab_size"),
+        (("tokenizer", "eos_id"), -1, "eos_id must be a whole number below vocab_size"),
+        (("tokenizer", "bos_id"), True, "bos_id must be a whole number below vocab_size"),
+        (("tokenizer", "add_bos"), 1, "add_bos must be true or false"),
+        (("tokenizer", "vocab_size"), 2**33, r"vocab_size must be a whole number from 1 to 2\^32"),
+        (("inputs",), [{"name": "a", "documents": -1}], "documents of an input must be a whole number"),
+        (("inputs",), [{"name": 3}], "the name of an input must be a string"),
+        (("skipped",), {"truncated": "1"}, "truncated must be a whole number"),
+        (("skipped",), {"counts": {"empty": 0.5}}, "counts of skipped must be a table of whole numbers"),
+        (("skipped",), {"first": ["line 3"]}, "first of skipped must be a list of tables"),
+        (("recipe",), {"recipe": 3}, "the recipe within recipe must be a table"),
+    ],
+)
+def test_every_value_of_a_manifest_that_is_used_has_its_range(tmp_path, place, value, rule):
+    """Also where the checksum is right: it is soon forged."""
+    body = json.loads((GOLDEN / "manifest.json").read_bytes())
+    del body["checksum"]
+    table = body
+    for name in place[:-1]:
+        table = table[name]
+    table[place[-1]] = value
+    body["checksum"] = xxhash.xxh3_128_hexdigest(canonical(body))
+    (tmp_path / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(StoreCorruptError, match=rf"manifest\.json: {rule}.*, got "):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_that_is_a_pipe_or_a_link_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(StoreCorruptError, match=r"manifest\.json: must be a plain file, got another kind"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").symlink_to(GOLDEN / "manifest.json")
+    with pytest.raises(StoreCorruptError, match=r"manifest\.json: must be a plain file, got a link"):
+        read_manifest(tmp_path)

@@ -237,7 +237,7 @@ def test_a_forged_checksum_of_good_files_is_found(golden, edit_manifest):
 
 def test_an_id_above_the_vocabulary_is_found(golden, edit_manifest):
     """[T2.a]"""
-    edit_manifest(golden, lambda body: body["tokenizer"].update(vocab_size=257))
+    edit_manifest(golden, lambda body: body["tokenizer"].update(vocab_size=257, eos_id=None, pad_id=None))
     with pytest.raises(
         StoreError, match=r"shard-00000/sequence\.bin: token ids must be below .* 257, got 257; prepare"
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tokenmill.types import AnyArray
 need("jax", extra="jax", adapter="tokenmill.adapters.jax")
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tokenmill.errors import ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from tokenmill.loader import Loader
+    from tokenmill.plan.seen import TokenSchedule, TokensSeen
     from tokenmill.types import Batch
 
 Arrays = dict[str, jax.Array]
@@ -42,6 +44,16 @@ def data_parallel(mesh: Mesh, axis: str = "data") -> tuple[int, int]:
             f"of {size}; order them by process, as jax.devices() does"
         )
     return own[0] // len(own), size // len(own)
+
+
+def optax_schedule(schedule: TokenSchedule, peak: float) -> Callable[[Any], jax.Array]:
+    """Return the learning rate as optax takes it, a function of the updates: `peak` times what follows tokens."""
+    factors = jnp.asarray(schedule.table())
+
+    def rate(step: Any) -> jax.Array:  # noqa: ANN401 - a number, traced or not
+        return peak * factors[jnp.minimum(step, factors.size - 1)]
+
+    return rate
 
 
 class JaxLoader(Iterator[Any]):
@@ -66,6 +78,7 @@ class JaxLoader(Iterator[Any]):
         return len(self.loader)
 
     def __iter__(self) -> JaxLoader:
+        self._stream = None  # an eval begins anew; a run goes on from where it stands
         return self
 
     def __next__(self) -> Batch | Arrays:
@@ -80,6 +93,11 @@ class JaxLoader(Iterator[Any]):
     def step(self) -> int:
         """The step that the next batch belongs to."""
         return self.loader.step
+
+    @property
+    def tokens_seen(self) -> TokensSeen:
+        """What all ranks have been given before that step: input slots, and labels."""
+        return self.loader.tokens_seen
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, as JSON."""
@@ -114,7 +132,7 @@ def _check(loader: Loader, mesh: Mesh, axis: str) -> None:
             f"loader: micro_batch must be divisible by the {shards} devices of a rank along {axis!r}, got "
             f"{part.micro_batch}; use {-(-part.micro_batch // shards) * shards}"
         )
-    if "cu_seqlens" in arrays:
+    if {"cu_seqlens", "cu_seqlens_unpadded"} & set(arrays):
         raise ConfigError(
             "arrays: must be of one shape in every batch to be shared out, got cu_seqlens; doc_ids are segment ids"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenmill.adapters import need
@@ -15,6 +15,8 @@ import lightning
 from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Loader
+from tokenmill.plan.seen import TokensSeen
+from tokenmill.run.evals import Eval
 from tokenmill.run.run import Run
 
 MakeLoader = Callable[[int, int], Loader]
@@ -27,8 +29,15 @@ class RunData(lightning.LightningDataModule):
     One epoch of Lightning is the whole run. `max_epochs=1` and `accumulate_grad_batches` are the Trainer's to say.
     """
 
-    def __init__(self, run: Run | MakeLoader, *, micro_batch: int = 1) -> None:
+    def __init__(
+        self, run: Run | MakeLoader, *, micro_batch: int = 1, evals: Eval | Sequence[Eval] | None = None
+    ) -> None:
         super().__init__()
+        self.evals = [evals] if isinstance(evals, Eval) else list(evals or ())
+        """What the model is validated on: `run.evals[...]`; several are several dataloaders."""
+        if self.evals:
+            # Lightning asks a module that has no validation_step why it has this method.
+            self.val_dataloader = self._val_dataloader
         self.run = run
         self.micro_batch = micro_batch
         """Rows of a batch of one rank; who passes a function says it there."""
@@ -38,9 +47,7 @@ class RunData(lightning.LightningDataModule):
 
     def train_dataloader(self) -> _Batches:
         """Return the batches of this rank, from where the last state that was loaded says."""
-        # The strategy knows which ranks share their data, as those of tensor parallelism do.
-        own = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        rank, world_size = own["rank"], own["num_replicas"]
+        rank, world_size = self._own_rank()
         if isinstance(self.run, Run):
             self.loader = self.run.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch)
         else:
@@ -53,6 +60,24 @@ class RunData(lightning.LightningDataModule):
             self._saved = None
             _reopen(self.trainer, self.loader)
         return _Batches(self, self.loader, _begin(self.trainer, self.loader))
+
+    def _val_dataloader(self) -> list[_EvalBatches]:
+        """Return the batches of every eval of this rank, the same each time."""
+        rank, world_size = self._own_rank()
+        return [
+            _EvalBatches(item.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch))
+            for item in self.evals
+        ]
+
+    def _own_rank(self) -> tuple[int, int]:
+        # The strategy knows which ranks share their data, as those of tensor parallelism do.
+        own = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return own["rank"], own["num_replicas"]
+
+    @property
+    def tokens_seen(self) -> TokensSeen | None:
+        """What all ranks have been given before the step of the next batch; None before the first is asked for."""
+        return None if self.loader is None else self.loader.tokens_seen
 
     def state_dict(self) -> dict[str, Any]:
         """Return where all ranks stand, as JSON; Lightning asks all ranks together."""
@@ -82,6 +107,20 @@ class _Batches:
     def __len__(self) -> int:
         """Return the number of micro-batches of the epoch, by which Lightning knows the last one."""
         return len(self.loader) - self.begin
+
+    def __iter__(self) -> Iterator[Tensors]:
+        for batch in self.loader:
+            yield to_torch(batch)
+
+
+class _EvalBatches:
+    """What Lightning takes for a DataLoader of an eval: as many batches on every rank."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Tensors]:
         for batch in self.loader:

@@ -22,11 +22,15 @@ import torch.distributed as dist
 
 from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, TokenmillError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.loader import Loader
+from tokenmill.loader import Layout, Loader
 from tokenmill.loader.state import merge_states
 from tokenmill.types import Batch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tokenmill.plan.seen import TokenSchedule, TokensSeen
+    from tokenmill.run.evals import Eval
     from tokenmill.run.run import Run
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
@@ -36,8 +40,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def to_torch(batch: Batch) -> Tensors:
-    """Return the arrays of a batch as tensors; they share its memory."""
-    return {name: torch.from_numpy(array) if array.ndim else torch.tensor(array) for name, array in batch.items()}
+    """Return the arrays of a batch as tensors; they share its memory. Columns that are no numbers are left out."""
+    numbers = {name: array for name, array in batch.items() if array.dtype != object}
+    return {name: torch.from_numpy(array) if array.ndim else torch.tensor(array) for name, array in numbers.items()}
 
 
 def to_device(tensors: Tensors, device: torch.device) -> Tensors:
@@ -81,6 +86,11 @@ class TorchLoader:
         """The step that the next batch belongs to."""
         return self.loader.step
 
+    @property
+    def tokens_seen(self) -> TokensSeen:
+        """What all ranks have been given before that step: input slots, and labels."""
+        return self.loader.tokens_seen
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands, as JSON, the same on every rank.
 
@@ -93,25 +103,78 @@ class TorchLoader:
         self.loader.load_state_dict(own_state(state))
 
 
-def torch_loader(
-    run: Run,
+def torch_loader(  # noqa: PLR0913 - all that a process may say of itself
+    run: Run | Eval,
     *,
     micro_batch: int = 1,
     rank: int | None = None,
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
+    layout: Layout | None = None,
     device: torch.device | str | None = None,
     check_ranks: bool = False,
     arrays: Sequence[str] | None = None,
 ) -> TorchLoader:
-    """Return the loader of this process.
+    """Return the loader of this process, of a run or of one of its evals.
 
     Rank and world size are those of torch.distributed if it runs (of `group`, the data-parallel one), else of the
-    environment that torchrun sets, else one rank alone; those that are given win.
+    environment that torchrun sets, else one rank alone; those that are given win. A `layout`, such as `mesh_layout`
+    gives, says it all; `group` are then its data-parallel ranks, where these are compared or text is live.
     """
-    rank, world_size = find_rank(group, rank=rank, world_size=world_size)
-    loader = run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, arrays=arrays)
+    if layout is None:
+        layout = Layout(dp=find_rank(group, rank=rank, world_size=world_size))
+    elif rank is not None or world_size is not None:
+        raise ConfigError(
+            f"torch_loader: must have a layout, or rank and world_size, got both, rank {rank} of {world_size}; "
+            "say it in the layout"
+        )
+    loader = run.loader(layout=layout, micro_batch=micro_batch, arrays=arrays)
     return TorchLoader(loader, device=device, check_ranks=check_ranks, group=group)
+
+
+MESH_NAMES = {
+    "dp": ("dp", "dp_replicate", "dp_shard", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
+    "cp": ("cp", "context"),
+    "tp": ("tp", "tensor"),
+    "pp": ("pp", "pipeline", "stage"),
+}
+"""Kind of group -> names that dimensions of a mesh have for it, in torchtitan and elsewhere."""
+
+
+def mesh_layout(
+    mesh: DeviceMesh, *, names: Mapping[str, str] | None = None, cut: str = "zigzag", needs: str = "everything"
+) -> Layout:
+    """Return where this process stands in a mesh of named dimensions, such as `("dp_shard", "cp", "tp")`.
+
+    Several data-parallel dimensions are one group, in their order. `names` says what other names mean, such as
+    `{"ep": "dp"}`; `cut` and `needs` are those of a `Layout`.
+    """
+    kinds = {name: kind for kind, known in MESH_NAMES.items() for name in known} | dict(names or {})
+    places: Any = dict.fromkeys(MESH_NAMES, (0, 1))
+    for name in mesh.mesh_dim_names or ():
+        if kinds.get(name) not in MESH_NAMES:
+            raise ConfigError(
+                f"mesh: its dimensions must be named after what they are for, got {name!r}; pass for example "
+                f'names={{"{name}": "dp"}}, with one of {", ".join(MESH_NAMES)}'
+            )
+        rank, size = places[kinds[name]]
+        own, members = mesh.get_local_rank(name), mesh[name].size()
+        places[kinds[name]] = rank * members + own, size * members
+    if not mesh.mesh_dim_names:
+        raise ConfigError(
+            "mesh: must name its dimensions, got none; pass mesh_dim_names to init_device_mesh, or make a Layout"
+        )
+    return Layout(cut=cut, needs=needs, **places)
+
+
+def lr_scheduler(optimizer: torch.optim.Optimizer, schedule: TokenSchedule) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return a scheduler that follows the tokens of a run: `lr_scheduler(optimizer, run.lr_schedule(...))`."""
+
+    def factor(number: int) -> float:
+        return schedule.nth(number)
+
+    # A function, as of anything else the scheduler would keep the attributes, here the plan, in its state.
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 # Ranks, and the state of all of them.
@@ -221,7 +284,7 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 View: TypeAlias = dict[str, str]
 """What a rank reads at a step, in the eyes of a rank: source -> digest of its rows."""
-_OF_THE_BATCH = frozenset(("cu_seqlens", "max_seqlen", "num_loss_tokens"))
+_OF_THE_BATCH = frozenset(("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen", "num_loss_tokens"))
 """Arrays that have no line for every row."""
 _DIGEST_BITS = 48
 """Of what is summed up over ranks: 32768 of them do not overflow 64 bits."""
@@ -244,6 +307,11 @@ class RankCheck:
     _others: dict[int, Loader] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        if self.loader.options.pad_to != "row":
+            raise ConfigError(
+                "check_ranks: rows of all ranks must be padded alike to be compared, got pad_to = "
+                f"{self.loader.options.pad_to!r}; leave out one of the two"
+            )
         if self.world_size > 1 and not is_running():
             raise ConfigError(
                 f"check_ranks: torch.distributed must run to compare {self.world_size} ranks, got none; "
@@ -305,8 +373,8 @@ class RankCheck:
         plan, digests = self.loader.plan, self._seen
         if rank != self.rank:
             digests = _row_digests(self._other(rank)[step])[-len(self._seen) :]
-        rows = self.loader.part.rows(plan.stage(step))
-        sources = plan.rows(step)[0][rank * rows : (rank + 1) * rows][-len(digests) :]
+        slots = (self.loader if rank == self.rank else self._other(rank)).slots(step)
+        sources = plan.rows(step)[0][slots][-len(digests) :]
         folded = {source: xxhash.xxh3_64() for source in np.unique(sources).tolist()}
         for source, row in zip(sources.tolist(), digests, strict=True):
             folded[source].update(row)
@@ -315,7 +383,7 @@ class RankCheck:
     def _other(self, rank: int) -> Loader:
         """Return the loader of another rank."""
         if rank not in self._others:
-            part, options = replace(self.loader.part, rank=rank), replace(self.loader.options, threads=0)
+            part, options = self.loader.part.of_rank(rank), replace(self.loader.options, threads=0)
             self._others[rank] = Loader(self.loader.plan, part, options)
         return self._others[rank]
 
@@ -359,9 +427,9 @@ class RankCheck:
 
 def _row_digests(batch: Batch) -> list[bytes]:
     """Return a digest of every row, over all arrays that are there."""
-    arrays = [array for name, array in batch.items() if name not in _OF_THE_BATCH]
+    arrays = [array for name, array in batch.items() if name not in _OF_THE_BATCH and array.dtype != object]
     digests = []
-    for row in range(arrays[0].shape[0]):
+    for row in range(arrays[0].shape[0] if arrays else 0):  # a rank may need nothing of a batch
         state = xxhash.xxh3_64()
         for array in arrays:
             state.update(array[row].tobytes())

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tokenmill.loader import Loader
     from tokenmill.plan import Plan
+    from tokenmill.plan.seen import TokensSeen
+    from tokenmill.run.evals import Eval
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 STATE_KEYS = ("stage_idx", "stage_name", "dataloader_state")
@@ -53,6 +55,11 @@ class PairLoader:
     def step(self) -> int:
         """The step that the next batch belongs to, from 0."""
         return self.loader.step
+
+    @property
+    def tokens_seen(self) -> TokensSeen:
+        """What all ranks have been given before that step: input slots, and labels."""
+        return self.loader.tokens_seen
 
     def state_dict(self) -> dict[str, int | str]:
         """Return where the run stands; refused within a step, as torchtitan saves between two of its own.
@@ -122,7 +129,7 @@ def build_dataloader(
     run = Run(config=config, folder=file.parent, name=file.stem, translation=translation)
     if "seq_len" in tables["training"]:
         _check_length(run.plan(), tables["training"]["seq_len"])
-    rows = tables["training"].get("local_batch_size", config.run.global_batch_size // dp_world_size)
+    rows = tables["training"].get("local_batch_size", config.clock.stretches[0].batch // dp_world_size)
     return pair_loader(run, dp_rank=dp_rank, dp_world_size=dp_world_size, local_batch_size=rows)
 
 
@@ -183,6 +190,10 @@ def _batches_of_trainer() -> int | None:
     return None
 
 
+def _eval_loader(item: Eval, rank: int, world_size: int, micro_batch: int) -> Loader:
+    return item.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, arrays=ARRAYS)
+
+
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class over one that is only known where torchtitan is
     """Make `TokenmillDataLoader` when it is asked for, as the builder does without all that torchtitan imports."""
     if name != "TokenmillDataLoader":
@@ -209,8 +220,10 @@ def _dataloader() -> type[PairLoader]:
             """Threads that assemble batches ahead."""
             check_ranks: bool = False
             """Whether ranks are compared at every step."""
+            eval: str = ""
+            """Name of an eval of the run, for the validator: `Validator.Config(dataloader=...)`."""
             infinite: bool = True
-            """Set by the validator; the run ends after its steps in either case."""
+            """Set by the validator; the run ends after its steps, an eval after its rows, in either case."""
 
         def __init__(
             self,
@@ -224,6 +237,11 @@ def _dataloader() -> type[PairLoader]:
             snapshot_every_n_steps: int | None = None,  # noqa: ARG002 - a state costs nothing
         ) -> None:
             run = Run.from_toml(config.config_file, world_size=dp_world_size)
+            if config.eval:
+                loader = _eval_loader(run.evals[config.eval], dp_rank, dp_world_size, local_batch_size)
+                _check_length(loader.plan, seq_len)
+                super().__init__(TorchLoader(loader, check_ranks=config.check_ranks))
+                return
             _check_length(run.plan(), seq_len)
             pairs = pair_loader(
                 run,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.adapters import need
@@ -13,17 +17,24 @@ from tokenmill.adapters import need
 for _name, _least in (("torch", None), ("accelerate", None), ("datasets", None), ("transformers", "5.10")):
     need(_name, extra="hf", adapter="tokenmill.adapters.transformers", at_least=_least)
 
+import datasets
 import torch
 import transformers
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import IntervalStrategy
 
-from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
+from tokenmill.adapters.torch import Tensors, check_rank, joined_state, lr_scheduler, to_torch
+from tokenmill.config.evals import EvalConfig
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import IGNORE, Loader
+from tokenmill.run.evals import Eval
 from tokenmill.run.run import Run
+from tokenmill.store import Store
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
+    from tokenmill.plan.seen import TokenSchedule
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 """What a model of transformers is given; the positions tell it where documents begin."""
@@ -48,6 +59,8 @@ class TrainData:
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self.flat = False
+        self.epochs = 1.0
+        """How many the run is; of a run that says its steps all of it counts as one."""
         self.arrays = loader.options.arrays
         self.batches_per_step = _batches_per_step(loader)
         self.begin = loader.state_dict()
@@ -64,7 +77,11 @@ class TrainData:
 
     def __iter__(self) -> Iterator[Tensors]:
         for batch in self.loader:
-            yield to_transformers(to_torch(batch), flat=self.flat)
+            yield self.inputs(to_torch(batch))
+
+    def inputs(self, tensors: Tensors) -> Tensors:
+        """Return a batch as the model is given it."""
+        return to_transformers(tensors, flat=self.flat)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where all ranks stand, as JSON; ranks that read live text must ask together."""
@@ -98,19 +115,31 @@ class TokenmillState(transformers.TrainerCallback, ExportableState):
         self.data = train_dataloader.state_dict()
 
     def on_step_end(
-        self, _args: object, state: TrainerState, _control: object, *, train_dataloader: TrainData, **_: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        _control: object,
+        *,
+        train_dataloader: TrainData,
+        **_: object,
     ) -> None:
         """Note where the loader stands: all that was drawn is trained on now."""
         self.data = train_dataloader.state_dict()
+        if args.include_num_input_tokens_seen != "non_padding":
+            state.num_input_tokens_seen = train_dataloader.loader.tokens_seen.slots
         # A Trainer that does not skip through its data counts the epoch from 0 again.
-        state.epoch = state.global_step * train_dataloader.batches_per_step / len(train_dataloader)
+        done = state.global_step * train_dataloader.batches_per_step / len(train_dataloader)
+        state.epoch = done * train_dataloader.epochs
 
 
 class LoaderTrainer(transformers.Trainer):
     """A Trainer whose `train_dataset` is a run or a loader; resumes from its checkpoints exactly, at once.
 
     `class SFT(LoaderTrainer, trl.SFTTrainer): ...` does the same for a Trainer of someone else. The arguments say
-    the batch of a device; `max_steps` and `gradient_accumulation_steps` come from the run: leave them out.
+    the batch of a device; `gradient_accumulation_steps` comes from the run: leave it out. The length of the
+    training is the run's, in steps or epochs; a run that says neither takes that of the arguments. When to evaluate
+    on evals is theirs to say (`every`), where the arguments do not. `lr_schedule`, as `run.lr_schedule(...)` gives
+    it, follows the tokens of the run.
     """
 
     def __init__(
@@ -119,29 +148,183 @@ class LoaderTrainer(transformers.Trainer):
         args: TrainingArguments | None = None,
         *,
         train_dataset: Run | Loader,
+        eval_dataset: object = None,
+        lr_schedule: TokenSchedule | None = None,
         **others: object,
     ) -> None:
-        import datasets
-
         if args is None:
             raise ConfigError("args: must be TrainingArguments, got None; say output_dir and the batch of a device")
-        self._data = TrainData(_loader_of(train_dataset, args))
-        # Some look into their dataset while they are made: they get a row of nothing.
-        nothing = datasets.Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
-        super().__init__(model=model, args=_settle(args, self._data), train_dataset=nothing, **others)
+        if isinstance(train_dataset, Run):
+            train_dataset = _of_length(train_dataset, args)
+        else:
+            _refuse_epochs(args, "a loader, which has its length")
+        self._data = self._train_data(_loader_of(train_dataset, args, self._arrays, self._columns(args)))
+        if isinstance(train_dataset, Run) and train_dataset.epochs is not None:
+            self._data.epochs = train_dataset.epochs.epochs
+        evals = _evals_of(eval_dataset, train_dataset)
+        if evals and "labels" not in self._arrays:
+            raise ConfigError(
+                "eval_dataset: must be a dataset of its own where pairs are trained on, got an eval of sequences; "
+                "pass a datasets.Dataset, which TRL evaluates on"
+            )
+        # Some look into their datasets while they are made: they get a row of nothing.
+        super().__init__(
+            model=model,
+            args=_settle_evals(_settle(args, self._data), evals.values()),
+            train_dataset=self._nothing(),
+            eval_dataset=self._nothing() if evals else eval_dataset,
+            **others,
+        )
         self.train_dataset = train_dataset
+        if evals:
+            self.eval_dataset: object = eval_dataset
+        self._lr_schedule = lr_schedule
         _check_model(self.model, self._data.arrays)
         # Such kernels are told of documents only where the batch is one row.
         config = getattr(self.model, "config", None)
         self._data.flat = "flash" in str(getattr(config, "_attn_implementation", ""))
         self.add_callback(TokenmillState())
 
+    _arrays: tuple[str, ...] = ARRAYS
+    """What the loader of a run delivers to it."""
+    _train_data: type[TrainData] = TrainData
+
+    def _columns(self, args: TrainingArguments) -> tuple[str, ...]:  # noqa: ARG002 - as those of pairs have it
+        """Return the fields of records that it needs beside the arrays."""
+        return ()
+
+    @staticmethod
+    def _nothing() -> datasets.Dataset:
+        """Return a dataset of one row that trains on nothing."""
+        return datasets.Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
+
+    def evaluate(
+        self,
+        eval_dataset: object = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate on evals of a run or on stores: the mean loss over all labels, whatever the batches.
+
+        What else is given, or was given as `eval_dataset`, the Trainer evaluates on as it does.
+        """
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        evals = _evals_of(data, self.train_dataset)
+        if not evals:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
+        metrics: dict[str, float] = {}
+        for name, item in evals.items():
+            metrics |= self._evaluate_on(item, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+        self.log(metrics)
+        self.control: TrainerControl = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _evaluate_on(self, item: Eval, prefix: str) -> dict[str, float]:
+        """Return the mean loss over all labels of an eval, over all ranks."""
+        args, began = self.args, time.perf_counter()
+        loader = item.loader(
+            rank=args.process_index, world_size=args.world_size, micro_batch=args.eval_batch_size, arrays=ARRAYS
+        )
+        was_training = self.model.training
+        self.model.train(False)
+        total = torch.zeros(2, dtype=torch.float64, device=args.device)
+        for batch in loader:
+            labels = int((batch["labels"] != IGNORE).sum())
+            if labels:  # the rows that fill the last batch have none
+                inputs = self._prepare_inputs(to_transformers(to_torch(batch), flat=self._data.flat))
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    # The same loss as in training: its mean over the labels of the batch, by their number.
+                    loss = self.model(**inputs, use_cache=False).loss
+                total += torch.tensor([float(loss) * labels, labels], dtype=torch.float64, device=args.device)
+        self.model.train(was_training)
+        summed, labels = self.accelerator.reduce(total, reduction="sum").tolist()
+        seconds = time.perf_counter() - began
+        return {
+            f"{prefix}_loss": summed / max(labels, 1),
+            f"{prefix}_labels": int(labels),
+            f"{prefix}_runtime": round(seconds, 4),
+        }
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ANN401 - theirs
+        """Make the scheduler of the learning rate: the one that follows tokens, if there is one."""
+        if self._lr_schedule is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler: Any = lr_scheduler(optimizer or self.optimizer, self._lr_schedule)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
     def get_train_dataloader(self) -> TrainData:
         """Return the batches of this rank, which accelerate must not share out again."""
         return self._data
 
 
-def _loader_of(data: Run | Loader, args: TrainingArguments) -> Loader:
+def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArguments:
+    """Return the arguments with when to evaluate, where they do not say and the config does."""
+    every = {item.every for item in evals if item.every is not None}
+    if len(every) == 1 and args.eval_strategy == "no":
+        args.eval_strategy, args.eval_steps, args.do_eval = IntervalStrategy.STEPS, every.pop(), True
+    return args
+
+
+def _evals_of(data: object, trained: object) -> dict[str, Eval]:
+    """Return the evals that a Trainer is given, by name, one alone without; none where it is given others."""
+    if isinstance(data, Mapping):
+        evals = {str(name): _eval_of(item, trained) for name, item in data.items()}
+        found = {name: item for name, item in evals.items() if item is not None}
+        if found and len(found) < len(evals):
+            raise ConfigError(
+                f"eval_dataset: must be evals of a run or stores, or else datasets, got {sorted(evals)} of both; "
+                "evaluate on them one after another"
+            )
+        return found
+    item = _eval_of(data, trained)
+    return {} if item is None else {"": item}
+
+
+def _eval_of(data: object, trained: object) -> Eval | None:
+    """Return the eval that one thing stands for: itself, or that of a store beside the run that is trained on."""
+    if isinstance(data, Eval):
+        return data
+    if isinstance(data, Store):
+        data = data.path
+    if not isinstance(data, str | os.PathLike):
+        return None
+    if not isinstance(trained, Run):
+        raise ConfigError(
+            f"eval_dataset: a store must go with a run as train_dataset, got {trained!r}, which says no rows; "
+            "pass the run, or run.evals[...]"
+        )
+    return Eval(trained, EvalConfig(name="eval", store=str(Path(data).absolute())))
+
+
+def _of_length(run: Run, args: TrainingArguments) -> Run:
+    """Return the run with a length: its own, or what the arguments say; refuse two that differ."""
+    if run.config.run.steps is None:
+        return (
+            run.lasting(steps=args.max_steps) if args.max_steps > 0 else run.lasting(epochs=args.num_train_epochs)
+        )
+    if run.epochs is None:
+        _refuse_epochs(args, f"a run of {run.config.run.steps} steps")
+    elif args.num_train_epochs != run.epochs.epochs:
+        _refuse_epochs(args, f"a run of {run.epochs.epochs:g} epochs")
+    return run
+
+
+def _refuse_epochs(args: TrainingArguments, got: str) -> None:
+    """Refuse a number of epochs that would not be gone by; the default of the arguments says nothing."""
+    default = next(item.default for item in fields(args) if item.name == "num_train_epochs")
+    if args.num_train_epochs != default:
+        raise ConfigError(
+            f"args: num_train_epochs must be left out where the run says its length, got {args.num_train_epochs:g} "
+            f"and {got}; leave out one of the two"
+        )
+
+
+def _loader_of(
+    data: Run | Loader, args: TrainingArguments, arrays: tuple[str, ...], columns: tuple[str, ...]
+) -> Loader:
     """Return the loader of this rank; refuse one of another rank, which would train on rows twice."""
     parallel = getattr(args, "parallelism_config", None) is not None
     if isinstance(data, Run):
@@ -151,7 +334,11 @@ def _loader_of(data: Run | Loader, args: TrainingArguments) -> Loader:
                 "run.loader(rank=..., world_size=...) of the data-parallel group"
             )
         return data.loader(
-            rank=args.process_index, world_size=args.world_size, micro_batch=args.train_batch_size, arrays=ARRAYS
+            rank=args.process_index,
+            world_size=args.world_size,
+            micro_batch=args.train_batch_size,
+            arrays=arrays,
+            columns=columns,
         )
     part = data.part
     if not parallel:
@@ -218,7 +405,11 @@ def _check_model(model: PreTrainedModel, arrays: tuple[str, ...]) -> None:
             "model: config.use_cache must be False, as a model with a cache lets the documents of a row see one "
             "another, got True; set it, and leave it out of the arguments"
         )
-    if "shift_labels" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    if (
+        "labels" in arrays
+        and "shift_labels" not in taken
+        and not any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    ):
         raise ConfigError(
             f"model: must take shift_labels, the labels of the next token, got {name}; use one whose forward hands "
             "its keyword arguments on to the loss"

@@ -7,7 +7,21 @@
    options, never on the number of workers, or on how often the build was interrupted.
 """
 
-from tokenmill.build.build import PrepareReport, Progress, prepare
+from tokenmill.build.build import PrepareReport, prepare
+from tokenmill.build.engines import Executor, RayExecutor
+from tokenmill.build.parts import PartReport, UnitsReport, plan_units, run_part
+from tokenmill.build.progress import Progress
 from tokenmill.build.worker import PrepareOptions
 
-__all__ = ["PrepareOptions", "PrepareReport", "Progress", "prepare"]
+__all__ = [
+    "Executor",
+    "PartReport",
+    "PrepareOptions",
+    "PrepareReport",
+    "Progress",
+    "RayExecutor",
+    "UnitsReport",
+    "plan_units",
+    "prepare",
+    "run_part",
+]

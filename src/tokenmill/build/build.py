@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import xxhash
+import msgspec
 
-from tokenmill import __version__
+from tokenmill.build.engines import Executor, WorkerPool
 from tokenmill.build.journal import (
     MAX_LISTED,
     Build,
@@ -30,46 +28,42 @@ from tokenmill.build.journal import (
     add_counts,
     begin_build,
     stamp_of,
-    unit_key,
+    unit_result,
 )
-from tokenmill.build.unit import LEFT_OUT, TAKEN, OpenJob, fates_of, read_progress
-from tokenmill.build.worker import Job, PrepareOptions, RecipeSpec, Task, WorkerPool, open_job, settle_recipe
+from tokenmill.build.mapped import MapIdentity, MapRecord, identify, is_importable
+from tokenmill.build.progress import Progress, Show, shown_progress, warn
+from tokenmill.build.staged import local_inputs, stage
+from tokenmill.build.tasks import Look, cut_build, drop_others, missing_scans, run_scans, write_tasks
+from tokenmill.build.unit import LEFT_OUT, OpenJob
+from tokenmill.build.worker import Job, PrepareOptions, RecipeSpec, Task, open_job, settle_recipe
 from tokenmill.documents import (
     RULES,
     BadRecord,
     InputFile,
     Unit,
-    cut_files,
+    content_digest,
     find_files,
     format_of,
     place,
     sample_texts,
 )
+from tokenmill.documents.units import is_changed
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
-from tokenmill.encode.recipe import Recipe
-from tokenmill.encode.recipe.recipe import Preprocessing
+from tokenmill.encode.recipe import WAYS_OUT, Recipe
+from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
 from tokenmill.encode.tokenizer import Tokenizer
-from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
+from tokenmill.errors import ConfigError, DocumentError, StoreError, TokenmillError
 from tokenmill.fingerprint import digest
-from tokenmill.store.durable import locked_folder, make_folder, write_atomically
+from tokenmill.store.durable import make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
+from tokenmill.store.lease import Lease, leased_folder
+from tokenmill.store.remote.address import is_address
 from tokenmill.tables import check_types, path_of
-from tokenmill.types import Uint8Array
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")
 """Options beside the recipe and the tokenizer that decide over what is in a store."""
-_SECONDS_BETWEEN = 0.2
-"""Two looks at how far a build has come."""
-LINE_SECONDS = 30.0
-"""How often a line says so, where no terminal shows a bar."""
-SLOW_SECONDS = 2.0
-"""How long the tokenizer is opened before a line says so."""
-Show: TypeAlias = Callable[
-    [str, int, Callable[[], tuple[int, int, int]]], AbstractContextManager[Callable[[], None]]
-]
-"""What shows how far a step of the build is: what it is, its bytes, and a look at those that are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +72,8 @@ class StoreReport:
 
     route: str
     """Its name below `out`: a domain, `train` or `val`; empty for `out` itself."""
-    path: Path
+    path: Path | str
+    """Its folder, or its address in object storage."""
     documents: int
     tokens: int
     shards: int
@@ -90,7 +85,7 @@ class StoreReport:
 class PrepareReport:
     """The numbers of a finished build; documents and tokens are those of the whole store."""
 
-    path: Path
+    path: Path | str
     kind: str
     """Training type: `seq`, `sft`, `dpo` or `grpo`."""
     stores: Sequence[StoreReport]
@@ -155,84 +150,180 @@ class PrepareReport:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a build is."""
-
-    what: str
-    """`open the tokenizer`, `look for duplicates` or `prepare`."""
-    done_bytes: int
-    """Of the input, as it is on disk; units that an earlier try had finished count at once."""
-    total_bytes: int
-    documents: int
-    tokens: int
-    seconds: float
-    """Since this step began."""
-
-
 def prepare(  # noqa: PLR0913 - the front door
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     out: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str] = "bytes",
     recipe: RecipeSpec = "text",
+    map: MapRecord | None = None,
     workers: int | None = None,
+    executor: Executor | None = None,
     rebuild: bool = False,
     progress: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     options: PrepareOptions | None = None,
+    staging: str | os.PathLike[str] | None = None,
 ) -> PrepareReport:
-    """Turn files of text or records into the store `out`.
+    """Turn files of text or records into the store `out`, a folder or an address such as `s3://bucket/path`.
 
-    `inputs` are paths, globs, folders and `hf:` datasets, read in natural order. `tokenizer` is `bytes`, a
-    `tokenizer.json`, a `.model`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is `text`, `chat`,
-    `instruction`, `dpo`, `grpo`, the path of a recipe, or the recipe itself. `workers` is the number of processes,
-    by default one a core; the store is the same for any number.
+    `inputs` are paths, globs, folders, `hf:` datasets and addresses, in natural order. `tokenizer` is `bytes`, a
+    `tokenizer.json`, a `.model`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is the name
+    of a preset (`text`, `chat`, `instruction`, `dpo`, ...), the path of a recipe, or the recipe itself. `workers`
+    is the number of processes, by default one a core; the store is the same for any number.
+    `executor` runs units elsewhere: anything with
+    `submit`, as `concurrent.futures` has it, whose workers see `inputs` and `out` under the same paths.
+
+    `map` is a function that every record goes through first: it returns the record to be read, or None to leave it
+    out, counted as `map`. Its name and a hash of its source stand in the manifest. Workers import it by its module;
+    one that they cannot import, as it is written in the script itself, is run by this process alone.
 
     A build that was interrupted goes on where it stopped. A finished store is added to: files that are in it
     already are left alone. Another tokenizer, recipe or option than it was made with is refused, unless `rebuild`
     is given, which replaces it at the end.
 
+    A store for an address is built in the folder `staging`, on a disk that all workers see and that has room for
+    it, uploaded, and removed there. By default that is `.tokenmill/staging` where this process runs.
+
     On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
     `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
     """
+    show = partial(shown_progress, shown=progress, on_progress=on_progress)
+    build = partial(
+        _build_store,
+        local_inputs(inputs, staging, options, show),
+        tokenizer=tokenizer,
+        recipe=recipe,
+        map=map,
+        workers=workers,
+        executor=executor,
+        progress=progress,
+        on_progress=on_progress,
+        options=PrepareOptions() if options is None else options,
+    )
+    if not isinstance(out, str) or not is_address(out):
+        return build(out=out, rebuild=rebuild)
+    staged = stage(out, staging, rebuild=rebuild)
+    return staged.publish(build(out=staged.folder, rebuild=False), show)
+
+
+def _build_store(  # noqa: PLR0913 - what stands behind the front door
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    recipe: RecipeSpec,
+    map: MapRecord | None,
+    workers: int | None,
+    executor: Executor | None,
+    rebuild: bool,
+    progress: bool | None,
+    on_progress: Callable[[Progress], None] | None,
+    options: PrepareOptions,
+) -> PrepareReport:
+    """Build a store, or add to it, in a folder."""
     begin = time.monotonic()
-    options = PrepareOptions() if options is None else options
     check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
-    num_workers = _num_workers(workers)
+    num_workers = num_workers_of(workers, executor)
+    mapped = None if map is None else identify(map)
+    if mapped is not None and not is_importable(mapped):
+        num_workers = _one_worker(mapped, workers, executor)
+    show = partial(shown_progress, shown=progress, on_progress=on_progress)
+    setting = open_setting(inputs, out=out, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show)
+    opening_seconds = time.monotonic() - begin
+    result, job, opened = None, setting.job, setting.opened
+    with begun_build(setting, rebuild=rebuild) as (build, lease):
+        if build.files:
+            with WorkerPool(job, opened, num_workers, executor) as pool:
+                result = run_build(build, pool, show)
+            lease.check()
+            _publish(build, result, job, opened, setting.warning)
+        report = _report(build, result, opened, setting.framing, opening_seconds, begin)
+        _warn_of_cut_answers(report, job.recipe)
+        keep_tokenizer(job.tokenizer, [Path(store.path) for store in report.stores])
+        return report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a build was asked for, with all open that it needs."""
+
+    journal: Journal
+    files: Sequence[InputFile]
+    job: Job
+    opened: OpenJob
+    warning: str | None
+    """What was told of the engine of the tokenizer."""
+    framing: str
+    """Which strings are BOS and EOS, and what says so."""
+
+
+def open_setting(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    recipe: RecipeSpec,
+    map: MapRecord | None,
+    options: PrepareOptions | None,
+    show: Show,
+) -> Setting:
+    """List the files and open the tokenizer, as `prepare` was asked to."""
+    mapped = None if map is None else identify(map)
+    options = PrepareOptions() if options is None else options
     settled = settle_recipe(recipe, options)
     journal = Journal(Path(path_of("out", out)).expanduser())
     files = _input_files(inputs, journal.out, options)
     tokenizer = path_of("tokenizer", tokenizer)
-    show = partial(_shown_progress, shown=progress, on_progress=on_progress)
     with show("open the tokenizer", 0, lambda: (0, 0, 0)):
-        job, opened, warning = _open_job(journal, tokenizer, settled, options, files)
-        framing = _settle_framing(tokenizer, settled, options)
-    opening_seconds = time.monotonic() - begin
-    result = None
+        job, opened, warning = _open_job(journal, tokenizer, settled, options, files, (map, mapped))
+        framing = _settle_framing(tokenizer, settled, options, opened)
+    return Setting(journal=journal, files=files, job=job, opened=opened, warning=warning, framing=framing)
+
+
+@contextmanager
+def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lease]]:
+    """Find out what there is to do in the folder of the store, which is held by a lease for that long."""
+    journal, options = setting.journal, setting.job.options
     with _system_errors_explained(journal.out):
         make_folder(journal.out)
-        with locked_folder(journal.out) as lock:
+        with leased_folder(journal.out) as lease:
             if rebuild:
                 journal.drop_unreadable()
             journal.finish_publishing()
-            identity, names, size = _identity(job, opened), options.same_names, options.chunk_bytes
-            build = begin_build(journal, identity, files, chunk_bytes=size, rebuild=rebuild, same_names=names)
-            if build.files:
-                with WorkerPool(job, opened, num_workers, lock) as pool:
-                    result = run_build(build, pool, show)
-                _publish(build, result, job, opened, warning)
-            report = _report(build, result, opened, framing, opening_seconds, begin)
-            keep_tokenizer(tokenizer, [store.path for store in report.stores])
-            return report
+            build = begin_build(
+                journal,
+                _identity(setting.job, setting.opened),
+                setting.files,
+                chunk_bytes=options.chunk_bytes,
+                rebuild=rebuild,
+                same_names=options.same_names,
+            )
+            yield build, lease
 
 
-def _num_workers(workers: int | None) -> int:
+def num_workers_of(workers: int | None, executor: Executor | None) -> int:
+    """Return how many processes to use, by default one a core; refuse what is no executor."""
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ConfigError(
+            f"executor: must have submit(function, *args), as concurrent.futures has it, got {executor!r}; "
+            "leave it out for the cores of this machine"
+        )
     if workers is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers < 1:
         raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
     return workers
+
+
+def _one_worker(mapped: MapIdentity, workers: int | None, executor: Executor | None) -> int:
+    """Return one worker, this process: no other can import the function. Refuse others that were asked for."""
+    if executor is not None or (workers or 1) > 1:
+        raise ConfigError(
+            f"map: must be a function of a module that workers can import, got {mapped.name} of {mapped.module}; "
+            "put it at the top of a file of its own, or use workers=1"
+        )
+    return 1
 
 
 def _input_files(
@@ -265,20 +356,31 @@ def _input_files(
 
 
 def _open_job(
-    journal: Journal, tokenizer: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
+    journal: Journal,
+    tokenizer: str,
+    recipe: Recipe,
+    options: PrepareOptions,
+    files: Sequence[InputFile],
+    map: tuple[MapRecord | None, MapIdentity | None],
 ) -> tuple[Job, OpenJob, str | None]:
     """Open all that units need, and warn of what is unusual; return also what was told of the engine."""
+    function, mapped = map
     opened_tokenizer, warning = _open_tokenizer(tokenizer, recipe, options, files)
     job = Job(
         folder=str(journal.units.absolute()),
         tokenizer=tokenizer,
+        files=copy_of(tokenizer),
         identity=opened_tokenizer.identity.to_json(),
         engine=opened_tokenizer.engine.split()[0],
         recipe=recipe,
         options=options,
+        map=mapped,
     )
-    opened = open_job(job, opened_tokenizer)
+    opened = open_job(job, opened_tokenizer, function)
     _warn_of_spelled_turns(opened)
+    if opened.encoder is not None:
+        chat = opened.encoder.chat
+        job = replace(job, template=opened.encoder.no_template if chat is None else chat.template.fields())
     return job, opened, warning
 
 
@@ -307,7 +409,19 @@ def _warn_of_spelled_turns(opened: OpenJob) -> None:
         )
 
 
-def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions) -> str:
+def _warn_of_cut_answers(report: PrepareReport, recipe: Recipe) -> None:
+    """Warn if records lost something that they were to be trained on."""
+    cut = report.notes.get(ANSWERS_CUT)
+    if cut:
+        end = "end" if recipe.preprocessing.truncation_mode == "keep_start" else "beginning"
+        warn(
+            f"{cut:,} of {report.new_documents:,} records lost trained tokens at their {end} to max_seq_len = "
+            f"{recipe.preprocessing.max_seq_len}; raise it, --on-long drop leaves such records out, "
+            "--on-long stop refuses them"
+        )
+
+
+def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: OpenJob) -> str:
     """Say which strings are BOS and EOS; warn if plain text is to end as turns of a chat do."""
     framing = framing_of(spec, **options.framing())
     if framing.turn_end is not None and recipe.kind == "seq":
@@ -316,7 +430,8 @@ def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions) -> str:
             f"every document of plain text will end with {framing.turn_end!r}, which ends a turn of a chat "
             f"({framing.line}); name the end of a text with --eos-token{other}, or this one if it is meant"
         )
-    return framing.line
+    lacks_bos = opened.encoder is not None and opened.encoder.lacks_bos
+    return framing.line + ("; no BOS before conversations, as the chat template writes none" if lacks_bos else "")
 
 
 def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
@@ -327,7 +442,8 @@ def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
         "options": {name: getattr(job.options, name) for name in _OF_READING}
         | ({} if job.options.keep_empty else {"keep_empty": False})
         | ({} if job.options.delimiter is None else {"delimiter": job.options.delimiter})
-        | ({"keep": list(job.options.keep)} if job.options.keep else {}),
+        | ({"keep": list(job.options.keep)} if job.options.keep else {})
+        | ({"map": {"name": job.map.name, "source": job.map.source}} if job.map else {}),
     }
 
 
@@ -352,12 +468,13 @@ def _system_errors_explained(out: Path) -> Iterator[None]:
 class BuildResult:
     """What came of the units so far, in input order; a line's number follows from the units before."""
 
-    results: list[UnitResult] = field(default_factory=list)
+    units: list[UnitShards] = field(default_factory=list)
     resumed: int = 0
     """How many of them an earlier try had finished."""
     scans: Sequence[str] = ()
+    contents: dict[str, str] = field(default_factory=dict)
+    """Path -> digest of all bytes of each file that was read."""
     """Names of the hashes of the records, where duplicates were looked for."""
-    done_bytes: int = 0
     text_bytes: int = 0
     new_text_bytes: int = 0
     """Of units that were done now, not in an earlier try."""
@@ -372,8 +489,6 @@ class BuildResult:
     notes: dict[str, int] = field(default_factory=dict)
     listed: list[dict[str, Any]] = field(default_factory=list)
     """The first bad records."""
-    pieces: list[tuple[tuple[str, str, int], ...]] = field(default_factory=list)
-    """Of each unit, where its pieces begin: see `UnitShards`."""
 
     def add(self, unit: Unit, result: UnitResult, *, resumed: bool, stop: bool) -> None:
         """Count a unit; where bad records `stop` a build, raise the first."""
@@ -384,7 +499,7 @@ class BuildResult:
             begins.append(self.lines[piece.file.path])
             self.lines[piece.file.path] += lines
         names = [(piece.file.name, format_of(piece.file.suffix).counts) for piece in unit.pieces]
-        self.pieces.append(tuple((*name, begin) for name, begin in zip(names, begins, strict=True)))
+        pieces_begin = tuple((*name, begin) for name, begin in zip(names, begins, strict=True))
         for route, pieces in sorted(counts.taken.items()):
             for index, documents, tokens in pieces:
                 routes = self.taken.setdefault(unit.pieces[index].file.path, {})
@@ -392,16 +507,15 @@ class BuildResult:
                 routes[route] = (before[0] + documents, before[1] + tokens)
         for bad in counts.bad:
             line = begins[bad.piece] + bad.line
-            if stop:
-                raise _bad_record(unit, line, bad)
+            if stop or bad.reason == TOO_LONG:
+                raise bad_record(unit, line, bad)
             if len(self.listed) < MAX_LISTED:
                 name = unit.pieces[bad.piece].file.name
                 self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
-        self.results.append(result)
+        self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=pieces_begin))
         self.resumed += resumed
         self.documents += counts.documents
         self.tokens += counts.tokens
-        self.done_bytes += unit.bytes
         self.text_bytes += counts.text_bytes
         self.new_text_bytes += 0 if resumed else counts.text_bytes
         self.truncated += counts.truncated
@@ -409,12 +523,18 @@ class BuildResult:
         add_counts(self.notes, counts.notes)
 
 
-def _bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
+def bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
+    """Return the error that names a bad record by its file and line, the rule that it breaks, and the ways out."""
     # A chat without messages lacks no text field: the recipe knows better which fields it wants.
     missing = {"missing_field": RECIPE_RULES["missing_field"]}
     rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES, **missing}
     rule = rules.get(bad.reason, f"a record must fit the recipe ({bad.reason})")
-    ways = "mend the record"
+    if bad.reason == TOO_LONG:
+        return DocumentError(
+            f"{place(unit.pieces[bad.piece], line)}: a record must not be longer than max_seq_len, got "
+            f"{bad.detail}; raise --max-seq-len, or say --on-long drop or cut"
+        )
+    ways = WAYS_OUT.get(bad.reason, "mend the record")
     if bad.reason in ("missing_field", "not_text"):
         ways = "name the field with --text-field, or what the records are with --recipe (chat, dpo, ...)"
     elif bad.reason == "too_long":
@@ -427,84 +547,40 @@ def _bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
 
 def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
-    journal, stop, chosen = build.journal, pool.opened.stop, pool.opened.chosen
-    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not stop))
-    how = digest([__version__, dict(build.identity)])
-    result = BuildResult()
-    fates: Sequence[Uint8Array | None] = [None] * len(units)
-    if chosen.deduplicate or chosen.max_items is not None:
-        result.scans = [unit_key(unit, build.digests, [how, "scan"]) for unit in units]
-        _scan(build, units, result.scans, pool, show)
-        fates = _fates(build, result.scans, chosen)
-    tasks = _tasks(build, units, fates, how)
-    _drop_others(journal, tasks)
-    done = {task.key: known for task in tasks if (known := journal.result(task.key)) is not None}
-
-    def look() -> tuple[int, int, int]:
-        """Count what is in finished units and in those under way."""
-        ahead = [read_progress(folder) for folder in journal.units.glob(".tmp-*")]
-        now = (result.done_bytes, result.documents, result.tokens)
-        position, documents, tokens = map(sum, zip(now, *ahead, strict=True))
-        return position, documents, tokens
-
-    with show("prepare", sum(unit.bytes for unit in units), look) as tick:
+    journal, stop = build.journal, pool.opened.stop
+    cut = cut_build(build, pool.opened)
+    result = BuildResult(scans=cut.scans)
+    run_scans(journal, missing_scans(journal, cut), pool, show)
+    tasks = write_tasks(journal, cut)
+    drop_others(journal, tasks)
+    # As JSON, which takes a tenth of the memory: there may be a hundred thousand.
+    done = {
+        task.key: msgspec.json.encode(known) for task in tasks if (known := unit_result(journal.units, task.key))
+    }
+    look = Look(journal)
+    with show("prepare", sum(unit.bytes for unit in cut.units), look) as tick:
         answers = pool.run([task for task in tasks if task.key not in done], tick)
         for task in tasks:
-            unit_result = done.get(task.key) or next(answers)
-            assert unit_result is not None
-            result.add(task.unit, unit_result, resumed=task.key in done, stop=stop)
+            resumed = task.key in done
+            finished = msgspec.json.decode(done.pop(task.key), type=UnitResult) if resumed else next(answers)
+            assert finished is not None
+            result.add(task.unit, finished, resumed=resumed, stop=stop)
+            look.count(task, finished)
             tick()
+    _note_contents(build, result, show)
     _refuse_changed(build, tasks, result.scans)
     _refuse_nothing(build, result)
     return result
 
 
-def _scan(build: Build, units: Sequence[Unit], keys: Sequence[str], pool: WorkerPool, show: Show) -> None:
-    """Hash the records of all units that are not hashed yet."""
-    folder = build.journal.scans
-    missing = {key: unit for unit, key in zip(units, keys, strict=True) if not (folder / key).exists()}
-    tasks = [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
-    total = sum(unit.bytes for unit in missing.values())
+def _note_contents(build: Build, result: BuildResult, show: Show) -> None:
+    """Hash all bytes of the files, so that a change of any of them is seen when files are added."""
     done = 0
-    with show("look for duplicates", total, lambda: (done, 0, 0)) as tick:
-        for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
-            done += task.unit.bytes
+    with show("note the inputs", sum(file.bytes for file in build.files), lambda: (done, 0, 0)) as tick:
+        for file in build.files:
+            result.contents[file.path] = "" if is_changed(file) else content_digest(file)
+            done += file.bytes
             tick()
-
-
-def _fates(build: Build, scans: Sequence[str], chosen: Preprocessing) -> list[Uint8Array]:
-    """Return what becomes of the records of each unit, as if all files of the store were read again before it."""
-    old = build.base.scans if build.base is not None else ()
-    paths = [build.journal.scans / key for key in (*old, *scans)]
-    if gone := [path for path in paths if not path.exists()]:
-        raise StoreCorruptError(f"{gone[0]}: must be there to add files, got nothing; start over with --rebuild")
-    return fates_of(paths, deduplicate=chosen.deduplicate, max_items=chosen.max_items)[len(old) :]
-
-
-def _tasks(build: Build, units: Sequence[Unit], fates: Sequence[Uint8Array | None], how: str) -> list[Task]:
-    """Return a task for each unit, each with a key of its own: of copies the second, third ... are numbered."""
-    copies: Counter[str] = Counter()
-    tasks: list[Task] = []
-    for unit, each in zip(units, fates, strict=True):
-        name = "" if each is None or bool((each == TAKEN).all()) else xxhash.xxh3_128_hexdigest(each.data)
-        key = unit_key(unit, build.digests, [how, name])
-        copies[key] += 1
-        if copies[key] > 1:
-            key = digest([key, copies[key]])
-        file = build.journal.fates / name
-        if name and each is not None:
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, each.tobytes())
-        tasks.append(Task(unit=unit, key=key, fates=str(file.absolute()) if name else None))
-    return tasks
-
-
-def _drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
-    """Remove units of inputs that are no longer asked for, finished or not."""
-    known = {name for task in tasks for name in (task.key, f".tmp-{task.key}")}
-    for folder in list(journal.units.iterdir()):
-        if folder.name not in known:
-            shutil.rmtree(folder)
 
 
 def _refuse_changed(build: Build, tasks: Sequence[Task], scans: Sequence[str]) -> None:
@@ -549,10 +625,7 @@ def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warni
     publication = Publication(
         phase="move" if build.cleared is None else "clear",
         cleared=tuple(build.cleared or ()),
-        units=tuple(
-            UnitShards(key=unit.key, shards=unit.shards, pieces=pieces)
-            for unit, pieces in zip(result.results, result.pieces, strict=True)
-        ),
+        units=tuple(result.units),
         base={route: read_manifest(build.journal.out / route).shards for route in routes},
         manifest={
             "kind": recipe.kind,
@@ -601,6 +674,7 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
                 bytes=file.bytes,
                 digest=build.digests[file.path],
                 taken=result.taken.get(file.path, {}),
+                content=result.contents[file.path],
             )
             for file in build.files
         ),
@@ -662,7 +736,7 @@ def _report(
         new_files=len(build.files),
         new_documents=result.documents,
         new_tokens=result.tokens,
-        units=len(result.results),
+        units=len(result.units),
         resumed_units=result.resumed,
         input_bytes=sum(file.bytes for file in build.files),
         text_bytes=result.text_bytes,
@@ -675,117 +749,3 @@ def _report(
         seconds=time.monotonic() - begin,
         opening_seconds=opening_seconds,
     )
-
-
-# What is shown on the terminal.
-
-
-def warn(message: str) -> None:
-    """Print a warning on stderr, in bold where that is possible."""
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
-
-
-@contextmanager
-def _shown_progress(
-    what: str,
-    total_bytes: int,
-    look: Callable[[], tuple[int, int, int]],
-    *,
-    shown: bool | None,
-    on_progress: Callable[[Progress], None] | None,
-) -> Iterator[Callable[[], None]]:
-    """Show how far a step of the build is: a bar on a terminal, else a line every 30 s; a hook is told as well.
-
-    Gives a function that brings it up to date, if it has been a while: cheap enough to call at any time. `look`
-    returns the bytes, documents and tokens that are done. A step without bytes has a line, if it is slow.
-    """
-    begin, last = time.monotonic(), 0.0
-    with ExitStack() as stack:
-        tell = (lambda _: None) if shown is False else stack.enter_context(_told(what, total_bytes, always=shown))
-
-        def tick(seconds_between: float = _SECONDS_BETWEEN) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if now - last < seconds_between:
-                return
-            last = now
-            done_bytes, documents, tokens = look()
-            progress = Progress(
-                what=what,
-                done_bytes=done_bytes,
-                total_bytes=total_bytes,
-                documents=documents,
-                tokens=tokens,
-                seconds=now - begin,
-            )
-            tell(progress)
-            if on_progress is not None:
-                on_progress(progress)
-
-        tick()
-        yield tick
-        tick(0)
-
-
-@contextmanager
-def _told(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Callable[[Progress], None]]:
-    """Give what tells people on stderr how far a step is; a bar is shown on a terminal, or `always`."""
-    if not total_bytes:
-        line = threading.Timer(SLOW_SECONDS, _say, [f"{what}: this takes a while"])
-        line.daemon = True
-        line.start()
-        try:
-            yield lambda _: None
-        finally:
-            line.cancel()
-        return
-    if not (always or sys.stderr.isatty()):
-        last = 0.0
-
-        def tell(now: Progress) -> None:
-            nonlocal last
-            if now.seconds - last >= LINE_SECONDS:
-                last = now.seconds
-                done, total = now.done_bytes / 1e6, total_bytes / 1e6
-                _say(
-                    f"{what}: {done:,.0f} of {total:,.0f} MB, {done / total:.0%}; {now.documents:,} documents, "
-                    f"{now.tokens:,} tokens, {done / now.seconds:,.1f} MB/s"
-                )
-
-        yield tell
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[documents]:,} documents"),
-        TextColumn("{task.fields[megabytes]:,.1f} MB/s"),
-        TextColumn("{task.fields[tokens]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total_bytes, documents=0, megabytes=0.0, tokens=0.0)
-
-        def show(now: Progress) -> None:
-            seconds = max(now.seconds, 1e-3)
-            bar.update(
-                task,
-                completed=now.done_bytes,
-                documents=now.documents,
-                megabytes=now.done_bytes / 1e6 / seconds,
-                tokens=now.tokens / seconds,
-            )
-
-        yield show

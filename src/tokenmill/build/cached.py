@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenmill.build.build import prepare
-from tokenmill.build.journal import Journal, entry_digest
-from tokenmill.build.worker import PrepareOptions
+from tokenmill.build.journal import Journal, TakenFiles, entry_digest
+from tokenmill.build.worker import PrepareOptions, settle_recipe
 from tokenmill.documents import file_digest, find_files
 from tokenmill.documents.inputs import PREFIX, parse
+from tokenmill.encode.chat.template import load_template
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.files import copy_of
-from tokenmill.encode.tokenizer import content_digest
-from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError
-from tokenmill.fingerprint import digest
-from tokenmill.store.layout import MANIFEST, read_manifest
+from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError, TokenmillError
+from tokenmill.fingerprint import digest, first_difference
+from tokenmill.store.layout import MANIFEST, TOKENIZER_FOLDER, read_manifest
+from tokenmill.store.lease import LeaseWatch
 
 MAX_WAIT_SECONDS = 3600.0
 """How long another process is waited for."""
@@ -50,14 +51,17 @@ def cached_store(
     more = [*([] if keep_empty else ["no empty ones"]), *([] if recipe == "text" else [recipe])]
     store = folder / digest([named, tokenizer, text_field, *more])[:16]
     end = time.monotonic() + MAX_WAIT_SECONDS
-    pause, announced = _FIRST_SECONDS, False
+    pause, announced, watch = _FIRST_SECONDS, False, LeaseWatch(store)
     while True:
         if _is_finished(store):
             _check_documents(named, store, where)
             _check_tokenizer(tokenizer, store, where)
+            if recipe != "text":
+                _check_recipe(recipe, tokenizer, store, where)
             return store
         # Looked at before, as it costs a process much to find out by trying: it opens the tokenizer first.
-        if not _is_locked(store):
+        holders, lives = watch.look()
+        if not holders or lives is False:
             try:
                 prepare(
                     named,
@@ -87,26 +91,6 @@ def _is_finished(store: Path) -> bool:
     return (store / MANIFEST).is_file() and Journal(store).finished() is not None
 
 
-def _is_locked(store: Path) -> bool:
-    """Tell whether a build is under way in a folder; where there are no locks, none is seen."""
-    try:
-        import fcntl
-
-        descriptor = os.open(store, os.O_RDONLY)
-    except (ImportError, FileNotFoundError):
-        return False
-    try:
-        # Shared, so that those who wait do not see each other.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
     """Refuse files that are not those that the store was made of."""
     change = _change(documents, store)
@@ -127,14 +111,15 @@ def _change(documents: Sequence[str], store: Path) -> str | None:
         digests = {file.path: entry_digest(file.name, file_digest(file)) for file in files}
     except DocumentError as error:
         return f"none ({error})"
-    now, then = Counter(digests.values()), Counter(file.digest for file in finished.inputs)
-    added, gone = now - then, then - now
-    for path, content in digests.items():
-        if content in added:
-            return f"{path}, which is new or has changed"
-    for file in finished.inputs if len(local) == len(documents) else ():  # else it may be a file of the hub
-        if file.digest in gone:
-            return f"no {file.name}, which was among them"
+    taken = TakenFiles(Journal(store), finished)
+    for file in files:
+        if not taken.find(file, digests[file.path]):
+            return f"{file.path}, which is new or has changed"
+    if len(local) == len(documents):  # else it may be a file of the hub
+        for entries in taken.left.values():
+            for entry in entries:
+                return f"no {entry.name}, which was among them"
+    taken.confirm()
     return None
 
 
@@ -143,16 +128,48 @@ def _is_on_hub(item: str) -> bool:
 
 
 def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
-    """Refuse a tokenizer with other bytes than the store was made with; one that is gone does no harm."""
+    """Refuse a tokenizer that is not to the byte what the store was made with; one that is gone does no harm.
+
+    All its files count: the ids of BOS and EOS stand beside the one that has the vocabulary.
+    """
     try:
         files = copy_of(tokenizer)
     except TokenizerError:
         return
-    content = read_manifest(store).tokenizer["content"]
-    for name in {"tokenizer.json", "tokenizer.model"} & files.keys():
-        if content_digest(files[name]) != content:
-            file = Path(tokenizer) / name if Path(tokenizer).is_dir() else tokenizer
-            raise StoreExistsError(
-                f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with "
-                f"other content; put it back, or delete {store} to prepare them anew"
-            )
+    folder = store / TOKENIZER_FOLDER
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+    changed = next((name for name in sorted({*files, *kept}) if files.get(name) != kept.get(name)), None)
+    if changed is None or (not kept and open_tokenizer(tokenizer).identity.to_json() == _made_with(store)):
+        return
+    file = Path(tokenizer) / changed if Path(tokenizer).is_dir() else tokenizer
+    raise StoreExistsError(
+        f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with "
+        f"other content; put it back, or delete {store} to prepare them anew"
+    )
+
+
+def _made_with(store: Path) -> object:
+    """Return the tokenizer of a store; its copy is missing where a build was killed at its very end."""
+    return dict(read_manifest(store).tokenizer)
+
+
+def _check_recipe(recipe: str | Mapping[str, object], tokenizer: str, store: Path, where: str) -> None:
+    """Refuse a recipe whose files, or whose chat template, are not those that the store was made with."""
+    finished = Journal(store).finished()
+    assert finished is not None
+    settled = settle_recipe(recipe, PrepareOptions())
+    now, then = dict(settled.to_json()), dict(finished.identity["recipe"])
+    template = then.get("chat_template")
+    now["chat_template"] = then["chat_template"] = None
+    if isinstance(template, Mapping) and settled.chat_template is not None:
+        try:
+            now["chat_template"] = load_template(settled.chat_template, tokenizer=tokenizer).to_json()
+        except TokenmillError:
+            return  # it is gone, which does no harm
+        then["chat_template"] = {name: value for name, value in template.items() if name != "bos"}
+    difference = first_difference(then, now)
+    if difference is not None:
+        raise StoreExistsError(
+            f"{where}: the recipe must stay as it was when the documents were prepared, got {difference[0]} "
+            f"{difference[1]!r} -> {difference[2]!r}; put it back, or delete {store} to prepare them anew"
+        )

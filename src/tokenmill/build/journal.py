@@ -3,7 +3,11 @@
 OUT/.prepare/
 build.json        the build under way: what it was asked for, how inputs are cut
 units/<key>/      a finished unit: its shards, and `result.json`; its name stands for what it was made from
-units/.tmp-<key>/ a unit under way, perhaps with a `checkpoint-2.json`
+units/.tmp-<key>/ a folder for each attempt at a unit, perhaps with a `checkpoint-2.json`
+units.jsonl       the list of units, where parts of it are done by processes that know nothing else
+workers/<name>    how far a worker is with its unit
+size.json         how many units there are, for whoever shows progress
+job-<digest>.json what workers need beside their units, where they cannot be sent it
 scans/<key>       hashes of the records of a unit, where duplicates are looked for or only so many are taken
 fates/<digest>    what becomes of each record of a unit, where that is not the same for all
 publish.json      units are being moved into the store: whoever finds it goes on with that first
@@ -14,8 +18,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,20 +28,19 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import xxhash
 
-from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, file_digest
+from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, content_digest, file_digest
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.store.durable import make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import (
     JOURNAL_FOLDER,
     MANIFEST,
-    ORIGINS_FOLDER,
-    ROWS_FOLDER,
+    SIDE_FOLDERS,
     TEMPORARY,
-    TOKENIZER_FOLDER,
     FileInfo,
     Manifest,
     ShardInfo,
+    is_lease_name,
     is_shard_name,
     manifest_bytes,
     read_manifest,
@@ -54,6 +58,9 @@ PUBLISH = "publish.json"
 FINISHED = "inputs.json"
 RESULT = "result.json"
 ROUTES = "routes"
+WORKERS = "workers"
+UNITS = "units.jsonl"
+SIZE = "size.json"
 _UNNAMED_ROUTE = "store"
 """Folder of the route without a name."""
 
@@ -131,6 +138,15 @@ class UnfinishedBuild:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BuildSize:
+    """How much there is to do."""
+
+    units: int
+    bytes: int
+    """Of input."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TakenFile:
     """A file that is in a store."""
 
@@ -140,6 +156,8 @@ class TakenFile:
     """Of its name without folders, its size and a sample of its content."""
     taken: Mapping[str, tuple[int, int]]
     """Route -> documents and tokens that it gave; routes to which it gave none are left out."""
+    content: str = ""
+    """XXH3-128 of all its bytes; empty in journals from before this was noted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +216,7 @@ class Journal:
         self.units = self.folder / "units"
         self.scans = self.folder / "scans"
         self.fates = self.folder / "fates"
+        self.workers = self.folder / WORKERS
 
     def unfinished(self) -> UnfinishedBuild | None:
         """Return what the build under way was asked for, None if there is none."""
@@ -207,6 +226,13 @@ class Journal:
         """Return what is in the finished store, None if there is none that prepare made."""
         return read_record(FinishedBuild, self.folder / FINISHED)
 
+    def time_of(self, name: str) -> int:
+        """Return when one of its files was written, in nanoseconds; 0 if it is not there."""
+        try:
+            return (self.folder / name).stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def begin(self, build: UnfinishedBuild) -> None:
         """Note a new build; what another left is removed."""
         self.drop()
@@ -215,25 +241,21 @@ class Journal:
 
     def drop(self) -> None:
         """Forget the build under way and its units, not the finished store."""
-        (self.folder / BUILD).unlink(missing_ok=True)
-        shutil.rmtree(self.units, ignore_errors=True)
+        for name in (BUILD, UNITS, SIZE):
+            (self.folder / name).unlink(missing_ok=True)
+        # Out of the way first: a worker that was forgotten finds then that its build is over.
+        gone = self.folder / ".tmp-units"
+        shutil.rmtree(gone, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.rename(self.units, gone)
+        for folder in (gone, self.workers):
+            shutil.rmtree(folder, ignore_errors=True)
+        for job in self.folder.glob("job-*.json"):
+            job.unlink()
 
     def has_finished_units(self) -> bool:
         """Whether the build under way has come so far that there is something to lose."""
         return self.units.is_dir() and any(not name.startswith(".") for name in os.listdir(self.units))
-
-    def result(self, key: str) -> UnitResult | None:
-        """Return the result of a finished unit; None if it is not finished, or its files are not as it says."""
-        try:
-            result = read_record(UnitResult, self.units / key / RESULT)
-            for route, shards in result.shards.items() if result is not None else ():
-                for shard in shards:
-                    check_sizes(route_folder(self.units / key, route) / shard.name, shard)
-            for route, files in result.origins.items() if result is not None else ():
-                check_file_sizes(route_folder(self.units / key, route), files)
-        except StoreCorruptError:
-            return None  # it is done again
-        return result
 
     def publish(self, publication: Publication) -> None:
         """Make finished units stores: from here on whoever comes next finishes it."""
@@ -330,6 +352,26 @@ def _clear_store(out: Path, route: str) -> None:
             folder.rmdir()
 
 
+def unit_result(units: Path, key: str) -> UnitResult | None:
+    """Return the result of a finished unit; None if it is not finished, or its files are not as it says."""
+    try:
+        result = read_record(UnitResult, units / key / RESULT)
+        if result is not None:
+            check_unit(units / key, result)
+    except StoreCorruptError:
+        return None  # it is done again
+    return result
+
+
+def check_unit(folder: Path, result: UnitResult) -> None:
+    """Raise StoreCorruptError if files of a unit are gone or of another size."""
+    for route, shards in result.shards.items():
+        for shard in shards:
+            check_sizes(route_folder(folder, route) / shard.name, shard)
+    for route, files in result.origins.items():
+        check_file_sizes(route_folder(folder, route), files)
+
+
 def route_folder(unit: Path, route: str) -> Path:
     """Return where a unit keeps the shards of a route."""
     return unit / ROUTES / (route or _UNNAMED_ROUTE)
@@ -368,9 +410,9 @@ def read_record(kind: type[T], path: Path) -> T | None:
         ) from None
 
 
-def unit_key(unit: Unit, digests: Mapping[str, str], how: Sequence[str]) -> str:
+def unit_key(unit: Unit, versions: Mapping[str, str], how: Sequence[str]) -> str:
     """Return the name that stands for what a unit is made from, and `how`; units with the same content have one."""
-    pieces = [[digests[piece.file.path], piece.file.suffix, piece.begin, piece.end] for piece in unit.pieces]
+    pieces = [[versions[piece.file.path], piece.file.suffix, piece.begin, piece.end] for piece in unit.pieces]
     return digest([pieces, list(how)])
 
 
@@ -394,6 +436,8 @@ class Build:
     """Path -> what tells a changed file from the same one."""
     stamps: Mapping[str, tuple[int, int] | None]
     """Path -> size and time of change, to see at the end that nobody wrote to a file meanwhile."""
+    versions: Mapping[str, str]
+    """Path -> what stands for its content: by this, what was made of it in a build that stopped is found again."""
     chunk_bytes: int
     base: FinishedBuild | None
     """What the finished store has that is added to; None for a new store or one that is replaced."""
@@ -443,17 +487,39 @@ def begin_build(
         chunk_bytes = chunk_bytes or chunk_size(new_files)
         if new_files:
             journal.begin(UnfinishedBuild(identity=identity, chunk_bytes=chunk_bytes, rebuild=replaces))
+    entries = {file.path: entry_digest(file.name, digests[file.path]) for file in new_files}
     return Build(
         journal=journal,
         identity=identity,
         files=new_files,
-        digests={file.path: entry_digest(file.name, digests[file.path]) for file in new_files},
+        digests=entries,
         stamps={file.path: stamp_of(file) for file in new_files},
+        versions=_versions(journal, new_files, entries),
         chunk_bytes=chunk_bytes,
         base=base,
         # Those below `out` first: what is left there then is no part of a store.
         cleared=[*filter(None, routes), ""] if replaces else None,
     )
+
+
+def _versions(journal: Journal, files: Sequence[InputFile], entries: Mapping[str, str]) -> dict[str, str]:
+    """Return what stands for the content of each file, by path.
+
+    A sample may miss what was written to a file after the build began: what was made of it before is not used.
+    """
+    begun = journal.time_of(BUILD)
+    changes = {file.path: changed_ns(file) for file in files}
+    return {
+        path: entry if changes[path] <= begun else digest([entry, changes[path]]) for path, entry in entries.items()
+    }
+
+
+def changed_ns(file: InputFile) -> int:
+    """Return when a file was changed last, by the clock of the system, in nanoseconds; 0 if it is gone."""
+    try:
+        return os.stat(file.path).st_ctime_ns
+    except OSError:
+        return 0
 
 
 def stamp_of(file: InputFile) -> tuple[int, int] | None:
@@ -463,6 +529,42 @@ def stamp_of(file: InputFile) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_size, status.st_mtime_ns
+
+
+class TakenFiles:
+    """The files that are in a store, each to be found once."""
+
+    def __init__(self, journal: Journal, finished: FinishedBuild) -> None:
+        self.left: dict[str, list[TakenFile]] = {}
+        """By their digests, which copies share; those that were found are struck off."""
+        for entry in finished.inputs:
+            self.left.setdefault(entry.digest, []).append(entry)
+        self._journal = journal.folder / FINISHED
+        self._since = journal.time_of(FINISHED)
+        self._now = time.time_ns()
+        self._compared = False
+
+    def find(self, file: InputFile, digest: str) -> bool:
+        """Tell whether a file is one of them.
+
+        Name, size and samples may stay when other bytes change: one that was written to since is read whole.
+        """
+        entries = self.left.get(digest, [])
+        if entries and entries[0].content and changed_ns(file) > self._since:
+            self._compared = True
+            content = content_digest(file)
+            entry = next((entry for entry in entries if entry.content == content), None)
+        else:
+            entry = next(iter(entries), None)
+        if entry is not None:
+            entries.remove(entry)
+        return entry is not None
+
+    def confirm(self) -> None:
+        """Note that no file has changed up to now, so that those that were compared are not read whole again."""
+        if self._compared:
+            with suppress(OSError):
+                os.utime(self._journal, ns=(self._now, self._now))
 
 
 def _new_files(
@@ -479,20 +581,13 @@ def _new_files(
     """
     if base is None:
         return list(files)
-    not_given = Counter(entry.digest for entry in base.inputs)
-    new_files: list[InputFile] = []
-    for file in files:
-        content = entry_digest(file.name, digests[file.path])
-        if not_given[content] > 0:
-            not_given[content] -= 1
-        else:
-            new_files.append(file)
+    taken = TakenFiles(journal, base)
+    new_files = [file for file in files if not taken.find(file, entry_digest(file.name, digests[file.path]))]
     names = {entry.name: entry for entry in base.inputs}
     # Entries whose file was not given, by size: one of the new files may be it.
     gone: dict[int, list[TakenFile]] = {}
-    for entry in base.inputs:
-        if not_given[entry.digest] > 0 and entry.taken:
-            gone.setdefault(entry.bytes, []).append(entry)
+    for entry in (entry for entries in taken.left.values() for entry in entries if entry.taken):
+        gone.setdefault(entry.bytes, []).append(entry)
     for file in new_files:
         old = names.get(file.name)
         if old is not None and not same_names:
@@ -507,6 +602,7 @@ def _new_files(
                     f"{journal.out}: a file must be added once, got {file.path} with the content of {entry.name}, "
                     "which is in the store; leave it out or give it its old name, or --rebuild"
                 )
+    taken.confirm()
     return new_files
 
 
@@ -532,8 +628,8 @@ def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            ours = child.name in {MANIFEST, ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER} | TEMPORARY | known
-            if not ours and not is_shard_name(child.name):
+            ours = child.name in {MANIFEST, *SIDE_FOLDERS} | TEMPORARY | known
+            if not ours and not is_shard_name(child.name) and not is_lease_name(child.name):
                 raise StoreExistsError(
                     f"{folder}: must be a folder of its own for the store, got {child.name!r} in it; "
                     "choose another path"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import struct
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
@@ -23,32 +25,40 @@ import xxhash
 from tokenmill.build.journal import (
     RESULT,
     ROUTES,
+    WORKERS,
     UnitCounts,
     UnitResult,
     add_counts,
+    check_unit,
     read_signed,
     route_folder,
+    unit_result,
     write_signed,
 )
+from tokenmill.build.mapped import LEFT_OUT_BY_MAP, MapRecord, apply_map
 from tokenmill.documents import BadRecord, DocumentBatch, ReadOptions, Unit, read_unit
-from tokenmill.encode.recipe import RecordEncoder
+from tokenmill.encode import Refusal
+from tokenmill.encode.recipe import Reading, RecordEncoder
+from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.encode.recipe.recipe import Preprocessing
 from tokenmill.encode.tokenizer import Tokenizer, frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
 from tokenmill.store.layout import axis_of, token_keys
+from tokenmill.store.lease import has_ended, this_process
 from tokenmill.store.origins import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries
 from tokenmill.tables import as_json, read_table
-from tokenmill.types import AnyArray, Int64Array, Records, Refused, Uint8Array
+from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array
 
 T = TypeVar("T")
 TEXT_KEY = "sequence"
 """The array of a build whose records are nothing but a text."""
 MAX_KEPT = 1000
 """Characters of a field that is kept."""
-_PROGRESS = struct.Struct("<3q")
+SECONDS_BETWEEN_NOTES = 0.2
+_PROGRESS = struct.Struct("<32s3q")
 _CHECKPOINT = "checkpoint-2.json"
 """The number changes with the batches that a unit is read in: a checkpoint says after how many it was made."""
 
@@ -73,6 +83,8 @@ class OpenJob:
     """Fields of a record that are kept beside its document."""
     reading: ReadOptions
     spec: StoreSpec
+    map: MapRecord | None
+    """What the user's function makes of a record before anything else reads it."""
     key_fields: tuple[str, ...]
     """Fields that tell records apart; the domain is none of them. None where records are nothing but a text."""
 
@@ -80,11 +92,31 @@ class OpenJob:
 def write_unit(
     opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
 ) -> UnitResult:
-    """Turn a unit into finished shards, or go on where an earlier try left off."""
-    with (
-        disk_errors_explained(unit, opened.folder),
-        closing(UnitWriter(opened.folder, key, len(unit.pieces), opened.spec, keeps=bool(opened.keep))) as writer,
-    ):
+    """Turn a unit into finished shards, go on where an earlier attempt left off, or find that another has done it.
+
+    Any number of processes may do the same unit at once. What goes wrong in one of them is of no account once
+    another has done it, which also clears away what the others write.
+    """
+    known = unit_result(opened.folder, key)
+    if known is not None:
+        return known
+    try:
+        with disk_errors_explained(unit, opened.folder):
+            return _attempt(opened, unit, key, fates, tick)
+    except ValueError:  # of a file that was cleared away under it, as are all errors of ours
+        known = unit_result(opened.folder, key)
+        if known is None:
+            raise
+        shutil.rmtree(attempts_at(opened.folder, key), ignore_errors=True)
+        return known
+
+
+def _attempt(
+    opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
+) -> UnitResult:
+    progress = WorkerFile(opened.folder.parent / WORKERS)
+    writer = UnitWriter(opened.folder, key, len(unit.pieces), opened.spec, keeps=bool(opened.keep))
+    with closing(writer):
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
         for number, batch in enumerate(read_unit(unit, opened.reading)):
@@ -95,12 +127,12 @@ def write_unit(
                 add_counts(counts.skipped, {"max_items": len(batch.documents) + _num_lost(batch.bad)})
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
-            if counts.bad and opened.stop:
+            if any(opened.stop or bad.reason == TOO_LONG for bad in counts.bad):
                 return UnitResult(key=key, counts=counts, shards={}, finished=False)
             for run in batch.runs:
                 counts.lines[run.piece] += run.num_lines
             counts.batches += 1
-            writer.note_progress(min(batch.position, unit.bytes))
+            progress.note(key, min(batch.position, unit.bytes), counts)
             writer.checkpoint(opened.checkpoint_seconds)
             tick()
         if fates is not None and wanted < fates.size and counts.place >= wanted:
@@ -143,7 +175,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
     if chosen.unfit.size:
         records = documents.encode(chosen.unfit)
         assert not records.kept.size, "a record without content must be refused"
-        bad += _refused(batch, chosen.unfit, records)
+        bad += _refused(documents, chosen.unfit, records, counts)
     last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
     if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
         # What is wrong with records that are not wanted is nobody's trouble.
@@ -175,7 +207,7 @@ def _append(documents: _Documents, route: str, indices: Int64Array | None, write
         )
     counts.truncated += records.truncated
     add_counts(counts.notes, records.notes)
-    return _refused(batch, chosen, records)
+    return _refused(documents, chosen, records, counts)
 
 
 def _chosen(items: Sequence[T], indices: Int64Array | None) -> Sequence[T]:
@@ -183,11 +215,15 @@ def _chosen(items: Sequence[T], indices: Int64Array | None) -> Sequence[T]:
     return items if indices is None else [items[index] for index in indices.tolist()]
 
 
-def _refused(batch: DocumentBatch, indices: Int64Array, records: Records) -> list[BadRecord]:
-    """Say where the records are that could not be encoded."""
+def _refused(documents: _Documents, indices: Int64Array, records: Records, counts: UnitCounts) -> list[BadRecord]:
+    """Say where the records are that could not be encoded; those that are left out on purpose are counted."""
+    on_purpose = {LEFT_OUT_BY_MAP} | ({TOO_LONG} if documents.opened.chosen.on_long == "drop" else set())
     bad = []
     for refused in records.refused:
-        piece, line = batch.place(int(indices[refused.index]))
+        if refused.reason in on_purpose:
+            add_counts(counts.skipped, {refused.reason: 1})
+            continue
+        piece, line = documents.batch.place(int(indices[refused.index]))
         bad.append(BadRecord(piece=piece, line=line, reason=refused.reason, detail=refused.detail))
     return bad
 
@@ -216,7 +252,9 @@ def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -
     scans = opened.folder.parent / "scans"
     with disk_errors_explained(unit, scans):
         make_folder(scans)
-        write_parts_atomically(scans / key, _hashes(opened, unit, tick))
+        # Two attempts may be under way at once; they give the same.
+        writer = f"-{this_process()}-{secrets.token_hex(4)}"
+        write_parts_atomically(scans / key, _with_checksum(_hashes(opened, unit, tick)), writer=writer)
 
 
 def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
@@ -239,7 +277,14 @@ class _Documents:
         self.opened = opened
         self.batch = batch
         self.records: Sequence[Mapping[str, Any]] = batch.documents if opened.encoder else ()
-        self._readings = [opened.encoder.read(record) for record in self.records] if opened.encoder else []
+        self._readings: list[Reading] = []
+        if opened.encoder:
+            given = self.records if opened.map is None else apply_map(opened.map, self.records)
+            self._readings = [
+                Reading(record={}, reader=record) if isinstance(record, Refusal) else opened.encoder.read(record)
+                for record in given
+            ]
+            self.records = [{} if isinstance(record, Refusal) else record for record in given]
         self.contents: Sequence[str | None] = batch.documents
         """Of each the text that filters, hashes and splits go by; None where it fits no recipe."""
         if opened.encoder:
@@ -260,9 +305,12 @@ class _Documents:
         keep = self.opened.keep
         if not keep:
             return []
+        # What records of pairs, groups and prompts keep goes into batches: it must be whole.
+        shortened = (lambda value: value) if self.opened.spec.kind in RECORD_TYPES else cut
         found = ({name: field_of(self.records[index], name) for name in keep} for index in indices.tolist())
         return [
-            _canonical({name: cut(value) for name, value in each.items() if value is not None}) for each in found
+            _canonical({name: shortened(value) for name, value in each.items() if value is not None})
+            for each in found
         ]
 
     def encode(self, indices: Int64Array | None) -> Records:
@@ -322,7 +370,7 @@ ROUTE = ""
 SPLITS = ("train", "val")
 TAKEN, DUPLICATE, SURPLUS = range(3)
 _REASONS = (None, "duplicate", "max_items")
-LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars", "empty"})
+LEFT_OUT = frozenset({"duplicate", "max_items", "min_chars", "max_chars", "empty", TOO_LONG, LEFT_OUT_BY_MAP})
 """Why a record is left out that is not a bad one."""
 _SEED = 0x746F6B656E6D696C
 """Of the hash that sets records apart for validation, so that it is no other hash of the same content."""
@@ -444,13 +492,38 @@ _HASHES_AT_ONCE = 1 << 22
 """How many hashes are compared at a time: 100 MB with what sorting them takes."""
 
 
+def _with_checksum(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Put the XXH3-128 of all parts behind them: as many bytes as a hash has."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+        yield part
+    yield state.digest()
+
+
+def is_whole_scan(path: Path) -> bool:
+    """Tell whether the hashes of a unit are there, as they were written."""
+    state = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size - _HASH.itemsize
+            if left < 0 or left % _HASH.itemsize:
+                return False
+            while left and (block := file.read(min(left, 1 << 20))):
+                state.update(block)
+                left -= len(block)
+            return state.digest() == file.read()
+    except FileNotFoundError:
+        return False
+
+
 def fates_of(scans: Sequence[Path], *, deduplicate: bool, max_items: int | None) -> list[Uint8Array]:
     """Return for each scan what becomes of its records; those of scans that come first do not depend on later ones.
 
     The first record in order with a content is taken, later ones are duplicates; of those taken only the first
     `max_items` are, None for all.
     """
-    sizes = [path.stat().st_size // _HASH.itemsize for path in scans]
+    sizes = [path.stat().st_size // _HASH.itemsize - 1 for path in scans]
     begins = np.cumsum([0, *sizes])
     fates: Uint8Array = np.full(int(begins[-1]), TAKEN, np.uint8)
     if deduplicate:
@@ -478,9 +551,7 @@ def _mark_duplicates(
     hashes: list[AnyArray] = []
     places: list[Int64Array] = []
     for index, path in enumerate(scans):
-        if not path.stat().st_size:
-            continue
-        hashed = np.memmap(path, _HASH, "r")
+        hashed = np.memmap(path, _HASH, "r")[: begins[index + 1] - begins[index]]
         in_part = np.flatnonzero(hashed["high"] % np.uint64(num_parts) == part)
         hashes.append(hashed[in_part])
         places.append(in_part + begins[index])
@@ -495,22 +566,32 @@ def _mark_duplicates(
 # The files of a unit.
 
 
+def attempts_at(units: Path, key: str) -> Path:
+    """Return the folder of the attempts at a unit: they are gone when it is done."""
+    return units / f".tmp-{key}"
+
+
 class UnitWriter:
-    """Writes a unit under a temporary name; `commit` gives it its own."""
+    """One attempt at a unit, in a folder of its own; `commit` makes it the unit, unless another attempt is already.
+
+    What an attempt writes is a function of the unit alone, so it does not matter which of several comes first. One
+    goes on from the checkpoint of another: of one whose process has ended in its place, else in a copy of it.
+    """
 
     def __init__(self, units: Path, key: str, num_pieces: int, spec: StoreSpec, *, keeps: bool = False) -> None:
         self.key = key
         self._keeps = keeps
-        self._final = units / key
-        self._folder = units / f".tmp-{key}"
+        self._units = units
+        self._attempts = attempts_at(units, key)
+        self._folder = self._attempts / f"{this_process()}-{secrets.token_hex(4)}"
         self._spec = spec
         self._series: dict[str, ShardSeries] = {}
         self._origins: dict[str, OriginWriter] = {}
         self._latest: ShardSeries | None = None
         """The one whose files may be open."""
         self.counts = UnitCounts(lines=[0] * num_pieces)
+        self._attempts.mkdir(exist_ok=True)  # not those above: where they are gone, the build is over
         self._resume()
-        self._progress = open(self._folder / "progress", "wb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._saved = time.monotonic()
 
     def append(self, route: str, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
@@ -543,52 +624,111 @@ class UnitWriter:
         write_signed(self._folder / _CHECKPOINT, state)
         self._saved = time.monotonic()
 
-    def note_progress(self, position: int) -> None:
-        """Leave word of how far the unit has come, for whoever shows progress."""
-        self._progress.seek(0)
-        self._progress.write(_PROGRESS.pack(position, self.counts.documents, self.counts.tokens))
-
     def commit(self) -> UnitResult:
-        """Finish all shards and give the unit its name: from here on it is done."""
+        """Finish all shards and make this attempt the unit: from here on it is done."""
         shards = {route: tuple(series.finish()) for route, series in sorted(self._series.items())}
         origins = {route: each.sync().files for route, each in sorted(self._origins.items())}
         result = UnitResult(key=self.key, counts=self.counts, shards=shards, origins=origins)
         self.close()
-        for name in ("progress", _CHECKPOINT):
-            (self._folder / name).unlink(missing_ok=True)
+        (self._folder / _CHECKPOINT).unlink(missing_ok=True)
         # Every folder on the way to a shard, as the name of each is kept in the one above.
         for folder, _, _ in os.walk(self._folder / ROUTES):
             sync_folder(Path(folder))
         write_signed(self._folder / RESULT, as_json(result))
-        shutil.rmtree(self._final, ignore_errors=True)
-        os.rename(self._folder, self._final)
-        sync_folder(self._final.parent)
+        check_unit(self._folder, result)  # a build that is over was cleared away, perhaps while this one was paused
+        final = self._units / self.key
+        try:
+            os.rename(self._folder, final)
+        except OSError:
+            # Another attempt was first: the same bytes. Unless its files were damaged since: then it makes room.
+            known = unit_result(self._units, self.key)
+            if known is None:
+                os.rename(final, self._folder.with_name(f"{self._folder.name}-damaged"))
+                os.rename(self._folder, final)
+        sync_folder(self._units)
+        shutil.rmtree(self._attempts, ignore_errors=True)
         return result
 
     def close(self) -> None:
         """Keep no file open; what was written stays as it is."""
-        self._progress.close()
         if self._latest is not None:
             self._latest.close_files()
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint, where it and the files are whole; else begin anew."""
-        with suppress(StoreCorruptError, KeyError, TypeError, ValueError, OSError):
-            state = read_signed(self._folder / _CHECKPOINT)
-            if state is not None:
-                self._series = {
-                    route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
-                    for route, saved in state["routes"].items()
-                }
-                for route, saved in state["origins"].items():
-                    origin = read_table(OriginCheckpoint, saved, "origins", error=StoreCorruptError)
-                    folder = route_folder(self._folder, route)
-                    self._origins[route] = OriginWriter(folder, keeps=self._keeps, saved=origin)
-                self.counts = read_table(UnitCounts, state["counts"], "counts", error=StoreCorruptError)
+        """Go on from the checkpoint of another attempt that has come furthest and is whole; else begin anew."""
+        found: list[tuple[int, Path]] = []
+        for attempt in self._attempts.iterdir():
+            with suppress(StoreCorruptError, KeyError, TypeError, OSError):
+                state = read_signed(attempt / _CHECKPOINT)
+                if state is not None:
+                    found.append((int(state["counts"]["batches"]), attempt))
+        for _, attempt in sorted(found, reverse=True):
+            with suppress(StoreCorruptError, KeyError, TypeError, ValueError, OSError, shutil.Error):
+                if has_ended(attempt.name.rpartition("-")[0]):
+                    os.rename(attempt, self._folder)
+                else:
+                    shutil.copytree(attempt, self._folder)
+                self._reopen()
                 return
-        self._series, self._origins = {}, {}
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+            self._series, self._origins = {}, {}
+            self.counts = UnitCounts(lines=[0] * len(self.counts.lines))
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+
+    def _reopen(self) -> None:
+        """Go on from the checkpoint in the folder; raise where it or the files are not whole."""
+        state = read_signed(self._folder / _CHECKPOINT)
+        if state is None:
+            raise KeyError(_CHECKPOINT)
+        self._series = {
+            route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
+            for route, saved in state["routes"].items()
+        }
+        for route, saved in state["origins"].items():
+            origin = read_table(OriginCheckpoint, saved, "origins", error=StoreCorruptError)
+            folder = route_folder(self._folder, route)
+            self._origins[route] = OriginWriter(folder, keeps=self._keeps, saved=origin)
+        self.counts = read_table(UnitCounts, state["counts"], "counts", error=StoreCorruptError)
+
+
+class WorkerFile:
+    """The file in which a worker says how far it is with its unit, for whoever shows progress.
+
+    A worker has one, whatever it does, so that nobody has to look for units under way among thousands.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{this_process()}-{threading.get_native_id()}"
+        self._last = 0.0
+
+    def note(self, key: str, position: int, counts: UnitCounts) -> None:
+        """Say how far a unit is, if the last time is a while ago; where it cannot be said, nothing is lost."""
+        now = time.monotonic()
+        if now - self._last < SECONDS_BETWEEN_NOTES:
+            return
+        self._last = now
+        with suppress(OSError):
+            self._path.write_bytes(_PROGRESS.pack(key.encode(), position, counts.documents, counts.tokens))
+
+
+def read_worker_file(path: Path) -> tuple[str, int, int, int] | None:
+    """Return the unit that a worker is at, and the bytes of input, documents and tokens it has done."""
+    try:
+        key, position, documents, tokens = _PROGRESS.unpack(path.read_bytes())
+        return key.decode(), position, documents, tokens
+    except (OSError, struct.error, UnicodeDecodeError):
+        return None
+
+
+def read_worker_files(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return of each unit that a worker is at, by its key: the bytes of input, documents and tokens it has done."""
+    found: dict[str, tuple[int, int, int]] = {}
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            told = read_worker_file(Path(entry.path))
+            if told is not None:
+                found[told[0]] = max(found.get(told[0], (0, 0, 0)), told[1:])
+    return found
 
 
 @contextmanager
@@ -601,15 +741,3 @@ def disk_errors_explained(unit: Unit, folder: Path) -> Iterator[None]:
             f"{unit.pieces[0].file.path} to {folder}: reading and writing must work, got {error}; "
             "make room or mend the disk, and run again: it goes on from there"
         ) from error
-
-
-def read_progress(folder: Path) -> tuple[int, int, int]:
-    """Return (position, documents, tokens) that a unit has come to; zeros before its first batch."""
-    try:
-        data = (folder / "progress").read_bytes()
-    except OSError:
-        data = b""
-    if len(data) != _PROGRESS.size:
-        return 0, 0, 0
-    position, documents, tokens = _PROGRESS.unpack(data)
-    return position, documents, tokens

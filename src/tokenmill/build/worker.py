@@ -1,49 +1,56 @@
-"""What a build was asked for, as a job, and the worker processes that do its units.
+"""What a build was asked for, as a job; and `run_unit`, by which any process does a unit of one.
 
-Each worker is handed the units of a job one by one, as lines of JSON, and answers in kind. Workers are fresh
-interpreters that are spoken to over pipes, and not a `ProcessPoolExecutor`: that one imports the user's main script
-again in each worker (which runs an unguarded script twice and loads all that it loads), leaves workers behind when
-the parent is killed, and cannot end one in the middle of its work.
+A job holds all that a worker needs beside the files to read and the folder to write to: the files of the tokenizer
+and the chat template go with it, by content. So a unit can be done on any machine that sees input and output.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
-import selectors
-import signal
-import subprocess
-import sys
-import traceback
-from collections import deque
+import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
-from types import TracebackType
-from typing import Any, TypeAlias
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
+import xxhash
 
-from tokenmill import errors
+from tokenmill import __version__, errors
 from tokenmill.build.journal import UnitResult
+from tokenmill.build.mapped import MapIdentity, MapRecord, load_map
 from tokenmill.build.unit import TEXT_KEY, OpenJob, scan_unit, write_unit
 from tokenmill.documents import ReadOptions, Unit
-from tokenmill.documents.units import MAX_RECORD_BYTES
+from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 from tokenmill.encode.control import with_policy
 from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.files import spec_of_copy
+from tokenmill.encode.fim import with_fim
 from tokenmill.encode.recipe import PRESETS, Recipe, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
 from tokenmill.encode.tokenizer import Tokenizer, token_dtype
-from tokenmill.errors import ConfigError, TokenizerError, TokenmillError, nearest
+from tokenmill.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreError,
+    TokenizerError,
+    TokenmillError,
+    nearest,
+)
 from tokenmill.store import StoreSpec
+from tokenmill.store.durable import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 from tokenmill.tables import as_json, check_fields, path_of, read_table
-from tokenmill.types import ON_ERROR
+from tokenmill.types import ON_ERROR, Uint8Array
+
+if TYPE_CHECKING:
+    from tokenmill.encode.chat.template import ChatTemplate
 
 RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
 
@@ -56,6 +63,12 @@ class PrepareOptions:
     """Where the text is in a record, for the recipe `text`; dots go down: `a.b` is field b of the object in a."""
     control_strings: str | None = None
     """What becomes of strings such as `<|endoftext|>` in raw text: ordinary `text`, `encode`, or `drop`."""
+    system: str | None = None
+    """What the system says in every conversation that does not say it itself."""
+    train_turns: str | None = None
+    """Which messages of the trained roles are trained on: `all`, or the `last`."""
+    mask: Mapping[str, str] | None = None
+    """Role -> `train` or `mask`, over what the recipe says."""
     chat_template: str | None = None
     """`tokenizer`, the path of a template, or `chatml`: what messages, and the texts of a preset, go through."""
     format: str | None = None
@@ -79,7 +92,9 @@ class PrepareOptions:
     max_items: int | None = None
     """Only so many records are taken, the first in input order that the filters leave."""
     max_seq_len: int | None = None
-    """Records with more tokens are cut."""
+    """Records with more tokens are cut, or what `on_long` says."""
+    on_long: str | None = None
+    """What becomes of them: `cut` (the default), `drop`, counted as `too_long`, or `stop` the build."""
     domain_key: str | None = None
     """Field that names the domain of a record; every domain becomes a store of its own below `out`."""
     deduplicate: bool | None = None
@@ -98,12 +113,14 @@ class PrepareOptions:
     engine: str = "auto"
     """What runs the tokenizer. `auto`: the fast engine if it agrees with the reference on a sample, else that."""
     chunk_bytes: int | None = None
-    """How much input is one unit of work, which becomes a shard; None: a 24th of the input, 4 MiB to 1 GiB."""
+    """How much input is one unit of work, which becomes a shard; None: by its size, 4 to 256 MiB (`chunk_size`)."""
     same_names: bool = False
     """Whether a file with the name of one that is in the store, and other content, is another file; else it is
     refused, as one that has changed."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """A larger record is a bad one; it bounds what a worker holds in memory."""
+    max_expansion: int = MAX_EXPANSION
+    """How many times its size a file may hold of text, compressed or encoded; 4 GiB are always allowed."""
     checkpoint_seconds: float = 30.0
     """How much work of a worker a kill can lose, at most."""
 
@@ -125,6 +142,7 @@ class PrepareOptions:
             text_field="text" if self.text_field is None else self.text_field,
             text_unit=self.text_unit,
             max_record_bytes=self.max_record_bytes,
+            max_expansion=self.max_expansion,
             delimiter=self.delimiter,
         )
 
@@ -158,6 +176,8 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
         recipe = replace(recipe, chat_template=options.chat_template)
     table = as_json(recipe)
     chosen = {name: value for name, value in as_json(options).items() if value is not None}
+    if options.mask is not None:
+        chosen["mask"] = dict(sorted({**recipe.mask, **options.mask}.items()))
     for part in (table, table["preprocessing"], table["output"]):
         part |= {name: chosen[name] for name in part if name in chosen}
     if table != as_json(recipe):
@@ -175,38 +195,90 @@ class Job:
     """Where units are written."""
     tokenizer: str
     """What names the tokenizer."""
+    files: Mapping[str, bytes]
+    """The files that open it, by name; none for `bytes`."""
     identity: Mapping[str, Any]
     """Its identity, as the parent found it."""
     engine: str
     """The engine that the parent settled on, as `open_tokenizer` takes it."""
     recipe: Recipe
+    template: Mapping[str, Any] | str | None = None
+    """Fields of the `ChatTemplate` that the parent found, or why it found none though some records may need one."""
     options: PrepareOptions
+    map: MapIdentity | None = None
+    """The function of the user that records go through first, if there is one."""
+    version: str = __version__
+    """Of the tokenmill that made it: no other may do its units."""
 
 
-def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
-    """Open a job; the process that made it hands in the tokenizer that it has open already."""
-    recipe = job.recipe
-    tokenizer = with_policy(tokenizer or _same_tokenizer(job), recipe.control_strings)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFile:
+    """Stands for a job that is in a file, for engines that would send it along with every unit."""
+
+    file: str
+    digest: str
+
+
+def open_job(job: Job, tokenizer: Tokenizer | None = None, map: MapRecord | None = None) -> OpenJob:
+    """Open a job; the process that made it hands in the tokenizer, which it has open, and the user's function."""
+    if tokenizer is not None:
+        return replace(_open_job(job, tokenizer), map=map)
+    if job.version != __version__:
+        raise ConfigError(
+            f"{socket.gethostname()}: workers must have the tokenmill of the build, {job.version}, got "
+            f"{__version__}; install that one there"
+        )
+    spec: str | None = job.tokenizer
+    if job.files:
+        # It stays as long as the process: the reference of a fast engine is opened by the first text that needs it.
+        folder = Path(mkdtemp(prefix="tokenmill-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for name, data in job.files.items():
+            (folder / name).write_bytes(data)
+        spec = spec_of_copy(folder)
+    assert spec is not None, sorted(job.files)
+    opened = _open_job(job, _same_tokenizer(job, spec))
+    return replace(opened, map=None if job.map is None else load_map(job.map))
+
+
+def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
+    """Open a job with its tokenizer."""
+    recipe, encoder = job.recipe, None
+    tokenizer = with_fim(with_policy(tokenizer, recipe.control_strings), recipe.fim)
     # Of texts alone no other field could be kept.
     identity, text_only = tokenizer.identity, recipe.text_field is not None and not job.options.keep
+    text_only = text_only and job.map is None
     # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
     bare = text_only and recipe.control_strings != "encode"
     bos_is_control = identity.bos_id in tokenizer.special_ids.values()
     vocab_size, output = identity.vocab_size, recipe.output
+    if not text_only:
+        template: ChatTemplate | str | None = None if isinstance(job.template, Mapping) else job.template
+        if isinstance(job.template, Mapping):
+            from tokenmill.encode.chat.template import ChatTemplate  # late: jinja2 takes time to load
+
+            template = msgspec.convert(job.template, ChatTemplate)
+        encoder = open_encoder(
+            recipe, tokenizer, tokenizer_spec=job.tokenizer, add_bos=job.options.add_bos, template=template
+        )
     return OpenJob(
         folder=Path(job.folder),
         stop=job.options.on_error == "stop",
         checkpoint_seconds=job.options.checkpoint_seconds,
         keep_empty=job.options.keep_empty or recipe.kind != "seq",  # of others, the recipe refuses what is empty
         tokenizer=tokenizer,
-        encoder=None if text_only else open_encoder(recipe, tokenizer, tokenizer_spec=job.tokenizer),
+        encoder=encoder,
         chosen=recipe.preprocessing,
         keep=job.options.keep,
         reading=ReadOptions(
             text_field=recipe.text_field if text_only else None,
-            fields=None if text_only else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
+            # A function may read any field.
+            fields=None
+            if text_only or job.map is not None
+            else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
             text_unit=job.options.text_unit,
             max_record_bytes=job.options.max_record_bytes,
+            max_expansion=job.options.max_expansion,
             delimiter=job.options.delimiter,
             skip_broken=job.options.on_error == "skip",
         ),
@@ -219,10 +291,19 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None) -> OpenJob:
             storage=output.storage_format,
             ids_checked=bare and (bos_is_control or not identity.add_bos),
         ),
+        map=None,
         key_fields=()
         if recipe.text_field is not None
         else replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
     )
+
+
+ONE_CORE = {
+    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment that keeps the libraries of a process to one core: the parallelism is that of the processes."""
 
 
 def top_fields(names: Sequence[str]) -> list[str]:
@@ -230,9 +311,9 @@ def top_fields(names: Sequence[str]) -> list[str]:
     return [part for name in names for part in dict.fromkeys((name, name.split(".")[0]))]
 
 
-def _same_tokenizer(job: Job) -> Tokenizer:
+def _same_tokenizer(job: Job, spec: str) -> Tokenizer:
     """Open the tokenizer that the parent settled on."""
-    tokenizer = open_tokenizer(job.tokenizer, **job.options.framing(), engine=job.engine)
+    tokenizer = open_tokenizer(spec, **job.options.framing(), engine=job.engine)
     if tokenizer.identity.to_json() != job.identity:
         raise TokenizerError(
             f"tokenizer {job.tokenizer!r}: must stay the same during a build, "
@@ -255,17 +336,77 @@ class Task:
     """File that says what becomes of each record; None: all are taken."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of a task."""
+
+    result: UnitResult | None = None
+    """None where the unit was hashed only."""
+    error: tuple[str, str] | None = None
+    """Or an error of ours, by its class and message: another try would end with the same."""
+
+
 def run_unit(job: bytes, task: bytes) -> bytes:
     """Do a task of a job, in any process that sees its files: JSON in, JSON out.
 
-    What it writes is a function of the input and the options alone. A process opens a job once.
+    What it writes is a function of the input and the options alone; it may be called in any order, several times,
+    at once. A process opens a job once. A record that cannot be read, and all else that tokenmill refuses, is an
+    answer and not raised: what an engine tries again, as it does with lost workers, cannot be mended that way.
     """
-    return msgspec.json.encode(run_task(_opened(job), msgspec.json.decode(task, type=Task)))
+    try:
+        answer = Answer(result=run_task(_opened(job), msgspec.json.decode(task, type=Task)))
+    except TokenmillError as error:
+        answer = Answer(error=(type(error).__name__, str(error)))
+    return msgspec.json.encode(answer)
 
 
-@lru_cache(maxsize=1)
+def read_answer(data: bytes) -> UnitResult | TokenmillError | None:
+    """Return what `run_unit` answered: a result, or an error to be raised."""
+    answer = msgspec.json.decode(data, type=Answer)
+    if answer.error is None:
+        return answer.result
+    error: TokenmillError = getattr(errors, answer.error[0])(answer.error[1])
+    return error
+
+
+_last: tuple[str, OpenJob] | None = None
+"""The job that this process has open, by its digest."""
+
+
 def _opened(job: bytes) -> OpenJob:
-    return open_job(msgspec.json.decode(job, type=Job))
+    global _last  # noqa: PLW0603 - to open a tokenizer takes longer than many a unit
+    name, before = xxhash.xxh3_128_hexdigest(job), _last
+    if before is None or before[0] != name:
+        for variable, value in ONE_CORE.items():
+            os.environ.setdefault(variable, value)
+        kind = msgspec.json.decode(job)
+        if "file" in kind:
+            job = read_job_file(msgspec.convert(kind, JobFile))
+        before = _last = name, open_job(msgspec.json.decode(job, type=Job))
+    return before[1]
+
+
+def write_job_file(folder: Path, job: bytes) -> bytes:
+    """Write a job to a file; return what stands for it in `run_unit`."""
+    digest = xxhash.xxh3_128_hexdigest(job)
+    file = folder / f"job-{digest}.json"
+    if not file.exists():
+        write_atomically(file, job)
+    return msgspec.json.encode(JobFile(file=str(file.absolute()), digest=digest))
+
+
+def read_job_file(reference: JobFile) -> bytes:
+    """Return the job that a file holds."""
+    try:
+        job = Path(reference.file).read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{reference.file}: a worker must find its job, got {error.strerror}; is the build over, and does this "
+            "machine see the folder of the store under the same path?"
+        ) from None
+    if xxhash.xxh3_128_hexdigest(job) != reference.digest:
+        raise StoreCorruptError(f"{reference.file}: must be as prepare wrote it, got other content; run again")
+    return job
 
 
 def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
@@ -274,8 +415,16 @@ def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: Non
         if task.scan:
             scan_unit(opened, task.unit, task.key, tick)
             return None
-        fates = None if task.fates is None else np.frombuffer(Path(task.fates).read_bytes(), np.uint8)
+        fates = None if task.fates is None else _read_fates(Path(task.fates))
         return write_unit(opened, task.unit, task.key, fates, tick)
+
+
+def _read_fates(file: Path) -> Uint8Array:
+    """Read what becomes of each record, from a file that is named by the digest of its content."""
+    data = file.read_bytes()
+    if xxhash.xxh3_128_hexdigest(data) != file.name:
+        raise StoreCorruptError(f"{file}: must hold what its name says, got other bytes; run the build again")
+    return np.frombuffer(data, np.uint8)
 
 
 @contextmanager
@@ -290,168 +439,3 @@ def seldom_collecting() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-# Worker processes.
-
-TICK_SECONDS = 0.2
-_ERROR = b"error "
-"""Begins an answer that is no result, but the name and message of an error."""
-ONE_CORE = {
-    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment that keeps the libraries of a process to one core: the parallelism is that of the processes."""
-
-
-class WorkerPool:
-    """Processes that run the tasks of a job; this process alone, where one worker is enough.
-
-    No process outlives the `with` block. Workers inherit `lock`, so that after a kill of this process no other
-    build begins while one of them still writes.
-    """
-
-    def __init__(self, job: Job, opened: OpenJob, num_workers: int, lock: int) -> None:
-        self.job = job
-        self.opened = opened
-        self._num_workers = num_workers
-        self._lock = lock
-        self._workers: list[_Worker] = []
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Killed, not asked: a unit may be an hour's work.
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.close()
-
-    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
-        """Yield the results of tasks in their order; of errors the first in order is raised.
-
-        `tick` is called a few times a second.
-        """
-        num_workers = min(self._num_workers, len(tasks))
-        if num_workers <= 1:
-            return (run_task(self.opened, task, tick) for task in tasks)
-        return self.run_in_processes(tasks, num_workers, tick)
-
-    def run_in_processes(
-        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
-    ) -> Iterator[UnitResult | None]:
-        """Run tasks in so many processes, those of an earlier call first."""
-        while len(self._workers) < num_workers:
-            self._workers.append(_Worker(msgspec.json.encode(self.job), self._lock))
-        idle, waiting = self._workers[:num_workers], deque(tasks)
-        answers: dict[str, UnitResult | TokenmillError | None] = {}
-        with selectors.DefaultSelector() as busy:
-            for task in tasks:
-                while task.key not in answers:
-                    # Tasks are handed over as workers are free; none waits for an earlier one that takes long.
-                    while idle and waiting:
-                        worker = idle.pop()
-                        worker.send(waiting.popleft())
-                        busy.register(worker.answers, selectors.EVENT_READ, worker)
-                    for ready, _ in busy.select(TICK_SECONDS):
-                        worker = ready.data
-                        busy.unregister(worker.answers)
-                        answer = answers[worker.task.key] = worker.receive()
-                        if isinstance(answer, TokenmillError):
-                            waiting.clear()  # all of them come after it
-                        else:
-                            idle.append(worker)
-                    tick()
-                answer = answers.pop(task.key)
-                if isinstance(answer, TokenmillError):
-                    raise answer
-                yield answer
-
-
-class _Worker:
-    """One worker process, seen from its parent."""
-
-    def __init__(self, job: bytes, lock: int) -> None:
-        # The path is handed over as it is now, for a tokenmill that was found by changing it.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from tokenmill.build.worker import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **ONE_CORE},
-            pass_fds=(lock,),
-            # Ctrl-C reaches the parent alone, which ends the workers.
-            process_group=0,
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._messages, self.answers = self.process.stdin, self.process.stdout
-        self._unsent = job + b"\n"
-        self.task: Task
-        """What it works at, or did last."""
-
-    def send(self, task: Task) -> None:
-        """Hand it a task; that a process is gone shows when it should answer."""
-        self.task = task
-        with suppress(BrokenPipeError):
-            self._messages.write(self._unsent + msgspec.json.encode(task) + b"\n")
-            self._messages.flush()
-        self._unsent = b""
-
-    def receive(self) -> UnitResult | TokenmillError | None:
-        """Return what it answers, or the error that it ended with."""
-        line = self.answers.readline()
-        if not line.endswith(b"\n"):
-            return self._death()
-        if line.startswith(_ERROR):
-            name, message = msgspec.json.decode(line.removeprefix(_ERROR), type=tuple[str, str])
-            error: TokenmillError = getattr(errors, name)(message)
-            return error
-        return msgspec.json.decode(line, type=UnitResult | None)
-
-    def close(self) -> None:
-        """Wait until a killed process is gone."""
-        self.process.wait()
-        for pipe in (self._messages, self.answers):
-            with suppress(BrokenPipeError):
-                pipe.close()
-
-    def _death(self) -> TokenmillError:
-        code = self.process.wait()
-        how = f"exit code {code}" if code >= 0 else f"an end by {signal.Signals(-code).name}"
-        why = " (the system does this when memory runs out)" if code == -signal.SIGKILL else ""
-        path = self.task.unit.pieces[0].file.path
-        return TokenmillError(
-            f"{path}: the worker process {self.process.pid} must live until its unit is done, got {how}{why}; "
-            "run again, with fewer workers if memory is short"
-        )
-
-
-def main() -> None:
-    """Serve the process that started this one, and end with it."""
-    # Results go through a descriptor of their own: what a library prints must not get between them.
-    with os.fdopen(os.dup(1), "wb", buffering=0) as channel:
-        os.dup2(2, 1)
-        messages: SimpleQueue[bytes] = SimpleQueue()
-        Thread(target=_listen, args=(messages,), daemon=True).start()
-        job = messages.get()
-        while True:
-            task = messages.get()
-            try:
-                answer = run_unit(job, task)
-            except TokenmillError as error:
-                answer = _ERROR + msgspec.json.encode((type(error).__name__, str(error)))
-            except Exception:  # a bug: the parent shows where
-                answer = _ERROR + msgspec.json.encode(("TokenmillError", traceback.format_exc()))
-            channel.write(answer + b"\n")
-
-
-def _listen(messages: SimpleQueue[bytes]) -> None:
-    """Pass on what the parent sends; leave at once when it closes its end or dies, even amid a unit."""
-    for line in sys.stdin.buffer:
-        messages.put(line)
-    os._exit(0)

@@ -14,8 +14,9 @@ from tokenmill.cli.demo import demo
 from tokenmill.cli.edits import diff, fork
 from tokenmill.cli.inspect import inspect, verify
 from tokenmill.cli.plan import plan
-from tokenmill.cli.prepare import export, import_, prepare
+from tokenmill.cli.prepare import export, import_, prepare, upload
 from tokenmill.cli.provenance import what, when
+from tokenmill.cli.view import view
 from tokenmill.errors import TokenmillError
 
 
@@ -46,7 +47,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # In the order of the data flow, as --help lists them.
-for command in (demo, prepare, import_, export, inspect, verify, plan, batches, what, when, diff, fork, warm):
+for command in (
+    *(demo, prepare, import_, export, upload, inspect, verify),
+    *(plan, batches, what, when, diff, fork, view, warm),
+):
     app.command(command.__name__.strip("_"), no_args_is_help=command not in (demo, warm))(command)
 
 

@@ -35,6 +35,9 @@ def batches(
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads that work ahead.")] = 1,
     prefetch: Annotated[int, typer.Option(help="Micro-batches kept ready.")] = 8,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object a step, and one of what was waited for and fetched.")
+    ] = False,
 ) -> None:
     """Draw batches as a training would, of one rank or of all; print one line a step.
 
@@ -58,6 +61,7 @@ def batches(
             threads=threads,
             prefetch=prefetch,
             arrays=usual_arrays(compiled),
+            pad_to="row",  # or digests would depend on micro-batches
         )
         for r in (range(size) if rank is None else [rank])
     ]
@@ -65,10 +69,10 @@ def batches(
     saved = _read_state(state, steps)
     for loader in loaders:
         loader.seek(first) if saved is None else loader.load_state_dict(saved)
-    _draw(loaders, last, digest, state)
+    _draw(loaders, last, digest, state, json=json)
 
 
-def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) -> None:
+def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *, json: bool) -> None:
     from tokenmill.loader import batch_digest, count_tokens, row_digests
     from tokenmill.store.durable import write_atomically
 
@@ -86,15 +90,28 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None) ->
                 tokens += room
                 trained += labels
                 rows += row_digests(batch) if digest else []
-        line = f"{step}\t{stage.spec.name}\t"
-        line += batch_digest(rows) if digest else f"{tokens:,} tokens, {trained:,} trained"
+        made = batch_digest(rows) if digest else f"{tokens:,} tokens, {trained:,} trained"
+        line = f"{step}\t{stage.spec.name}\t{made}"
+        if json:
+            facts = {"step": step, "stage": stage.spec.name, "tokens": tokens, "trained": trained}
+            line = msgspec.json.encode(facts | ({"digest": made} if digest else {})).decode()
         sys.stdout.write(line + "\n")
         if state:
             sys.stdout.flush()
             write_atomically(state.absolute(), msgspec.json.encode(_state(loaders)))
+    if json:
+        _print_counters(loaders)
     _tell_skipped(loaders)
-    if not digest:
+    if not digest and not json:
         ui.errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
+
+
+def _print_counters(loaders: list[Loader]) -> None:
+    """Print for how long was waited, and what was fetched from object storage, as one JSON object."""
+    network = loaders[0].network  # all loaders of a run share one
+    counted = {"remote": network.counters.to_json()} if network else {}
+    waited = sum(loader.waited for loader in loaders)
+    sys.stdout.write(msgspec.json.encode({"waited": waited, **counted}).decode() + "\n")
 
 
 def _tell_skipped(loaders: list[Loader]) -> None:

@@ -315,15 +315,16 @@ def _needed(widths: Sequence[int]) -> int:
 
 
 _PAGE_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
 pre { font: 13px/1.3 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }
-figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; }
 """
+"""Beside the style of the page that `tokenmill view` shows."""
 
 
-def page(title: str, show: Callable[[Console], None], picture: str = "") -> str:
-    """Return what `show` prints, below an SVG picture, as a page of HTML that needs nothing else."""
+def page(title: str, show: Callable[[Console], None], picture: str = "", below: str = "") -> str:
+    """Return what `show` prints, between an SVG picture and other HTML, as a page that needs nothing else."""
+    from tokenmill.view.pages import style
+
     recorder = Console(
         record=True,
         file=io.StringIO(),
@@ -338,7 +339,14 @@ def page(title: str, show: Callable[[Console], None], picture: str = "") -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{style()}{_PAGE_STYLE}</style></head>\n'
         f"<body><h1>{escape(title)}</h1>\n{figure}"
-        f"<pre>\n{recorder.export_html(code_format='{code}', inline_styles=True)}</pre></body></html>\n"
+        f"<pre>\n{recorder.export_html(code_format='{code}', inline_styles=True)}</pre>{below}</body></html>\n"
     )
+
+
+def place(text: str) -> Path | str:
+    """Return a path that was given as an argument; an address of object storage stays a string."""
+    from tokenmill.store.remote.address import is_address
+
+    return text if is_address(text) else Path(text)

@@ -20,21 +20,25 @@ if TYPE_CHECKING:
     from tokenmill.run.run import Run
     from tokenmill.store import ForeignOptions, Store, VerifyReport
 
-MAX_SKIPPED = 10
-"""Skipped records that are listed."""
 MAX_TOKENS = 1000
 """Tokens of a document that are listed."""
 MARKS = ("⟦", "⟧")
 """Around trained text where there is no colour."""
+CONTROLS = ("‹", "›")
+"""Around control tokens there, and in lists of tokens."""
 
 
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="STORE|RUN.toml", help="Folder of a store, or of several; or config of a run.")
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="STORE|RUN.toml", help="Folder or address of a store, or of several; or config of a run."
+        ),
     ],
     document: Annotated[
         int | None, typer.Option(help="Show this document alone: where it came from, its tokens and masks.")
     ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Draws two of the examples; another shows others.")] = 0,
     html: Annotated[
         Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
     ] = None,
@@ -53,28 +57,37 @@ def inspect(
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     ui.check_file("--html", html)
+    path = ui.place(place)
     if document is not None:
         _inspect_document(path, options, document, tokenizer, json=json)
         return
-    run = _open_run(path, options) if path.suffix == ".toml" and not path.is_dir() else None
+    run = _open_run(path, options) if isinstance(path, Path) and _is_run(path) else None
     counted = report(run.plan()) if run else None
     shown = []
     with ui.busy("reading lengths and masks"):
         for name, store in (run.stores if run else _open_stores(path, options)).items():
             decoder = ui.tokenizer_for(store, tokenizer)
-            shown.append((name, inspect_store(store, decoder), examples(store, decoder)))
+            shown.append((name, inspect_store(store, decoder), examples(store, decoder, seed=seed)))
 
     def show(console: Console, *, inputs: bool) -> None:
         for name, store, texts in shown:
             _show(console, name, store, inputs=inputs)
-            _show_examples(console, texts)
+            if not inputs:  # on a page they are drawn
+                _show_examples(console, texts)
         if counted:
             from tokenmill.cli.plan import fates
 
             console.print(fates(counted))
 
     if html is not None:
-        text = ui.page(f"tokenmill: {path.absolute().name}", lambda recorder: show(recorder, inputs=True))
+        from tokenmill.view.pages import examples_html
+        from tokenmill.view.picture import text_of
+
+        texts = "".join(
+            f"<h2>Examples of {text_of(name)}</h2>{examples_html(each)}" for name, _, each in shown if each
+        )
+        title = f"tokenmill: {Path(path).absolute().name}"
+        text = ui.page(title, lambda recorder: show(recorder, inputs=True), below=texts)
         html.write_text(text, encoding="utf-8")
     if json:
         fates_of = {source.name: {"fates": source.fates} for source in counted.sources} if counted else {}
@@ -85,31 +98,36 @@ def inspect(
         ui.print_line(f"wrote {html}")
 
 
+def _is_run(path: Path) -> bool:
+    return path.suffix == ".toml" and not path.is_dir()
+
+
 def _inspect_document(
-    path: Path, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
+    path: Path | str, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
 ) -> None:
     from tokenmill.run.inspect import inspect_document
     from tokenmill.store import open_store
 
-    if path.suffix == ".toml" and not path.is_dir():
+    if isinstance(path, Path) and _is_run(path):
         raise ConfigError(f"--document: must be given with a store, got the run {path}; name the store of a source")
     store = open_store(path, **asdict(options))
     found = inspect_document(store, document, ui.tokenizer_for(store, tokenizer))
     if json:
         ui.print_json(found.to_json())
         return
-    ui.print_line(f"Document {document} of {store.path}, from {ui.printable(str(found.origin))}")
+    ui.print_line(f"Document {document} of {store.where}, from {ui.printable(str(found.origin))}")
     for name, value in found.origin.kept.items():
         ui.print_line(f"{ui.printable(name)}: {ui.printable(str(value))}")
     if found.rewards is not None:
         ui.print_line(f"rewards: {', '.join(map(str, found.rewards))}")
     for part in found.parts:
         columns = ("token", "id", "text", "mask", "trained")
-        strings, masks = part.strings or [None] * len(part.ids), part.mask or [None] * len(part.ids)
+        nothing = [None] * len(part.ids)
+        strings, masks, controls = part.strings or nothing, part.mask or nothing, part.control or nothing
         lines = [
-            (place, number, None if text is None else repr(ui.printable(text)), mask, "yes" if trained else "no")
-            for place, (number, text, mask, trained) in enumerate(
-                zip(part.ids, strings, masks, part.trained, strict=True)
+            (place, number, _token(text, bool(control)), mask, "yes" if trained else "no")
+            for place, (number, text, control, mask, trained) in enumerate(
+                zip(part.ids, strings, controls, masks, part.trained, strict=True)
             )
         ]
         ui.console.print(ui.table(f"{part.key}: {len(lines):,} tokens", columns, lines[:MAX_TOKENS]))
@@ -117,10 +135,20 @@ def _inspect_document(
             ui.print_line(f"{len(lines) - MAX_TOKENS:,} more tokens; --json has them all")
 
 
-def _open_stores(path: Path, options: ForeignOptions) -> dict[str, Store]:
+def _token(text: str | None, control: bool) -> str | None:
+    """Show a token; a control token otherwise than a text that spells it."""
+    if text is None:
+        return None
+    return f"{CONTROLS[0]}{ui.printable(text)}{CONTROLS[1]}" if control else repr(ui.printable(text))
+
+
+def _open_stores(path: Path | str, options: ForeignOptions) -> dict[str, Store]:
     """Open a store, or all stores in a folder."""
     from tokenmill.store import open_store
 
+    if isinstance(path, str):
+        store = open_store(path, **asdict(options))
+        return {store.remotes[0].address.name: store}
     names = {
         path.absolute().name if place == path else place.relative_to(path).as_posix(): place
         for place in _places(path)
@@ -155,10 +183,13 @@ def _show(console: Console, name: str, store: StoreContents, *, inputs: bool) ->
         most = max(bins.values(), default=1)
         bars = [(label, count, "█" * round(40 * count / most)) for label, count in bins.items()]
         console.print(ui.table(title, ("tokens", "documents" if key == "sequence" else key, ""), bars))
-    first = store.skipped.get("first", [])[:MAX_SKIPPED]
-    if first:
-        title = f"The first {len(first)} of {sum(store.skipped.get('counts', {}).values()):,} skipped records"
-        _show_records(console, title, ("file", "line", "reason", "detail"), first)
+    if store.reasons:
+        title = f"{sum(each.records for each in store.reasons):,} skipped records, an example of each reason"
+        keys = ("reason", "records", "file", "line", "detail", "way_out")
+        _show_records(console, title, keys, [asdict(each) for each in store.reasons])
+    if store.notes:
+        notes = [asdict(each) for each in store.notes]
+        _show_records(console, "Notes of the build", ("name", "records", "meaning"), notes)
     if inputs and store.inputs:
         _show_records(console, "Input files", ("name", "documents", "tokens"), store.inputs)
 
@@ -207,7 +238,9 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
     if "imported" in recipe:
         return f"imported from {recipe['imported']}"
     if "name" in recipe:
-        return str(recipe["name"])
+        fim = recipe.get("recipe", {}).get("fim")
+        cut = f", fill-in-the-middle {fim['rate']:g} (suffix first {fim['spm_rate']:g})" if fim else ""
+        return f"{recipe['name']}{cut}"
     return f"{recipe['format']}, read in place" if recipe.get("format") else "none"
 
 
@@ -224,8 +257,12 @@ def _placed(store: StoreContents, which: str) -> str:
     if "name" not in recipe and ("imported" in recipe or "format" in recipe):
         verb, end = ("starts", "start") if which == "bos" else ("ends", "end")
         return f"{named}, {verb} every document" if added else f"{named}, not at the {end} of every document"
-    if added and has_chat_template(recipe):
-        return f"{named}, added where no chat template is"
+    if has_chat_template(recipe):
+        begun = [audit for audit in store.audit if audit.with_bos is not None] if which == "bos" else []
+        if begun:
+            started, items = sum(audit.with_bos or 0 for audit in begun), sum(audit.audited for audit in begun)
+            return f"{named}, before {started:,} of {items:,} texts"
+        return f"{named}, {'added where no chat template is' if added else 'not added'}"
     return f"{named}, {'added' if added else 'not added'}"
 
 
@@ -234,32 +271,53 @@ def _supervision(audits: tuple[Audit, ...]) -> ui.WideTable:
     for audit in audits:
         items = audit.items if audit.audited == audit.items else f"{audit.items:,} ({audit.audited:,} audited)"
         masks = (audit.supervised_percent, audit.fully_masked_percent)
-        shares = (*masks, audit.truncated_percent, audit.without_eos_percent)
-        rows.append((audit.key, items, *(None if share is None else round(share, 2) for share in shares)))
-    columns = ("array", "rows", "supervised %", "fully masked %", "truncated %", "without EOS %")
+        shares = (*masks, audit.truncated_percent, audit.without_eos_percent, audit.unended_turns_percent)
+        rounded = (None if share is None else round(share, 2) for share in shares)
+        rows.append((audit.key, items, *rounded, audit.turns))
+    measures = ("supervised %", "fully masked %", "truncated %", "without EOS %", "turns without end %", "turns")
+    columns = ("array", "rows", *measures)
     return ui.WideTable(title="Supervision", columns=columns, rows=rows)
 
 
 def _show_examples(console: Console, examples: list[Example]) -> None:
-    """Print examples; what is trained stands out by colour, or in brackets where there is none."""
+    """Print examples; what is trained, and control tokens, stand out by colour, or by brackets where none is."""
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
-    open_mark, close_mark = ("", "") if coloured else MARKS
-    how = "trained bright, masked dim" if coloured else f"{open_mark}trained{close_mark}, masked without brackets"
+    trained_marks, control_marks = (("", ""), ("", "")) if coloured else (MARKS, CONTROLS)
+    how = (
+        "trained bright, masked dim, control tokens on a ground of their own"
+        if coloured
+        else f"{MARKS[0]}trained{MARKS[1]}, masked without brackets, {CONTROLS[0]}control tokens{CONTROLS[1]}"
+    )
     console.print(Text(f"Examples: {how}", "bold") if examples else "")
     for example in examples:
-        console.print(f"{example.key} {example.item:,}: {example.tokens:,} tokens, {example.supervised:,} trained")
+        counts = f"{example.tokens:,} tokens, {example.supervised:,} trained"
+        console.print(f"{example.key} {example.item:,} ({', '.join(example.why)}): {counts}")
         text = Text()
-        for trained, run in example.runs:
-            shown = f"{open_mark}{ui.printable(run)}{close_mark}" if trained else ui.printable(run)
-            text.append(shown, "bold green" if trained else "dim")
-        console.print(text, "…" if example.cut else "", sep="", soft_wrap=True)
+        for index, piece in enumerate(example.runs):
+            before, behind = example.runs[index - 1 : index], example.runs[index + 1 : index + 2]
+            opens = piece.trained and not (before and before[0].trained and not piece.left_out)
+            closes = piece.trained and not (behind and behind[0].trained and not behind[0].left_out)
+            shown = ui.printable(piece.text)
+            shown = f"{control_marks[0]}{shown}{control_marks[1]}" if piece.control else shown
+            shown = (trained_marks[0] if opens else "") + shown + (trained_marks[1] if closes else "")
+            text.append(f" … {piece.left_out:,} tokens … " if piece.left_out else "", "dim")
+            text.append(shown, ("bold green" if piece.trained else "dim") + (" reverse" if piece.control else ""))
+        text.append(f" … {example.left_out:,} tokens" if example.left_out else "", "dim")
+        console.print(text, soft_wrap=True)
 
 
 def verify(
     stores: Annotated[
-        list[Path], typer.Argument(metavar="STORE...", help="Folders of stores, or of several each.")
+        list[str], typer.Argument(metavar="STORE...", help="Folders or addresses of stores, or of several each.")
     ],
+    add_page_sums: Annotated[
+        bool,
+        typer.Option("--add-page-sums", help="Write checksums of pages beside the shards that are proven right."),
+    ] = False,
     json: ui.AsJson = False,
+    hashes: Annotated[
+        bool, typer.Option("--hashes", help="Also add the hashes of documents to stores that lack them.")
+    ] = False,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
     eos_id: ui.EosId = None,
@@ -270,10 +328,12 @@ def verify(
 
     Files of other projects have no checksums; what was checked of them is said.
     """
-    from tokenmill.store import ForeignOptions, check_store
+    from tokenmill.store import ForeignOptions, check_store, open_store
+    from tokenmill.store.hashes import write_hashes
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
-    places = [place for store in stores for place in _places(store)]
+    named_places = [ui.place(store) for store in stores]
+    places = [place for store in named_places for place in ([store] if isinstance(store, str) else _places(store))]
     total, done = sum(_num_bytes(place, options) for place in places), 0
     with ui.progress(ui.megabytes) as tell:
 
@@ -284,7 +344,9 @@ def verify(
 
         reports = []
         for place in places:
-            reports.append(check_store(place, progress=advance, options=options))
+            reports.append(check_store(place, progress=advance, options=options, add_page_sums=add_page_sums))
+            if hashes and not reports[-1].problems:
+                write_hashes(open_store(place))
             if not json and not reports[-1].problems:
                 _show_verified(reports[-1])
             for problem in reports[-1].problems:
@@ -292,8 +354,8 @@ def verify(
     ok = not any(report.problems for report in reports)
     if json:
         checked = [_to_json(report) for report in reports]
-        named = {"path": str(stores[0])} if len(stores) == 1 else {}
-        ui.print_json(checked[0] if places == stores[:1] else {**named, "ok": ok, "stores": checked})
+        named = {"path": stores[0]} if len(stores) == 1 else {}
+        ui.print_json(checked[0] if places == named_places[:1] else {**named, "ok": ok, "stores": checked})
     if not ok:
         raise typer.Exit(1)
 
@@ -305,7 +367,7 @@ def _places(path: Path) -> list[Path]:
     return [path] if is_ours(path) or not path.is_dir() else stores_below(path) or [path]
 
 
-def _num_bytes(store: Path, options: ForeignOptions) -> int:
+def _num_bytes(store: Path | str, options: ForeignOptions) -> int:
     """Return how much there is to read; nothing of what cannot be opened."""
     from tokenmill.store import open_store
 

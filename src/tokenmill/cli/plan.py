@@ -13,8 +13,9 @@ from rich.text import Text
 from tokenmill.cli import console as ui
 
 if TYPE_CHECKING:
-    from tokenmill.plan.report import PlanReport, SourceFacts, SourceShare, StageFacts
-    from tokenmill.run.report import Costs, RunReport
+    from tokenmill.plan.report import PlanReport, SourceShare, StageFacts
+    from tokenmill.run.reading import ReadingReport
+    from tokenmill.run.report import Costs, EvalFacts, RunReport
 
 
 def plan(
@@ -26,6 +27,22 @@ def plan(
     svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write the picture of the run.")] = None,
     to_native: ui.ToNative = False,
     world_size: ui.WorldSize = None,
+    remote: Annotated[
+        bool,
+        typer.Option(
+            "--remote",
+            help="Tell what reading from object storage takes, of local stores as well, before an upload.",
+        ),
+    ] = False,
+    nodes: Annotated[int, typer.Option(help="With --remote: machines that train.", min=1)] = 1,
+    latency: Annotated[float, typer.Option(metavar="MS", help="With --remote: of a request.", min=0)] = 50.0,
+    bandwidth: Annotated[float, typer.Option(metavar="GBIT", help="With --remote: of a machine, a second.")] = 10.0,
+    request_price: Annotated[
+        float, typer.Option(metavar="USD", help="With --remote: of 1,000 requests; default: S3 Standard.", min=0)
+    ] = 0.0004,
+    gb_price: Annotated[
+        float, typer.Option(metavar="USD", help="With --remote: of a GB; default: S3, within its region.", min=0)
+    ] = 0.0,
 ) -> None:
     """Check a run before it starts: stages, shares, epochs, first repeats, costs. Reads masks, but no token."""
     ui.check_file("--html", html)
@@ -40,31 +57,54 @@ def plan(
     opened = ui.open_run(run, world_size)
     with ui.busy("compiling the plan"):
         report = opened.report()
+        reading = None
+        if remote or opened.network is not None:
+            from tokenmill.run.reading import Link, Prices
+
+            reading = opened.reading(
+                link=Link(nodes=nodes, latency_ms=latency, gbit=bandwidth),
+                prices=Prices(thousand_requests=request_price, gigabyte=gb_price),
+            )
     if html is not None or svg is not None:
-        from tokenmill.cli.picture import timeline
+        from tokenmill.view.picture import timeline
 
         picture = timeline(opened.plan(), report, opened.name, report.quarantined)
         if svg is not None:
             svg.write_text(picture, encoding="utf-8")
         if html is not None:
-            text = ui.page(f"tokenmill plan: {opened.name}", lambda recorder: _show(recorder, report), picture)
+            text = ui.page(
+                f"tokenmill plan: {opened.name}", lambda recorder: _show(recorder, report, reading), picture
+            )
             html.write_text(text, encoding="utf-8")
     if json:
-        ui.print_json(report.to_json())
+        ui.print_json({**report.to_json(), **({"remote": reading.to_json()} if reading else {})})
         return
-    _show(ui.console, report)
+    _show(ui.console, report, reading)
     for file in (html, svg):
         if file is not None:
             ui.print_line(f"wrote {file}")
 
 
-def _show(console: Console, report: RunReport) -> None:
+def _show(console: Console, report: RunReport, reading: ReadingReport | None = None) -> None:
     for view in tables(report):
         console.print(view)
+    if reading is not None:
+        for view in _reading(reading):
+            console.print(view)
+        link, prices = reading.link, reading.prices
+        console.print(
+            f"object storage: nodes {link.nodes}, {link.latency_ms:g} ms a request, {link.concurrency} at a time, "
+            f"{link.gbit:g} Gbit/s; {prices.thousand_requests:g} $ for 1,000 requests, {prices.gigabyte:g} $ a GB "
+            "(defaults: S3 Standard, read within its region)",
+            soft_wrap=True,
+            highlight=False,
+        )
     for warning in report.warnings:
         console.print(Text.assemble(("warning:", "bold yellow"), " ", warning), soft_wrap=True)
     for line in report.history:
         console.print(Text(f"history: {line}"), soft_wrap=True)
+    if report.epochs is not None:
+        console.print(Text(report.epochs.sentence(report.steps)), soft_wrap=True)
     totals = f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens"
     totals += f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
     seconds = f"compiled in {report.costs.compile_seconds:.2f} s, about what a start takes"
@@ -73,9 +113,9 @@ def _show(console: Console, report: RunReport) -> None:
 
 def tables(report: RunReport) -> Iterator[ui.WideTable]:
     """Yield the report as tables; what no line says anything about has no column, and no table."""
-    yield _stages(report.stages)
+    yield _stages(report)
     yield _mixture(report.shares)
-    yield _sources(report.sources)
+    yield _sources(report)
     if report.quarantined:
         yield ui.WideTable(
             title="Quarantined",
@@ -85,6 +125,8 @@ def tables(report: RunReport) -> Iterator[ui.WideTable]:
                 for q in report.quarantined
             ],
         )
+    if report.evals:
+        yield _evals(report.evals)
     yield fates(report)
     audits = [(source, audit) for source, audits in report.supervision.items() for audit in audits]
     if audits:
@@ -97,13 +139,25 @@ def tables(report: RunReport) -> Iterator[ui.WideTable]:
             ],
             names=2,
         )
+    if report.imbalance:
+        yield ui.WideTable(
+            title="Waiting of ranks: how often as long as without",
+            columns=("stage", "ranks", "rows in order", "rows dealt by cost"),
+            rows=[(i.stage, i.ranks, round(i.in_order, 3), round(i.dealt, 3)) for i in report.imbalance],
+        )
     yield _costs(report.costs)
 
 
 _DULL = {
     "ramp until": None,
+    "tokens before": 0,
     "lr_scale": 1,
+    "labels an input": 1,
+    "segments filled up to": 1,
+    "cut for its middle": None,
     "lanes": None,
+    "held out": 0,
+    "every": None,
     "used up from step": None,
     "steps skipped": 0,
     "rows skipped": 0,
@@ -120,7 +174,8 @@ def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names:
     return ui.WideTable(title=title, columns=[name for name, _ in told], rows=rows, names=names)
 
 
-def _stages(stages: Sequence[StageFacts]) -> ui.WideTable:
+def _stages(report: RunReport) -> ui.WideTable:
+    stages = report.stages
     return _columns(
         "Stages",
         [
@@ -128,8 +183,11 @@ def _stages(stages: Sequence[StageFacts]) -> ui.WideTable:
             ("first step", [s.start_step for s in stages]),
             ("end step", [s.end_step for s in stages]),
             ("ramp until", [s.ramp_end for s in stages]),
-            ("batch", [s.global_batch_size for s in stages]),
+            ("tokens before", [s.start_tokens for s in stages]),
+            ("batch", [_batch(s) for s in stages]),
             ("seq_len", [s.seq_len for s in stages]),
+            ("labels an input", [report.horizon for _ in stages]),
+            ("segments filled up to", [report.segment_multiple for _ in stages]),
             ("lr_scale", [s.lr_scale for s in stages]),
             ("rows", [s.rows for s in stages]),
             ("tokens", [s.tokens for s in stages]),
@@ -138,6 +196,11 @@ def _stages(stages: Sequence[StageFacts]) -> ui.WideTable:
             ("tokens skipped", [s.skipped_tokens for s in stages]),
         ],
     )
+
+
+def _batch(facts: StageFacts) -> int | str:
+    first, last = facts.global_batch_size, facts.last_batch_size
+    return first if first == last else f"{first:,} to {last:,}"
 
 
 def _mixture(shares: Sequence[SourceShare]) -> ui.WideTable:
@@ -169,13 +232,15 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def _sources(sources: Sequence[SourceFacts]) -> ui.WideTable:
+def _sources(report: RunReport) -> ui.WideTable:
+    sources = report.sources
     return _columns(
         "Sources",
         [
             ("source", [s.name for s in sources]),
             ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
             ("lanes", [s.lanes for s in sources]),
+            ("cut for its middle", [report.fim.get(s.name) for s in sources]),
             ("rows drawn", [s.drawn for s in sources]),
             ("of them skipped", [s.skipped for s in sources]),
             ("epochs", [_rounded(s.epochs) for s in sources]),
@@ -183,6 +248,29 @@ def _sources(sources: Sequence[SourceFacts]) -> ui.WideTable:
             ("used up from step", [s.gone_from for s in sources]),
         ],
     )
+
+
+def _evals(evals: Sequence[EvalFacts]) -> ui.WideTable:
+    return _columns(
+        "Evals",
+        [
+            ("eval", [e.name for e in evals]),
+            ("documents", [e.documents for e in evals]),
+            ("held out", [e.held_out for e in evals]),
+            ("rows", [e.rows for e in evals]),
+            ("seq_len", [e.seq_len for e in evals]),
+            ("labels", [e.labels for e in evals]),
+            ("every", [e.every if e.every_tokens is None else f"{e.every_tokens:,} tokens" for e in evals]),
+            ("trained on", [_trained_on(e) for e in evals]),
+        ],
+    )
+
+
+def _trained_on(facts: EvalFacts) -> str:
+    """Say of an eval which of its documents are trained on: none, so many, or what is not known."""
+    known = ", ".join(f"{o.documents:,} in {o.source}" for o in facts.overlaps if o.documents)
+    unknown = ", ".join(f"{o.source} not known" for o in facts.overlaps if o.unknown is not None)
+    return ", ".join(text for text in (known, unknown) if text) or "none"
 
 
 def fates(report: PlanReport) -> ui.WideTable:
@@ -218,3 +306,27 @@ def _costs(costs: Costs) -> ui.WideTable:
         rows.append(("row indexes in files", ui.megabytes(costs.mapped_index_bytes), "mapped, read as needed"))
     rows.append(("kept ready by a loader", ui.megabytes(costs.loader_bytes), "for each row of a micro-batch"))
     return ui.WideTable(title="Reading and memory", columns=("what", "bytes", "of"), rows=rows)
+
+
+def _reading(report: ReadingReport) -> Iterator[ui.WideTable]:
+    """Yield what each stage asks of object storage, and what an epoch of each source does."""
+    lines = report.readings
+    told = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
+    names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", told)]
+    for title, parts in (
+        ("Object storage, a stage", [1.0] * len(lines)),
+        ("Object storage, an epoch", [max(1.0, r.epochs) for r in lines]),
+    ):
+        yield _columns(
+            title,
+            [
+                *names,
+                ("requests", [round(r.requests / part) for r, part in zip(lines, parts, strict=True)]),
+                ("bytes", [ui.megabytes(round(r.bytes / part)) for r, part in zip(lines, parts, strict=True)]),
+                ("a request", [ui.megabytes(round(r.mean_request_bytes)) for r in lines]),
+                ("mirror a node", [ui.megabytes(r.mirror_bytes) if r.mirror_bytes else "–" for r in lines]),
+                ("hours", [_rounded(r.seconds / part / 3600) for r, part in zip(lines, parts, strict=True)]),
+                ("$", [_rounded(r.dollars / part) for r, part in zip(lines, parts, strict=True)]),
+            ],
+            names=3,
+        )

@@ -1,42 +1,61 @@
-"""`tokenmill prepare` and `tokenmill import`: files of text or records, or of tokens -> a store."""
+"""`tokenmill prepare`, `import`, `export` and `upload`: how stores come to be, and go elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenmill.cli import console as ui
+from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenmill.build import PrepareReport
+    from tokenmill.build import Executor, PartReport, PrepareReport, UnitsReport
     from tokenmill.store import ImportReport
+
+ENGINES = ("local", "ray")
 
 
 def prepare(
+    out: Annotated[
+        str, typer.Option(help="Folder of the store to write or to add to; or a new s3://, gs:// or az:// address.")
+    ],
     inputs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="INPUT...",
-            help="Files, globs, folders, or hf:NAME[:CONFIG[:SPLIT]]. "
+            help="Files, globs, folders, hf:NAME[:CONFIG[:SPLIT]], or addresses such as s3://BUCKET/*.parquet. "
             "JSONL, JSON, CSV, TSV and text (also .gz, .zst, .bz2, .xz), Parquet, Arrow, WebDataset tar.",
+            show_default=False,
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the store to write or to add to.")],
+    ] = None,
     tokenizer: Annotated[
         str, typer.Option(help="bytes, a tokenizer.json or .model, a folder with one, or tiktoken:RANKFILE.")
     ] = "bytes",
     recipe: Annotated[
-        str, typer.Option(help="text, chat, instruction, dpo, grpo, or a .json or .toml file.")
+        str,
+        typer.Option(
+            help="text, chat, instruction, completion, dpo, pairs, kto, grpo, prompts, or a .json or .toml file."
+        ),
     ] = "text",
     control_strings: Annotated[
         str | None, typer.Option(help="Strings such as <|endoftext|> in texts: text (default), encode, drop.")
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="For messages: tokenizer (its own), a .jinja file, or chatml.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="What the system says in conversations that do not say it themselves.")
+    ] = None,
+    train_turns: Annotated[
+        str | None, typer.Option(help="Messages of trained roles that are trained on: all, or last.")
+    ] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="Roles that are trained on or not, such as tool=train,user=mask.")
     ] = None,
     text_field: Annotated[
         str | None, typer.Option(help="Field that holds the text; a dot goes into a nested one. Default: text.")
@@ -62,6 +81,10 @@ def prepare(
     max_chars: Annotated[int | None, typer.Option(help="Leave out records with more characters.")] = None,
     max_items: Annotated[int | None, typer.Option(help="Stop after this many records, in input order.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Cut records to this many tokens.")] = None,
+    on_long: Annotated[
+        str | None,
+        typer.Option(help="What longer records do: be cut (default), drop (counted), or stop the build."),
+    ] = None,
     domain_key: Annotated[
         str | None, typer.Option(help="Field that names a domain; writes one store for each, below OUT.")
     ] = None,
@@ -77,6 +100,9 @@ def prepare(
     ] = False,
     max_record_bytes: Annotated[
         int | None, typer.Option(help="Largest record; a worker takes up to 15 times that. Default: 64 MiB.")
+    ] = None,
+    max_expansion: Annotated[
+        int | None, typer.Option(help="How many times its size a file may hold of text. Default: 256.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
@@ -94,67 +120,185 @@ def prepare(
     eos: Annotated[
         bool | None, typer.Option(help="End every document with EOS; default: if the tokenizer has one.")
     ] = None,
-    engine: Annotated[
+    tokenizer_engine: Annotated[
         str, typer.Option(help="auto: the fast engine, where it is proven equal to the reference.")
     ] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="What runs the units: local (worker processes of this machine), or ray.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Cluster of Ray: auto, HOST:PORT, ...; default: one started here.")
+    ] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Write the list of units into OUT and stop, for --part.")
+    ] = False,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Do every N-th unit that has no result yet, of the list in OUT; no more."),
+    ] = None,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="Do what parts have left and publish, as without any of these.")
+    ] = False,
     rebuild: ui.Rebuild = False,
+    staging: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where inputs from addresses are copied, and a store for one is built: with room for both."
+        ),
+    ] = None,
     json: ui.AsJson = False,
 ) -> None:
     """Turn files of text or records into a store. Run it again to go on after a crash, or to add new files."""
-    from tokenmill.build import PrepareOptions
+    from tokenmill.build import PrepareOptions, plan_units, run_part
     from tokenmill.build.build import prepare as build
-    from tokenmill.documents.units import MAX_RECORD_BYTES
+    from tokenmill.build.parts import asked_for
+    from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 
+    _check_mode(inputs, plan_only=plan_only, part=part, publish=publish, engine=engine, address=address)
+    options = PrepareOptions(
+        text_field=text_field,
+        control_strings=control_strings,
+        chat_template=chat_template,
+        system=system,
+        train_turns=train_turns,
+        mask=_roles(mask),
+        format=format,
+        delimiter="\t" if delimiter == "\\t" else delimiter,
+        text_unit=text_unit,
+        keep=tuple(keep.split(",")) if keep else (),
+        on_error=on_error,
+        keep_empty=keep_empty,
+        same_names=same_names,
+        min_chars=min_chars,
+        max_chars=max_chars,
+        max_items=max_items,
+        max_seq_len=max_seq_len,
+        on_long=on_long,
+        domain_key=domain_key,
+        deduplicate=deduplicate,
+        val_fraction=val_fraction,
+        max_tokens_per_shard=max_tokens_per_shard,
+        storage_format=storage_format,
+        bos_token=bos_token,
+        eos_token=eos_token,
+        add_bos=bos,
+        add_eos=eos,
+        engine=tokenizer_engine,
+        max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
+        max_expansion=MAX_EXPANSION if max_expansion is None else max_expansion,
+    )
+    how: dict[str, Any] = {"tokenizer": tokenizer, "recipe": recipe, "staging": staging, "options": options}
+    report: PrepareReport | UnitsReport | PartReport
     try:
-        report = build(
-            inputs,
-            out=out,
-            tokenizer=tokenizer,
-            recipe=recipe,
-            workers=workers,
-            rebuild=rebuild,
-            options=PrepareOptions(
-                text_field=text_field,
-                control_strings=control_strings,
-                chat_template=chat_template,
-                format=format,
-                delimiter="\t" if delimiter == "\\t" else delimiter,
-                text_unit=text_unit,
-                keep=tuple(keep.split(",")) if keep else (),
-                on_error=on_error,
-                keep_empty=keep_empty,
-                same_names=same_names,
-                min_chars=min_chars,
-                max_chars=max_chars,
-                max_items=max_items,
-                max_seq_len=max_seq_len,
-                domain_key=domain_key,
-                deduplicate=deduplicate,
-                val_fraction=val_fraction,
-                max_tokens_per_shard=max_tokens_per_shard,
-                storage_format=storage_format,
-                bos_token=bos_token,
-                eos_token=eos_token,
-                add_bos=bos,
-                add_eos=eos,
-                engine=engine,
-                max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
-            ),
-        )
+        if part is not None:
+            asked = asked_for(inputs, tokenizer, recipe, options) if inputs else None
+            report = run_part(out, part, workers=workers, staging=staging, asked=asked)
+        elif plan_only:
+            report = plan_units(inputs or [], out=out, rebuild=rebuild, **how)
+        else:
+            with _executor(engine, address, workers) as executor:
+                report = build(inputs or [], out=out, workers=workers, executor=executor, rebuild=rebuild, **how)
     except KeyboardInterrupt:
         ui.errors.print("interrupted: run the same command again, and it goes on from here", style="bold yellow")
         raise typer.Exit(130) from None
     if json:
         ui.print_json(report.to_json())
     else:
-        _show_prepared(out, report)
+        _show(out, report)
+
+
+def _check_mode(
+    inputs: list[str] | None,
+    *,
+    plan_only: bool,
+    part: str | None,
+    publish: bool,
+    engine: str,
+    address: str | None,
+) -> None:
+    """Refuse what does not go together."""
+    modes = {"--plan-only": plan_only, "--part": part is not None, "--publish": publish}
+    chosen = [name for name, given in modes.items() if given]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"prepare: must do one of {', '.join(modes)} at a time, got {' and '.join(chosen)}; choose one"
+        )
+    if not inputs and part is None:
+        raise ConfigError("prepare: needs files to read, got none; name them before --out")
+    if engine not in ENGINES:
+        raise ConfigError(
+            f"engine: must be one of {', '.join(ENGINES)}, got {engine!r}; what runs the tokenizer is "
+            "--tokenizer-engine"
+        )
+    if engine == "ray" and (plan_only or part is not None):
+        raise ConfigError(f"engine: {chosen[0]} must go without an engine, got 'ray'; leave --engine out")
+    if address is not None and engine != "ray":
+        raise ConfigError(
+            f"address: must be given with --engine ray only, got {address!r}; add it, or leave it out"
+        )
+
+
+@contextmanager
+def _executor(engine: str, address: str | None, workers: int | None) -> Iterator[Executor | None]:
+    """Give what runs units, None for the workers of this machine; what was started for it ends."""
+    if engine == "local":
+        yield None
+        return
+    from tokenmill.build import RayExecutor
+
+    with RayExecutor(address, num_cpus=workers) as executor:
+        yield executor
+
+
+def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
+    from tokenmill.build import PartReport, UnitsReport
+
+    if isinstance(report, UnitsReport):
+        then = f"tokenmill prepare --out {out} --part I/N for every part I of N, then the same command as before"
+        rows: list[tuple[str, object]] = [
+            ("units", report.units),
+            ("done before", report.done),
+            ("input", ui.megabytes(report.input_bytes)),
+            ("next", then if report.units else "nothing: all files are in the store already"),
+        ]
+        if report.phase == "hash":
+            rows.append(("note", "records are hashed first: run all parts twice"))
+        ui.console.print(ui.table(f"Units of {out}", ("what", "value"), rows))
+    elif isinstance(report, PartReport):
+        rows = [("units", report.units), ("done before", report.resumed_units)]
+        rows += [
+            ("documents", report.documents),
+            ("tokens", report.tokens),
+            ("text", ui.megabytes(report.text_bytes)),
+        ]
+        rows.append(("time", f"{report.seconds:.1f} s"))
+        notes = {
+            "hash": "records are hashed; run this part again when all parts have done so",
+            "published": "nothing to do: the store is finished",
+        }
+        rows += [("note", notes[report.phase])] if report.phase in notes else []
+        ui.console.print(ui.table(f"Part {report.part} of {report.parts} of {out}", ("what", "value"), rows))
+    else:
+        _show_prepared(report)
+
+
+def _roles(text: str | None) -> dict[str, str] | None:
+    """Read `tool=train,user=mask`."""
+    if text is None:
+        return None
+    pairs = [part.split("=", 1) for part in text.split(",")]
+    if not all(len(pair) == 2 and all(word.strip() for word in pair) for pair in pairs):
+        raise ConfigError(
+            f"--mask: must be roles with train or mask, got {text!r}; for example tool=train,user=mask"
+        )
+    return {role.strip(): action.strip() for role, action in pairs}
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
 
 
-def _show_prepared(out: Path, report: PrepareReport) -> None:
+def _show_prepared(report: PrepareReport) -> None:
     rows: list[tuple[str, object]] = []
     if report.new_files < report.files:
         news = f"{report.new_files} files, {report.new_documents:,} documents, {report.new_tokens:,} tokens"
@@ -174,7 +318,7 @@ def _show_prepared(out: Path, report: PrepareReport) -> None:
         rows.append(("time", f"{report.seconds:.1f} s, {opening}; then {rate}"))
     rows += [("BOS and EOS", report.framing), ("tokenizer engine", report.engine)]
     rows.append(("fingerprint", report.fingerprint))
-    ui.console.print(ui.table(f"Store {out}", ("what", "value"), rows))
+    ui.console.print(ui.table(f"Store {report.path}", ("what", "value"), rows))
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
         ui.console.print(ui.table("Stores", ("name", "documents", "tokens", "shards"), each))
@@ -277,3 +421,31 @@ def export(
         *(("note", note) for note in report.notes),
     ]
     ui.console.print(ui.table(f"Export {report.out}", ("what", "value"), rows))
+
+
+def upload(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a finished store.")],
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="s3://BUCKET/PATH, gs://, az:// or file:///FOLDER; ?endpoint=.")
+    ],
+    json: ui.AsJson = False,
+) -> None:
+    """Copy a store to object storage: what is there is proven and kept, the rest sent; the manifest last.
+
+    Credentials come from the environment. An upload that was ended is begun again, and goes on where it was.
+    """
+    from tokenmill.store.remote.upload import upload
+
+    with ui.progress(ui.megabytes) as tell:
+        report = upload(store, address, progress=lambda done, total: tell("upload", done, total))
+    if json:
+        ui.print_json(asdict(report))
+        return
+    rows: list[tuple[str, object]] = [
+        ("files", report.files),
+        ("bytes", ui.megabytes(report.bytes)),
+        ("sent", f"{report.sent_files:,} files, {ui.megabytes(report.sent_bytes)}; the others were there"),
+        ("proven", "all, as read back"),
+        ("fingerprint", report.fingerprint),
+    ]
+    ui.console.print(ui.table(f"Store {report.address}", ("what", "value"), rows))

@@ -19,11 +19,13 @@ def what(
     step: Annotated[int, typer.Option(help="Step to look at.")],
     rank: Annotated[int | None, typer.Option(help="Only the slice of this rank.")] = None,
     world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
+    micro_batch: Annotated[int, typer.Option(help="Rows of a micro-batch, by which a balanced run is dealt.")] = 1,
     text: Annotated[bool, typer.Option(help="Show the beginning of each span as text.")] = True,
     json: ui.AsJson = False,
     tokenizer: ui.TextsBy = None,
 ) -> None:
     """Show which documents and spans make up the batch of a step."""
+    from tokenmill.loader import Layout, Loader, RankSlice
     from tokenmill.run.inspect import excerpt
 
     opened = ui.open_run(run, world_size or None)
@@ -36,8 +38,9 @@ def what(
                 f"--rank: must lie within 0:world_size, and world_size divide {len(uses)} rows, "
                 f"got {rank} and {size}; fix one of them"
             )
-        share = len(uses) // size
-        uses = uses[rank * share : (rank + 1) * share]
+        layout, balance = Layout(dp=(rank, size)), opened.config.run.balance is not None
+        loader = Loader(plan, RankSlice(layout=layout, micro_batch=micro_batch, balance=balance))
+        uses = tuple(uses[slot] for slot in loader.slots(step).tolist())
     tokenizers = {
         name: ui.tokenizer_for(store, tokenizer) if text else None for name, store in opened.stores.items()
     }

@@ -10,18 +10,29 @@ import logging
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, inf
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import tomli_w
 
+from tokenmill.config.edits import QuarantineConfig, SkipConfig
+from tokenmill.config.evals import EvalConfig, check_evals, held_whole
+from tokenmill.config.tokens import (
+    UNSAID,
+    BatchSize,
+    TokenClock,
+    Tokens,
+    agreed,
+    read_batch,
+    read_tokens,
+    wind_clock,
+)
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
-    MAX_NUMBER,
+    MAX_CONFIG_BYTES,
     Number,
     check_choice,
     check_keys,
@@ -29,6 +40,7 @@ from tokenmill.tables import (
     check_seed,
     read_list,
     read_table,
+    read_text,
 )
 from tokenmill.types import (
     ARRAYS,
@@ -36,15 +48,18 @@ from tokenmill.types import (
     ON_CHANGE,
     ON_ERROR,
     ON_EXHAUSTED,
+    ON_LONG,
     PACKINGS,
+    PAD_TO,
     POSITIONS,
     RAMPS,
     SPLITS,
     WEIGHINGS,
-    Int64Array,
+    RemoteOptions,
 )
 
 MAX_SEQ_LEN = 1 << 24
+MAX_HORIZON = 64
 MAX_RAMP_BATCH = 1 << 22
 MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
@@ -53,32 +68,44 @@ logger = logging.getLogger("tokenmill.config")
 Sizes: TypeAlias = Literal["tokens", "rows", "documents"]
 """What stands for weights: how much of that each source has."""
 NATIVE = "native"
-TABLES = ("run", "sources", "stages", "skip", "quarantine")
+TABLES = ("run", "sources", "stages", "skip", "quarantine", "evals", "remote")
+_SINGLE = ("run", "remote")
+"""Tables of which there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The table [run]."""
 
-    steps: int
-    global_batch_size: int
-    """Rows of one optimizer step, over all ranks."""
+    global_batch_size: BatchSize
+    """Rows of one optimizer step, over all ranks; or a table of `from`, `to`, `step`, and `over_tokens` or
+    `over_steps`: it then grows from the first step of the run on."""
     seq_len: int
+    steps: int | None = None
+    """Optimizer steps. This, `tokens` or `epochs`, unless a trainer says how long it goes on."""
+    tokens: Tokens | None = None
+    """In place of steps: input slots of the whole run, such as "2T"; as many steps as it takes to have them."""
+    epochs: Number | None = None
+    """In place of steps: how often every row of every source is read. The last step is filled with the first rows
+    of the epoch that would be next."""
     seed: int = 0
     packing: str = "best_fit"
     """How documents become rows: `best_fit`, `bos_best_fit`, `padded` or `concat`."""
     split: str = "allow"
     """What happens to a document longer than a row (best_fit, padded): it is cut into rows (`allow`), refused
     (`forbid`), or loses its beginning (`truncate_start`) or its end (`truncate_end`)."""
+    on_long: str | None = None
+    """What is done about a document longer than a row (best_fit, padded): `cut` it as `split` says, `drop` it,
+    counted as too_long, or `stop`, before the first step. None: as `split` says."""
     crop: str = "return"
     """What bos_best_fit does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
     cross_document_labels: bool = False
     """Whether the last token of a document is trained to predict the first token of the next."""
     shuffle: str = "full"
     block_rows: int = 1024
-    """Neighbouring rows that stay together under shuffle = "block"."""
+    """Neighbouring rows that stay together under shuffle = "block", and "window" where nothing is packed."""
     window_blocks: int = 64
-    """Blocks that are shuffled together under shuffle = "block"."""
+    """Blocks, or packing windows, that are shuffled together under shuffle = "block" and "window"."""
     weights: Mapping[str, Number] | Sizes | None = None
     """Share of each source, for stages that do not say; need not sum to 1. In place of numbers: what of each source
     is counted, `tokens`, `rows` or `documents`, so that sources are drawn in proportion to their size."""
@@ -86,20 +113,72 @@ class RunConfig:
     """Weights are raised to the power 1 / temperature: above 1 they become more alike."""
     weigh_by: str = "rows"
     """What the weights are shares of: `rows`, or `tokens`, of which the rows of some sources hold fewer."""
+    pad_to: str = "row"
+    """How far rows of padded, of pairs and of groups are padded: to the length of a `row`, or of the longest one of
+    their micro-`batch`."""
     arrays: tuple[str, ...] = DEFAULT_ARRAYS
     """What a batch delivers, where stores hold sequences."""
     positions: str = "document"
     """Where position_ids start from 0: at every `document`, or only at the start of the `row`."""
+    horizon: int = 1
+    """How many of the next tokens are labels of an input; with several, labels are rows × seq_len × horizon."""
+    segment_multiple: int = 1
+    """With best_fit and padded: every segment of a row is filled up with padding to a multiple of so many columns,
+    as kernels of context parallelism may want it."""
+    balance: Mapping[str, Number] | Literal["attention"] | None = None
+    """Whether the rows of a step are dealt to ranks and micro-batches by what they cost: `attention`, or the cost
+    of a token and of a squared token of a segment, `linear` and `quadratic`. Otherwise ranks take them in order."""
 
     def __post_init__(self) -> None:
-        check_positive("run", "steps", self.steps)
+        if not 1 <= self.horizon <= MAX_HORIZON:
+            raise ConfigError(
+                f"run: horizon must be from 1 to {MAX_HORIZON}, got {self.horizon}; leave it out for the next token"
+            )
+        _check_balance(self.balance)
+        check_positive("run", "segment_multiple", self.segment_multiple)
+        if self.horizon > 1 and self.cross_document_labels:
+            raise ConfigError(
+                f"run: labels beyond the next token end with their document, got horizon {self.horizon} with "
+                "cross_document_labels; leave one of the two out"
+            )
+        if self.steps is not None:
+            check_positive("run", "steps", self.steps)
+        if self.tokens is not None:
+            read_tokens("run", "tokens", self.tokens)
+        if self.epochs is not None:
+            self._check_epochs(self.epochs)
         _check_sizes("run", self.global_batch_size, self.seq_len)
         check_seed("run", self.seed)
         _check_packing("run", self.packing, self.split, self.crop)
+        _check_on_long("run", self.on_long, self.split, self.packing)
         _check_weighing("run", self.temperature, self.weigh_by)
         check_choice("run", "positions", self.positions, POSITIONS)
+        check_choice("run", "pad_to", self.pad_to, PAD_TO)
+        if not self.arrays:
+            raise ConfigError(
+                f"run: arrays must name one at least, got []; leave it out for {', '.join(DEFAULT_ARRAYS)}"
+            )
         for name in self.arrays:
             check_choice("run", "arrays", name, ARRAYS)
+
+    def _check_epochs(self, epochs: Number) -> None:
+        """Refuse epochs beside what else says how often sources are read."""
+        if not 0 < epochs < inf:
+            raise ConfigError(f"run: epochs must be positive, got {epochs}; say how often every row is read")
+        if self.steps is not None or self.tokens is not None:
+            got = self.steps if self.steps is not None else self.tokens
+            raise ConfigError(
+                f"run: must have steps, tokens or epochs, got {got} and {epochs:g}; leave one of them out"
+            )
+        if not isinstance(self.global_batch_size, int):
+            raise ConfigError(
+                "run: epochs are counted in batches of one size, got a global_batch_size that grows; say tokens"
+            )
+        if self.weights not in (None, "rows") or self.temperature != 1 or self.weigh_by != "rows":
+            raise ConfigError(
+                "run: epochs draws from every source as many rows as it has, got weights, temperature or weigh_by "
+                "that say otherwise; leave them out, or say steps"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +197,8 @@ class SourceConfig:
     text_field: str = "text"
     keep_empty: bool = False
     """Whether texts of `documents` without a character are kept; else they are left out, counted as `empty`."""
+    fim: Mapping[str, Any] | None = None
+    """Whether some of `documents` are cut in three, to learn to fill in the middle: `rate`, `spm_rate`, ..."""
     live: bool = False
     """Whether `documents` are tokenized while the model trains, and never prepared."""
     lanes: int | None = None
@@ -137,6 +218,8 @@ class SourceConfig:
     eos_id: int | None = None
     bos_id: int | None = None
     format: str | None = None
+    verify_pages: bool = False
+    """Whether every page of a store on disk is proven by its checksum when it is read."""
 
     def __post_init__(self) -> None:
         for key in ("store", "documents", "tokenizer"):
@@ -164,8 +247,9 @@ class SourceConfig:
         for key in () if self.live else ("lanes", "window_bytes", "on_error"):
             if getattr(self, key) is not None:
                 raise ConfigError(f"{where}: {key} is for live text, got no live; add live = true, or leave it out")
-        if self.keep_empty and not self.documents:
-            raise ConfigError(f"{where}: keep_empty is for documents, got a store; leave it out")
+        for key in ("keep_empty", "fim"):
+            if getattr(self, key) and not self.documents:
+                raise ConfigError(f"{where}: {key} is for documents, got a store; leave it out")
         if self.documents and self.tokenizer is None:
             raise ConfigError(
                 f"{where}: documents must have a tokenizer, got none; "
@@ -196,13 +280,17 @@ class StageConfig:
     """A run of steps as it is written; what it does not say (None), it takes from [run]."""
 
     name: str
-    start_step: int
+    start_step: int = UNSAID
+    """This, or `start_tokens`."""
+    start_tokens: Tokens | None = None
+    """In place of a step: after so many input slots of the run, such as "800B"; the first step from there on."""
     weights: Mapping[str, Number] | Sizes | None = None
     seed: int | None = None
-    global_batch_size: int | None = None
+    global_batch_size: BatchSize | None = None
     seq_len: int | None = None
     packing: str | None = None
     split: str | None = None
+    on_long: str | None = None
     crop: str | None = None
     shuffle: str | None = None
     on_change: str = "unseen"
@@ -214,6 +302,8 @@ class StageConfig:
     """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
     `cosine`."""
     ramp_steps: int | None = None
+    ramp_tokens: Tokens | None = None
+    """In place of steps: input slots that the ramp takes."""
     ramp_from: Mapping[str, Number] | None = None
     """Weights that the ramp starts from, if not those of the stage before."""
     temperature: Number | None = None
@@ -223,99 +313,26 @@ class StageConfig:
         where = f"stage {self.name!r}"
         if not self.name.isprintable() or not self.name.strip():
             raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
-        if self.start_step < 0:
+        if self.start_step < 0 and self.start_tokens is None:
             raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
         if not 0 < self.lr_scale < inf:
             raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
         if self.ramp is not None:
             check_choice(where, "ramp", self.ramp, RAMPS)
-            if self.ramp_steps is None or self.ramp_steps < 1:
+            if self.ramp_tokens is not None:
+                read_tokens(where, "ramp_tokens", self.ramp_tokens)
+            elif self.ramp_steps is None or self.ramp_steps < 1:
                 got = "none" if self.ramp_steps is None else self.ramp_steps
                 raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
-        elif self.ramp_steps is not None or self.ramp_from is not None:
-            key = "ramp_steps" if self.ramp_steps is not None else "ramp_from"
+        elif any(getattr(self, key) is not None for key in ("ramp_steps", "ramp_tokens", "ramp_from")):
+            key = next(key for key in ("ramp_steps", "ramp_tokens", "ramp_from") if getattr(self, key) is not None)
             raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
+        _check_on_long(where, self.on_long, self.split or "allow", self.packing or "best_fit")
         _check_weighing(where, self.temperature, self.weigh_by)
         _check_sizes(where, self.global_batch_size, self.seq_len)
         if self.seed is not None:
             check_seed(where, self.seed)
         check_choice(where, "on_change", self.on_change, ON_CHANGE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkipConfig:
-    """Steps that are not trained on; those after them keep their numbers and batches."""
-
-    steps: str
-    """`a:b`, b exclusive."""
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        self.range()
-
-    def range(self) -> tuple[int, int]:
-        """Return the first step and the one after the last."""
-        first, _, last = (part.strip() for part in self.steps.partition(":"))
-        if not all(part.isascii() and part.isdecimal() for part in (first, last)) or int(first) >= int(last):
-            raise ConfigError(
-                f"skip: steps must be a:b with a below b, got {self.steps!r}; for example steps = '1200:1240'"
-            )
-        return int(first), int(last)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuarantineConfig:
-    """Documents of a source, or the whole of it, that are not trained on from a step on."""
-
-    source: str
-    from_step: int
-    documents: tuple[int, ...] | None = None
-    """Their numbers in the store; the whole source, where neither these nor a file are given."""
-    file: str | None = None
-    """File with such numbers, one a line; a relative path counts from the folder of the config."""
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        where = f"quarantine of {self.source!r}"
-        if self.from_step < 0:
-            raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")
-        if self.documents is not None and self.file is not None:
-            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
-        if self.documents is not None and not self.documents:
-            raise ConfigError(
-                f"{where}: documents must name some, got an empty list; leave the quarantine out, "
-                "or documents to quarantine the whole source"
-            )
-        bad = [number for number in self.documents or () if not 0 <= number < MAX_NUMBER]
-        if bad:
-            raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of the source is meant."""
-        return self.documents is None and self.file is None
-
-    def numbers(self, folder: Path) -> Int64Array:
-        """Return the documents, sorted, each once; reads the file, if there is one."""
-        if self.file is None:
-            return np.unique(np.array(self.documents or (), np.int64))
-        file = folder / self.file
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"quarantine of {self.source!r}: file must be a text with numbers of documents, got {error}; fix it"
-            ) from None
-        documents = []
-        for number, line in enumerate(lines, 1):
-            text = line.partition("#")[0].strip()
-            if text and not (text.isascii() and text.isdecimal() and int(text) < MAX_NUMBER):
-                raise ConfigError(
-                    f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
-                    "write one a line, what follows # is not read"
-                )
-            documents += [int(text)] if text else []
-        return np.unique(np.array(documents, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,10 +347,12 @@ class ResolvedStage:
     sizes: Sizes | None
     """What of each source is counted and multiplied by its weight, which is 1 then; None: weights are as given."""
     seed: int
-    global_batch_size: int
+    batches: tuple[tuple[int, int], ...]
+    """First step of each batch size, and the size; the first is that of the stage."""
     seq_len: int
     packing: str
     split: str
+    on_long: str | None
     crop: str
     shuffle: str
     temperature: Number
@@ -349,6 +368,7 @@ class ResolvedStage:
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}"
         _check_packing(where, self.packing, self.split, self.crop)
+        _check_on_long(where, self.on_long, self.split, self.packing)
         if self.ramp_steps > MAX_RAMP_STEPS:
             raise ConfigError(
                 f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {self.ramp_steps}; "
@@ -369,6 +389,22 @@ class ResolvedStage:
                 f"got {self.global_batch_size}; lower it"
             )
 
+    def long_documents(self, packing: str) -> str:
+        """Return what becomes of documents longer than a row, as `Policy.split` has it, under a packing."""
+        if self.on_long is None or self.on_long == "cut":
+            # Alone in its row a document cannot go on in another: it loses its end.
+            return "truncate_end" if self.on_long and (packing, self.split) == ("padded", "allow") else self.split
+        return {"drop": "drop", "stop": "forbid"}[self.on_long]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of the largest step."""
+        return max(size for _, size in self.batches)
+
+    def batch_at(self, step: int) -> int:
+        """Return how many rows a step has."""
+        return next(size for first, size in reversed(self.batches) if first <= step)
+
     @property
     def sources(self) -> set[str]:
         """Names of the sources that some step of it draws from."""
@@ -384,19 +420,87 @@ class Config:
     stages: tuple[StageConfig, ...] = ()
     skip: tuple[SkipConfig, ...] = ()
     quarantine: tuple[QuarantineConfig, ...] = ()
+    evals: tuple[EvalConfig, ...] = ()
+    remote: RemoteOptions = RemoteOptions()  # noqa: RUF009 - it is frozen
+    clock: TokenClock = field(init=False, repr=False, compare=False)
+    """How many tokens have passed before each step."""
 
     def __post_init__(self) -> None:
-        for key in TABLES[1:]:
-            object.__setattr__(self, key, tuple(getattr(self, key)))
+        for key in TABLES:
+            if key not in _SINGLE:
+                object.__setattr__(self, key, tuple(getattr(self, key)))
         if not self.sources:
             raise ConfigError(
                 "sources: a run must have at least one, got none; add [[sources]] with name and store"
             )
-        for kind, names in (("sources", self.source_names), ("stages", [stage.name for stage in self.stages])):
+        for kind in ("sources", "stages", "evals"):
+            names = [item.name for item in getattr(self, kind)]
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ConfigError(f"{kind}: names must differ, got {twice[0]!r} twice; rename one")
+        if self.run.epochs is not None:
+            _check_with_epochs(self)
+        self._settle_tokens()
         _check_edits(self)
+        check_evals(self.evals, self.source_names, [source.name for source in self.sources if source.live])
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        if self.run.steps is None:
+            raise ConfigError(
+                "run: must have steps, or epochs, got neither; for example steps = 1000, or epochs = 3"
+            )
+        return self.run.steps
+
+    def _settle_tokens(self) -> None:
+        """Fill in the steps of what is said in tokens."""
+        stages = self.stages or (StageConfig(name="main", start_step=0),)
+        clock, starts = wind_clock(self.run, stages)
+        object.__setattr__(self, "clock", clock)
+        run = self.run
+        if run.tokens is not None:
+            steps = clock.step_at(read_tokens("run", "tokens", run.tokens))
+            object.__setattr__(self, "run", replace(run, steps=agreed("run", "steps", run.steps, steps)))
+        settled = []
+        for stage, start in zip(self.stages, starts, strict=False):
+            ramp = stage.ramp_steps
+            if stage.ramp_tokens is not None:
+                where = f"stage {stage.name!r}"
+                tokens = read_tokens(where, "ramp_tokens", stage.ramp_tokens)
+                found = clock.step_at(clock.tokens_at(start) + tokens) - start
+                ramp = agreed(where, "ramp_steps", ramp, found)
+            settled.append(replace(stage, start_step=start, ramp_steps=ramp))
+        object.__setattr__(self, "stages", tuple(settled))
+        object.__setattr__(self, "skip", tuple(skip.resolved(clock) for skip in self.skip))
+        object.__setattr__(self, "quarantine", tuple(self._settled(edit) for edit in self.quarantine))
+
+    @property
+    def says_tokens(self) -> bool:
+        """Whether something is said in tokens in place of steps."""
+        batches = [self.run.global_batch_size, *(stage.global_batch_size for stage in self.stages)]
+        return (
+            self.run.tokens is not None
+            or any(stage.start_tokens is not None or stage.ramp_tokens is not None for stage in self.stages)
+            or any(isinstance(batch, Mapping) and "over_tokens" in batch for batch in batches)
+            or any(skip.tokens is not None for skip in self.skip)
+            or any(edit.from_tokens is not None for edit in self.quarantine)
+            or any(item.every_tokens is not None for item in self.evals)
+        )
+
+    def _settled(self, edit: QuarantineConfig) -> QuarantineConfig:
+        if edit.from_tokens is None:
+            return edit
+        where = f"quarantine of {edit.source!r}"
+        step = self.clock.step_at(read_tokens(where, "from_tokens", edit.from_tokens))
+        said = None if edit.from_step < 0 else edit.from_step
+        return replace(edit, from_step=agreed(where, "from_step", said, step))
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """Names of the sources that no eval holds out as a whole."""
+        held = held_whole(self.evals)
+        return tuple(name for name in self.source_names if name not in held)
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -409,41 +513,62 @@ class Config:
         from tokenmill.plan.plan import check_order
 
         stages = self.stages or (StageConfig(name="main", start_step=0),)
-        check_order([(stage.name, stage.start_step) for stage in stages], self.run.steps)
-        ends = [*(stage.start_step for stage in stages[1:]), self.run.steps]
+        check_order([(stage.name, stage.start_step) for stage in stages], self.steps)
+        ends = [*(stage.start_step for stage in stages[1:]), self.steps]
         resolved = tuple(self._resolve(stage, end) for stage, end in zip(stages, ends, strict=True))
         _check_live(self, resolved)
         return resolved
 
-    def _resolve(self, stage: StageConfig, end_step: int) -> ResolvedStage:
-        run, where = self.run, f"stage {stage.name!r}"
-        weights = stage.weights if stage.weights is not None else run.weights
+    def _weights(self, stage: StageConfig) -> tuple[Mapping[str, Number], Sizes | None]:
+        """Return the weights of a stage, and what of each source they are multiplied by, if anything."""
+        where = f"stage {stage.name!r}"
+        weights = stage.weights if stage.weights is not None else self.run.weights
+        trained = self.trained_names
+        if not trained:
+            raise ConfigError(
+                f"{where}: a source must be left to train on, got all held out by evals; say which documents"
+            )
         if weights is None:
-            if len(self.sources) > 1:
+            if len(trained) > 1:
                 raise ConfigError(
-                    f"{where}: weights must say the share of each of {len(self.sources)} sources, got none; "
-                    f"add weights = {{ {', '.join(f'{name} = 1' for name in self.source_names)} }}, or "
+                    f"{where}: weights must say the share of each of {len(trained)} sources, got none; "
+                    f"add weights = {{ {', '.join(f'{name} = 1' for name in trained)} }}, or "
                     'weights = "tokens" for the size of each'
                 )
-            weights = {self.sources[0].name: 1.0}
+            weights = {trained[0]: 1.0}
         sizes = weights if isinstance(weights, str) else None
         if isinstance(weights, str):
-            weights = dict.fromkeys(self.source_names, 1)
+            weights = dict.fromkeys(trained, 1)
+        for key, given in (("weights", weights), ("ramp_from", stage.ramp_from or {})):
+            held = next((name for name in given if name in self.source_names and name not in trained), None)
+            if held is not None:
+                raise ConfigError(
+                    f"{where}: {key} must name sources that are trained on, got {held!r}, which an eval holds out "
+                    "as a whole; leave it out, or say which documents the eval takes"
+                )
         _check_weights(where, weights, self.source_names)
         if stage.ramp_from is not None:
             _check_weights(f"{where}, ramp_from", stage.ramp_from, self.source_names)
+        return weights, sizes
+
+    def _resolve(self, stage: StageConfig, end_step: int) -> ResolvedStage:
+        run, where = self.run, f"stage {stage.name!r}"
+        weights, sizes = self._weights(stage)
         inherited = {
             name: getattr(run if getattr(stage, name) is None else stage, name)
-            for name in ("seed", "global_batch_size", "seq_len", "packing", "shuffle", "temperature", "weigh_by")
+            for name in ("seed", "seq_len", "packing", "shuffle", "temperature", "weigh_by")
         }
         packing = inherited["packing"]
+        packs_whole = packing in ("best_fit", "padded")
         resolved = ResolvedStage(
             name=stage.name,
             start_step=stage.start_step,
             end_step=end_step,
+            batches=self.clock.batches(stage.start_step, end_step),
             weights=weights,
             sizes=sizes,
-            split=stage.split or (run.split if packing in ("best_fit", "padded") else "allow"),
+            split=stage.split or (run.split if packs_whole else "allow"),
+            on_long=stage.on_long or (run.on_long if packs_whole and stage.split is None else None),
             crop=stage.crop or (run.crop if packing == "bos_best_fit" else "return"),
             on_change=stage.on_change,
             lr_scale=stage.lr_scale,
@@ -452,6 +577,8 @@ class Config:
             ramp_from=stage.ramp_from,
             **inherited,
         )
+        if run.segment_multiple > 1:
+            self._check_multiple(resolved)
         if run.cross_document_labels and packing != "concat":
             raise ConfigError(
                 f"{where}: cross_document_labels is for packing concat, got it with {packing!r}; "
@@ -459,9 +586,30 @@ class Config:
             )
         return resolved
 
+    def _check_multiple(self, stage: ResolvedStage) -> None:
+        """Refuse segments that cannot be filled up to a multiple."""
+        multiple, where = self.run.segment_multiple, f"stage {stage.name!r}"
+        if stage.packing not in ("best_fit", "padded") or self.run.pad_to == "batch":
+            got = f"packing = {stage.packing!r}" if self.run.pad_to == "row" else 'pad_to = "batch"'
+            raise ConfigError(
+                f"{where}: segment_multiple is for whole rows of best_fit or padded, got {got}; leave one out"
+            )
+        if stage.seq_len % multiple:
+            raise ConfigError(
+                f"{where}: seq_len must be divisible by segment_multiple, got {stage.seq_len} and {multiple}; "
+                f"use {-(-stage.seq_len // multiple) * multiple}"
+            )
+        live = [source.name for source in self.sources if source.live and source.name in stage.sources]
+        if live:
+            raise ConfigError(
+                f"{where}: segment_multiple is for stores, got live text in {live[0]!r}; leave out live = true"
+            )
+
     def num_lanes(self, source: SourceConfig) -> int:
         """Return how many streams a source of live text has: as it says, or as many as divide every batch."""
-        batches = [stage.global_batch_size for stage in self.resolved_stages if source.name in stage.sources]
+        batches = [
+            size for stage in self.resolved_stages if source.name in stage.sources for _, size in stage.batches
+        ]
         if source.lanes is None:
             return gcd(*batches) if batches else 1
         for batch in batches:
@@ -502,12 +650,18 @@ def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
         raise ConfigError(
             f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
         )
+    for key, step, tokens in (("stages", "start_step", "start_tokens"), ("quarantine", "from_step", "from_tokens")):
+        for number, table in enumerate(tables.get(key, ()) if isinstance(tables.get(key), list) else ()):
+            if isinstance(table, Mapping) and not {step, tokens} & table.keys():
+                raise ConfigError(f"{key}[{number}]: {step} must be given, got nothing; add {step} = ...")
     return Config(
         run=read_table(RunConfig, tables["run"], "run"),
         sources=read_list(SourceConfig, tables, "sources"),
         stages=read_list(StageConfig, tables, "stages"),
         skip=read_list(SkipConfig, tables, "skip"),
         quarantine=read_list(QuarantineConfig, tables, "quarantine"),
+        evals=read_list(EvalConfig, tables, "evals"),
+        remote=read_table(RemoteOptions, tables.get("remote", {}), "remote"),
     )
 
 
@@ -519,13 +673,15 @@ def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
         way_out = f"did you mean {configs[0]}?" if configs else f"`tokenmill inspect {file}` shows a store"
         raise ConfigError(f"{file}: must be the .toml of a run, got a folder; {way_out}")
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(file, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise ConfigError(
             f"{file}: a run must be described in a TOML file, got nothing there; fix the path"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: must be TOML, got {error}; fix that line") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: must be TOML, got lists or tables too deep in one another; fix it") from None
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
@@ -537,11 +693,15 @@ def to_toml(tables: Mapping[str, Any]) -> str:
             parts.append(tomli_w.dumps({name: tables[name]}))
             continue
         for item in tables[name]:
-            plain = {key: inner for key, inner in item.items() if not isinstance(inner, Mapping)}
-            nested = {key: inner for key, inner in item.items() if isinstance(inner, Mapping)}
+            nested = {key: inner for key, inner in item.items() if isinstance(inner, Mapping) or _has_tables(inner)}
+            plain = {key: inner for key, inner in item.items() if key not in nested}
             parts.append(f"[[{name}]]\n{tomli_w.dumps(plain)}")
             parts += [tomli_w.dumps({name: {key: inner}}) for key, inner in nested.items()]
     return "\n".join(parts)
+
+
+def _has_tables(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
 
 
 # Rules that several records have, or that need more than one
@@ -554,12 +714,30 @@ def _plain_paths(value: Any) -> Any:  # noqa: ANN401 - a path, several, or nothi
     return tuple(map(_plain_paths, value)) if isinstance(value, list | tuple) else value
 
 
-def _check_sizes(where: str, global_batch_size: int | None, seq_len: int | None) -> None:
-    for name, size in (("global_batch_size", global_batch_size), ("seq_len", seq_len)):
-        if size is not None:
-            check_positive(where, name, size)
+def _check_sizes(where: str, global_batch_size: BatchSize | None, seq_len: int | None) -> None:
+    if global_batch_size is not None:
+        read_batch(where, global_batch_size)
+    if seq_len is not None:
+        check_positive(where, "seq_len", seq_len)
     if seq_len is not None and seq_len > MAX_SEQ_LEN:
         raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {seq_len}; shorten it")
+
+
+ATTENTION = {"linear": 1.0, "quadratic": 1.75e-5}
+"""What a token and a squared token of a segment cost a model of 8B parameters (Llama 3's: 15 GFLOP a token in its
+matrices, and 32 layers * 2 * 4096 a pair of tokens of which half are masked), where that of a token is 1."""
+
+
+def _check_balance(balance: Mapping[str, Number] | str | None) -> None:
+    """Refuse costs of rows that cannot be."""
+    if isinstance(balance, Mapping):
+        check_keys("run.balance", balance, tuple(ATTENTION))
+        wrong = {name: balance.get(name) for name in ATTENTION if not 0 <= (balance.get(name) or 0) < inf}
+        if wrong or not balance.get("quadratic"):
+            raise ConfigError(
+                f"run: balance must have costs of at least 0, and a quadratic one above, got {dict(balance)}; "
+                f'for example balance = "attention", or {{ linear = 1, quadratic = {ATTENTION["quadratic"]:g} }}'
+            )
 
 
 def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
@@ -573,6 +751,22 @@ def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
         )
     if crop != "return" and packing != "bos_best_fit":
         raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
+
+
+def _check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
+    """Refuse what is said twice of documents longer than a row, or where no rule of them holds."""
+    if on_long is None:
+        return
+    check_choice(where, "on_long", on_long, ON_LONG)
+    if packing not in ("best_fit", "padded"):
+        raise ConfigError(
+            f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
+            f"with {packing!r}; leave it out"
+        )
+    if split == "forbid" or (on_long != "cut" and split != "allow"):
+        raise ConfigError(
+            f"{where}: split says how a document is cut, got {split!r} with on_long = {on_long!r}; leave out split"
+        )
 
 
 def _check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
@@ -595,7 +789,7 @@ def _check_weights(where: str, weights: Mapping[str, Number], sources: Sequence[
 
 def _check_edits(config: Config) -> None:
     """Refuse skips and quarantines that do not fit the run."""
-    steps, end = config.run.steps, 0
+    steps, end = config.run.steps or inf, 0  # of epochs nobody knows yet how many steps they are
     ranges = sorted(skip.range() for skip in config.skip)
     for first, last in ranges:
         if last > steps:
@@ -618,6 +812,20 @@ def _check_edits(config: Config) -> None:
                 f"quarantine of {edit.source!r}: from_step must be below run.steps {steps}, "
                 f"got {edit.from_step}; leave it out"
             )
+
+
+def _check_with_epochs(config: Config) -> None:
+    """Refuse what would change the rows in the midst of epochs."""
+    late = [f"quarantine of {edit.source!r}" for edit in config.quarantine if edit.from_step > 0]
+    changing = ["stages"] if config.stages else late
+    if changing:
+        raise ConfigError(
+            f"run: epochs reads the same rows from the first step to the last, got {changing[0]} as well; say the "
+            "steps that `tokenmill plan` shows without it in place of epochs"
+        )
+    live = next((source.name for source in config.sources if source.live), None)
+    if live is not None:
+        raise ConfigError(f"run: epochs needs the rows of an epoch counted, got live text in {live!r}; say steps")
 
 
 def _check_live(config: Config, stages: Sequence[ResolvedStage]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tokenmill.config.evals import held_out
 from tokenmill.config.run import Config, ResolvedStage, Sizes
 from tokenmill.errors import ConfigError
 from tokenmill.plan.mixture import exact_weight
@@ -41,7 +42,7 @@ class _Part:
     gone: frozenset[str]
     """Sources that are in quarantine as a whole."""
     excluded: Mapping[str, Int64Array]
-    """Documents that are in quarantine, by source."""
+    """Documents that are in quarantine or held out by evals, by source."""
 
 
 def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> list[StageSpec]:
@@ -67,7 +68,7 @@ def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> 
             StageSpec(
                 name=stage.name,
                 start_step=part.start,
-                global_batch_size=stage.global_batch_size,
+                global_batch_size=stage.batch_at(part.start),
                 seq_len=stage.seq_len,
                 seed=stage.seed,
                 shuffle=Shuffle(
@@ -87,18 +88,20 @@ def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> 
 
 def _parts(config: Config, folder: Path) -> list[_Part]:
     """Cut the stages wherever a ramp ends, skipped steps begin or end, or a quarantine begins."""
-    stages, steps = config.resolved_stages, config.run.steps
+    stages, steps = config.resolved_stages, config.steps
     skips = [(*skip.range(), skip.reason or "no reason given") for skip in config.skip]
     cuts = {0, steps}
     cuts |= {stage.start_step for stage in stages}
     cuts |= {stage.start_step + stage.ramp_steps for stage in stages}
+    cuts |= {step for stage in stages for step, _ in stage.batches}
     cuts |= {edge for first, last, _ in skips for edge in (first, last)}
     cuts |= {edit.from_step for edit in config.quarantine}
     numbers = {edit: edit.numbers(folder) for edit in config.quarantine if not edit.whole}
+    held = held_out(config.evals, folder)
     parts = []
     for start, _ in pairwise(sorted(cut for cut in cuts if cut <= steps)):
         number = max(index for index, stage in enumerate(stages) if stage.start_step <= start)
-        excluded: dict[str, Int64Array] = {}
+        excluded = dict(held)
         for edit, documents in numbers.items():
             if edit.from_step <= start:
                 excluded[edit.source] = np.union1d(excluded.get(edit.source, _NONE), documents)

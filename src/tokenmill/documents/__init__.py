@@ -27,6 +27,7 @@ from tokenmill.documents.units import (
     Piece,
     ReadOptions,
     Unit,
+    content_digest,
     file_digest,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "ReadOptions",
     "Unit",
     "chunk_size",
+    "content_digest",
     "cut_files",
     "file_digest",
     "find_files",

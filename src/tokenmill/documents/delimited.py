@@ -18,7 +18,7 @@ _CARRIAGE_RETURN = re.compile(r"(?<=\r)(?!\n)")
 
 def _read(piece: Piece, options: ReadOptions, *, delimiter: str) -> Iterator[Group]:
     """Read all rows below the header; a cell in quotes may hold newlines."""
-    with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+    with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
         lines = split_lines(blocks, options.max_record_bytes)
         rows = _Rows(lines, options.delimiter or delimiter, options.max_record_bytes)
         header = _header(rows, piece.file.path)

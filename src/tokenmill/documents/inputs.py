@@ -26,6 +26,8 @@ from tokenmill.documents.units import (
     Unit,
     decompressed,
     is_changed,
+    most_bytes,
+    too_much,
     whole,
 )
 from tokenmill.errors import ConfigError, DocumentError, nearest
@@ -412,24 +414,24 @@ def _not_opened(item: str, error: Exception) -> DocumentError:
 
 MAX_PIECES = 16_384
 """Of a unit: it is sent to a worker, and a folder may hold millions of empty files."""
-_UNITS = 24
-_MIN_CHUNKS = 4
-_MAX_CHUNK_BYTES = 1 << 30
+_FEW_UNITS, _MANY_UNITS = 24, 256
 _MIB = 1 << 20
 
 
 def chunk_size(files: Sequence[InputFile]) -> int:
-    """Return how many bytes a unit of an input should have: a 24th of it, from 4 MiB to 1 GiB, in whole MiB.
+    """Return how many bytes a unit of an input should have, in whole MiB: from 4 to 256 of them.
 
-    Every unit becomes a shard, and a reader maps at most 64 shards at a time, so units are few and large; 24 of
-    them still keep the cores of a small machine busy to the end. Depends on the input alone: the same files give
-    the same units on any machine. Where all files are compressed, the least is a quarter of that, in quarters of a
-    MiB: there is some four times as much in them.
+    A small input is cut into 24 units, which keep the cores of a small machine busy to the end. From 64 MiB a unit
+    on there are more of them, up to 256 for 16 GiB, so that a cluster has something to do; then they grow with the
+    input again, to 256 MiB, and beyond 64 GiB there are as many as it takes. Every unit becomes a shard, so they
+    are as large as that allows. Depends on the input alone: the same files give the same units on any machine.
+    Where all files are compressed, all this is in quarters of a MiB: there is some four times as much in them.
     """
     compressed = all(file.compression or file.suffix == ".parquet" for file in files)
     step = _MIB // 4 if compressed else _MIB
-    size = min(max(sum(file.bytes for file in files) // _UNITS, _MIN_CHUNKS * step), _MAX_CHUNK_BYTES)
-    return -(-size // step) * step
+    total = sum(file.bytes for file in files)
+    few, many = (-(-(total // units) // step) for units in (_FEW_UNITS, _MANY_UNITS))
+    return max(4, min(few, 64), min(many, 256)) * step
 
 
 def cut_files(files: Iterable[InputFile], *, chunk_bytes: int, skip_broken: bool = False) -> Iterator[Unit]:
@@ -471,9 +473,13 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
     batch = DocumentBatch()
     before = 0
     for index, piece in enumerate(unit.pieces):
-        first = 0
+        first = size = 0
+        most = most_bytes(piece.file.bytes, options.max_expansion)
         try:
             for group in format_of(piece.file.suffix).read(piece, options):
+                size += group.size
+                if size > most:
+                    raise too_much(piece.file.path, most)
                 batch.add(group, index, first)
                 first += group.num_lines
                 batch.position = before + min(group.position, piece.bytes)

@@ -25,7 +25,7 @@ _REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
     """Read all records; JSON lines, which are often named `.json`, are read as such."""
-    with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+    with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
         head: list[bytes] = []
         size = 0
         while size < _HEAD_BYTES and (block := next(blocks, None)) is not None:

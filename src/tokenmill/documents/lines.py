@@ -182,7 +182,7 @@ def _line_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, 
 def _read_json_lines(piece: Piece, options: ReadOptions) -> Iterator[Group]:
     """Read the lines that start in the piece's range."""
     if piece.file.compression:
-        with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+        with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
             yield from line_groups(blocks, options, tell)
         return
     with open_input(piece.file, exact=False) as stream:
@@ -233,10 +233,10 @@ def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[]
 
 def _read_lines(first: list[bytes], rest: bytes, options: ReadOptions) -> list[Group]:
     """Read the lines that end in a block: at once if all of them are good, else one by one."""
-    lines, most = all_lines(rest), options.batch_documents
-    texts = None if options.text_field is None else block_texts(first, rest, lines, options.text_field)
+    most = options.batch_documents
+    texts = None if options.text_field is None else block_texts(first, rest, options.text_field)
     if texts is None:
-        lines = first + lines
+        lines = first + all_lines(rest)
         return [read_values(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
     groups = [Group(documents=texts[begin : begin + most]) for begin in range(0, len(texts), most)]
     for group in groups:
@@ -244,20 +244,30 @@ def _read_lines(first: list[bytes], rest: bytes, options: ReadOptions) -> list[G
     return groups
 
 
-def block_texts(first: Sequence[bytes], rest: bytes, lines: Sequence[bytes], text_field: str) -> list[str] | None:
-    """Return the texts of all lines, those of the block `rest` behind `first`; None unless each has one.
-
-    A block is decoded as values with any space between them. Where each line begins with { and ends with }, every
-    newline ends a value, as } cannot stand before { within one. So there is one to a line if there are as many.
-    """
-    decoder = text_decoder(text_field)
-    if decoder is None or not all(line[0] == 0x7B and line[-2] == 0x7D for line in lines):
+def block_texts(first: Sequence[bytes], rest: bytes, text_field: str) -> list[str] | None:
+    """Return the texts of all lines, those of the block `rest` behind `first`; None unless each has one."""
+    decoder, num_lines = text_decoder(text_field), _num_object_lines(rest)
+    if decoder is None or num_lines is None:
         return None
     try:
         texts = [*map(decoder.decode, first), *decoder.decode_lines(rest)]
     except (ValueError, RecursionError):
         return None
-    return texts if len(texts) == len(first) + len(lines) else None
+    return texts if len(texts) == len(first) + num_lines else None
+
+
+def _num_object_lines(block: bytes) -> int | None:
+    """Return how many lines there are, if each begins with { and ends with }; None if one does not.
+
+    A block is decoded as values with any space between them. As } cannot stand before { within a value, every
+    newline of such a block ends one. So there is one to a line if there are as many.
+    """
+    count = begin = 0
+    while (end := block.find(b"\n", begin)) >= 0:
+        if block[begin] != 0x7B or block[end - 1] != 0x7D:
+            return None
+        count, begin = count + 1, end + 1
+    return count
 
 
 class TextDecoder:
@@ -424,7 +434,7 @@ def _read_text(piece: Piece, options: ReadOptions) -> Iterator[Group]:
         group = read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
         yield _text_group(group, piece.bytes, options)
         return
-    with open_blocks(piece, options.batch_bytes) as (blocks, tell):
+    with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
         for lines in split_lines(blocks, options.max_record_bytes):
             for begin in range(0, len(lines), options.batch_documents):
                 group = _line_texts(lines[begin : begin + options.batch_documents])

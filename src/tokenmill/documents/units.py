@@ -40,6 +40,7 @@ BATCH_BYTES = 1 << 20
 """Texts and ids of a batch stay in the caches of a core: a tenth faster than 4 MiB (benchmarks/prepare.py)."""
 BATCH_DOCUMENTS = 4096
 MAX_RECORD_BYTES = 64 << 20
+MAX_EXPANSION = 256
 """So that a worker stays below 1 GB with what a tokenizer takes for a text of this size, even a token a byte."""
 TEXT_UNITS = ("file", "line")
 
@@ -123,6 +124,8 @@ class ReadOptions:
     """A batch ends when it has this many lines or rows; it has less than twice that."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """A larger line, cell, member or text file is a bad record, and is not held in memory."""
+    max_expansion: int = MAX_EXPANSION
+    """How many times its size a file may hold of text, compressed or encoded; 4 GiB are always allowed."""
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
     delimiter: str | None = None
@@ -145,6 +148,8 @@ class ReadOptions:
                 f"fields: must be given for whole records only, got {self.fields} and text_field "
                 f"{self.text_field!r}; leave one of the two out"
             )
+        if self.max_expansion < 1:
+            raise ConfigError(f"max_expansion: must be at least 1, got {self.max_expansion}; leave it out")
         if self.batch_bytes < 1 or self.batch_documents < 1 or self.max_record_bytes < 1:
             raise ConfigError(
                 "batch_bytes, batch_documents, max_record_bytes: must be at least 1, "
@@ -312,9 +317,7 @@ BLOCK_BYTES = 1 << 17
 _SAMPLE_BYTES = 64 << 10
 _COMPRESSED_BYTES = 1 << 18
 _CAP_BYTES = 4 << 30
-_CAP_RATIO = 256
-"""A file may decompress to `_CAP_BYTES`, or to `_CAP_RATIO` times its size if that is more: far above what text
-comes to, and a stop for a bomb, which has a thousandfold in gzip and thirty times that in zstd."""
+"""That any file may hold; more if it is larger (`max_expansion`), but far above what text comes to."""
 _WINDOW_BYTES = 128 << 20
 # What `zstd -d` takes without being asked for more; the window is memory that a frame's header may claim.
 _ZSTD_FEED = 256
@@ -322,18 +325,30 @@ _ZSTD_FEED = 256
 # worst. Larger feeds are no faster: 650 MB/s against 700 on source code.
 
 
-def decompressed(stream: BinaryIO, file: InputFile, *, cap_bytes: int | None = None) -> Iterator[bytes]:
+def most_bytes(size: int, max_expansion: int) -> int:
+    """Return how many bytes a file of a size may hold."""
+    return max(_CAP_BYTES, max_expansion * size)
+
+
+def too_much(path: str, most: int) -> DocumentError:
+    """Return the error of a file that holds more."""
+    return DocumentError(
+        f"{path}: must hold at most {most} bytes, compressed or encoded, got more; "
+        "raise max_expansion, or decompress it first, if that is meant"
+    )
+
+
+def decompressed(
+    stream: BinaryIO, file: InputFile, *, cap_bytes: int | None = None, max_expansion: int = MAX_EXPANSION
+) -> Iterator[bytes]:
     """Decompress an open file, of any number of members or frames, into blocks."""
-    most = max(_CAP_BYTES, _CAP_RATIO * os.fstat(stream.fileno()).st_size) if cap_bytes is None else cap_bytes
+    most = most_bytes(os.fstat(stream.fileno()).st_size, max_expansion) if cap_bytes is None else cap_bytes
     size = 0
     try:
         for block in COMPRESSIONS[file.compression](stream):
             size += len(block)
             if size > most:
-                raise DocumentError(
-                    f"{file.path}: must decompress to at most {most} bytes, got more; "
-                    "decompress it first if that is meant"
-                )
+                raise too_much(file.path, most)
             yield block
         if stream.tell() == 0:
             raise EOFError
@@ -419,7 +434,9 @@ def open_input(file: InputFile, *, exact: bool) -> BinaryIO:
 
 
 @contextmanager
-def open_blocks(piece: Piece, max_bytes: int) -> Iterator[tuple[Iterator[bytes], Callable[[], int]]]:
+def open_blocks(
+    piece: Piece, max_bytes: int, max_expansion: int = MAX_EXPANSION
+) -> Iterator[tuple[Iterator[bytes], Callable[[], int]]]:
     """Give the contents of a file in blocks of at most `max_bytes`, and how many of its bytes have been read."""
     file = piece.file
     with open_input(file, exact=bool(file.compression)) as stream:
@@ -427,7 +444,7 @@ def open_blocks(piece: Piece, max_bytes: int) -> Iterator[tuple[Iterator[bytes],
         if file.compression:
             blocks = (
                 block[begin : begin + max_bytes]  # the block itself, if it is as short
-                for block in decompressed(stream, file)
+                for block in decompressed(stream, file, max_expansion=max_expansion)
                 for begin in range(0, len(block), max_bytes)
             )
         else:
@@ -450,7 +467,7 @@ def file_digest(file: InputFile) -> str:
     """Return 32 hex digits that tell a changed file without reading it whole.
 
     They are of its size and of its first, middle and last 64 KiB, so a change of other bytes that keeps the size
-    is not seen.
+    is not seen: builds go by the time of change and by `content_digest` as well.
     """
     import xxhash
 
@@ -460,6 +477,17 @@ def file_digest(file: InputFile) -> str:
         for begin in (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES):
             stream.seek(max(begin, 0))
             digest.update(stream.read(_SAMPLE_BYTES))
+    return str(digest.hexdigest())
+
+
+def content_digest(file: InputFile) -> str:
+    """Return 32 hex digits of all bytes of a file."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with _open(file) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
     return str(digest.hexdigest())
 
 

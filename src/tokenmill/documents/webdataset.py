@@ -188,17 +188,18 @@ def _text(data: bytes) -> str:
 
 def _extended(data: bytes, name: str | None, size: int | None) -> tuple[str | None, int | None]:
     """Read the path and size of a pax header: lines of `length key=value`."""
-    while data:
-        digits, _, _ = data.partition(b" ")
+    begin = 0
+    while begin < len(data):
+        digits = data[begin : data.find(b" ", begin, begin + 9)]
         length = int(digits) if digits.isdigit() and len(digits) < 9 else 0
-        key, equals, value = data[len(digits) + 1 : length].partition(b"=")
+        key, equals, value = data[begin + len(digits) + 1 : begin + length].partition(b"=")
         if not equals:
             break
         if key == b"path":
             name = value.removesuffix(b"\n").decode(errors="replace")
         elif key == b"size" and value.strip().isdigit() and len(value) < 20:
             size = int(value)
-        data = data[length:]
+        begin += length
     return name, size
 
 
@@ -216,7 +217,11 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
     """Read all records from the start of an archive; members that are neither text nor JSON are left out."""
     path = piece.file.path
     with open_input(piece.file, exact=True) as file:
-        blocks = decompressed(file, piece.file) if piece.file.compression else iter(())
+        blocks = (
+            decompressed(file, piece.file, max_expansion=options.max_expansion)
+            if piece.file.compression
+            else iter(())
+        )
         if piece.file.compression:
             raw = BlockStream(blocks)
             tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, BLOCK_BYTES)), path, num_bytes=None)
@@ -251,7 +256,9 @@ class _Sample:
         self.size = 0
         self._fields: dict[str, Any] = {KEY: key}
         self._spare: list[tuple[str, bytes | None]] = []
-        """Members `json` that were not asked for but may hold fields: name, and content unless it is too long."""
+        """Members `json` that were not asked for but may hold fields: name, and the content of the first unless it
+        is too long. More than two are not noted."""
+        self._name_bytes = 0
         self._error: RecordError | None = None
 
     def add(self, ending: str, member: Member, tar: TarStream) -> None:
@@ -260,15 +267,16 @@ class _Sample:
         if self._error is not None or (kind != "json" and kind not in _TEXT):
             return
         if not self._needs(ending):
-            if ending == _JSON:
-                fits = member.bytes <= self._options.max_record_bytes
+            if ending == _JSON and len(self._spare) < 2:
+                fits = not self._spare and member.bytes <= self._options.max_record_bytes
                 self._spare.append((member.name, tar.read(member) if fits else None))
             return
         try:
             if ending in self._fields:
                 raise RecordError("duplicate", f"two members {member.name!r}")
             self.size += member.bytes
-            if self.size > self._options.max_record_bytes:
+            self._name_bytes += len(ending)
+            if self.size + self._name_bytes > self._options.max_record_bytes:
                 raise RecordError("too_long", f"{self.size} bytes up to {member.name!r}")
             self._fields[ending] = _value(tar.read(member), kind)
         except RecordError as error:

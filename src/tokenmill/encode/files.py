@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 CONFIG = "tokenizer_config.json"
 SIBLINGS = (CONFIG, "special_tokens_map.json")
 """Beside a `tokenizer.json`, in order of authority."""
+MAX_NORMALIZER_CHARS = 256
+"""Of what a normalizer puts before a text, or in place of a part of it."""
 MODEL_SUFFIX = ".model"
 """Of files of SentencePiece, and of the rank file that Meta publishes with Llama 3."""
 _TIKTOKEN = "tiktoken:"
@@ -165,6 +167,7 @@ def read_json_file(path: Path, where: str) -> JsonFile:
             f"{path}: must hold a model with a vocabulary, got keys {sorted(value)}; "
             "give the tokenizer.json that Hugging Face tokenizers writes"
         )
+    _check_shape(value, path)
     if model.get("dropout"):
         raise TokenizerError(
             f"{path}: model.dropout must be null, got {model['dropout']}; "
@@ -189,6 +192,7 @@ def read_json_file(path: Path, where: str) -> JsonFile:
             eos=eos[0],
             pad=pad[0],
             named_by={"bos": bos[1], "eos": eos[1]},
+            adds_bos="bos_token" in placed or not _says_no_bos(path.parent / CONFIG),
         ),
         added_ids=added_ids,
         unknown=_unknown(model),
@@ -222,6 +226,51 @@ def read_object(data: bytes, path: Path, refusal: type[TokenmillError] = Tokeniz
     if not isinstance(value, dict):
         raise refusal(f"{path}: must be a JSON object, got {type(value).__name__}; is it the right file?")
     return value
+
+
+def _check_shape(value: dict[str, Any], path: Path) -> None:
+    """Refuse a file whose parts are not what they are used as: what reads it further takes that for granted."""
+
+    def require(ok: bool, rule: str, got: object) -> None:
+        if not ok:
+            shown = repr(got)
+            raise TokenizerError(f"{path}: {rule}, got {shown[:80]}; correct the file, or download it again")
+
+    added, model = value.get("added_tokens"), value.get("model")
+    require(isinstance(added, list | None), "added_tokens must be a list", added)
+    require(isinstance(model, dict), "model must be an object", model)
+    assert isinstance(model, dict)
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        wrong = next((id_ for id_ in vocab.values() if type(id_) is not int or not 0 <= id_ < 1 << 32), None)
+        require(wrong is None, "ids of the vocabulary must be whole numbers below 2^32", wrong)
+    else:
+        require(isinstance(vocab, list), "the vocabulary must be an object or a list", vocab)
+        pieces = (entry for entry in vocab or [] if not (isinstance(entry, list) and len(entry) == 2))
+        wrong = next(pieces, None)
+        require(wrong is None, "a piece of the vocabulary must be a list of a text and a score", wrong)
+        unknown = model.get("unk_id")
+        number = type(unknown) is int and 0 <= unknown < len(vocab or [])
+        require(unknown is None or number, "unk_id must be the place of a piece", unknown)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        require(isinstance(value.get(part), dict | None), f"{part} must be an object or null", value.get(part))
+    _check_lengths(value.get("normalizer"), path)
+
+
+def _check_lengths(part: object, path: Path) -> None:
+    """Refuse a normaliser that makes something huge of every text: its strings are put before or into them."""
+    if isinstance(part, str) and len(part) > MAX_NORMALIZER_CHARS:
+        raise TokenizerError(
+            f"{path}: a string of the normalizer must have at most {MAX_NORMALIZER_CHARS} characters, "
+            f"got {len(part)}; take a tokenizer that does not lengthen texts"
+        )
+    if isinstance(part, dict):
+        for name, inner in part.items():
+            if name != "precompiled_charsmap":
+                _check_lengths(inner, path)
+    elif isinstance(part, list):
+        for inner in part:
+            _check_lengths(inner, path)
 
 
 def _model_ids(vocab: dict[str, int] | list[list[Any]]) -> dict[str, int]:
@@ -286,6 +335,11 @@ def _named(
     if role in placed:
         return placed[role], f"the post-processor of {path.name}"
     return next((name for name in _ROLES[role] if name in special_ids), None), "its well-known name"
+
+
+def _says_no_bos(config: Path) -> bool:
+    """Say whether a config has `add_bos_token: false`, as Yi's; a post-processor that adds BOS counts for more."""
+    return config.is_file() and read_object(config.read_bytes(), config).get("add_bos_token") is False
 
 
 def _placed(post_processor: object) -> dict[str, str]:

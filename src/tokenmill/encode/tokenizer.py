@@ -236,6 +236,8 @@ class Vocabulary:
     pad: str | None
     named_by: Mapping[str, str] = field(default_factory=dict)
     """`bos` and `eos` -> what says which string that is, in words; what nothing names is not there."""
+    adds_bos: bool = True
+    """Whether a text starts with BOS, where there is one and nobody says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,8 +253,8 @@ class Framing:
 def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
     """Settle BOS, EOS and PAD: what the caller wants, else what the tokenizer has.
 
-    By default a document gets the BOS and the EOS that there are. Where both are one id only EOS is added, or
-    only BOS if that is asked for: never two in a row.
+    By default a document gets the BOS and the EOS that there are, but no BOS where the files of the tokenizer say
+    so. Where both are one id only EOS is added, or only BOS if that is asked for: never two in a row.
     """
     bos_id = _id_of("bos_token", framing.bos_token or vocabulary.bos, vocabulary)
     eos_id = _id_of("eos_token", framing.eos_token or vocabulary.eos, vocabulary)
@@ -261,7 +263,7 @@ def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
     if add_eos is None:
         add_eos = eos_id is not None and not (one_id and add_bos)
     if add_bos is None:
-        add_bos = bos_id is not None and not (one_id and add_eos)
+        add_bos = bos_id is not None and vocabulary.adds_bos and not (one_id and add_eos)
     for name, added, known in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
         if added and known is None:
             raise TokenizerError(

@@ -25,7 +25,8 @@ from tokenmill.live.tokens import EMPTY, WindowRows, in_order, no_documents, pac
 from tokenmill.loader.assemble import Drawn, pad_id
 from tokenmill.loader.drawn import Skipped, SkippedText
 from tokenmill.loader.kernels import SPAN_COLUMNS
-from tokenmill.loader.loader import Loader, LoaderOptions, RankSlice
+from tokenmill.loader.layout import Layout, RankSlice
+from tokenmill.loader.loader import Loader, LoaderOptions
 from tokenmill.loader.state import DrawnRows, LanePosition, Position, RowFormat, State
 from tokenmill.packing.policy import Policy
 from tokenmill.plan.plan import compile_plan
@@ -78,8 +79,10 @@ class LaneWindow:
     """What was left out, of windows without rows that were passed over too."""
 
 
-def find_window(source: LiveSource, windows: Windows, request: Request, show: Show) -> LaneWindow:
-    """Return the first window of a lane from a position on that has rows left.
+def find_window(
+    source: LiveSource, windows: Windows, request: Request, show: Show, *, ahead: int = 0
+) -> LaneWindow:
+    """Return the first window of a lane from a position on that has rows left, whose full rows look `ahead` so far.
 
     A lane without any would look for ever: it is given up after as many windows as there are, or, where every epoch
     is the same, after one epoch.
@@ -102,7 +105,7 @@ def find_window(source: LiveSource, windows: Windows, request: Request, show: Sh
                 f"{name}: must hold what it held when the state was saved, got other text; put the file back, or "
                 "start at step 0"
             )
-        rows = pack_window(tokenized, options, drawn)
+        rows = pack_window(tokenized, options, drawn, ahead)
         show(name)
         skipped += rows.skipped
         if rows.num_rows:
@@ -300,7 +303,9 @@ class LiveLanes:
         most = options.threads + 1 if options.ahead is None else max(options.ahead, options.threads)
         self._num_ahead = most if options.threads else 0
         """Windows that are made before they are needed."""
-        self._find = partial(find_window, source, windows)  # holds no reference to this object, which ends threads
+        self._look_ahead = options.horizon - 1
+        # Holds no reference to this object, which ends threads.
+        self._find = partial(find_window, source, windows, ahead=self._look_ahead)
         self._format = source.options.format
         """In which rows were last asked for: in this format those of windows ahead are made."""
         self._threads: WindowThreads | None = None
@@ -416,7 +421,7 @@ class LiveLanes:
         """Pack what is left of the window that a lane holds in another format, without reading it; hold that."""
         drawn = lane.position.drawn
         lane.drop()
-        rows = pack_window(window.rows.tokenized, self.source.options.in_format(format), drawn)
+        rows = pack_window(window.rows.tokenized, self.source.options.in_format(format), drawn, self._look_ahead)
         self._note_skipped(rows.skipped)
         if not rows.num_rows:
             lane.go(_after(self.windows, number, window.epoch, window.turn))
@@ -589,7 +594,7 @@ class LiveLoader(Loader):
         self.rows = rows
         super().__init__(
             compile_plan([stage], sources=("text",), steps=steps),
-            RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
+            RankSlice(layout=Layout(dp=(rank, world_size)), micro_batch=micro_batch),
             LoaderOptions(arrays=tuple(arrays), threads=threads, ahead=ahead, timeout=timeout),
         )
 

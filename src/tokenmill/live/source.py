@@ -34,12 +34,14 @@ from tokenmill.documents import (
 )
 from tokenmill.encode.engines import ENGINES, trusted
 from tokenmill.encode.files import kind_of
+from tokenmill.encode.fim import Fim, with_fim
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
 from tokenmill.fingerprint import digest, first_difference, key64
 from tokenmill.loader.state import RowFormat
 from tokenmill.packing.policy import Policy
 from tokenmill.plan.shuffle import permute
+from tokenmill.tables import as_json
 from tokenmill.types import ON_ERROR, AnyArray, Int64Array
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ class ForeignTokenizer:
 
 MEMORY_BYTES = 256 << 20
 """Input that the windows of all lanes hold together, where the size of a window is not said."""
-TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes", "keep_empty")
+TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes", "keep_empty", "fim")
 """What decides which documents a lane reads when; the others of `describe` are how rows are made of them."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
 
@@ -165,6 +167,8 @@ class LiveOptions:
     """Whether a text without a character is a document; else it is left out, counted as `empty`."""
     window_bytes: int | None = None
     """How much of a file is packed together; None: 256 MiB divided by the lanes, 64 KiB to 8 MiB."""
+    fim: Fim | None = None
+    """Whether some documents are cut in three, to learn to fill in the middle; others in every epoch."""
     add_bos: bool | None = None
     """Whether documents start with BOS; None: as the tokenizer has it."""
     add_eos: bool | None = None
@@ -236,6 +240,7 @@ class LiveOptions:
             "lanes": lanes,
             "window_bytes": self.window_size(lanes),
             **({} if self.keep_empty else {"keep_empty": False}),
+            **({} if self.fim is None else {"fim": digest(as_json(self.fim))[:16]}),
         }
 
 
@@ -504,6 +509,7 @@ def open_live(
             "packing: bos_best_fit needs documents that start with BOS, got a tokenizer that adds none; "
             "say add_bos=True, or use packing='best_fit'"
         )
+    with_fim(opened, options.fim)  # refuses a tokenizer that lacks its tokens, before a window is made
     return LiveSource(files=files, digests=tuple(map(file_digest, files)), tokenizer=opened, options=options)
 
 

@@ -14,6 +14,7 @@ import xxhash
 
 from tokenmill.compiled import kernel
 from tokenmill.documents import RULES, read_unit
+from tokenmill.encode.fim import with_fim
 from tokenmill.encode.tokenizer import Tokenizer, frame, token_dtype
 from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.source import LiveOptions, Window, record_name
@@ -28,8 +29,9 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.policy import FORBID, MAX_DOCUMENTS
+from tokenmill.packing.policy import DROP, FORBID, MAX_DOCUMENTS
 from tokenmill.packing.rows import unseen
+from tokenmill.packing.stored import look_ahead
 from tokenmill.plan.shuffle import Shuffle, permute_all
 from tokenmill.plan.stages import Seen
 from tokenmill.types import Encoded, Fates, Int64Array, Spans, UnsignedArray
@@ -68,6 +70,7 @@ def tokenize_window(
     are put in order, not texts.
     """
     skipped: list[Skipped] = []
+    tokenizer = with_fim(tokenizer, options.fim, epoch)
     parts = _parts(window, tokenizer, options, skipped, beat)
     places = np.concatenate([np.empty((0, 2), np.int64), *(places for _, places in parts)])
     order = np.arange(len(places))
@@ -247,18 +250,21 @@ class _Packed:
         return self.index.rows_of_window(window)
 
 
-def pack_window(tokenized: Tokenized, options: LiveOptions, drawn: Sequence[DrawnRows] = ()) -> WindowRows:
+def pack_window(
+    tokenized: Tokenized, options: LiveOptions, drawn: Sequence[DrawnRows] = (), ahead: int = 0
+) -> WindowRows:
     """Pack the documents of a window; or, where rows of it were drawn, those that are left.
 
     Where they were made in another format, what they have left is packed anew; the rows of `drawn` before the last
-    are of formats before that one. The same documents and options give the same rows, whoever asks.
+    are of formats before that one. The same documents and options give the same rows, whoever asks. A full row has
+    up to `ahead` tokens more, if its last document goes on: labels of inputs before them.
     """
     formats = [options.in_format(format) for format, _ in drawn]
     if not formats or formats[-1] != options:
         formats.append(options)
     skipped = list(tokenized.skipped)
     encoded, kept = tokenized.encoded, np.arange(tokenized.encoded.num_documents)
-    if formats[0].policy.split_mode == FORBID:
+    if formats[0].policy.split_mode in (FORBID, DROP):
         long = _too_long(kept, np.diff(encoded.offsets), tokenized, formats[0], skipped)
         encoded, kept = _without(encoded, long), np.delete(kept, long)
     documents = _Documents(Path(tokenized.window.unit.pieces[0].file.path), encoded)
@@ -276,9 +282,9 @@ def pack_window(tokenized: Tokenized, options: LiveOptions, drawn: Sequence[Draw
         _check_row(first, packed, tokenized)
     ids = np.ascontiguousarray(encoded.ids)
     return WindowRows(
-        lines=_lines(packed, order, ids),
+        lines=_lines(packed, order, ids, options.seq_len, 0 if options.policy.drops_ends else ahead),
         ids=ids,
-        fates=packed.index.fates(),
+        fates=packed.index.fates(formats[-1].policy),
         skipped=tuple(skipped),
         tokenized=tokenized,
         first=first,
@@ -310,7 +316,7 @@ def _pack_rest(
 ) -> _Packed:
     """Pack what is left of documents in another format."""
     fragments, excluded = unseen(packed, seen, options.policy), packed.excluded
-    if options.policy.split_mode == FORBID:
+    if options.policy.split_mode in (FORBID, DROP):
         left = [(window * MAX_DOCUMENTS, fragments(window)[0]) for window in range(num_windows(packed.store))]
         documents = np.concatenate([np.empty(0, np.int64), *(begin + pieces[0] for begin, pieces in left)])
         lengths = np.concatenate([np.empty(0, np.int64), *(pieces[2] for _, pieces in left)])
@@ -357,11 +363,11 @@ def _too_long(
     for index in long.tolist():
         piece, line = tokenized.places[documents[index]].tolist()
         where = record_name(tokenized.window.unit.pieces[piece], line)
-        if options.on_error == "stop":
+        if options.policy.split_mode == FORBID and options.on_error == "stop":
             raise DocumentError(
                 f"{where}: with packing = {options.packing!r} and split = {options.split!r} a document must have "
-                f"at most {options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or use split = "
-                "truncate_end, or on_error='skip'"
+                f"at most {options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or say on_long "
+                "= drop or cut, or on_error = skip"
             )
         skipped.append(Skipped(reason=TOO_LONG, place=where))
     return long
@@ -378,11 +384,13 @@ def _without(encoded: Encoded, documents: Int64Array) -> Encoded:
     return Encoded(ids=encoded.ids[np.repeat(kept, lengths)], offsets=offsets)
 
 
-def _lines(packed: _Packed, order: Int64Array, ids: UnsignedArray) -> list[bytes]:
+def _lines(packed: _Packed, order: Int64Array, ids: UnsignedArray, seq_len: int, ahead: int) -> list[bytes]:
     """Find the spans of rows, and where their tokens are in memory; those of a row are one piece of bytes."""
     if not order.size:
         return []
     places = packed.spans(order)
+    if ahead:
+        places = look_ahead(places, seq_len, ahead, lambda documents: packed.store.locate(documents)[2])
     spans = np.empty((places.length.size, SPAN_COLUMNS), np.int64)
     describe_spans(spans, places.joined, places.length, ids.dtype.itemsize)
     address = np.array([ids.ctypes.data], np.int64)

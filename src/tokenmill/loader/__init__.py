@@ -1,6 +1,6 @@
 """Rows to arrays, for one rank.
 
-1. In: a compiled plan whose rows stand in stores, or are drawn from lanes; a rank, a world size, a micro-batch.
+1. In: a compiled plan whose rows stand in stores, or are drawn from lanes; a layout of ranks, a micro-batch.
 2. Does: computes the rows of the rank's slice, finds their spans, copies them into arrays by kernels
    that release the GIL, ahead of the caller if asked.
 3. Out: dicts of arrays, in order, from any step where no row is drawn; a small state; digests.
@@ -8,7 +8,8 @@
 
 from tokenmill.loader.batch import DIGEST_ARRAYS, RECORD_ARRAYS, batch_digest, count_tokens, row_digests, stack
 from tokenmill.loader.kernels import IGNORE
-from tokenmill.loader.loader import Loader, LoaderOptions, RankSlice, usual_arrays
+from tokenmill.loader.layout import Layout, RankSlice
+from tokenmill.loader.loader import Loader, LoaderOptions, usual_arrays
 from tokenmill.types import ARRAYS
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "DIGEST_ARRAYS",
     "IGNORE",
     "RECORD_ARRAYS",
+    "Layout",
     "Loader",
     "LoaderOptions",
     "RankSlice",

@@ -8,35 +8,43 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.loader.batch import LENGTHS, REWARDS, Layout, layout, record_layout
+from tokenmill.loader.batch import LENGTHS, REWARDS, BufferPool, Shapes, array_shapes, record_shapes
 from tokenmill.loader.kernels import (
     ADDRESS,
     IGNORE,
+    LENGTH,
     MASK,
     SPAN_COLUMNS,
     copy_records,
     copy_rows,
     copy_words,
+    count_ahead,
     count_labels,
     describe_spans,
     find_segments,
     point_spans,
 )
+from tokenmill.loader.layout import Layout
+from tokenmill.loader.reuse import next_uses
 from tokenmill.packing.stored import StoredRows, distinct, is_stored
 from tokenmill.plan.stages import rows_at
-from tokenmill.store.layout import key_file
-from tokenmill.store.maps import LOOK_SECONDS
+from tokenmill.store import faults
+from tokenmill.store.layout import PAGE_BYTES, key_file
+from tokenmill.store.maps import RangeRequest, Ranges
+from tokenmill.store.reader import wanted_of
 from tokenmill.types import (
     RECORD_TYPES,
     STORED_ARRAYS,
+    AnyArray,
     Batch,
     Int32Array,
     Int64Array,
@@ -48,9 +56,14 @@ from tokenmill.types import (
 
 if TYPE_CHECKING:
     from tokenmill.packing.records import Runs
+    from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
-    from tokenmill.store.maps import MapCache, MappedFile
+    from tokenmill.store.maps import Loan, MapCache, MappedFile, Request
     from tokenmill.store.reader import Store
+
+
+LOOK_EVERY = 200
+"""Times as long as a look at the sizes of mapped files takes, until the next one."""
 
 
 def record_type(stage: Stage) -> str | None:
@@ -59,12 +72,17 @@ def record_type(stage: Stage) -> str | None:
     return next((kind for kind in kinds if kind in RECORD_TYPES), None)
 
 
-def stage_layout(stage: Stage, arrays: Sequence[str], rows: int) -> Layout:
+def segment_multiple(stage: Stage) -> int:
+    """Return to a multiple of how many columns the segments of a stage are filled up."""
+    return max((rows.segment_multiple for rows in stage.rows.values() if is_stored(rows)), default=1)
+
+
+def stage_shapes(stage: Stage, arrays: Sequence[str], rows: int, horizon: int = 1) -> Shapes:
     """Return shape and dtype of those arrays that have a line for every row, in a batch of so many rows."""
     kind = record_type(stage)
     if kind is None:
-        return layout(arrays, rows, stage.spec.seq_len)
-    return record_layout(kind, arrays, (rows, _group_size(stage, kind), stage.spec.seq_len))
+        return array_shapes(arrays, rows, stage.spec.seq_len, horizon)
+    return record_shapes(kind, arrays, (rows, _group_size(stage, kind), stage.spec.seq_len))
 
 
 def _group_size(stage: Stage, kind: str) -> int:
@@ -112,6 +130,33 @@ class _Piece:
     """Where its spans are in the store."""
     spans: Int64Array
     """The lines of the field's table that are its."""
+    whole: tuple[Int64Array, Int64Array] | None = None
+    """Tokens of the store, begins and ends, that are shuffled together with its rows in one block each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """How what is not on this machine is asked for."""
+
+    ahead: bool = False
+    """Whether it is ahead of training, and waits until there is room for it."""
+    plan: Plan | None = None
+    """By which a mirror knows what to let go; None: there is none, or it keeps all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ordered:
+    """Spans whose tokens are on their way into memory."""
+
+    piece: _Piece
+    key: str
+    column: int
+    """Which address of a span they give."""
+    shards: Int64Array
+    bases: Int64Array
+    """Where the file of each shard begins, as far as that is known."""
+    loans: tuple[tuple[list[int], Loan], ...]
+    """Which of the shards each brings."""
 
 
 class Block(ABC):
@@ -128,18 +173,30 @@ class Block(ABC):
         index: Mapping[int, StoredRows],
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
+        horizon: int = 1,
+        orders: Orders | None = None,
     ) -> None:
-        """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, others are drawn."""
+        """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, others are drawn.
+
+        Labels are the next `horizon` tokens. What is not on this machine is asked for, as `orders` say.
+        """
         self.stage = stage
         self.seq_len = stage.spec.seq_len
         self.arrays = tuple(arrays)
+        self.horizon = horizon
         self.steps, self.slots = places
         self.sources, rows = rows_at(stage, *places)
+        self._index, self._row_ids = index, rows
         stores = [source.store for source in index.values()]
         self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
         self._maps: list[tuple[MapCache, list[MappedFile]]] = []
-        self._next_look = monotonic() + LOOK_SECONDS
+        self._faults = faults.total[0]
+        self._next_look = 0.0
         """When the sizes of the mapped files are to be looked at."""
+        self._orders = orders or Orders()
+        self._ordered: list[_Ordered] = []
+        self._loans: list[Loan] = []
+        self._settling = Lock()
         self._whole: Batch | None = None
         self._fields: dict[str, _Field] = {}
         self._pieces = self._find(index, rows)
@@ -155,8 +212,12 @@ class Block(ABC):
         """What decides the shapes of its batches, beside their number of rows."""
 
     @abstractmethod
-    def layout(self, rows: int, arrays: Sequence[str] | None = None) -> Layout:
+    def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:
         """Return shape and dtype of arrays of a batch of so many rows; of all that have a line for every row."""
+
+    def _row_shapes(self, rows: int, arrays: Sequence[str]) -> Shapes:
+        """Return the shapes of whole rows, where a batch may have a part of each."""
+        return self.shapes(rows, arrays)
 
     @abstractmethod
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
@@ -164,6 +225,10 @@ class Block(ABC):
 
         Rows that do not stand in a store must have been `drawn`.
         """
+
+    @abstractmethod
+    def trimmed(self, number: int, batch: Batch) -> Batch:
+        """Return the `number`-th batch padded to its longest row only."""
 
     @abstractmethod
     def _room(self, piece: _Piece) -> tuple[int, int]:
@@ -181,18 +246,56 @@ class Block(ABC):
                 )
 
     def _check_files(self) -> None:
-        """Refuse files that became shorter: to read what is gone would end the process."""
-        for _, files in self._maps:
+        """Refuse what was copied of files that became shorter meanwhile."""
+        begin = monotonic()
+        self._faults = faults.total[0]
+        for maps, files in self._maps:
             for file in files:
-                file.check()
-        self._next_look = monotonic() + LOOK_SECONDS
+                maps.check(file)
+        # Missing pages are told at once. A page that is cut in its middle reads as zeros: only the size tells that,
+        # and a look at it is a system call, of about a microsecond a file.
+        self._next_look = monotonic() + LOOK_EVERY * (monotonic() - begin)
 
     @abstractmethod
     def _copy(self, begin: int, out: Batch) -> None:
         """Copy the rows from `begin` on; tokens of spans without an address stay as they are."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all tokens are on this machine."""
+        return all(loan.is_here for ordered in self._ordered for _, loan in ordered.loans)
+
+    def _settle(self) -> None:
+        """Wait for what is on its way, and give the spans their addresses."""
+        with self._settling:
+            while self._ordered:
+                ordered = self._ordered[0]
+                for numbers, loan in ordered.loans:
+                    ordered.bases[numbers] = [file.address for file in loan.wait()]
+                places = (ordered.piece.places.shard, ordered.piece.places.token)
+                width = ordered.piece.store.dtype(ordered.key).itemsize
+                point_spans(ordered.piece.spans, places, ordered.shards, ordered.bases, ordered.column, width)
+                self._loans += [loan for _, loan in ordered.loans]
+                del self._ordered[0]
+
+    def columns(self, number: int, count: int, names: Sequence[str]) -> Batch:
+        """Return fields that stores keep of the records of the `number`-th batch of `count` rows, an array each.
+
+        Numbers are an array of numbers, with NaN where a record has none; all else is an array of objects.
+        """
+        chosen = slice(number * count, (number + 1) * count)
+        kept = []
+        for source, row in zip(self.sources[chosen].tolist(), self._row_ids[chosen], strict=True):
+            rows = self._index[source]
+            document = int(rows.spans(row.reshape(1)).document[0])
+            kept.append(rows.store.origin(document).kept)
+        return {name: _column([each.get(name) for each in kept]) for name in names}
+
     def release(self) -> None:
         """Give the maps back; nothing can be copied afterwards."""
+        for loan in (*self._loans, *(loan for ordered in self._ordered for _, loan in ordered.loans)):
+            loan.release()
+        self._loans, self._ordered = [], []
         for maps, files in self._maps:
             maps.give_back(files)
         self._maps.clear()
@@ -201,28 +304,34 @@ class Block(ABC):
         """Find the spans of each array of all rows that stand in stores."""
         lines: dict[str, Int64Array] = {}
         sizes: Counter[str] = Counter()
-        parts: list[tuple[Store, str, Spans | Runs, int]] = []
+        parts: list[tuple[StoredRows, str, Spans | Runs, int]] = []
+        whole = {}
         present = distinct(self.sources).tolist()
         for source in present:
             if source not in index:
                 continue
             chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
-            for key, spans in index[source].fields(rows[chosen]).items():
+            if self.stage.by_block and index[source].store.remotes:
+                block_rows = self.stage.spec.shuffle.block_rows
+                whole[id(index[source])] = index[source].whole_blocks(rows[chosen], block_rows)
+            for key, spans in index[source].fields(rows[chosen], self.horizon - 1).items():
                 table = lines.setdefault(key, np.zeros((rows.size, 2), np.int64))
                 table[chosen, 0] = spans.first + sizes[key]
                 table[chosen, 1] = spans.count
-                parts.append((index[source].store, key, spans, sizes[key]))
+                parts.append((index[source], key, spans, sizes[key]))
                 sizes[key] += spans.length.size
         self._fields |= {
             key: _Field(table, np.empty((sizes[key], SPAN_COLUMNS), np.int64)) for key, table in lines.items()
         }
         pieces = []
-        for store, key, spans, begin in parts:
+        for source_rows, key, spans, begin in parts:
+            store = source_rows.store
             table = self._fields[key].spans[begin : begin + spans.length.size]
             describe_spans(table, spans.joined, spans.length, store.dtype(key).itemsize)
             mask = STORED_ARRAYS[key].mask
             mask = mask if mask in store.keys else None
-            pieces.append(_Piece(store=store, key=key, mask=mask, places=spans, spans=table))
+            around = whole.get(id(source_rows))
+            pieces.append(_Piece(store=store, key=key, mask=mask, places=spans, spans=table, whole=around))
         return pieces
 
     def _map(self) -> None:
@@ -233,7 +342,8 @@ class Block(ABC):
         most = self._pieces[0].store.maps.limit // 2
         needs = [(piece, distinct(piece.places.shard)) for piece in self._pieces]
         try:
-            if sum(shards.size * (1 + (piece.mask is not None)) for piece, shards in needs) <= most:
+            mapped = [(piece, shards) for piece, shards in needs if not piece.store.by_ranges]
+            if sum(shards.size * (1 + (piece.mask is not None)) for piece, shards in mapped) <= most:
                 for piece, shards in needs:
                     self._point(piece, shards)
             else:
@@ -247,28 +357,83 @@ class Block(ABC):
         store, places = piece.store, (piece.places.shard, piece.places.token)
         for key, column in ((piece.key, ADDRESS), (piece.mask, MASK)):
             if key is not None:
-                files = store.maps.take([store.file(int(shard), key_file(key)) for shard in shards])
+                requests = [store.file(int(shard), key_file(key)) for shard in shards]
+                if any(isinstance(request, RangeRequest) for request in requests):
+                    self._order(piece, key, column, shards, requests)
+                    continue
+                files = store.maps.take(requests)
                 self._maps.append((store.maps, files))
                 bases = np.array([file.address for file in files], np.int64)
                 point_spans(piece.spans, places, shards, bases, column, store.dtype(key).itemsize)
 
+    def _order(self, piece: _Piece, key: str, column: int, shards: Int64Array, requests: Sequence[Request]) -> None:
+        """Ask for the tokens of spans whose files are not mapped but read by ranges."""
+        store, places = piece.store, piece.places
+        bases = np.zeros(shards.size, np.int64)
+        spans = (places.shard, places.token, places.token + places.length)
+        by_reader: dict[int, tuple[list[int], list[Ranges]]] = {}
+        for number, wanted in enumerate(wanted_of(requests, shards, spans, store.dtype(key).itemsize)):
+            if isinstance(wanted, Ranges):
+                numbers, ranges = by_reader.setdefault(id(wanted.request.reader), ([], []))
+                numbers.append(number)
+                shard = int(shards[number])
+                whole = None if piece.whole is None else _within(store, key, shard, piece.whole)
+                ranges.append(replace(wanted, again=self._again(store, key, shard), whole=whole))
+            else:
+                self._maps.append((store.maps, store.maps.take([wanted])))
+                bases[number] = self._maps[-1][1][0].address
+        loans = tuple(
+            (numbers, ranges[0].request.reader.begin(ranges, ahead=self._orders.ahead))
+            for numbers, ranges in by_reader.values()
+        )
+        self._ordered.append(_Ordered(piece=piece, key=key, column=column, shards=shards, bases=bases, loans=loans))
+
+    def _again(self, store: Store, key: str, shard: int) -> Callable[[Int64Array], Int64Array] | None:
+        """Return what says of pages, by their first bytes, when the run needs them behind this block."""
+        if self._orders.plan is None:
+            return None
+        plan, axis, width = self._orders.plan, store.axis(key), store.dtype(key).itemsize
+        after = int(self.steps.max())
+
+        def steps(begins: Int64Array) -> Int64Array:
+            size = int(store.axes[axis].values[shard + 1] - store.axes[axis].values[shard])
+            values = np.maximum(begins, 0) // width, np.minimum(-(-(begins + PAGE_BYTES) // width), size)
+            return next_uses(plan, store, axis, shard, values, after)
+
+        return steps
+
     def _copy_in_turns(self, needs: Sequence[tuple[_Piece, Int64Array]], most: int) -> None:
         # The loss mask is made of the labels, which must outlive the turns.
         arrays = (*self.arrays, "labels") if "loss_mask" in self.arrays else self.arrays
-        whole = {name: np.empty(*kind) for name, kind in self.layout(self.num_rows, arrays).items()}
+        whole = {name: np.empty(*kind) for name, kind in self._row_shapes(self.num_rows, arrays).items()}
         for piece, shards in needs:
             for begin in range(0, shards.size, most):
                 self._point(piece, shards[begin : begin + most])
+                self._settle()
                 self._copy(0, whole)
+                self._check_files()
                 self.release()
                 piece.spans[:, ADDRESS] = piece.spans[:, MASK] = 0
         self._whole = whole
 
 
+def _within(
+    store: Store, key: str, shard: int, tokens: tuple[Int64Array, Int64Array]
+) -> tuple[Int64Array, Int64Array]:
+    """Return the bytes of an array of a shard, begins and ends, of runs of tokens of the store."""
+    base, end = store.axes[store.axis(key)].values[shard : shard + 2].tolist()
+    begins, ends = (np.clip(each, base, end) - base for each in tokens)
+    width = store.dtype(key).itemsize
+    return begins[ends > begins] * width, ends[ends > begins] * width
+
+
+SEGMENT_ARRAYS = frozenset(("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen"))
+
+
 class SequenceBlock(Block):
     """A block of rows that are sequences, with everything that is made of their spans."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a loader is told
         self,
         stage: Stage,
         index: Mapping[int, StoredRows],
@@ -277,79 +442,154 @@ class SequenceBlock(Block):
         *,
         continuous: bool = False,
         pad: int | None = None,
+        horizon: int = 1,
+        layout: Layout | None = None,
+        orders: Orders | None = None,
     ) -> None:
-        """See `Block`; `continuous` positions run through the row, `pad` is for a block without a store."""
-        super().__init__(stage, index, places, arrays)
+        """See `Block`; `continuous` positions run through the row, `pad` is for a block without a store.
+
+        `layout` says which columns of each row its batches have.
+        """
+        super().__init__(stage, index, places, arrays, horizon, orders)
+        layout = layout or Layout()
+        self._layout = layout
+        self._multiple = segment_multiple(stage)
+        self._width = layout.width(self.seq_len)
+        self._rows: dict[int, BufferPool] = {}
+        """Memory for whole rows, of which batches have a part; by their number."""
         self._pad = self._pad if pad is None else pad
         self._crossing = int(any(rows.cross_document_labels for rows in stage.rows.values()))
         self._continuous = int(continuous)
         empty = _Field(rows=np.zeros((self.num_rows, 2), np.int64), spans=np.empty((0, SPAN_COLUMNS), np.int64))
         self._field = next(iter(self._fields.values()), empty)
-        self._others = len(self.layout(1)) < len(self.arrays)
+        self._others = len(self.shapes(1)) < len(self.arrays)
         """Whether there are arrays that have no line for every row."""
-        self._loss_tokens: Mapping[int, int] = {}
-        self._cuts: tuple[int, Int32Array, list[int], Int32Array] | None = None
+        self._loss_tokens: Mapping[int, Int64Array] = {}
+        self._cuts: tuple[int, Int32Array, Int32Array, list[int], Int32Array] | None = None
         if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
             self._map()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """What decides the shapes of its batches, beside their number of rows."""
-        return (self.seq_len,)
+        return (self._width,)
 
-    def layout(self, rows: int, arrays: Sequence[str] | None = None) -> Layout:
+    def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:
         """Return shape and dtype of each array that has a line for every row."""
-        return layout(self.arrays if arrays is None else arrays, rows, self.seq_len)
+        return array_shapes(self.arrays if arrays is None else arrays, rows, self._width, self.horizon)
+
+    def _row_shapes(self, rows: int, arrays: Sequence[str]) -> Shapes:
+        return array_shapes(arrays, rows, self.seq_len, self.horizon)
 
     def _room(self, piece: _Piece) -> tuple[int, int]:
         spans = piece.places
-        return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + 1
+        return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + self.horizon
 
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
-        if monotonic() > self._next_look:
-            self._check_files()
+        if self._ordered:
+            self._settle()
         count = next(iter(out.values())).shape[0]
         begin = number * count
+        rows = out if self._width == self.seq_len else self._whole_rows(count)
         if self._whole is not None:
-            for name, array in out.items():
+            for name, array in rows.items():
                 array[:] = self._whole[name][begin : begin + count]
         field = self._joined(begin, count, drawn) if drawn else self._field
         if drawn:
-            self._copy_field(field, 0, begin, out)
+            self._copy_field(field, 0, begin, rows)
         elif self._whole is None:
-            self._copy_field(field, begin, begin, out)
+            self._copy_field(field, begin, begin, rows)
+        if rows is not out and self._layout.cut == "segments":
+            columns = self._layout.segment_columns(self._segments(field, number, count, cached=not drawn)[0])
+            self._take(rows, columns, out)
+        elif rows is not out:
+            self._cut(rows, out)
         if self._others:
             self._add_others(field, number, count, out, cached=not drawn)
+        if monotonic() > self._next_look or faults.total[0] != self._faults:
+            self._check_files()
+        return out
+
+    def _whole_rows(self, count: int) -> Batch:
+        """Return arrays for so many whole rows."""
+        if count not in self._rows:
+            self._rows[count] = BufferPool(self._row_shapes(count, self.arrays))
+        return self._rows[count].batch()
+
+    def _cut(self, rows: Batch, out: Batch) -> None:
+        """Take the columns of rows that the batches have."""
+        for name, array in out.items():
+            if array.ndim == 1:
+                array[:] = rows[name]
+                continue
+            filled = 0
+            for columns in self._layout.columns(self.seq_len):
+                part = rows[name][:, columns]
+                array[:, filled : filled + part.shape[1]] = part
+                filled += part.shape[1]
+
+    def _take(self, rows: Batch, columns: Int64Array, out: Batch) -> None:
+        """Take the columns of rows laid end to end that the batches have."""
+        for name, array in out.items():
+            if array.ndim == 1:
+                array[:] = rows[name]
+            else:
+                array[:] = rows[name].reshape(-1, *array.shape[2:])[columns].reshape(array.shape)
+
+    def trimmed(self, number: int, batch: Batch) -> Batch:
+        """Return the `number`-th batch, of rows that all stand in stores, padded to its longest row only."""
+        count = next(array.shape[0] for name, array in batch.items() if name in _LINED)
+        rows, spans = self._field.rows[number * count : (number + 1) * count], self._field.spans
+        used = run_sums(rows[:, 0], rows[:, 1], spans[:, LENGTH])
+        longest = max(1, min(self.seq_len, int(used.max(initial=0))))
+        out = {
+            name: np.ascontiguousarray(array[:, :longest]) if name in _LINED and array.ndim > 1 else array
+            for name, array in batch.items()
+        }
+        if SEGMENT_ARRAYS & out.keys():
+            bounds, tokens, _, longest_segment = find_segments(rows, spans, longest, count)
+            found = {"cu_seqlens": bounds, "cu_seqlens_unpadded": tokens, "max_seqlen": longest_segment[0, ...]}
+            out |= {name: array for name, array in found.items() if name in out}
         return out
 
     def _add_others(self, field: _Field, number: int, count: int, out: Batch, *, cached: bool) -> None:
         """Add the arrays that have no line for every row."""
-        if "cu_seqlens" in self.arrays or "max_seqlen" in self.arrays:
-            bounds, longest = self._segments(field, number, count, cached=cached)
-            if "cu_seqlens" in self.arrays:
-                out["cu_seqlens"] = bounds
-            if "max_seqlen" in self.arrays:
-                out["max_seqlen"] = longest
+        if SEGMENT_ARRAYS & set(self.arrays):
+            found = zip(
+                ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen"),
+                self._segments(field, number, count, cached=cached),
+                strict=True,
+            )
+            out |= {name: array for name, array in found if name in self.arrays}
         if "num_loss_tokens" in self.arrays:
-            out["num_loss_tokens"] = np.array(self._loss_tokens[int(self.steps[number * count])], np.int64)
+            out["num_loss_tokens"] = self._loss_tokens[int(self.steps[number * count])].copy()
 
-    def set_loss_tokens(self, counts: Mapping[int, int]) -> None:
+    def set_loss_tokens(self, counts: Mapping[int, Int64Array]) -> None:
         """Say how many labels the global batch of each step has."""
         self._loss_tokens = counts
 
-    def labels_by_step(self) -> dict[int, int]:
-        """Return how many labels its rows have in each step; reads tokens only where a store has a loss mask."""
+    def labels_by_step(self) -> dict[int, Int64Array]:
+        """Return how many labels its rows have in each step; reads tokens only where a store has a loss mask.
+
+        Where labels go beyond the next token there is a number for each of those that follow.
+        """
         if any(piece.mask is not None for piece in self._pieces):
-            out = self._whole or {"labels": np.empty((self.num_rows, self.seq_len), np.int64)}
+            self._settle()
+            out = self._whole or {
+                name: np.empty(*kind) for name, kind in self._row_shapes(self.num_rows, ("labels",)).items()
+            }
             if self._whole is None:
                 self._copy(0, out)
+                self._check_files()
             counts = (out["labels"] != IGNORE).sum(axis=1)
+        elif self.horizon > 1:
+            counts = count_ahead(self._field.rows, self._field.spans, self.seq_len, self.horizon)
         else:
             counts = count_labels(self._field.rows, self._field.spans, self._crossing)
-        first = self.steps[0]
-        sums = np.bincount(self.steps - first, weights=counts)
-        return {step: int(sums[step - first]) for step in distinct(self.steps).tolist()}
+        first = np.flatnonzero(np.diff(self.steps, prepend=-1))  # rows are in the order of their steps
+        sums = np.add.reduceat(counts, first, axis=0)
+        return {int(step): np.asarray(number) for step, number in zip(self.steps[first], sums, strict=True)}
 
     def _copy(self, begin: int, out: Batch) -> None:
         self._copy_field(self._field, begin, begin, out)
@@ -365,14 +605,14 @@ class SequenceBlock(Block):
         longest = copy_rows(
             field.rows,
             field.spans,
-            (first, self._crossing, self._continuous, self._pad),
+            (first, self._crossing, self._continuous, self._pad, self._multiple),
             out.get("input_ids", _NOTHING),
             labels,
             out.get("position_ids", _NOTHING),
             out.get("doc_ids", _NO_DOCUMENTS),
             out.get("loss_mask", _NO_FLAGS),
         )
-        if longest > self.seq_len + 1:
+        if longest > self.seq_len + self.horizon:
             self._check_lengths()
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
@@ -393,16 +633,23 @@ class SequenceBlock(Block):
             size += len(part.spans)
         return _Field(rows=rows, spans=np.concatenate(spans))
 
-    def _segments(self, field: _Field, number: int, count: int, *, cached: bool) -> tuple[Int32Array, Int32Array]:
-        """Return the bounds of the segments of a batch, and its longest; of stored rows found for all batches."""
+    def _segments(
+        self, field: _Field, number: int, count: int, *, cached: bool
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Return the bounds of the segments of a batch, in columns and in tokens, and its longest.
+
+        Those of stored rows are found for all batches.
+        """
+        shape = (self.seq_len, count, self._multiple)
         if not cached:
-            bounds, _, longest = find_segments(field.rows, field.spans, self.seq_len, count)
-            return bounds, longest[0, ...]
+            bounds, tokens, _, longest = find_segments(field.rows, field.spans, *shape)
+            return bounds, tokens, longest[0, ...]
         if self._cuts is None or self._cuts[0] != count:
-            bounds, first, longest = find_segments(field.rows, field.spans, self.seq_len, count)
-            self._cuts = count, bounds, first.tolist(), longest
-        _, bounds, begins, longest = self._cuts
-        return bounds[begins[number] : begins[number + 1]], longest[number, ...]
+            bounds, tokens, first, longest = find_segments(field.rows, field.spans, *shape)
+            self._cuts = count, bounds, tokens, first.tolist(), longest
+        _, bounds, tokens, begins, longest = self._cuts
+        part = slice(begins[number], begins[number + 1])
+        return bounds[part], tokens[part], longest[number, ...]
 
 
 class RecordBlock(Block):
@@ -418,9 +665,10 @@ class RecordBlock(Block):
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
         kind: str,
+        orders: Orders | None = None,
     ) -> None:
         """See `Block`; `kind` is the training type."""
-        super().__init__(stage, index, places, arrays)
+        super().__init__(stage, index, places, arrays, orders=orders)
         self._kind = kind
         self._group = _group_size(stage, kind)
         self._check_lengths()
@@ -431,10 +679,10 @@ class RecordBlock(Block):
         """What decides the shapes of its batches, beside their number of rows."""
         return self.seq_len, self._group
 
-    def layout(self, rows: int, arrays: Sequence[str] | None = None) -> Layout:
+    def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:
         """Return shape and dtype of each array: all have a line for every row."""
         arrays = self.arrays if arrays is None else arrays
-        return record_layout(self._kind, arrays, (rows, self._group, self.seq_len))
+        return record_shapes(self._kind, arrays, (rows, self._group, self.seq_len))
 
     def _room(self, piece: _Piece) -> tuple[int, int]:
         lengths, counts = (int(numbers.max(initial=0)) for numbers in (piece.places.length, piece.places.count))
@@ -445,14 +693,28 @@ class RecordBlock(Block):
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
         assert not drawn, "records stand in stores"
-        if monotonic() > self._next_look:
-            self._check_files()
+        if self._ordered:
+            self._settle()
         count = next(iter(out.values())).shape[0]
         if self._whole is None:
             self._copy(number * count, out)
         else:
             for name, array in out.items():
                 array[:] = self._whole[name][number * count : (number + 1) * count]
+        if monotonic() > self._next_look or faults.total[0] != self._faults:
+            self._check_files()
+        return out
+
+    def trimmed(self, number: int, batch: Batch) -> Batch:
+        """Return the `number`-th batch, each array padded to its longest row only."""
+        out = dict(batch)
+        count = next(iter(batch.values())).shape[0]
+        for key, mask in token_arrays(self._kind).items():
+            rows, spans = self._fields[key].rows[number * count : (number + 1) * count], self._fields[key].spans
+            chosen = counted_from(rows[:, 0], rows[:, 1])
+            longest = max(1, int(spans[chosen, LENGTH].max(initial=0)))
+            for name in [name for name in (key, mask) if name is not None and name in out]:
+                out[name] = np.ascontiguousarray(out[name][..., :longest])
         return out
 
     def _copy(self, begin: int, out: Batch) -> None:
@@ -472,6 +734,19 @@ class RecordBlock(Block):
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
 
+def _column(values: list[Any]) -> AnyArray:
+    """Return values of one field: as numbers, where all that are there are some."""
+    if any(value is not None for value in values) and all(
+        value is None or isinstance(value, int | float) for value in values
+    ):
+        return np.array([np.nan if value is None else value for value in values])
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
+
+
+_LINED = frozenset(("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "source"))
+"""Arrays of a batch of sequences that have a line for every row."""
 _NOTHING = np.empty((0, 0), np.int64)
 _NO_DOCUMENTS = np.empty((0, 0), np.int32)
 _NO_FLAGS = np.empty((0, 0), np.bool_)

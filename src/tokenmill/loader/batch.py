@@ -25,26 +25,27 @@ LENGTHS = {
 """Array of token ids -> the array of a batch that says how many there are."""
 REWARDS = "rewards"
 
-Layout = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
+Shapes = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
 """Array name -> shape and dtype."""
 MAX_BUFFERS = 64
 """Buffers of one shape that a pool remembers; a caller who keeps more batches gets ordinary memory."""
 
 
-def layout(arrays: Sequence[str], rows: int, seq_len: int) -> Layout:
+def array_shapes(arrays: Sequence[str], rows: int, columns: int, horizon: int = 1) -> Shapes:
     """Return shape and dtype of each array of a batch of sequences that has a line for every row."""
+    labels = (rows, columns) if horizon == 1 else (rows, columns, horizon)
     kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-        "input_ids": ((rows, seq_len), np.int64),
-        "labels": ((rows, seq_len), np.int64),
-        "position_ids": ((rows, seq_len), np.int64),
-        "doc_ids": ((rows, seq_len), np.int32),
-        "loss_mask": ((rows, seq_len), np.bool_),
+        "input_ids": ((rows, columns), np.int64),
+        "labels": (labels, np.int64),
+        "position_ids": ((rows, columns), np.int64),
+        "doc_ids": ((rows, columns), np.int32),
+        "loss_mask": (labels, np.bool_),
         "source": ((rows,), np.int32),
     }
     return {name: kinds[name] for name in arrays if name in kinds}
 
 
-def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int]) -> Layout:
+def record_shapes(kind: str, arrays: Sequence[str], shape: tuple[int, int, int]) -> Shapes:
     """Return shape and dtype of each array of a batch of records; shape is (rows, largest group, seq_len)."""
     rows, group, seq_len = shape
     kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {"source": ((rows,), np.int32)}
@@ -59,9 +60,13 @@ def record_layout(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Return how many tokens a batch has room for, and how many are trained on; of a batch with all its arrays."""
+    """Return how many tokens a batch has room for, and how many are trained on; of a batch with all its arrays.
+
+    Where labels go further than the next token, those of the next one are counted.
+    """
     if "labels" in batch:
-        return batch["input_ids"].size, int((batch["labels"] >= 0).sum())
+        shape = batch["input_ids"].shape
+        return batch["input_ids"].size, int((batch["labels"].reshape(*shape, -1)[..., 0] >= 0).sum())
     if "chosen" in batch:
         # The first token of a sequence is no label, whatever its mask says.
         trained = sum(int(batch[name][:, 1:].sum()) for name in ("chosen_mask", "rejected_mask"))
@@ -76,7 +81,7 @@ def stack(batches: Sequence[Batch]) -> Batch:
     joined: Batch = {}
     for name in batches[0]:
         parts = [batch[name] for batch in batches]
-        if name == "cu_seqlens":
+        if name in ("cu_seqlens", "cu_seqlens_unpadded"):
             ends = np.cumsum([0, *(int(part[-1]) for part in parts)])
             shifted = [part[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
             joined[name] = np.concatenate([*shifted, ends[-1:]]).astype(np.int32)
@@ -98,8 +103,8 @@ class BufferPool:
     references tells which buffers are free.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
         self._buffers: list[Int64Array] = []
         self._arrays: list[Batch] = []
         self._idle: list[int] = []
@@ -121,12 +126,12 @@ class BufferPool:
             return {name: array[:] for name, array in arrays.items()}
 
     def _make(self) -> tuple[Int64Array, Batch]:
-        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._layout.values()]
+        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._shapes.values()]
         # Each array starts on a boundary of 64 bytes, a cache line.
         begins = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
         buffer = np.empty(int(begins[-1]) // 8, np.int64)
         arrays: dict[str, AnyArray] = {}
-        for (name, (shape, dtype)), begin, size in zip(self._layout.items(), begins[:-1], sizes, strict=True):
+        for (name, (shape, dtype)), begin, size in zip(self._shapes.items(), begins[:-1], sizes, strict=True):
             part = buffer[begin // 8 : -(-(begin + size) // 8)].view(dtype)
             arrays[name] = part[: int(np.prod(shape))].reshape(shape)
         return buffer, arrays

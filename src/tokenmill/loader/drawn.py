@@ -17,7 +17,8 @@ from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.types import Batch, Int64Array
 
 if TYPE_CHECKING:
-    from tokenmill.loader.loader import LoaderOptions, RankSlice
+    from tokenmill.loader.layout import RankSlice
+    from tokenmill.loader.loader import LoaderOptions
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
 

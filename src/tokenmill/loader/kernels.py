@@ -11,6 +11,7 @@ import numpy as np
 
 from tokenmill.compiled import (
     address_of,
+    inlined,
     inner,
     int64,
     kernel,
@@ -61,7 +62,7 @@ def point_spans(
 def copy_rows(
     rows: Int64Array,
     spans: Int64Array,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int, int],
     input_ids: Int64Array,
     labels: Int64Array,
     position_ids: Int64Array,
@@ -70,17 +71,22 @@ def copy_rows(
 ) -> int:
     """Fill the arrays that are not empty, from row `begin` on; loss_mask only beside labels.
 
-    shape is (begin, labels cross documents, positions run through the row, pad id). A span whose address is 0
-    leaves its tokens alone. Returns how many tokens the longest row has: more than there is room for are left out.
+    shape is (begin, labels cross documents, positions run through the row, pad id, number of columns of which every
+    segment begins at a multiple). A span whose address is 0 leaves its tokens alone. Returns how many tokens the
+    longest row has: more than there is room for are left out.
     """
-    begin, crossing, continuous, pad = shape
+    begin, crossing, continuous, pad, multiple = shape
     longest = 0
-    if input_ids.size or labels.size:
-        longest = _copy_tokens(rows, spans, begin, crossing, pad, input_ids, labels)
+    if labels.ndim == 3:
+        room = labels.shape[1] + labels.shape[2]
+        longest = _copy_ahead(rows, spans, begin, multiple, np.empty((2, room), np.int64), labels)
+    near = labels if labels.ndim == 2 else labels[:0, :, 0]
+    if input_ids.size or near.size:
+        longest = max(longest, _copy_tokens(rows, spans, begin, crossing, pad, multiple, input_ids, near))
     if loss_mask.size:
         np.not_equal(labels, IGNORE, out=loss_mask)
     if position_ids.size or doc_ids.size:
-        _number_tokens(rows, spans, begin, continuous, position_ids, doc_ids)
+        _number_tokens(rows, spans, begin, continuous, multiple, position_ids, doc_ids)
     return longest
 
 
@@ -91,6 +97,7 @@ def _copy_tokens(
     begin: int,
     crossing: int,
     pad: int,
+    multiple: int,
     input_ids: Int64Array,
     labels: Int64Array,
 ) -> int:
@@ -107,11 +114,16 @@ def _copy_tokens(
         last = span + rows[begin + i, 1]
         column = int64(0)
         while span < last:
+            if multiple > 1 and 0 < column < seq_len and not spans[span, JOINED]:
+                begins = least(padded_to(column, multiple), seq_len)
+                _fill(ids_address, column, begins * with_ids, pad)
+                _fill(labels_address, column - 1, (begins - 1) * with_labels, IGNORE)
+                column = begins
             # Neighbours in memory are copied as one run: a row of `concat` is one, whatever its documents.
             first = span
             address, width, length = spans[span, ADDRESS], spans[span, WIDTH], spans[span, LENGTH]
             span += 1
-            while span < last and address and spans[span, ADDRESS] == address + length * width:
+            while span < last and address and spans[span, ADDRESS] == address + length * width and multiple == 1:
                 length += spans[span, LENGTH]
                 span += 1
             if address and with_ids:
@@ -133,6 +145,68 @@ def _copy_tokens(
                 write_int64(labels_address, k, IGNORE)
             labels_address += 8 * seq_len
     return longest
+
+
+_UNREAD = IGNORE - 1
+
+
+@kernel
+def _copy_ahead(
+    rows: Int64Array, spans: Int64Array, begin: int, multiple: int, line: Int64Array, labels: Int64Array
+) -> int:
+    """Fill labels of the next tokens, as many as the last axis has; return how many tokens the longest row has.
+
+    `line` has room for the tokens of a row, and for the segment that each belongs to: a label is of the segment of
+    its input. Where the tokens of a span are not there yet, labels stay as they are.
+    """
+    tokens, segments = line[0], line[1]
+    address_of_tokens = address_of(tokens)
+    num_rows, seq_len, horizon = labels.shape
+    longest = int64(0)
+    for i in range(num_rows):
+        column = total = segment = int64(0)
+        for span in range(rows[begin + i, 0], rows[begin + i, 0] + rows[begin + i, 1]):
+            address, length, mask = spans[span, ADDRESS], spans[span, LENGTH], spans[span, MASK]
+            if not spans[span, JOINED]:
+                segment += 1
+                begins = least(padded_to(column, multiple), tokens.size)
+                segments[column:begins] = -1
+                column = begins
+            total += length
+            count = least(length, tokens.size - column)
+            if address:
+                _widen(address, spans[span, WIDTH], count, address_of_tokens + 8 * column)
+            for k in range(count):
+                segments[column + k] = segment
+                if not address:
+                    tokens[column + k] = _UNREAD
+                elif mask and read_uint8(mask, k) == 0:
+                    tokens[column + k] = IGNORE
+            column += count
+        longest = total if total > longest else longest
+        for k in range(column, tokens.size):
+            segments[k] = -1
+        for k in range(seq_len):
+            for ahead in range(horizon):
+                after = k + 1 + ahead
+                if segments[k] < 0 or segments[after] != segments[k]:
+                    labels[i, k, ahead] = IGNORE
+                elif tokens[after] != _UNREAD:
+                    labels[i, k, ahead] = tokens[after]
+    return longest
+
+
+@inner
+def _fill(target: int, begin: int, end: int, value: int) -> None:
+    """Write a number of 64 bits to some columns; to none where `end` is not behind `begin`."""
+    for k in range(begin, end):
+        write_int64(target, k, value)
+
+
+@inlined
+def padded_to(columns: int, multiple: int) -> int:
+    """Return the first multiple that is not below a number of columns."""
+    return (columns + multiple - 1) // multiple * multiple
 
 
 @inner
@@ -167,9 +241,18 @@ def _mark_labels(
 
 @kernel
 def _number_tokens(
-    rows: Int64Array, spans: Int64Array, begin: int, continuous: int, position_ids: Int64Array, doc_ids: Int32Array
+    rows: Int64Array,
+    spans: Int64Array,
+    begin: int,
+    continuous: int,
+    multiple: int,
+    position_ids: Int64Array,
+    doc_ids: Int32Array,
 ) -> None:
-    """Count positions from 0 in every segment or in the row, and give segments their numbers; padding is -1."""
+    """Count positions from 0 in every segment or in the row, and give segments their numbers; padding is -1.
+
+    Padding that fills a segment up to a multiple belongs to it, so that positions go on there.
+    """
     with_positions, with_documents = position_ids.size > 0, doc_ids.size > 0
     num_rows, seq_len = position_ids.shape if with_positions else doc_ids.shape
     positions, documents = address_of(position_ids), address_of(doc_ids)
@@ -179,6 +262,13 @@ def _number_tokens(
         first = rows[begin + i, 0]
         for number in range(first, first + rows[begin + i, 1] + 1):
             end = seq_len
+            begins = column
+            if number == first + rows[begin + i, 1] or not spans[number, JOINED]:
+                begins = least(padded_to(column, multiple), seq_len)
+            # What fills a segment up goes on with its positions, and is of no document.
+            if begins > column:
+                _number(positions * with_positions, documents * with_documents, column, begins, base, int64(-1))
+                column = begins
             if number < first + rows[begin + i, 1]:
                 end = least(seq_len, column + spans[number, LENGTH])
                 if not spans[number, JOINED]:
@@ -189,42 +279,52 @@ def _number_tokens(
                 document = int64(-1)
             if continuous:
                 base = int64(0)
-            if with_positions:
-                for k in range(column, end):
-                    write_int64(positions, k, k - base)
-            if with_documents:
-                for k in range(column, end):
-                    write_int32(documents, k, document)
+            _number(positions * with_positions, documents * with_documents, column, end, base, document)
             column = end
         positions += 8 * seq_len
         documents += 4 * seq_len
 
 
+@inner
+def _number(positions: int, documents: int, column: int, end: int, base: int, document: int) -> None:
+    """Write positions and document of some columns, each where there is an address."""
+    if positions:
+        for k in range(column, end):
+            write_int64(positions, k, k - base)
+    if documents:
+        for k in range(column, end):
+            write_int32(documents, k, document)
+
+
 def find_segments(
-    rows: Int64Array, spans: Int64Array, seq_len: int, batch: int
-) -> tuple[Int32Array, Int64Array, Int32Array]:
-    """Cut rows into batches; return bounds of segments in each, where each batch starts in them, its longest."""
+    rows: Int64Array, spans: Int64Array, seq_len: int, batch: int, multiple: int = 1
+) -> tuple[Int32Array, Int32Array, Int64Array, Int32Array]:
+    """Cut rows into batches; return bounds of segments, also in tokens, where batches start in them, the longest.
+
+    A segment has what fills it up to a multiple; that is no token.
+    """
     number = rows.shape[0] // batch
-    bounds = np.empty(int(rows[:, 1].sum()) + rows.shape[0] + number, np.int32)
+    bounds = np.empty((2, int(rows[:, 1].sum()) + rows.shape[0] + number), np.int32)
     first = np.empty(number + 1, np.int64)
     longest = np.zeros(number, np.int32)
-    _find_segments(rows, spans, seq_len, batch, bounds, first, longest)
-    return bounds[: first[number]], first, longest
+    _find_segments(rows, spans, (seq_len, batch, multiple), bounds, first, longest)
+    return bounds[0, : first[number]], bounds[1, : first[number]], first, longest
 
 
 @kernel
 def _find_segments(
     rows: Int64Array,
     spans: Int64Array,
-    seq_len: int,
-    batch: int,
+    shape: tuple[int, int, int],
     bounds: Int32Array,
     first: Int64Array,
     longest: Int32Array,
 ) -> None:
+    seq_len, batch, multiple = shape
     filled = int64(0)
     for k in range(longest.size):
         first[k] = filled
+        total = int64(0)
         for i in range(batch):
             span = rows[k * batch + i, 0]
             last = span + rows[k * batch + i, 1]
@@ -232,14 +332,21 @@ def _find_segments(
             while span <= last and column < seq_len:
                 # Behind the last span stands the padding, a segment of its own.
                 if span == last or not spans[span, JOINED]:
-                    bounds[filled] = i * seq_len + column
+                    column = padded_to(column, multiple)
+                    if column >= seq_len:
+                        break
+                    bounds[0, filled] = i * seq_len + column
+                    bounds[1, filled] = total
                     filled += 1
+                if span < last:
+                    total += least(spans[span, LENGTH], seq_len - column)
                 column += spans[span, LENGTH] if span < last else seq_len
                 span += 1
-        bounds[filled] = batch * seq_len
+        bounds[0, filled] = batch * seq_len
+        bounds[1, filled] = total
         filled += 1
         for segment in range(first[k], filled - 1):
-            longest[k] = max(longest[k], bounds[segment + 1] - bounds[segment])
+            longest[k] = max(longest[k], bounds[0, segment + 1] - bounds[0, segment])
     first[longest.size] = filled
 
 
@@ -251,6 +358,30 @@ def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Arr
     if crossing:
         counts -= rows[:, 1] > 0
     return counts
+
+
+def count_ahead(rows: Int64Array, spans: Int64Array, seq_len: int, horizon: int) -> Int64Array:
+    """Return how many labels each row has for each of the next tokens, where no loss mask says otherwise."""
+    counts = np.zeros((rows.shape[0], horizon), np.int64)
+    _count_ahead(rows, spans, seq_len, counts)
+    return counts
+
+
+@kernel
+def _count_ahead(rows: Int64Array, spans: Int64Array, seq_len: int, counts: Int64Array) -> None:
+    for i in range(rows.shape[0]):
+        span = rows[i, 0]
+        last = span + rows[i, 1]
+        begin = end = int64(0)
+        while span < last:
+            end += spans[span, LENGTH]
+            span += 1
+            if span == last or not spans[span, JOINED]:
+                # Inputs of the segment whose label is of it as well.
+                for ahead in range(counts.shape[1]):
+                    inputs = least(end - 1 - ahead, seq_len) - begin
+                    counts[i, ahead] += inputs if inputs > 0 else 0
+                begin = end
 
 
 # Records: several lines of one array in a row, each padded to one length.

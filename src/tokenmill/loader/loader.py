@@ -11,22 +11,33 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, groupby
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
-from tokenmill.loader.assemble import Block, RecordBlock, SequenceBlock, record_type, stage_layout
+from tokenmill.fingerprint import digest
+from tokenmill.loader.assemble import Block, Orders, RecordBlock, SequenceBlock, record_type, stage_shapes
+from tokenmill.loader.balance import Dealer
 from tokenmill.loader.batch import RECORD_ARRAYS, BufferPool
 from tokenmill.loader.drawn import DrawnSources, Lanes
+from tokenmill.loader.layout import RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.stored import LOSS_MASK, StoredRows, distinct, is_stored
 from tokenmill.plan.plan import Plan
+from tokenmill.plan.seen import TokensSeen
 from tokenmill.plan.stages import Stage
+from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array
 
+if TYPE_CHECKING:
+    from tokenmill.store.remote.fetch import Network
+
+T = TypeVar("T")
+B = TypeVar("B")
 Explain = Callable[[str, int], str | None]
 """(digest of the plan that made a state, step) -> the first difference to this run's plan, if it is on record."""
 FIRST_BLOCK_ROWS = 32
@@ -114,6 +125,13 @@ class LoaderOptions:
     """Micro-batches that are kept ready."""
     positions: str = "document"
     """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
+    horizon: int = 1
+    """How many of the next tokens are labels of an input; with more than one, `labels` has an axis more."""
+    columns: tuple[str, ...] = ()
+    """Fields that stores of records keep of each (`prepare --keep`), which a batch delivers beside its arrays."""
+    pad_to: str = "row"
+    """How far the rows of a batch are padded: to the length of a `row`, or of the longest one of the `batch`, where
+    one is iterated over; `loader[step]` pads to the row."""
     timeout: float = 30.0
     """Seconds after which a thread that reads live text, and comes to nothing, is given up."""
     ahead: int | None = None
@@ -131,6 +149,8 @@ class LoaderOptions:
                 "loader: threads must be at least 0, prefetch at least 1 and timeout more than 0, got "
                 f"{self.threads}, {self.prefetch} and {self.timeout}; use threads=0 to do without prefetching"
             )
+        if self.horizon < 1:
+            raise ConfigError(f"loader: horizon must be at least 1, got {self.horizon}; leave it out for 1")
         if self.ahead is not None and self.ahead < 1:
             raise ConfigError(f"loader: ahead must be at least 1, got {self.ahead}; leave it out")
 
@@ -151,13 +171,16 @@ class Loader:
         self.plan = plan
         self.part = part
         self.options = options or LoaderOptions(arrays=usual_arrays(plan))
-        _check_arrays(self.options.arrays, plan)
+        self.arrays = part.layout.arrays(self.options.arrays)
+        """What its batches have: of the arrays of the options those that its layout needs."""
+        self._check()
         self._explain = explain
         self._first_batch = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
         """Micro-batches before each stage, and of all."""
         self._pools: dict[tuple[int, ...], BufferPool] = {}
         self.num_drawn = 0
         """Micro-batches of the run that lie before the next one."""
+        self._waited = 0.0
         self._jumps = 0
         self._iterations = 0
         self._forks = _forks
@@ -166,6 +189,22 @@ class Loader:
             raise ConfigError(
                 "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
                 "its own; sum the labels of each rank with an all-reduce"
+            )
+        if self.options.pad_to == "batch" and part.layout.cp[1] > 1:
+            raise ConfigError(
+                'pad_to: must be "row" where a row is cut for context-parallel ranks, all alike, got '
+                '"batch"; leave it out'
+            )
+        if self._sources and part.balance:
+            raise ConfigError(
+                "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
+                "drawn; leave out balance, or live = true"
+            )
+        self._dealer = Dealer(part.world_size, part.micro_batch) if part.balance else None
+        if self._sources and not self.arrays:
+            raise ConfigError(
+                'layout: needs = "nothing" is for stores, got live text, whose lanes stand where they were drawn '
+                "from; give a loader to one rank of each group alone, and let it send the others its batches"
             )
 
     def __len__(self) -> int:
@@ -177,12 +216,23 @@ class Loader:
         self._refuse_drawn(step)
         self._notice_fork()
         stage = self.plan.trained_stage(step)
+        if not self.arrays:
+            return {}
         first = (step - stage.spec.start_step) * self.part.batches(stage)
         block = self._block(stage, first, self.part.batches(stage))
         try:
-            return block.batch(0, {name: np.empty(*kind) for name, kind in block.layout(block.num_rows).items()})
+            batch = block.batch(0, {name: np.empty(*kind) for name, kind in block.shapes(block.num_rows).items()})
+            return batch | block.columns(0, block.num_rows, self.options.columns)
         finally:
             block.release()
+
+    def _finished(self, block: Block, number: int, batch: Batch) -> Batch:
+        """Return a batch without the padding that none of its rows needs, and with the columns of its records."""
+        count = self.part.micro_batch
+        if self.options.pad_to == "batch":
+            batch = block.trimmed(number, batch)
+        columns = self.options.columns
+        return batch | block.columns(number, count, columns) if columns else batch
 
     def __iter__(self) -> Iterator[Batch]:
         self._iterations += 1
@@ -204,14 +254,41 @@ class Loader:
         return Position(step=stage.spec.start_step + steps, batch=batch)
 
     @property
+    def tokens_seen(self) -> TokensSeen:
+        """What all ranks have been given before the step of the next batch: input slots, and labels."""
+        return self.plan.tokens_seen(self.step)
+
+    @property
     def lanes(self) -> Mapping[str, Lanes]:
         """The lanes of this rank, of each source of live text; of a run of stores none."""
         return self._sources.lanes
 
     @property
     def waited(self) -> float:
-        """Seconds that the caller had to wait for live text."""
-        return sum(lanes.waited for lanes in self.lanes.values())
+        """Seconds that the caller had to wait for live text, or for object storage."""
+        return sum(lanes.waited for lanes in self.lanes.values()) + self._waited
+
+    @cached_property
+    def network(self) -> Network | None:
+        """What is shared and counted by the stores that are in object storage; None where none is."""
+        stores = [rows.store for stage in self.plan.stages for rows in self._stored(stage).values()]
+        return next((files.network for store in stores for files in store.remotes), None)
+
+    @property
+    def _horizon(self) -> int:
+        """How many bytes of blocks are begun before they are needed."""
+        return self.network.options.horizon_bytes if self.network else 0
+
+    def _wait(self, block: Block, ready: Callable[[], T]) -> T:
+        """Return what is made of a block, and note for how long its tokens kept the caller waiting."""
+        if self.network is None or block.is_here:
+            return ready()
+        began = monotonic()
+        try:
+            return ready()
+        finally:
+            self._waited += monotonic() - began
+            self.network.waited(monotonic() - began)
 
     def describe(self) -> dict[str, Any]:
         """Return what the loaders of all ranks must have in common, as JSON."""
@@ -253,6 +330,31 @@ class Loader:
             self._refuse_drawn(step)
         self._go_to(Position(step=step))
 
+    def _check(self) -> None:
+        """Refuse arrays, labels and parts of rows that batches of a training type do not have."""
+        plan, arrays = self.plan, self.arrays
+        kind = record_type(plan.stages[0])
+        known = ARRAYS if kind is None else (*RECORD_ARRAYS[kind], "source")
+        for name in self.options.arrays:
+            if name not in known:
+                raise ConfigError(f"arrays: must be among {', '.join(known)}, got {name!r}; {nearest(name, known)}")
+        lines = stage_shapes(plan.stages[0], arrays, 1)
+        if len(set(arrays)) != len(arrays) or not (lines or self.part.layout.needs == "nothing"):
+            raise ConfigError(
+                f"arrays: must name each array once, and one that has a line for every row, "
+                f"got {list(arrays)}; name {' and '.join(known[:2])} at least"
+            )
+        asked = {
+            "horizon": self.options.horizon > 1,
+            "context parallel": self.part.layout.cp[1] > 1,
+            "balance": self.part.balance,
+        }
+        if kind is not None and any(asked.values()):
+            what = next(name for name, is_asked in asked.items() if is_asked)
+            raise ConfigError(
+                f"loader: {what} is for stores of sequences, got it with stores of {kind}; leave it out"
+            )
+
     def _refuse_drawn(self, step: int) -> None:
         if self._sources:
             raise PlanError(
@@ -264,7 +366,7 @@ class Loader:
         """Return what a state says of the run that made it."""
         spec = self.plan.stage(min(position.step, self.plan.steps - 1)).spec
         return {
-            "fingerprint": self.plan.fingerprint_at(position.covered),
+            "fingerprint": self._fingerprint(position),
             "plan": self.plan.fingerprint[:16],
             "stage_idx": spec.number,
             "stage_name": spec.name[:_NAME_LENGTH],
@@ -273,7 +375,13 @@ class Loader:
     def _check_made_by(self, state: State) -> None:
         """Refuse a state of a run whose batches were others."""
         step = state.position.covered
-        fingerprint = self.plan.fingerprint_at(step)
+        fingerprint = self._fingerprint(state.position)
+        if state.fingerprint == self._fingerprint(state.position, balance=not self.part.balance) != fingerprint:
+            raise ResumeError(
+                f"state: was saved in the middle of step {state.step}, so its rows must be dealt as they were, got "
+                f"{'a balance' if self.part.balance else 'none'} now and {'none' if self.part.balance else 'one'} "
+                "then; resume as it was saved, or from a state saved between two steps"
+            )
         if state.fingerprint != fingerprint:
             difference = self._explain(state.plan, step) if self._explain else None
             raise ResumeError(
@@ -282,6 +390,12 @@ class Loader:
                 f"{difference or 'not known here, as that plan was not recorded beside this run'}; "
                 "resume with the config that made it, or start at step 0"
             )
+
+    def _fingerprint(self, position: Position, *, balance: bool | None = None) -> str:
+        """Return the digest of what decides the batches before a position, and how a step under way was dealt."""
+        fingerprint = self.plan.fingerprint_at(position.covered)
+        balance = self.part.balance if balance is None else balance
+        return digest(["balance", fingerprint]) if balance and position.batch else fingerprint
 
     def _go_to(self, position: Position) -> None:
         # Skipped steps have no batches: who goes to one of them stands at the next that has.
@@ -294,29 +408,59 @@ class Loader:
             self.num_drawn = self._first_batch[stage.index] + steps * self.part.batches(stage) + position.batch
         self._jumps += 1
 
-    def _block(self, stage: Stage, first: int, count: int) -> Block:
+    def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> Block:
         """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
-        places, kind = self.part.places(stage, first, count), record_type(stage)
+        places, kind = self._places(stage, first, count), record_type(stage)
         if kind is not None:
-            return RecordBlock(stage, self._stored(stage), places, self.options.arrays, kind)
-        block = self._sequences(stage, places, self.options.arrays)
-        if "num_loss_tokens" in self.options.arrays:
+            return RecordBlock(stage, self._stored(stage), places, self.arrays, kind, self._orders(ahead))
+        block = self._sequences(stage, places, self.arrays, self._orders(ahead))
+        if "num_loss_tokens" in self.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
 
+    def _orders(self, ahead: bool) -> Orders:
+        """Return how a block asks for what is not on this machine."""
+        limited = self.network is not None and bool(self.network.options.limit_bytes)
+        return Orders(ahead=ahead, plan=self.plan if limited else None)
+
+    def slots(self, step: int) -> Int64Array:
+        """Return which slots of the batch of a step this rank has, in order: what `what` names rows by."""
+        stage = self.plan.trained_stage(step)
+        batches = self.part.batches(stage)
+        return self._places(stage, (step - stage.spec.start_step) * batches, batches)[1]
+
+    def _places(self, stage: Stage, first: int, count: int) -> tuple[Int64Array, Int64Array]:
+        """Return (step, slot) of every row of `count` micro-batches of a stage, from its `first`-th on."""
+        steps, slots = self.part.places(stage, first, count)
+        if self._dealer is None:
+            return steps, slots
+        dealt = self._dealer.slots(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
+        return steps, dealt[steps - steps[0], slots]
+
     def _sequences(
-        self, stage: Stage, places: tuple[Int64Array, Int64Array], arrays: Sequence[str]
+        self,
+        stage: Stage,
+        places: tuple[Int64Array, Int64Array],
+        arrays: Sequence[str],
+        orders: Orders | None = None,
     ) -> SequenceBlock:
-        continuous = self.options.positions == "row"
         return SequenceBlock(
-            stage, self._stored(stage), places, arrays, continuous=continuous, pad=self._sources.pad
+            stage,
+            self._stored(stage),
+            places,
+            arrays,
+            continuous=self.options.positions == "row",
+            pad=self._sources.pad,
+            horizon=self.options.horizon,
+            layout=self.part.layout,
+            orders=orders,
         )
 
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:
         """Return the sources of a stage that stand in stores, by their ids."""
         return {self.plan.sources.index(name): rows for name, rows in stage.rows.items() if is_stored(rows)}
 
-    def _count_labels(self, stage: Stage, block: SequenceBlock, first: int, count: int) -> dict[int, int]:
+    def _count_labels(self, stage: Stage, block: SequenceBlock, first: int, count: int) -> dict[int, Int64Array]:
         """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""
         per_step = self.part.batches(stage)
         masked = any(LOSS_MASK in rows.store.keys for rows in self._stored(stage).values())
@@ -324,7 +468,7 @@ class Loader:
             return block.labels_by_step()  # it holds the whole of its steps
         steps = distinct(block.steps)
         slots = np.arange(stage.spec.global_batch_size)
-        counts: dict[int, int] = {}
+        counts: dict[int, Int64Array] = {}
         # Labels under a mask are laid out to be counted: one step at a time, to bound the memory.
         for part in np.split(steps, steps.size) if masked else [steps]:
             places = (np.repeat(part, slots.size), np.tile(slots, part.size))
@@ -344,10 +488,38 @@ class Loader:
         for stage, begin in zip(self.plan.stages, self._first_batch, strict=False):
             first, end = max(0, drawn - begin), self._num_batches(stage)
             while first < end:
-                count = min(end - first, max(1, rows // self.part.micro_batch))
+                count = min(end - first, max(1, min(rows, self._block_rows(stage)) // self.part.micro_batch))
                 yield stage, first, count
                 first += count
-                rows = min(self._block_rows(stage), 4 * rows)
+                rows = min(BLOCK_ROWS, 4 * rows)
+
+    def _begun(self, begin: Callable[[Stage, int, int], B]) -> Iterator[tuple[B, int]]:
+        """Yield blocks from where the loader stands on, in order, each with its number of micro-batches.
+
+        Those behind it have been begun by then, as many as the horizon holds: of stores on this machine none.
+        """
+        waiting: deque[tuple[B, int, int]] = deque()
+        ahead = 0
+        for stage, first, count in self._runs(self.num_drawn):
+            size = count * self.part.micro_batch * self._row_bytes(stage)
+            waiting.append((begin(stage, first, count), count, size))
+            ahead += size
+            while waiting and ahead - waiting[0][2] >= self._horizon:
+                block, number, size = waiting.popleft()
+                ahead -= size
+                yield block, number
+        for block, number, _ in waiting:
+            yield block, number
+
+    def _row_bytes(self, stage: Stage) -> int:
+        """Return about how many bytes of memory a row takes that is not on this machine: whole pages."""
+        sizes = [0]
+        for rows in self._stored(stage).values() if self._horizon else ():
+            store = rows.store
+            width = sum(store.dtype(key).itemsize for key in store.keys)
+            spans = 1 + stage.row_slots * store.num_documents // max(1, store.num_tokens)
+            sizes.append(stage.row_slots * width + spans * len(store.keys) * PAGE_BYTES)
+        return max(sizes)
 
     def _num_batches(self, stage: Stage) -> int:
         """Return how many micro-batches the steps of a stage have; those that are skipped have none."""
@@ -355,11 +527,13 @@ class Loader:
 
     def _block_rows(self, stage: Stage) -> int:
         """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""
-        stores = {id(rows.store): rows.store for rows in self._stored(stage).values()}
+        mapped = [rows.store for rows in self._stored(stage).values() if not rows.store.by_ranges]
+        stores = {id(store): store for store in mapped}
         # Of records every array is mapped.
         files = sum(s.num_shards * (len(s.keys) if record_type(stage) else 1) for s in stores.values())
         crowded = any(files > store.maps.limit // 2 for store in stores.values())
-        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.row_slots))
+        most = self._horizon // max(1, 4 * self._row_bytes(stage)) if self._horizon else BLOCK_ROWS
+        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.row_slots, most))
 
     def _notice_fork(self) -> None:
         """Go on in a process that was forked: threads stayed behind, and with them the locks that they held."""
@@ -374,7 +548,7 @@ class Loader:
         """Return memory for the micro-batches of a block, used again when nobody holds them any more."""
         key = (*block.shape, self.part.micro_batch)
         if key not in self._pools:
-            self._pools[key] = BufferPool(block.layout(self.part.micro_batch))
+            self._pools[key] = BufferPool(block.shapes(self.part.micro_batch))
         return self._pools[key]
 
 
@@ -382,20 +556,6 @@ def usual_arrays(plan: Plan) -> tuple[str, ...]:
     """Return what a loader of a plan delivers if nobody says otherwise."""
     kind = record_type(plan.stages[0])
     return LoaderOptions().arrays if kind is None else RECORD_ARRAYS[kind]
-
-
-def _check_arrays(arrays: Sequence[str], plan: Plan) -> None:
-    """Refuse arrays that batches of a training type do not have."""
-    kind = record_type(plan.stages[0])
-    known = ARRAYS if kind is None else (*RECORD_ARRAYS[kind], "source")
-    for name in arrays:
-        if name not in known:
-            raise ConfigError(f"arrays: must be among {', '.join(known)}, got {name!r}; {nearest(name, known)}")
-    if len(set(arrays)) != len(arrays) or not stage_layout(plan.stages[0], arrays, 1):
-        raise ConfigError(
-            f"arrays: must name each array once, and one that has a line for every row, "
-            f"got {list(arrays)}; name {' and '.join(known[:2])} at least"
-        )
 
 
 class _Batches(Iterator[Batch]):
@@ -445,7 +605,7 @@ class _Batches(Iterator[Batch]):
         step, edges = loader.step, loader._first_batch
         after = bisect_right(edges, loader.num_drawn)
         self._edge = edges[after] if after < len(edges) else -1
-        if loader.part.rank or step == loader.plan.steps:
+        if not loader.part.layout.leads or step == loader.plan.steps:
             return
         if self._step < 0:
             announce_plan(loader.plan, step)
@@ -455,6 +615,9 @@ class _Batches(Iterator[Batch]):
 
     def _start(self) -> None:
         self._stop()
+        if not self._loader.arrays:
+            self._stream = ({} for _ in range(len(self._loader) - self._loader.num_drawn))
+            return
         threads = self._loader.options.threads
         # Rows are drawn when they are delivered; threads work ahead where the time goes, at reading and tokenizing.
         if not threads or self._loader.lanes:
@@ -467,13 +630,23 @@ class _Batches(Iterator[Batch]):
 
 def _inline(loader: Loader) -> Iterator[Batch]:
     """Assemble each batch when it is asked for."""
-    for stage, first, count in loader._runs(loader.num_drawn):
-        block = loader._block(stage, first, count)
-        pool, batch = loader._pool(block), partial(loader._sources.batch, block) if loader.lanes else block.batch
-        try:
+    begun: list[Block] = []
+
+    def begin(stage: Stage, first: int, count: int) -> Block:
+        begun.append(loader._block(stage, first, count, ahead=bool(begun)))
+        return begun[-1]
+
+    try:
+        for block, count in loader._begun(begin):
+            pool, batch = loader._pool(block), block.batch
+            if loader.lanes:
+                batch = partial(loader._sources.batch, block)
             for number in range(count):
-                yield batch(number, pool.batch())
-        finally:
+                ready = loader._wait(block, partial(batch, number, pool.batch()))
+                yield loader._finished(block, number, ready)
+            begun.pop(0).release()
+    finally:
+        for block in begun:
             block.release()
     loader.close()
 
@@ -486,23 +659,27 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     forks = _forks
     blocks: deque[Future[Block]] = deque()
 
+    def begin(stage: Stage, first: int, count: int) -> Future[Block]:
+        blocks.append(executor.submit(loader._block, stage, first, count, ahead=bool(blocks)))
+        return blocks[-1]
+
     def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
         pool = loader._pool(block.result())
-        return [block.result().batch(number, pool.batch()) for number in range(begin, end)]
+        found = block.result()
+        return [loader._finished(found, number, found.batch(number, pool.batch())) for number in range(begin, end)]
 
     def take() -> list[Batch]:
-        _, batches, last = waiting.popleft()
-        ready = batches.result()
+        block, batches, last = waiting.popleft()
+        ready = batches.result() if batches.done() else loader._wait(block.result(), batches.result)
         if last:
             blocks.popleft().result().release()
         return ready
 
     try:
-        for stage, first, count in loader._runs(loader.num_drawn):
-            blocks.append(executor.submit(loader._block, stage, first, count))
-            for begin in range(0, count, size):
-                end = min(begin + size, count)
-                waiting.append((blocks[-1], executor.submit(copy, blocks[-1], begin, end), end == count))
+        for block, count in loader._begun(begin):
+            for first in range(0, count, size):
+                end = min(first + size, count)
+                waiting.append((block, executor.submit(copy, block, first, end), end == count))
                 if len(waiting) * size >= loader.options.prefetch:
                     yield from take()
         while waiting:
@@ -515,63 +692,3 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
             for block in blocks:
                 if not block.cancelled() and block.exception() is None:
                     block.result().release()
-
-
-# Which rows of a global batch a rank takes, and in which micro-batches.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSlice:
-    """One rank's part: rank r of R takes the r-th of R equal runs of every global batch."""
-
-    rank: int
-    world_size: int
-    micro_batch: int
-    """Rows that are delivered at a time."""
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"rank: must lie within 0:world_size, got rank {self.rank} of {self.world_size}; "
-                "pass the rank and size of the data-parallel group"
-            )
-        if self.micro_batch < 1:
-            raise ConfigError(f"micro_batch: must be at least 1, got {self.micro_batch}; leave it out for 1")
-
-    def check(self, plan: Plan) -> None:
-        """Refuse a slicing that does not divide the batch of every stage, before the first step."""
-        share = self.world_size * self.micro_batch
-        for stage in plan.stages:
-            batch = stage.spec.global_batch_size
-            if batch % share:
-                raise ConfigError(
-                    f"stage {stage.spec.name!r}: global_batch_size must be divisible by world_size * micro_batch, "
-                    f"got {batch} and {self.world_size} * {self.micro_batch}; {self._way_out(batch)}"
-                )
-
-    def _way_out(self, batch: int) -> str:
-        share = self.world_size * self.micro_batch
-        below, above = batch // share * share, -(-batch // share) * share
-        batches = f"use global_batch_size {' or '.join(str(size) for size in (below, above) if size)}"
-        name, fixed = (
-            ("micro_batch", self.world_size) if batch % self.world_size == 0 else ("world_size", self.micro_batch)
-        )
-        legal = [size for size in range(1, batch + 1) if batch % (size * fixed) == 0]
-        wanted: int = getattr(self, name)
-        near = [*[size for size in legal if size < wanted][-1:], *[size for size in legal if size > wanted][:1]]
-        return f"{batches}, or {name} {' or '.join(map(str, near))}" if near else batches
-
-    def rows(self, stage: Stage) -> int:
-        """Return how many rows of a step this rank takes."""
-        return stage.spec.global_batch_size // self.world_size
-
-    def batches(self, stage: Stage) -> int:
-        """Return how many micro-batches a step has."""
-        return self.rows(stage) // self.micro_batch
-
-    def places(self, stage: Stage, first: int, count: int) -> tuple[Int64Array, Int64Array]:
-        """Return (step, slot) of every row of `count` micro-batches from the stage's `first`-th on."""
-        rows = self.rows(stage)
-        begin = first * self.micro_batch
-        index = np.arange(begin, begin + count * self.micro_batch)
-        return index // rows + stage.spec.start_step, index % rows + self.rank * rows

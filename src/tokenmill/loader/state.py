@@ -14,7 +14,7 @@ from tokenmill.fingerprint import digest, first_difference
 from tokenmill.tables import read_table
 
 if TYPE_CHECKING:
-    from tokenmill.loader.loader import RankSlice
+    from tokenmill.loader.layout import RankSlice
     from tokenmill.plan.plan import Plan
 
 STATE_VERSION = 1

@@ -135,6 +135,12 @@ class ConcatRows(StoredRows):
 
         return follow(self, previous, seen, Policy(name="concat"))
 
+    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:
+        """Return the tokens of the blocks of so many rows that hold rows."""
+        blocks = np.unique(rows // block_rows) * block_rows
+        last = np.minimum(blocks + block_rows, self.num_rows) * self.seq_len
+        return self.holes.opened(blocks * self.seq_len), self.holes.opened(last) + 1
+
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, in ascending order; none for an empty document."""
         begin, end = self.store.document_bounds(document)
@@ -152,6 +158,17 @@ class ConcatRows(StoredRows):
         first = max(0, -(-(begin - self.seq_len) // self.seq_len))
         last = min(self.num_rows - 1, (end - 1) // self.seq_len)
         return np.arange(first, last + 1, dtype=np.int64)
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        base = int(self.store.axes[axis].values[shard])
+        first = -(-(self.holes.closed(begins + base) - self.seq_len) // self.seq_len)
+        last = (self.holes.closed(ends + base) - 1) // self.seq_len
+        first, last = np.maximum(0, first), np.minimum(self.num_rows - 1, last)
+        count = np.maximum(0, last - first + 1)
+        return counted_from(first, count), np.repeat(np.arange(begins.size), count)
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""

@@ -51,7 +51,17 @@ from tokenmill.packing.stored import QUARANTINED, excluded_within
 from tokenmill.store.durable import read_index, write_index
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.maps import MappedFile
-from tokenmill.types import BoolArray, Fates, Int32Array, Int64Array, Spans, Uint8Array, Uint16Array, Uint32Array
+from tokenmill.types import (
+    BoolArray,
+    Fates,
+    Int32Array,
+    Int64Array,
+    Spans,
+    Uint8Array,
+    Uint16Array,
+    Uint32Array,
+    counted_from,
+)
 
 logger = logging.getLogger("tokenmill")
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
@@ -97,7 +107,32 @@ class WindowIndex:
         starts = self.data[begin:middle].view(np.uint32)
         pieces = self.data[middle : middle + 2 * num_pieces].view(np.uint16)
         holding = np.searchsorted(starts, np.flatnonzero(pieces & ID_MASK == local), side="right") - 1
+        self._check_file()
         return int(self.table[window, ROW]) + np.unique(holding)
+
+    def rows_of_runs(
+        self, runs: tuple[Int64Array, Int64Array, Int64Array, Int64Array], where: str
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of runs, and the run of each.
+
+        A run is given by its first and last document (inclusive), where it begins in the one and ends in the other.
+        """
+        first, last, begin, end = runs
+        count = np.maximum(0, last // MAX_DOCUMENTS - first // MAX_DOCUMENTS + 1) * (last >= first)
+        windows, owner = counted_from(first // MAX_DOCUMENTS, count), np.repeat(np.arange(first.size), count)
+        low, high = (part[owner] - windows * MAX_DOCUMENTS for part in (first, last))
+        bounds = (low, high, begin[owner], end[owner])
+        self._prove(windows, where)
+        words, halves = self.data.view(np.uint32), self.data.view(np.uint16)
+        capacity = 4 * windows.size + 64
+        while True:
+            out = np.empty((2, capacity), np.int64)
+            needed = _find_holders(windows, bounds, self.table, words, halves, out)
+            if needed < 0:
+                raise _corrupt(where, f"a broken window {-1 - needed}")
+            if needed <= capacity:
+                return out[0, :needed], owner[out[1, :needed]]
+            capacity = int(needed)
 
     def spans(self, rows: Int64Array, num_documents: int, locate: Locate, where: str) -> Spans:
         """Return what the given rows are made of, in the order given; `where` names the documents in errors."""
@@ -109,6 +144,7 @@ class WindowIndex:
         while True:
             pieces = np.empty((3, capacity), np.int64)
             needed = _find_pieces(rows, windows, self.table, words, halves, first, count, pieces)
+            self._check_file()
             if needed < 0:
                 raise _corrupt(where, f"a broken window {-1 - needed}")
             if needed <= capacity:
@@ -126,10 +162,10 @@ class WindowIndex:
             first=first, count=count, document=document, start=start, length=length, shard=shard, token=token
         )
 
-    def fates(self, trained: int | None = None) -> Fates:
+    def fates(self, policy: Policy, trained: int | None = None) -> Fates:
         """Return what becomes of every token in an epoch; `trained` is what a loss mask leaves of the labels."""
         counts = [int(number) for number in self.counts]
-        dropped = {"truncated": counts[TRUNCATED], "cropped": counts[CROPPED], QUARANTINED: counts[EXCLUDED]}
+        dropped = {policy.drop_reason: counts[TRUNCATED], "cropped": counts[CROPPED], QUARANTINED: counts[EXCLUDED]}
         trained = counts[TRAINED] if trained is None else trained
         return Fates(
             rows=counts[ROWS],
@@ -145,7 +181,6 @@ class WindowIndex:
         """Build an index again that has a window of other bytes than its checksum says; each is checked once."""
         if self.checked is None or self.file is None:
             return
-        self.file.check()
         for window in np.unique(windows[~self.checked[windows]]).tolist():
             section = self.data[self.table[window, BYTE] : self.table[window + 1, BYTE]]
             check = int.from_bytes(xxhash.xxh3_64_digest(section.data), "little", signed=True)
@@ -154,6 +189,11 @@ class WindowIndex:
                 self._prove(windows, where)
                 return
             self.checked[window] = True
+
+    def _check_file(self) -> None:
+        """Refuse what was read of an index that was cut meanwhile."""
+        if self.file is not None:
+            self.file.check()
 
     def _mend(self, problem: str, where: str) -> None:
         if self.build_again is None:
@@ -220,6 +260,21 @@ def whole_documents(store: Documents) -> WindowFragments:
     return of
 
 
+def chosen_documents(store: Documents, chosen: Int64Array) -> WindowFragments:
+    """Return what is packed of some documents, in ascending order: those of a window, whole."""
+    whole = whole_documents(store)
+
+    def of(window: int) -> tuple[Fragments, Int32Array]:
+        begin = window * MAX_DOCUMENTS
+        own = excluded_within(chosen, begin, begin + MAX_DOCUMENTS)
+        if not own.size:  # most windows of a large store: not even their offsets are read
+            return np.empty((3, 0), np.int32), np.empty(0, np.int32)
+        fragments, lengths = whole(window)
+        return fragments[:, np.isin(fragments[0], own)], lengths
+
+    return of
+
+
 def num_windows(store: Documents) -> int:
     """Return how many windows the documents make."""
     return -(-store.num_documents // MAX_DOCUMENTS)
@@ -248,7 +303,7 @@ def pack_one(
         raise ConfigError(
             f"{where}: with split = {policy.split!r} and packing = {policy.name!r} a document must have at most "
             f"{seq_len + 1} tokens, got {int(lengths[counts[TOO_LONG] - 1])} in document {document}; "
-            "raise seq_len, or use split = truncate_end or truncate_start"
+            'raise seq_len, or say on_long = "drop" or "cut"'
         )
     # Sections are padded to 4 bytes, so that the numbers of the next one are aligned.
     data = b"".join(
@@ -349,6 +404,64 @@ def _find_pieces(
     return filled
 
 
+@kernel
+def _find_holders(
+    windows: Int64Array,
+    bounds: tuple[Int64Array, Int64Array, Int64Array, Int64Array],
+    table: Int64Array,
+    words: Uint32Array,
+    halves: Uint16Array,
+    found: Int64Array,
+) -> int:
+    """Write (row, number of the window) of every row that has a piece of the tokens within the bounds of a window.
+
+    Returns how many there are, even if `found` is too small; a negative number is that of `_find_pieces`.
+    """
+    low, high, first, last = bounds
+    filled = int64(0)
+    for i in range(windows.size):
+        window = int64(windows[i])
+        if window < 0 or window + 1 >= table.shape[0]:
+            return -1 - window
+        num_rows = table[window + 1, ROW] - table[window, ROW]
+        num_pieces, num_cuts = table[window, PIECES], table[window, CUTS]
+        starts = table[window, BYTE] >> 2
+        pieces = 2 * (starts + num_rows)
+        cut = (pieces + num_pieces + 1) >> 1
+        end_of_cuts = cut + 3 * num_cuts
+        if starts < 0 or num_rows < 0 or num_pieces < 0 or num_cuts < 0 or end_of_cuts > words.size:
+            return -1 - window
+        for row in range(num_rows):
+            begin = int64(words[starts + row])
+            end = int64(words[starts + row + 1]) if row + 1 < num_rows else num_pieces
+            if begin > end or end > num_pieces:
+                return -1 - window
+            holds = False
+            for number in range(begin, end):
+                piece = int64(halves[pieces + number])
+                document = piece & ID_MASK
+                start, stop = int64(0), int64(MAX_LENGTH)
+                if piece & CUT:
+                    if cut >= end_of_cuts or words[cut] != number:
+                        return -1 - window
+                    start, stop = int64(words[cut + 1]), int64(words[cut + 1]) + int64(words[cut + 2])
+                    cut += 3
+                if piece & BOS:
+                    start = int64(0)
+                # Of the first and the last document only the part within the bounds counts.
+                holds |= (
+                    low[i] <= document <= high[i]
+                    and (document != low[i] or stop > first[i])
+                    and (document != high[i] or start < last[i])
+                )
+            if holds:
+                if filled < found.shape[1]:
+                    found[0, filled] = table[window, ROW] + row
+                    found[1, filled] = i
+                filled += 1
+    return filled
+
+
 @inner
 def _put(found: Int64Array, filled: int, document: int, start: int, length: int) -> int:
     if filled < found.shape[1]:
@@ -400,7 +513,7 @@ def cached_index(
     folder = writable(store / ROWS_FOLDER) or private_folder("rows") if index is None else None
     if folder is not None:
         try:
-            with _lock(folder / name) as alone:
+            with build_lock(folder / name) as alone:
                 index = None if damaged else _read(folder / name, description, windows)
                 if index is None:
                     if alone:
@@ -484,7 +597,7 @@ def _is_sound(table: Int64Array, size: int, counts: Int64Array) -> bool:
 
 
 @contextmanager
-def _lock(file: Path) -> Iterator[bool]:
+def build_lock(file: Path) -> Iterator[bool]:
     """Hold the right to build a file; False where the file system has no locks."""
     with (file.parent / f".{file.name}.lock").open("wb") as lock:
         try:

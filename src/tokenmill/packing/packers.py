@@ -10,6 +10,7 @@ from tokenmill.packing.policy import (
     CROPPED,
     CUT,
     CUT_DOCUMENTS,
+    DROP,
     FORBID,
     SPLIT,
     TOKENS,
@@ -35,7 +36,7 @@ def pack_fragments(
     elif policy.name == "concat":
         written = _pack_stream(fragments, lengths, seq_len, out)
     else:
-        shape = (seq_len, policy.split_mode, policy.name == "padded")
+        shape = (seq_len, policy.split_mode, policy.name == "padded", policy.multiple)
         written = _pack_best_fit(fragments, lengths, shape, out, counts)
     counts[TOKENS] += policy.count_tokens(fragments)
     # A later piece of a document begins with a token that an earlier one trained, unless its start was cut off.
@@ -77,17 +78,25 @@ def _pack_stream(
 
 
 def _pack_best_fit(
-    fragments: Fragments, lengths: Int32Array, shape: tuple[int, int, bool], out: Output, counts: Int64Array
+    fragments: Fragments, lengths: Int32Array, shape: tuple[int, int, bool, int], out: Output, counts: Int64Array
 ) -> Written:
-    """Pack a window; shape is (seq_len, split, one fragment a row). Row-filling pieces of long ones come first."""
-    seq_len, split, alone = shape
+    """Pack a window; shape is (seq_len, split, one fragment a row, multiple that each is filled up to).
+
+    Row-filling pieces of long ones come first.
+    """
+    seq_len, split, alone, multiple = shape
     number, room = fragments.shape[1], seq_len + 1
     is_long = fragments[2] > room
     counts[CUT_DOCUMENTS] = np.count_nonzero(is_long)
     if counts[CUT_DOCUMENTS] and split == FORBID:
         counts[TOO_LONG] = fragments[0, np.argmax(is_long)] + 1
         return 0, 0, 0
-    if counts[CUT_DOCUMENTS] and split != SPLIT:
+    if counts[CUT_DOCUMENTS] and split == DROP:
+        # The token before a later piece was trained elsewhere, and is not lost here.
+        counts[TRUNCATED] += fragments[2, is_long].sum() - np.count_nonzero(fragments[1, is_long])
+        fragments = np.ascontiguousarray(fragments[:, ~is_long])
+        number = fragments.shape[1]
+    elif counts[CUT_DOCUMENTS] and split != SPLIT:
         fragments = _truncate(fragments, room, split, counts)
     rests = fragments.copy()
     full = _cut_long(rests, seq_len, out) if counts[CUT_DOCUMENTS] and split == SPLIT else 0
@@ -95,8 +104,12 @@ def _pack_best_fit(
     if alone:
         bins[:], opened = np.arange(number), number
     else:
+        sizes = rests[2]
+        if multiple > 1:
+            # A row that is one piece has its last label behind the last column; others end with their last input.
+            room, sizes = seq_len, np.minimum(-(-sizes // multiple) * multiple, seq_len)
         slots, free = np.zeros(room + 2, np.int32), empty_set(room + 1)
-        opened = _fill_bins(rests[2], bins, order, below, slots, free)
+        opened = _fill_bins(sizes, bins, order, below, slots, free)
     return _emit_bins(rests, bins, order, np.zeros(opened + 1, np.int32), lengths, out, full)
 
 

@@ -27,15 +27,19 @@ BOS = 1 << 14
 MAX_LENGTH = (1 << 31) - 1
 """Tokens of one document, so that places in it fit 32 bits."""
 
-SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END = range(4)
+SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END, DROP = range(5)
 
 ROWS, TOKENS, TRAINED, FIRST, PADDING, TRUNCATED, CROPPED, CUT_DOCUMENTS, BOS_ADDED, TOO_LONG = range(10)
 """What a window counts. TOKENS = TRAINED + FIRST + TRUNCATED + CROPPED + EXCLUDED, where FIRST are the tokens
 before which nothing stands. PADDING are input slots without a token; BOS_ADDED the BOS put before rests of
-documents; TOO_LONG is one more than the first document that must not be cut, or 0."""
+documents; TOO_LONG is one more than the first document that must not be cut, or 0. Where documents longer than a
+row are dropped, TRUNCATED are their tokens, and CUT_DOCUMENTS their number."""
 EXCLUDED = 10
 """Tokens of excluded documents that would have been packed."""
 NUM_COUNTS = 11
+
+TOO_LONG_REASON = "too_long"
+"""Why tokens of documents that are dropped as a whole, as they are longer than a row, are in none."""
 
 Fragments: TypeAlias = Int32Array
 """What is to be packed, in three lines: documents, first tokens, numbers of tokens. No token stands in two."""
@@ -54,7 +58,7 @@ class Output(NamedTuple):
     """(piece, first token, number of tokens) of each piece that is not a whole document."""
 
 
-SPLIT_MODES = dict(zip(SPLITS, (SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END), strict=True))
+SPLIT_MODES = dict(zip((*SPLITS, "drop"), (SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END, DROP), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +68,17 @@ class Policy:
     name: str = "best_fit"
     split: str = "allow"
     """What happens to a document longer than a row: it is cut into rows (`allow`), refused (`forbid`), or loses
-    its beginning (`truncate_start`) or end (`truncate_end`). `padded` never cuts: there `allow` means `forbid`."""
+    its beginning (`truncate_start`) or end (`truncate_end`), or is left out (`drop`). `padded` never cuts into
+    rows: there `allow` means `forbid`."""
     crop: str = "return"
     """What `bos_best_fit` does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
+    multiple: int = 1
+    """Every segment is filled up with padding to so many columns, or a multiple of them."""
 
     def __post_init__(self) -> None:
         for field, value, known in (
             ("packing", self.name, PACKINGS),
-            ("split", self.split, SPLITS),
+            ("split", self.split, tuple(SPLIT_MODES)),
             ("crop", self.crop, CROPS),
         ):
             if value not in known:
@@ -84,6 +91,18 @@ class Policy:
         """The number of `split` for the kernels."""
         return FORBID if self.name == "padded" and self.split == "allow" else SPLIT_MODES[self.split]
 
+    @property
+    def drop_reason(self) -> str:
+        """Why tokens of documents longer than a row are in none."""
+        return TOO_LONG_REASON if self.split_mode == DROP else "truncated"
+
+    @property
+    def drops_ends(self) -> bool:
+        """Whether what a document has behind the end of a row may be dropped."""
+        if self.name == "bos_best_fit":
+            return self.crop == "discard"
+        return self.name != "concat" and self.split_mode == TRUNCATE_END
+
     def describe(self) -> dict[str, int | str | bool]:
         """Return what decides the rows, as JSON."""
         described: dict[str, int | str | bool] = {"packing": self.name}
@@ -91,6 +110,8 @@ class Policy:
             described["split"] = next(name for name, mode in SPLIT_MODES.items() if mode == self.split_mode)
         if self.name == "bos_best_fit":
             described["crop"] = self.crop
+        if self.multiple > 1:
+            described["segment_multiple"] = self.multiple
         return described
 
     def count_tokens(self, fragments: Fragments) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
+from tokenmill.packing.policy import DROP, FORBID
 from tokenmill.packing.stored import (
     QUARANTINED,
     Holes,
@@ -20,6 +21,7 @@ from tokenmill.packing.stored import (
     count_ones,
     describe_excluded,
     excluded_within,
+    items_within,
     locate,
     record_holes,
 )
@@ -78,7 +80,7 @@ class RecordRows(StoredRows):
                 f"{self.store.path}: a store of {self.store.manifest.kind} must have {missing[0]}, "
                 f"got only {', '.join(self.store.keys)}; prepare it again"
             )
-        if self.policy.describe()["split"] == "forbid":
+        if self.policy.split_mode == FORBID:
             self._refuse_longer()
 
     @property
@@ -97,7 +99,23 @@ class RecordRows(StoredRows):
     @cached_property
     def holes(self) -> Holes:
         """What is left out of the numbers of records."""
-        return record_holes(self.excluded)
+        return record_holes(self.left_out)
+
+    @cached_property
+    def left_out(self) -> Int64Array | None:
+        """Records that no row holds, ascending: those that are excluded, and those that are dropped as too long."""
+        if self.policy.split_mode != DROP:
+            return self.excluded
+        long = [records for _, records, _ in self._longer()]
+        excluded = np.empty(0, np.int64) if self.excluded is None else self.excluded
+        return np.unique(np.concatenate([excluded, *long]))
+
+    @cached_property
+    def num_long(self) -> int:
+        """How many records have an array with more tokens than a row delivers; reads lengths."""
+        return int(
+            np.unique(np.concatenate([np.empty(0, np.int64), *(long for _, long, _ in self._longer())])).size
+        )
 
     @property
     def num_rest(self) -> int:
@@ -153,7 +171,7 @@ class RecordRows(StoredRows):
         held = sum((self.held(np.arange(begin, end)) for begin, end in _blocks(self.num_rows)), NOTHING)
         tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
         quarantined = self._count_excluded()
-        dropped = {"truncated": tokens - held.tokens - quarantined, QUARANTINED: quarantined}
+        dropped = {self.policy.drop_reason: tokens - held.tokens - quarantined, QUARANTINED: quarantined}
         return Fates(
             rows=self.num_rows,
             tokens=tokens,
@@ -203,7 +221,7 @@ class RecordRows(StoredRows):
         left = np.flatnonzero(seen.unseen(np.arange(seen.size)))
         rest = before.records(left + before.num_rows if seen.rest else left)
         after = digest({"rows": dict(before.description), "seen": dict(seen.describe())})
-        return replace(self, rest=rest[~are_excluded(self.excluded, rest)], after=after)
+        return replace(self, rest=rest[~are_excluded(self.left_out, rest)], after=after)
 
     def rows_of(self, document: int) -> Int64Array:
         """Return the row of a record, and that of the rest which holds it as well, if one does."""
@@ -213,8 +231,27 @@ class RecordRows(StoredRows):
                 "count from 0"
             )
         record = np.array([document])
-        row = self.holes.closed(record)[~are_excluded(self.excluded, record)]
+        row = self.holes.closed(record)[~are_excluded(self.left_out, record)]
         return np.concatenate([row, np.flatnonzero(self.rest == document) + self.num_rows])
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        first, last, _, _ = items_within(self.store, axis, shard, begins, ends)
+        if axis == "responses":
+            # Responses are cut into records by the groups of the same shard.
+            base = int(self.store.axes["groups"].values[shard])
+            first, last, _, _ = items_within(self.store, "groups", shard, first - base, last - base + 1)
+        count = np.maximum(0, last - first + 1)
+        records, owner = counted_from(first, count), np.repeat(np.arange(begins.size), count)
+        kept = ~are_excluded(self.excluded, records)
+        places = np.argsort(self.rest, kind="stable")
+        left = np.searchsorted(self.rest, records, side="left", sorter=places)
+        here = left < self.rest.size
+        here[here] = self.rest[places[left[here]]] == records[here]
+        rows = np.concatenate([self.holes.closed(records[kept]), places[left[here]] + self.num_rows])
+        return rows, np.concatenate([owner[kept], owner[here]])
 
     def records(self, rows: Int64Array) -> Int64Array:
         """Return the record that each row holds."""
@@ -240,7 +277,7 @@ class RecordRows(StoredRows):
             token=token,
         )
 
-    def fields(self, rows: Int64Array) -> dict[str, Runs]:
+    def fields(self, rows: Int64Array, ahead: int = 0) -> dict[str, Runs]:  # noqa: ARG002 - records have no labels
         """Return where each array of the given rows is, in the order given; of a group, a run for each response."""
         records = self.records(rows)
         single = {"first": np.arange(rows.size), "count": np.ones(rows.size, np.int64)}
@@ -272,19 +309,26 @@ class RecordRows(StoredRows):
             first = first + length - kept
         return shard, first, kept
 
-    def _refuse_longer(self) -> None:
-        for begin, end in _blocks(self.num_rows):
-            records = self.records(np.arange(begin, end))
+    def _longer(self) -> Iterator[tuple[str, Int64Array, Int64Array]]:
+        """Yield (array, records, lengths) of the items that have more tokens than a row delivers; reads lengths."""
+        for begin, end in _blocks(self.store.num_documents):
+            records = np.arange(begin, end)
+            records = records[~are_excluded(self.excluded, records)]
             for key in self.parts:
                 items, owner = self.items(key, records)
                 length = locate(self.store, items, self.store.axis(key))[2]
                 long = np.flatnonzero(length > self.seq_len)
                 if long.size:
-                    raise ConfigError(
-                        f"{self.store.path}: {key} must have at most seq_len = {self.seq_len} tokens, got "
-                        f"{int(length[long[0]])} in record {int(records[owner[long[0]]])}; "
-                        "raise seq_len, or use split = truncate_end or truncate_start"
-                    )
+                    yield key, records[owner[long]], length[long]
+
+    def _refuse_longer(self) -> None:
+        longer = next(self._longer(), None)
+        if longer is not None:
+            key, records, lengths = longer
+            raise ConfigError(
+                f"{self.store.path}: {key} must have at most seq_len = {self.seq_len} tokens, got "
+                f'{int(lengths[0])} in record {int(records[0])}; raise seq_len, or say on_long = "drop" or "cut"'
+            )
 
 
 def responses_of(store: Store, records: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -14,6 +14,7 @@ from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.index import (
+    ROW,
     Documents,
     PackedWindow,
     WindowFragments,
@@ -25,7 +26,7 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.policy import MAX_DOCUMENTS
+from tokenmill.packing.policy import CUT_DOCUMENTS, MAX_DOCUMENTS
 from tokenmill.packing.stored import (
     LOSS_MASK,
     StoredRows,
@@ -33,9 +34,11 @@ from tokenmill.packing.stored import (
     count_rows,
     describe_excluded,
     excluded_within,
+    items_within,
     locate,
 )
 from tokenmill.plan.stages import CountedRows
+from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:
@@ -67,6 +70,11 @@ class PackedRows(StoredRows):
         return self.index.num_rows
 
     @property
+    def num_long(self) -> int:
+        """How many documents of an epoch are longer than a row, or are cut to fill one."""
+        return int(self.index.counts[CUT_DOCUMENTS])
+
+    @property
     def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
         """Arrays of the index, each with whether it is mapped from a file."""
         mapped = self.index.checked is not None
@@ -75,7 +83,31 @@ class PackedRows(StoredRows):
     @cached_property
     def _fates(self) -> Fates:
         """As counted when the rows were packed; where the store has a loss mask, it is read."""
-        return self.index.fates(count_rows(self) if LOSS_MASK in self.store.keys else None)
+        return self.index.fates(self.policy, count_rows(self) if LOSS_MASK in self.store.keys else None)
+
+    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
+        """Return the tokens of the windows that hold rows: of all their documents."""
+        windows = np.unique(np.searchsorted(self.index.table[:, ROW], rows, side="right") - 1)
+        ends = np.minimum((windows + 1) * MAX_DOCUMENTS, self.store.num_documents)
+        edges = [
+            self.store.document_offsets(begin, end)[[0, -1]]
+            for begin, end in zip((windows * MAX_DOCUMENTS).tolist(), ends.tolist(), strict=True)
+        ]
+        found = np.array(edges, np.int64).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def window_starts(self, *, rest: bool) -> Int64Array | None:
+        """Return the first row of each window, and the end; there is no rest before the rows of one index."""
+        return None if rest else np.ascontiguousarray(self.index.table[:, ROW])
+
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment is filled up."""
+        return self.policy.multiple
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self.policy.drops_ends
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
@@ -93,6 +125,12 @@ class PackedRows(StoredRows):
                 "count from 0"
             )
         return self.index.rows_of(document, str(self.store.path))
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        return self.index.rows_of_runs(items_within(self.store, axis, shard, begins, ends), self.store.where)
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
@@ -115,7 +153,7 @@ def pack_rows(
     `excluded` names documents, in ascending order, that are left out.
     """
     check_excluded(store, excluded)
-    if policy.name == "bos_best_fit" and not store.manifest.tokenizer.get("add_bos"):
+    if policy.name == "bos_best_fit" and not store.manifest.starts_with_bos:
         raise ConfigError(
             f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
             "prepare it with --bos, or use packing = best_fit"
@@ -154,6 +192,8 @@ def _index(
         return pack_all(windows, pack, threads)
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
+        for files in store.remotes:
+            files.bring(f"{ROWS_FOLDER}/{digest(dict(described))}.rows")  # if somebody built it beside the store
         return cached_index(store.path, described, packed, windows)
     return index_in_memory(packed())
 
@@ -187,9 +227,23 @@ class FollowingRows(StoredRows):
         return self.full.cross_document_labels
 
     @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment is filled up."""
+        return self.full.segment_multiple
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.full._goes_on
+
+    @property
     def num_rows(self) -> int:
         """How many rows an epoch has."""
         return self.full.num_rows
+
+    @property
+    def num_long(self) -> int:
+        """How many documents of an epoch are longer than a row, or are cut to fill one."""
+        return self.full.num_long
 
     @property
     def num_rest(self) -> int:
@@ -215,6 +269,21 @@ class FollowingRows(StoredRows):
     def _fates(self) -> Fates:
         return self.full.fates()
 
+    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:
+        """Return the tokens of the blocks of an epoch, and of the windows of the rest, that hold rows."""
+        left = rows >= self.num_rows
+        parts = [
+            part.whole_blocks(mine, block_rows)
+            for part, mine in ((self.full, rows[~left]), (self.rest, rows[left] - self.num_rows))
+            if mine.size
+        ]
+        found = [part for part in parts if part is not None]
+        return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
+
+    def window_starts(self, *, rest: bool) -> Int64Array | None:
+        """Return the first row of each window of an epoch, or of the rest, and the end."""
+        return (self.rest if rest else self.full).window_starts(rest=False)
+
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return the rows of an epoch, preceded by what is left of another."""
         return self.full.following(previous, seen)
@@ -222,6 +291,14 @@ class FollowingRows(StoredRows):
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, those of the rest last."""
         return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        rows, owner = self.full.rows_within_shard(axis, shard, begins, ends)
+        left, of_left = self.rest.rows_within_shard(axis, shard, begins, ends)
+        return np.concatenate([rows, left + self.num_rows]), np.concatenate([owner, of_left])
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""

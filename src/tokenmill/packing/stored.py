@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, TypeGuard, TypeVar
 
 import numpy as np
 import xxhash
 
 from tokenmill.compiled import int64, kernel, read_int64, read_uint8
 from tokenmill.errors import ConfigError, PlanError
-from tokenmill.plan.stages import CountedRows, Held, Rows
-from tokenmill.store.layout import index_file, key_file
+from tokenmill.plan.stages import CountedRows, Held, Rows, Seen
+from tokenmill.store.layout import OFFSET_DTYPE, index_file
 from tokenmill.store.reader import Store, bad_offsets
-from tokenmill.types import BoolArray, Int64Array, run_sums
+from tokenmill.types import AnyArray, BoolArray, Int64Array, run_sums
 
 if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
@@ -54,9 +54,30 @@ class StoredRows(Counted):
         return self.seq_len
 
     @property
+    def num_long(self) -> int:
+        """How many documents of an epoch are longer than a row, or are cut to fill one; 0 where nobody counted."""
+        return 0
+
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment is filled up."""
+        return 1
+
+    @property
     def epoch_description(self) -> Mapping[str, int | str | bool]:
         """What decides the rows of an epoch."""
         return self.description
+
+    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
+        """Return the tokens of the store, begins and ends, of the blocks of `shuffle = "window"` that hold rows.
+
+        None where these are no runs of tokens.
+        """
+        return None
+
+    def window_starts(self, *, rest: bool) -> Int64Array | None:  # noqa: ARG002 - as `PackedRows` has it
+        """None: rows that follow each other are neighbours at rest."""
+        return None
 
     @property
     def _fates(self) -> Fates:
@@ -66,9 +87,20 @@ class StoredRows(Counted):
         """Return what becomes of every token of the source in an epoch; counted once."""
         return self._fates
 
-    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
-        """Return where each array of the given rows is, in the order given; a row of a sequence has one."""
-        return {self.store.manifest.token_key: self.spans(rows)}
+    def fields(self, rows: Int64Array, ahead: int = 0) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given; a row of a sequence has one.
+
+        A full row has up to `ahead` tokens more, if its last document goes on: labels of inputs before them.
+        """
+        spans = self.spans(rows)
+        if ahead and self._goes_on:
+            spans = look_ahead(spans, self.seq_len, ahead, lambda documents: locate(self.store, documents)[2])
+        return {self.store.manifest.token_key: spans}
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether what a document has behind the end of a row is trained on as well, and not dropped."""
+        return True
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their part of the loss mask where the store has one."""
@@ -86,6 +118,12 @@ class StoredRows(Counted):
         used = np.minimum(run_sums(spans.first, spans.count, spans.length), self.seq_len)
         return Held(tokens=int(used.sum()), trained=trained)
 
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        raise NotImplementedError
+
     def check_rows(self, rows: Int64Array) -> None:
         """Refuse rows that there are not."""
         end = self.num_rows + self.num_rest
@@ -94,6 +132,102 @@ class StoredRows(Counted):
                 f"{self.store.path}: rows must lie within 0:{end}, "
                 f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenRows(StoredRows):
+    """Some rows of others, and behind them rows that hold nothing: what an eval reads of a source."""
+
+    rows: StoredRows
+    taken: int
+    """How many."""
+    num_rows: int
+    """With those that hold nothing, so that batches are full."""
+    chosen: Int64Array | None = None
+    """Which rows, ascending; None: from the first on."""
+
+    @property
+    def store(self) -> Store:
+        """Where the tokens are."""
+        return self.rows.store
+
+    @property
+    def seq_len(self) -> int:
+        """How many tokens of a row are inputs."""
+        return self.rows.seq_len
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.rows.row_slots
+
+    @property
+    def cross_document_labels(self) -> bool:
+        """Whether labels cross documents."""
+        return self.rows.cross_document_labels
+
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment is filled up."""
+        return self.rows.segment_multiple
+
+    @property
+    def description(self) -> Mapping[str, int | str | bool]:
+        """What decides the content of the rows."""
+        chosen = {} if self.chosen is None else {"chosen": digest_numbers(self.chosen)}
+        return {**self.rows.description, "rows": self.num_rows, "taken": self.taken, **chosen}
+
+    @property
+    def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
+        """Those of the rows that it takes from."""
+        return self.rows.index_arrays
+
+    @property
+    def _fates(self) -> Fates:
+        return self.rows.fates()
+
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
+        """Refuse: an eval has one stage."""
+        raise NotImplementedError
+
+    def _split(self, rows: Int64Array) -> tuple[BoolArray, Int64Array]:
+        """Say which rows hold something, and which rows of the others these are."""
+        self.check_rows(rows)
+        full = rows < self.taken
+        return full, rows[full] if self.chosen is None else self.chosen[rows[full]]
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what the given rows hold."""
+        return self.rows.held(self._split(rows)[1])
+
+    def rows_of(self, document: int) -> Int64Array:
+        """Return the rows that hold a token of a document, in ascending order."""
+        rows = self.rows.rows_of(document)
+        if self.chosen is not None:
+            rows = np.flatnonzero(np.isin(self.chosen, rows))
+        return rows[rows < self.taken]
+
+    def spans(self, rows: Int64Array) -> Spans:
+        """Return what the given rows are made of, in the order given."""
+        full, inner = self._split(rows)
+        return _spread(self.rows.spans(inner), full)
+
+    def fields(self, rows: Int64Array, ahead: int = 0) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given."""
+        full, inner = self._split(rows)
+        return {key: _spread(spans, full) for key, spans in self.rows.fields(inner, ahead).items()}
+
+
+SpansOrRuns = TypeVar("SpansOrRuns", bound="Spans | Runs")
+
+
+def _spread(spans: SpansOrRuns, full: BoolArray) -> SpansOrRuns:
+    """Return the spans of rows with rows between them that have none."""
+    if full.all():
+        return spans
+    first, count = np.zeros((2, full.size), np.int64)
+    first[full], count[full] = spans.first, spans.count
+    return replace(spans, first=first, count=count)
 
 
 def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
@@ -211,8 +345,13 @@ def describe_excluded(excluded: Int64Array | None) -> dict[str, int | str | bool
     """Return what tells rows without these documents from others, as JSON; nothing where there are none."""
     if excluded is None or not excluded.size:
         return {}
-    numbers = np.ascontiguousarray(excluded, dtype="<i8")
-    return {QUARANTINED: f"{excluded.size}:{xxhash.xxh3_128_hexdigest(numbers.data)}"}
+    return {QUARANTINED: digest_numbers(excluded)}
+
+
+def digest_numbers(numbers: Int64Array) -> str:
+    """Return what tells a list of documents from others: how many there are, and a digest."""
+    plain = np.ascontiguousarray(numbers, dtype="<i8")
+    return f"{numbers.size}:{xxhash.xxh3_128_hexdigest(plain.data)}"
 
 
 def excluded_within(excluded: Int64Array | None, begin: int, end: int) -> Int64Array:
@@ -230,6 +369,16 @@ def are_excluded(excluded: Int64Array | None, documents: Int64Array) -> BoolArra
     place = np.minimum(np.searchsorted(excluded, documents), excluded.size - 1)
     found: BoolArray = excluded[place] == documents
     return found
+
+
+def look_ahead(spans: Spans, seq_len: int, ahead: int, lengths_of: Callable[[Int64Array], Int64Array]) -> Spans:
+    """Let the last span of each full row go on by up to `ahead` tokens of its document, whose length is asked."""
+    full = run_sums(spans.first, spans.count, spans.length) == seq_len + 1
+    last = (spans.first + spans.count - 1)[full]
+    left = lengths_of(spans.document[last]) - spans.start[last] - spans.length[last]
+    length = spans.length.copy()
+    length[last] += np.clip(left, 0, ahead)
+    return replace(spans, length=length)
 
 
 # The distinct values among many shard or source numbers.
@@ -294,7 +443,7 @@ def count_ones(
     found = 0
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
-        with store.maps.borrow([store.file(int(shard), key_file(key)) for shard in group]) as files:
+        with store.lent(key, group, (shards, firsts, firsts + lengths)) as files:
             addresses[group] = [file.address for file in files]
             found += _count(addresses, shards, firsts, lengths)
             addresses[group] = 0
@@ -311,6 +460,24 @@ def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, length
             for k in range(firsts[i], firsts[i] + lengths[i]):
                 found += read_uint8(address, k) != 0
     return found
+
+
+def items_within(
+    store: Store, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Return the first and last item (inclusive) of an axis that have values of runs, given within a shard.
+
+    Then where each run begins within its first item, and where it ends within its last. Values that are no item's
+    give a last item before the first.
+    """
+    items = store.axes[axis].items
+    with store.maps.borrow([store.file(shard, index_file(axis))]) as (mapped,):
+        offsets = mapped.data[: 8 * int(items[shard + 1] - items[shard] + 1)].view(OFFSET_DTYPE)
+        first = np.searchsorted(offsets, begins.astype(OFFSET_DTYPE), side="right") - 1
+        last = np.searchsorted(offsets, ends.astype(OFFSET_DTYPE), side="left") - 1
+        first, last = np.maximum(first, 0), np.minimum(last, int(items[shard + 1] - items[shard]) - 1)
+        inside = (begins - offsets[first].astype(np.int64), ends - offsets[np.maximum(last, 0)].astype(np.int64))
+    return first + items[shard], last + items[shard], *inside
 
 
 # Where documents are. Not in the store: who writes or verifies one need not wait for numba, which compiles this.

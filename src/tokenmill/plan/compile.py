@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import accumulate
 from math import floor, gcd
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,9 @@ import numpy as np
 
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
-from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, exact_weight, integer_weights
+from tokenmill.plan.mixture import MAX_TOTAL, InTurn, Mixture, build_mixture, exact_weight, integer_weights
 from tokenmill.plan.ramp import build_ramp
-from tokenmill.plan.shuffle import MODES, Shuffle, derived_key
+from tokenmill.plan.shuffle import Shuffle, derived_key
 from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Rows, Seen, Stage, StageSpec
 
 if TYPE_CHECKING:
@@ -126,9 +127,12 @@ class Progress:
     def seen(self) -> Seen:
         """Return how far the epoch under way was read."""
         epoch, size, drawn = self.epoch()
+        rows = self.index.counted
         assert self.shuffle is not None
+        assert rows is not None
         key = int(derived_key(np.uint64(self.key), epoch))
-        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle)
+        starts = rows.window_starts(rest=epoch < 0)
+        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle, starts=starts)
 
 
 _GRAIN = 1 << 40
@@ -156,7 +160,8 @@ class _Mixing:
             whole = integer_weights(spec.weights)
             asked = (names, *(whole[name] for name in names))
         else:
-            asked = (names, ramp.shape, ramp.begin, ramp.end, *weights, *ramp.weights.items())
+            batch = spec.global_batch_size
+            asked = (names, batch, ramp.shape, ramp.begin, ramp.end, *weights, *ramp.weights.items())
         if self.mixture is not None and asked == self.asked:
             return self.mixture
         self.settle()
@@ -235,6 +240,22 @@ def compile_stages(
             if drawn:
                 begun.add((spec.number, spec.name, name))
     return tuple(stages)
+
+
+def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
+    """Compile one stage that draws the whole of each source, one after another in the order of `sources`."""
+    progress = {name: Progress(index=spec.rows[name]) for name in spec.names}
+    sizes = {name: rows.counted.num_rows if rows.counted else 0 for name, rows in spec.rows.items()}
+    ends = dict(zip(sources, accumulate(sizes[name] for name in sources), strict=True))
+    steps, rest = divmod(ends[sources[-1]], spec.global_batch_size)
+    assert steps
+    assert not rest, "rows must fill whole batches"
+    turn = InTurn(
+        begins=np.array([ends[name] - sizes[name] for name in spec.names], np.int64),
+        sizes=np.array([sizes[name] for name in spec.names], np.int64),
+    )
+    place = _Place(index=0, end=steps, position=0, sources=sources, restarted=frozenset())
+    return replace(_compile(spec, place, progress, turn, 0), rotate=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,7 +371,7 @@ def _compile(
     spec: StageSpec,
     place: _Place,
     progress: Mapping[str, Progress],
-    mixture: Mixture | RampMixture,
+    mixture: Mixture | RampMixture | InTurn,
     origin: int,
 ) -> Stage:
     names = spec.names
@@ -361,14 +382,14 @@ def _compile(
         source = progress[name]
         rows = source.index.counted
         rest, size = (0, 0) if rows is None else (rows.num_rest, rows.num_rows)
-        numbers = _shuffle_numbers(spec.shuffle)
+        numbers = spec.shuffle.numbers
         table[line, :OLD_EPOCH] = [place.sources.index(name), source.consumed, rest, size, *numbers]
         table[line, CARRY] -= bases[line]
         table[line, OLD_EPOCH] = NO_EPOCH
         keys[line] = key64(spec.seed, "rows", name, *([source.era] if source.era else []))
         epoch, _, drawn = source.epoch()
         if drawn and source.shuffle is not None:
-            table[line, OLD_EPOCH:] = [epoch, *_shuffle_numbers(source.shuffle)]
+            table[line, OLD_EPOCH:] = [epoch, *source.shuffle.numbers]
             keys[line, 1] = source.key
     counted = {name: progress[name] for name in names if progress[name].index.counted is not None}
     return Stage(
@@ -390,10 +411,6 @@ def _compile(
         rotate=len(names) > 1,
         restarted=place.restarted,
     )
-
-
-def _shuffle_numbers(shuffle: Shuffle) -> tuple[int, int, int]:
-    return MODES[shuffle.mode], shuffle.block_rows, shuffle.window_blocks
 
 
 def _advance(progress: Progress, stage: Stage, line: int, drawn: int) -> None:

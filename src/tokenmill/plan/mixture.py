@@ -140,6 +140,35 @@ class Mixture:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class InTurn:
+    """Sources 0..n-1 one after another, each to its end: what draws the rows of an eval."""
+
+    begins: Int64Array
+    """Position at which each source begins."""
+    sizes: Int64Array
+    """Rows of each; one at least."""
+
+    def asked(self, first: int, last: int) -> list[Fraction]:  # noqa: ARG002 - as a mixture has it
+        """Return the share of each source in the whole."""
+        return [Fraction(int(size), int(self.sizes.sum())) for size in self.sizes]
+
+    def counts(self, positions: int) -> list[int]:
+        """Return how often each source is drawn in the first `positions` positions."""
+        drawn: list[int] = np.clip(positions - self.begins, 0, self.sizes).tolist()
+        return drawn
+
+    def segments(self, first: int, last: int) -> Segments:  # noqa: ARG002 - there are few
+        """Return what draws all positions: for each source a tree that always draws that one."""
+        order = np.argsort(self.begins)
+        nodes = np.array([[[~source, ~source, 0, 1, 1, -1]] for source in order.tolist()], np.int64)
+        return Segments(starts=self.begins[order], nodes=nodes, bases=np.zeros((order.size, order.size), np.int64))
+
+    def positions_of(self, source: int, drawn: Int64Array) -> Int64Array:
+        """Return the positions of some draws of a source."""
+        return drawn + int(self.begins[source])
+
+
 def count_draws(nodes: Sequence[Sequence[int]], positions: int, sources: int) -> list[int]:
     """Return how often each source is drawn in the first `positions` positions of a tree."""
     if not nodes:

@@ -16,6 +16,7 @@ from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.plan.compile import compile_stages
 from tokenmill.plan.mixture import exact_weight
+from tokenmill.plan.seen import TokensSeen, labels_before, slots_before
 from tokenmill.plan.stages import Stage, StageSpec, rows_at, stage_at, uses_in_stage
 from tokenmill.types import Int64Array, Span
 
@@ -60,6 +61,8 @@ class Moment:
     seq_len: int
     skipped: str | None
     """Why the step is not trained on, if it is not."""
+    tokens_seen: TokensSeen
+    """What was trained on before the step: input slots, and labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,20 @@ class Plan:
             global_batch_size=stage.spec.global_batch_size,
             seq_len=stage.spec.seq_len,
             skipped=stage.spec.skipped,
+            tokens_seen=self.tokens_seen(step),
         )
+
+    def tokens_seen(self, step: int) -> TokensSeen:
+        """Return what was trained on before a step, or by the end of the run."""
+        return TokensSeen(
+            slots=slots_before(self, step, skipped=False),
+            count_labels=lambda: labels_before(self, step, self._labels),
+        )
+
+    @cached_property
+    def _labels(self) -> dict[int, int | None]:
+        """Labels before each step that was asked for."""
+        return {}
 
     def stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, that a step belongs to."""

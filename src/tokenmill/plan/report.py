@@ -16,6 +16,7 @@ import numpy as np
 from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
 from tokenmill.plan.plan import Plan
+from tokenmill.plan.seen import slots_before
 from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
 from tokenmill.types import Fates
 
@@ -77,7 +78,12 @@ class StageFacts:
     steps: int
     """Steps that are trained on."""
     skipped_steps: int
+    start_tokens: int
+    """Input slots of all steps before it, skipped ones among them."""
     global_batch_size: int
+    """Rows of its first step."""
+    last_batch_size: int
+    """Rows of its last one: where it is another, a batch ramp runs in it."""
     seq_len: int
     lr_scale: float
     ramp_end: int | None
@@ -134,7 +140,7 @@ def report(plan: Plan, *, stops: Mapping[str, float] | None = None) -> PlanRepor
     `stops` are the sources that leave the mixture, with how often they are read before; a plan does not know them.
     """
     stages = _stages(plan)
-    facts = tuple(_stage_facts(parts) for parts in stages)
+    facts = tuple(_stage_facts(plan, parts) for parts in stages)
     num_shares = sum(len({name for part in parts for name in part.names}) for parts in stages)
     most = min(COUNTED_ROWS, COUNTED_IN_ALL // num_shares)
     return PlanReport(
@@ -156,7 +162,7 @@ def _stages(plan: Plan) -> list[list[Stage]]:
     return [list(parts) for _, parts in groupby(plan.stages, key=lambda part: part.spec.number)]
 
 
-def _stage_facts(parts: Sequence[Stage]) -> StageFacts:
+def _stage_facts(plan: Plan, parts: Sequence[Stage]) -> StageFacts:
     trained, skipped = _split(parts)
     spec = parts[0].spec
     return StageFacts(
@@ -165,7 +171,9 @@ def _stage_facts(parts: Sequence[Stage]) -> StageFacts:
         end_step=parts[-1].end_step,
         steps=sum(part.num_steps for part in trained),
         skipped_steps=sum(part.num_steps for part in skipped),
+        start_tokens=slots_before(plan, spec.start_step, skipped=True),
         global_batch_size=spec.global_batch_size,
+        last_batch_size=parts[-1].spec.global_batch_size,
         seq_len=spec.seq_len,
         lr_scale=spec.lr_scale,
         ramp_end=next((part.spec.ramp.end for part in parts if part.spec.ramp), None),

@@ -1,4 +1,4 @@
-"""In which order the rows of one epoch are read: `full`, `block` or `none`, by a permutation that is computed.
+"""In which order the rows of one epoch are read: `full`, `block`, `window` or `none`, by a computed permutation.
 
 The permutation is a keyed bijection on range(size), never stored, and invertible: an alternating Feistel network
 over just as many bits as `size` needs, with cycle-walking: an image that falls outside the range is sent through
@@ -9,11 +9,12 @@ four, the statistical tests of `tests/plan/test_shuffle.py` fail for small range
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from tokenmill.compiled import inlined, inner, int64, kernel, leading_zeros, least
-from tokenmill.errors import ConfigError, nearest
+from tokenmill.errors import ConfigError, StoreCorruptError, nearest
 from tokenmill.types import Int64Array
 
 ROUNDS = 6
@@ -109,8 +110,8 @@ def permute_all(indices: Int64Array, size: int, key: np.uint64) -> Int64Array:
     return out
 
 
-NONE, FULL, BLOCK = 0, 1, 2
-MODES = {"none": NONE, "full": FULL, "block": BLOCK}
+NONE, FULL, BLOCK, WINDOW = range(4)
+MODES = {"none": NONE, "full": FULL, "block": BLOCK, "window": WINDOW}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +120,18 @@ class Shuffle:
 
     mode: str = "full"
     """`full`: anywhere. `none`: nowhere. `block`: blocks of neighbouring rows are read in a shuffled
-    order, and rows are shuffled within a window of such blocks, so only a window is in use at a time."""
+    order, and rows are shuffled within a window of such blocks, so only a window is in use at a time.
+    `window`: the same, but a block is a packing window, the documents of which are neighbours on disk, and the
+    rows of a batch are ordered by block, so that ranks share few blocks."""
     block_rows: int = 1024
-    """Rows that are neighbours on disk and stay in one window (mode `block`)."""
+    """Rows that are neighbours on disk and stay in one window (mode `block`; `window` where nothing is packed)."""
     window_blocks: int = 64
-    """Blocks that are shuffled together (mode `block`)."""
+    """Blocks that are shuffled together (modes `block` and `window`)."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(
-                f"shuffle: must be full, block or none, got {self.mode!r}; {nearest(self.mode, MODES)}"
+                f"shuffle: must be full, block, window or none, got {self.mode!r}; {nearest(self.mode, MODES)}"
             )
         for name in ("block_rows", "window_blocks"):
             value = getattr(self, name)
@@ -137,29 +140,46 @@ class Shuffle:
 
     def describe(self) -> dict[str, int | str]:
         """Return what decides the order, as JSON."""
-        if self.mode != "block":
+        if MODES[self.mode] < BLOCK:
             return {"mode": self.mode}
         return {"mode": self.mode, "block_rows": self.block_rows, "window_blocks": self.window_blocks}
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """What kernels are told: mode, block_rows, window_blocks."""
+        return MODES[self.mode], self.block_rows, self.window_blocks
+
+
+@inner
+def _arrange_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
+    """Return where the row that is read at `place` would stand if blocks, shuffled, were read one after another."""
+    if mode == NONE or size == 1:
+        return place
+    first, count, window_key = int64(0), size, key
+    if mode >= BLOCK:
+        window = place // (block_rows * window_blocks)
+        first = window * block_rows * window_blocks
+        count = least(block_rows * window_blocks, size - first)
+        window_key = derive(key, window)
+    return first + permute(place - first, count, window_key)
+
+
+@inner
+def _settle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: int) -> int:
+    """Return the row that stands where `_arrange_row` says."""
+    if mode < BLOCK or size == 1:
+        return row
+    slot, num_blocks = row // block_rows, size // block_rows
+    # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
+    block = permute(slot, num_blocks, derive(key, -2)) if slot < num_blocks else slot
+    return (row + (block - slot) * block_rows + _turn(key, size, mode)) % size
 
 
 @inner
 def shuffle_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
     """Return the row that stands at `place` of an epoch."""
-    if mode == NONE or size == 1:
-        return place
-    first, count, window_key = int64(0), size, key
-    if mode == BLOCK:
-        window = place // (block_rows * window_blocks)
-        first = window * block_rows * window_blocks
-        count = least(block_rows * window_blocks, size - first)
-        window_key = derive(key, window)
-    row = first + permute(place - first, count, window_key)
-    if mode == FULL:
-        return row
-    slot, num_blocks = row // block_rows, size // block_rows
-    # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
-    block = permute(slot, num_blocks, derive(key, -2)) if slot < num_blocks else slot
-    return (row + (block - slot) * block_rows + _turn(key, size)) % size
+    arranged = _arrange_row(place, size, key, mode, block_rows, window_blocks)
+    return _settle_row(arranged, size, key, mode, block_rows)
 
 
 @inner
@@ -169,7 +189,7 @@ def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: in
         return row
     if mode == FULL:
         return unpermute(row, size, key)
-    turned = (row - _turn(key, size) + size) % size
+    turned = (row - _turn(key, size, mode) + size) % size
     block = turned // block_rows
     offset = turned % block_rows
     num_blocks = size // block_rows
@@ -182,16 +202,145 @@ def unshuffle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: in
 
 
 @inlined
-def _turn(key: np.uint64, size: int) -> int:
-    return int64(derive(key, -3) % np.uint64(size))
+def _turn(key: np.uint64, size: int, mode: int) -> int:
+    # Blocks of `window` begin at multiples of their size: who keeps some at hand need not know the epoch.
+    return int64(derive(key, -3) % np.uint64(size)) if mode == BLOCK else int64(0)
+
+
+# An epoch whose blocks are packing windows, each of as many rows as packing made of it.
 
 
 @kernel
-def unshuffle_rows(
+def _window_begins(starts: Int64Array, key: np.uint64) -> Int64Array:
+    """Return where each window begins when they are read in a shuffled order, and the end."""
+    begins = np.empty_like(starts)
+    begins[0] = 0
+    for slot in range(starts.size - 1):
+        window = permute(slot, starts.size - 1, derive(key, -2))
+        begins[slot + 1] = begins[slot] + starts[window + 1] - starts[window]
+    return begins
+
+
+@inner
+def _run_of(edges: Int64Array, number: int) -> int:
+    """Return which of the runs between ascending edges holds a number; empty runs hold none."""
+    low, high = int64(0), int64(edges.size - 2)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if edges[middle] <= number:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@inlined
+def _group(slot: int, num_windows: int, num_groups: int) -> int:
+    """Return which group of windows a slot lies in; groups differ by one window at most."""
+    return ((slot + 1) * num_groups - 1) // num_windows
+
+
+@kernel
+def _rows_of_windows(
+    places: Int64Array, starts: Int64Array, begins: Int64Array, key: np.uint64, num_groups: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return the row at each place, and where it would stand if the windows were read one after another."""
+    rows, arranged = np.empty_like(places), np.empty_like(places)
+    num_windows = starts.size - 1
+    for i in range(places.size):
+        group = _group(_run_of(begins, places[i]), num_windows, num_groups)
+        first = begins[group * num_windows // num_groups]
+        count = begins[(group + 1) * num_windows // num_groups] - first
+        arranged[i] = first + permute(places[i] - first, count, derive(key, group))
+        slot = _run_of(begins, arranged[i])
+        rows[i] = starts[permute(slot, num_windows, derive(key, -2))] + arranged[i] - begins[slot]
+    return rows, arranged
+
+
+@kernel
+def _places_in_windows(
+    rows: Int64Array, starts: Int64Array, begins: Int64Array, key: np.uint64, num_groups: int
+) -> Int64Array:
+    places = np.empty_like(rows)
+    num_windows = starts.size - 1
+    for i in range(rows.size):
+        window = _run_of(starts, rows[i])
+        slot = unpermute(window, num_windows, derive(key, -2))
+        group = _group(slot, num_windows, num_groups)
+        first = begins[group * num_windows // num_groups]
+        count = begins[(group + 1) * num_windows // num_groups] - first
+        places[i] = first + unpermute(begins[slot] + rows[i] - starts[window] - first, count, derive(key, group))
+    return places
+
+
+@kernel
+def _rows_of_places(
+    places: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
+) -> tuple[Int64Array, Int64Array]:
+    rows, arranged = np.empty_like(places), np.empty_like(places)
+    for i in range(places.size):
+        arranged[i] = _arrange_row(places[i], size, key, mode, block_rows, window_blocks)
+        rows[i] = _settle_row(arranged[i], size, key, mode, block_rows)
+    return rows, arranged
+
+
+@kernel
+def _places_of_rows(
     rows: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
 ) -> Int64Array:
-    """Return the places of many rows of one epoch."""
-    out = np.empty_like(rows)
+    places = np.empty_like(rows)
     for i in range(rows.size):
-        out[i] = unshuffle_row(rows[i], size, key, mode, block_rows, window_blocks)
-    return out
+        places[i] = unshuffle_row(rows[i], size, key, mode, block_rows, window_blocks)
+    return places
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpochOrder:
+    """The order in which the rows of one epoch are read."""
+
+    size: int
+    """Rows of the epoch."""
+    key: np.uint64
+    numbers: tuple[int, int, int]
+    """Of its shuffle."""
+    starts: Int64Array | None = None
+    """The first row of each packing window, and the end; none where rows are not packed in windows."""
+
+    def __post_init__(self) -> None:
+        starts = self.starts
+        if starts is not None and (starts[0] != 0 or starts[-1] != self.size or (np.diff(starts) < 0).any()):
+            raise StoreCorruptError(
+                f"row index: its windows must hold {self.size} rows, in ascending order, got {int(starts[0])} to "
+                f"{int(starts[-1])}; delete the folder .rows of the store, it will be built again"
+            )
+
+    @cached_property
+    def _windows(self) -> tuple[Int64Array, Int64Array, np.uint64, int] | None:
+        """What kernels need where blocks are packing windows: 16 bytes for each of them."""
+        if self.numbers[0] != WINDOW or self.starts is None:
+            return None
+        begins = _window_begins(self.starts, self.key)
+        return self.starts, begins, self.key, -(-(begins.size - 1) // self.numbers[2])
+
+    def rows(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows at some places, and the place that each would have if blocks were read one by one."""
+        if self._windows is not None:
+            return _rows_of_windows(places, *self._windows)
+        return _rows_of_places(places, self.size, self.key, *self.numbers)
+
+    def places(self, rows: Int64Array) -> Int64Array:
+        """Return the places at which some rows are read."""
+        if self._windows is not None:
+            return _places_in_windows(rows, *self._windows)
+        return _places_of_rows(rows, self.size, self.key, *self.numbers)
+
+    def group_end(self, place: int) -> int:
+        """Return up to which place the rows reach that are shuffled together with the one at `place`."""
+        mode, block_rows, window_blocks = self.numbers
+        if self._windows is None:
+            group = block_rows * window_blocks
+            return min(self.size, (place // group + 1) * group) if mode >= BLOCK else self.size
+        _, begins, _, groups = self._windows
+        windows = begins.size - 1
+        slot = int(np.searchsorted(begins, place, side="right")) - 1
+        return int(begins[(((slot + 1) * groups - 1) // windows + 1) * windows // groups])

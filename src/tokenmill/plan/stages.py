@@ -18,11 +18,11 @@ import numpy as np
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.plan.mixture import draw
-from tokenmill.plan.shuffle import MODES, Shuffle, derive, derived_key, shuffle_row, unshuffle_rows
+from tokenmill.plan.shuffle import WINDOW, EpochOrder, Shuffle, derive, derived_key, shuffle_row
 from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
-    from tokenmill.plan.mixture import Mixture
+    from tokenmill.plan.mixture import InTurn, Mixture
     from tokenmill.plan.ramp import RampMixture
     from tokenmill.types import Fates, Spans
 
@@ -121,6 +121,10 @@ The rows are the REST of an earlier epoch, which counts as epoch -1, then epochs
 when the stage began ends in the order in which it began (OLD_...), so that a change of seed or shuffle loses and
 repeats no row. SIZE is 0 where rows are not counted: such a row is known by its ordinal alone."""
 NO_EPOCH = -2
+_SOME_ROWS = 1 << 20
+"""Rows of whole batches that are looked through at a time."""
+_KEPT_ORDERS = 64
+"""Orders of epochs that a stage keeps; a plan goes from one to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,7 @@ class Stage:
     end_step: int
     first_position: int
     """Position of its first row in the order of the whole run."""
-    mixture: Mixture | RampMixture
+    mixture: Mixture | RampMixture | InTurn
     origin: int
     """Positions of the mixture that stages before this one have drawn."""
     bases: tuple[int, ...]
@@ -228,6 +232,39 @@ class Stage:
         keys[unused, 1] = 0
         return table, keys
 
+    @cached_property
+    def _orders(self) -> dict[tuple[int, int], EpochOrder]:
+        return {}
+
+    def order(self, line: int, epoch: int) -> EpochOrder:
+        """Return the order of one epoch of a source, known by its line of the table; -1 is the rest."""
+        found = self._orders.get((line, epoch))
+        if found is None:
+            rows = self.counted(self.names[line])
+            old = int(epoch == self.table[line, OLD_EPOCH])
+            first = OLD_MODE if old else MODE
+            mode, block_rows, window_blocks = self.table[line, first : first + 3].tolist()
+            found = EpochOrder(
+                size=int(self.table[line, REST if epoch < 0 else SIZE]),
+                key=np.uint64(derived_key(self.keys[line, old], epoch)),
+                numbers=(mode, block_rows, window_blocks),
+                starts=rows.window_starts(rest=epoch < 0) if mode == WINDOW else None,
+            )
+            if len(self._orders) >= _KEPT_ORDERS:
+                self._orders.clear()
+            self._orders[line, epoch] = found
+        return found
+
+    @cached_property
+    def by_block(self) -> bool:
+        """Whether the rows of each source are ordered by block within a batch."""
+        return self.spec.shuffle.mode == "window"
+
+    @cached_property
+    def in_windows(self) -> bool:
+        """Whether an epoch of it is in an order that no kernel of positions knows: by packing windows."""
+        return bool((self.table[:, [MODE, OLD_MODE]] == WINDOW).any())
+
     def asked(self) -> dict[str, Fraction]:
         """Return the share of rows that the weights ask for, over all steps of the stage."""
         first = self.origin // self.spec.global_batch_size
@@ -299,12 +336,15 @@ class Seen:
     key: int
     """Key of the epoch's order."""
     shuffle: Shuffle
+    starts: Int64Array | None = None
+    """First row of each packing window, where rows are packed in windows; follows from what the rows are."""
 
     def unseen(self, rows: Int64Array) -> BoolArray:
         """Say which rows, numbered within the epoch, were not drawn yet."""
-        mode, block, window = MODES[self.shuffle.mode], self.shuffle.block_rows, self.shuffle.window_blocks
-        places: Int64Array = unshuffle_rows(rows, self.size, np.uint64(self.key), mode, block, window)
-        return places >= self.drawn
+        order = EpochOrder(
+            size=self.size, key=np.uint64(self.key), numbers=self.shuffle.numbers, starts=self.starts
+        )
+        return order.places(rows) >= self.drawn
 
     def describe(self) -> dict[str, int | str | bool]:
         """Return what decides which rows were drawn, as JSON."""
@@ -388,6 +428,13 @@ class CountedRows(Rows, Protocol):
         """Arrays that say what the rows are made of, each with whether it is mapped from a file."""
         ...
 
+    def window_starts(self, *, rest: bool) -> Int64Array | None:
+        """Return the first row of each packing window of an epoch, or of the rest, and the end.
+
+        None where rows are not packed in windows: those that follow each other are neighbours at rest.
+        """
+        ...
+
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
         ...
@@ -419,6 +466,15 @@ def rows_at(
 
     Without `rotate`, slots are in the order in which the mixture draws them.
     """
+    if stage.in_windows:
+        return _rows_in_windows(stage, steps, slots, rotate)
+    return _draw(stage, steps, slots, rotate=rotate, ordinals=False)
+
+
+def _draw(
+    stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool, ordinals: bool
+) -> tuple[Int64Array, Int64Array]:
+    """Return (source, row), or (line of the table, ordinal of the row), for many (step, slot)."""
     out = np.empty((2, steps.size), np.int64)
     if not steps.size:
         return out[0], out[1]
@@ -428,23 +484,66 @@ def rows_at(
     )
     found = stage.mixture.segments(first, last)
     nodes = found.nodes.reshape(-1, found.nodes.shape[2])
-    shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin)
+    shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin, int(ordinals))
     _rows(steps, slots, shape, (found.starts, nodes, found.bases), stage.table, stage.keys, stage.rotation_key, out)
     return out[0], out[1]
+
+
+def _rows_in_windows(
+    stage: Stage, steps: Int64Array, slots: Int64Array, rotate: bool
+) -> tuple[Int64Array, Int64Array]:
+    """Return what `rows_at` does where some rows are ordered by packing windows: batch by batch, whole."""
+    batches, index = np.unique(steps, return_inverse=True)
+    lines, ordinals = _batches(stage, batches, rotate)
+    chosen = index * stage.spec.global_batch_size + slots
+    lines, ordinals = lines[chosen], ordinals[chosen]
+    return stage.table[lines, SOURCE], _ordinal_rows(stage, lines, ordinals)[0]
+
+
+def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int64Array, Int64Array]:
+    """Return (line of the table, ordinal of the row) of whole batches.
+
+    The mixture says which slots a source has; where a stage is ordered by block, the rows that it draws for a step
+    stand in them by block. A rank takes a slice of the batch: a share of every source, and few blocks of it.
+    """
+    batch = stage.spec.global_batch_size
+    each = np.repeat(steps, batch)
+    lines, ordinals = _draw(stage, each, np.tile(np.arange(batch), steps.size), rotate=rotate, ordinals=True)
+    if stage.by_block:
+        _, arranged = _ordinal_rows(stage, lines, ordinals)
+        ordinals[np.lexsort((lines, each))] = ordinals[np.lexsort((arranged, lines, each))]
+    return lines, ordinals
+
+
+def _ordinal_rows(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return the rows of draws, and the ordinals that they would have if blocks were read one after another."""
+    rows, arranged = ordinals.copy(), ordinals.copy()
+    for line in np.unique(lines).tolist():
+        rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
+        if not size:
+            continue  # a row that is not counted is known by its ordinal alone
+        mine = np.flatnonzero(lines == line)
+        epochs = np.where(ordinals[mine] < rest, -1, (ordinals[mine] - rest) // size)
+        for epoch in np.unique(epochs).tolist():
+            places = mine[epochs == epoch]
+            begin, first = (0, size) if epoch < 0 else (rest + epoch * size, 0)
+            found, order = stage.order(line, epoch).rows(ordinals[places] - begin)
+            rows[places], arranged[places] = first + found, begin + order
+    return rows, arranged
 
 
 @kernel
 def _rows(
     steps: Int64Array,
     slots: Int64Array,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int, int],
     segments: tuple[Int64Array, Int64Array, Int64Array],
     table: Int64Array,
     keys: Uint64Array,
     rotation_key: np.uint64,
     out: Int64Array,
 ) -> None:
-    start_step, batch, rotate, origin = shape
+    start_step, batch, rotate, origin, ordinals = shape
     starts, nodes, bases = segments
     tree_nodes = nodes.shape[0] // starts.size
     turned_step = int64(-1)
@@ -464,8 +563,9 @@ def _rows(
         while segment + 1 < starts.size and position >= starts[segment + 1]:
             segment += 1
         line, drawn = draw(position - starts[segment], nodes, segment * tree_nodes, tree_nodes)
-        out[0, i] = table[line, SOURCE]
-        out[1, i] = _row_of(table[line, CARRY] + bases[segment, line] + drawn, line, table, keys)
+        ordinal = table[line, CARRY] + bases[segment, line] + drawn
+        out[0, i] = line if ordinals else table[line, SOURCE]
+        out[1, i] = ordinal if ordinals else _row_of(ordinal, line, table, keys)
 
 
 @inner
@@ -495,6 +595,9 @@ def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
     Which step draws them does not matter, so the mixture is not asked: that of a long ramp would be slow.
     """
     line = stage.names.index(name)
+    if stage.in_windows:
+        ordinals = stage.carry(name) + np.arange(draws.start, draws.stop)
+        return _ordinal_rows(stage, np.full_like(ordinals, line), ordinals)[0]
     rows = np.empty(len(draws), np.int64)
     _source_rows(stage.carry(name) + draws.start, line, stage.table, stage.keys, rows)
     return rows
@@ -514,9 +617,9 @@ def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array
     end = carry + stage.draws[name]
     epochs = range(max(0, carry - rest) // size, max(0, -(-(end - rest) // size)))
     full, left = rows[rows < size], rows[rows >= size]
-    found = [(_places(stage, line, epoch, full, size) + rest + epoch * size, full) for epoch in epochs if full.size]
+    found = [(stage.order(line, epoch).places(full) + rest + epoch * size, full) for epoch in epochs if full.size]
     if left.size:
-        found.append((_places(stage, line, -1, left - size, rest), left))
+        found.append((stage.order(line, -1).places(left - size), left))
     if not found:
         empty = np.empty(0, np.int64)
         return empty, empty, empty
@@ -528,19 +631,55 @@ def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array
     batch = stage.spec.global_batch_size
     steps = positions // batch + stage.spec.start_step
     slots = positions % batch
-    if stage.rotate:
+    if stage.by_block:
+        slots = _slots_by_block(stage, line, steps, ordinals[inside])
+    elif stage.rotate:
         slots = (slots - turns(stage.rotation_key, steps, batch)) % batch
     order = np.lexsort((slots, steps))
     return steps[order], slots[order], used[order]
 
 
-def _places(stage: Stage, line: int, epoch: int, rows: Int64Array, size: int) -> Int64Array:
-    old = epoch == stage.table[line, OLD_EPOCH]
-    columns = (OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS) if old else (MODE, BLOCK_ROWS, WINDOW_BLOCKS)
-    mode, block, window = (int(stage.table[line, column]) for column in columns)
-    key = np.uint64(derived_key(stage.keys[line, 1 if old else 0], epoch))
-    places: Int64Array = unshuffle_rows(rows, size, key, mode, block, window)
-    return places
+def _slots_by_block(stage: Stage, line: int, steps: Int64Array, ordinals: Int64Array) -> Int64Array:
+    """Return the slots of draws of a source in batches that are ordered by block."""
+    slots = np.empty_like(steps)
+    batch = stage.spec.global_batch_size
+    batches = np.unique(steps)
+    some = max(1, _SOME_ROWS // batch)
+    for first in range(0, batches.size, some):
+        group = batches[first : first + some]
+        lines, drawn = _batches(stage, group)
+        mine = np.flatnonzero(lines == line)
+        mine = mine[np.argsort(drawn[mine])]
+        asked = np.flatnonzero((steps >= group[0]) & (steps <= group[-1]))
+        slots[asked] = mine[np.searchsorted(drawn[mine], ordinals[asked])] % batch
+    return slots
+
+
+LAST_STEP = np.iinfo(np.int64).max
+"""Stands for a step that does not come."""
+
+
+def next_steps(stage: Stage, name: str, rows: Int64Array, after: int) -> Int64Array:
+    """Return the first step of a stage behind `after` that draws each of some rows; LAST_STEP where none does."""
+    line, batch = stage.names.index(name), stage.spec.global_batch_size
+    rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
+    carry, end = stage.carry(name), stage.carry(name) + stage.draws[name]
+    passed = max(0, min(after + 1, stage.end_step) - stage.spec.start_step) * batch
+    first = carry + stage.mixture.counts(stage.origin + passed)[line] - stage.bases[line]
+    ordinals = np.full(rows.size, LAST_STEP, np.int64)
+    left = rows >= size
+    if left.any():
+        ordinals[left] = stage.order(line, -1).places(rows[left] - size)
+    # A row comes once an epoch: in the one under way, or else in the next.
+    epoch = max(0, first - rest) // size
+    for number in (epoch, epoch + 1):
+        due = ~left & ((ordinals < first) | (ordinals == LAST_STEP))
+        if due.any():
+            ordinals[due] = stage.order(line, number).places(rows[due]) + rest + number * size
+    drawn = (ordinals >= first) & (ordinals < end)
+    steps = np.full(rows.size, LAST_STEP, np.int64)
+    steps[drawn] = stage.positions_of(name, ordinals[drawn] - carry) // batch + stage.spec.start_step
+    return steps
 
 
 @kernel

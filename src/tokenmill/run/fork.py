@@ -58,7 +58,7 @@ def fork(
         raise ConfigError(f"{file.parent}: must be a folder to write to, got nothing there; make it first")
     _check_live(run, at)
     new, stage = _forked(run, file, at, name, weights)
-    loader = Loader(new.plan(), RankSlice(rank=0, world_size=1, micro_batch=1))
+    loader = Loader(new.plan(), RankSlice())
     loader.seek(at)
     _write_new(state, msgspec.json.encode(loader.state_dict()))
     try:
@@ -168,8 +168,22 @@ def _parts_at(run: Run, new: Run) -> int | None:
 
 
 def _tables(run: Run) -> dict[str, Any]:
-    """Return the native tables of a run, as they were written or translated."""
-    return run.translation.tables if run.translation else tables_of(run.config)
+    """Return the native tables of a run, as they were written or translated; what is said in tokens, in steps."""
+    tables = run.translation.tables if run.translation else tables_of(run.config)
+    if not any(key in item for item, keys in _token_keys(tables) for key in keys):
+        return tables
+    tables = tables_of(run.config)
+    for item, keys in _token_keys(tables):
+        for key in keys:
+            item.pop(key, None)
+    return tables
+
+
+def _token_keys(tables: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Return the tables that may say tokens, each with the keys by which it does."""
+    listed = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "quarantine": ("from_tokens",)}
+    found = [(item, keys) for name, keys in listed.items() for item in tables.get(name, [])]
+    return [(tables["run"], ("tokens",)), *found]
 
 
 def _run(tables: dict[str, Any], file: Path) -> Run:
@@ -184,20 +198,21 @@ def _run(tables: dict[str, Any], file: Path) -> Run:
 def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     """Return tables whose relative paths lead from another folder to the same files."""
     moved = copy.deepcopy(dict(tables))
-    for source in moved.get("sources", []):
+    parts = [part for item in moved.get("evals", []) for part in (item, *item.get("sources", []))]
+    for source in (*moved.get("sources", []), *parts):
         if "store" in source:
             store = source["store"]
             source["store"] = (
                 _from(store, old, new) if isinstance(store, str) else [_from(path, old, new) for path in store]
             )
-        if "documents" in source:
+        if "documents" in source and source not in parts:
             source["documents"] = [
                 text if text.startswith("hf:") else _from(text, old, new) for text in source["documents"]
             ]
         tokenizer = source.get("tokenizer")
         if tokenizer is not None and tokenizer != "bytes" and ":" not in tokenizer:
             source["tokenizer"] = _from(tokenizer, old, new)
-    for edit in moved.get("quarantine", []):
+    for edit in (*moved.get("quarantine", []), *parts):
         if "file" in edit:
             edit["file"] = _from(edit["file"], old, new)
     return moved

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
-from tokenmill.config.run import Config, QuarantineConfig
+from tokenmill.config.edits import QuarantineConfig
+from tokenmill.config.run import Config
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 from tokenmill.plan.plan import Plan
@@ -74,7 +75,7 @@ class PlanRecord:
 def tables_of(config: Config) -> dict[str, Any]:
     """Return a config as tables of JSON values; what is at its default is left out."""
     tables: dict[str, Any] = {"run": _table(config.run)}
-    for name in ("sources", "stages", "skip", "quarantine"):
+    for name in ("sources", "stages", "skip", "quarantine", "evals"):
         items = [_table(item) for item in getattr(config, name)]
         if items:
             tables[name] = items
@@ -86,7 +87,13 @@ def _table(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the 
         key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in fields(item)
     }
     values = {name: getattr(item, name) for name in defaults if getattr(item, name) != defaults[name]}
-    return {name: list(value) if isinstance(value, tuple) else as_json(value) for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - a value of a config
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return _table(value) if is_dataclass(value) else as_json(value)
 
 
 # What differs between two configs, and from which step on it matters
@@ -105,6 +112,7 @@ _SAME_TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
     "stages": (("name", "start_step"), ("name",), ("start_step",)),
     "skip": (("steps", "reason"), ("steps",), ()),
     "quarantine": (("source", "from_step", "documents", "file"), ("source", "from_step"), ("source",), ()),
+    "evals": (("name",), ("store", "source", "documents")),
 }
 """Lists of tables -> by which keys the tables of two configs are taken for the same one, the surest first."""
 
@@ -209,7 +217,7 @@ def _leaves(path: str, old: Tables, new: Tables, step: Callable[[str], int | Non
     pairs = []
     for key in dict.fromkeys((*new, *old)):
         before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) or isinstance(after, Mapping):
+        if all(value is None or isinstance(value, Mapping) for value in (before, after)) and (before or after):
             before, after = before or {}, after or {}
             names = dict.fromkeys((*after, *before))
             pairs += [(key, f"{path}.{key}.{name}", before.get(name), after.get(name)) for name in names]
@@ -252,7 +260,8 @@ def _run_step(key: str, old: Tables, new: Tables) -> int | None:
     if key in _INHERITED:
         stages = [(stage, run) for stage, run in stages if key not in stage]
     elif key in ("block_rows", "window_blocks"):
-        stages = [(stage, run) for stage, run in stages if stage.get("shuffle", run.get("shuffle")) == "block"]
+        blocks = ("block", "window")
+        stages = [(stage, run) for stage, run in stages if stage.get("shuffle", run.get("shuffle")) in blocks]
     else:
         return 0
     return min((int(stage["start_step"]) for stage, _ in stages), default=None)
@@ -268,10 +277,16 @@ def _step(name: str, key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, 
         return _stage_step(key, sides, runs)
     if name == "quarantine":
         return min(int(side["from_step"]) for side in sides)
+    if name == "evals":  # what they hold out of a source no step has
+        return 0 if key in ("source", "documents", "file", "sources") and any(map(_holds_out, sides)) else None
     ranges = [[int(edge) for edge in side["steps"].split(":")] for side in sides]
     firsts, lasts = {edges[0] for edges in ranges}, {edges[1] for edges in ranges}
     # Where only the end is moved, the steps until the nearer end stay as they were.
     return min(firsts) if len(sides) < 2 or len(firsts) > 1 else min(lasts)
+
+
+def _holds_out(table: Tables) -> bool:
+    return any("source" in part for part in (table, *table.get("sources", ())))
 
 
 def _stage_step(key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:

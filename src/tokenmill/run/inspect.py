@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.files import kind_of, spec_of_copy
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
 from tokenmill.store import Origin, Store
 from tokenmill.store.layout import TOKENIZER_FOLDER, token_keys
 from tokenmill.tables import as_json
-from tokenmill.types import STORED_ARRAYS, BoolArray, Int64Array, Span
+from tokenmill.types import STORED_ARRAYS, AnyArray, BoolArray, Float64Array, Int64Array, Span
 
 MAX_ITEMS = 1 << 20
 """More items than this are not all audited, but evenly spread blocks of them."""
+MAX_EXAMINED = 1 << 16
+"""Items in which examples are looked for."""
 EXAMPLE_TOKENS = 400
 EXCERPT_TOKENS = 16
 _LENGTHS_BLOCK = 1 << 20
@@ -44,6 +48,13 @@ class Audit:
     without_eos: int | None
     """Items whose last trained token, or last where none is, is neither EOS nor another control token, such as the
     end of a turn; None of prompts, and where no such token is known."""
+    with_bos: int | None
+    """Items that start with BOS; None of responses, and where there is no BOS or no token was read."""
+    turns: int
+    """Runs of trained tokens: answers, or whole texts where nothing is masked."""
+    unended_turns: int | None
+    """Those that do not end with EOS or another control token, so that nothing teaches to end there; None of
+    prompts, and where no such token is known."""
     truncated: int | None
     """Items that were cut when they were prepared; None where a store does not say."""
     supervised_percent: float
@@ -51,8 +62,33 @@ class Audit:
     fully_masked_percent: float | None
     """Of the audited items, as the next."""
     without_eos_percent: float | None
+    unended_turns_percent: float | None
+    """Of the turns."""
     truncated_percent: float | None
     """Of all items."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedRecords:
+    """Records that were left out for one reason, and the first of them that is listed."""
+
+    reason: str
+    records: int
+    file: str | None
+    """None: none is listed."""
+    line: int | None
+    detail: str
+    way_out: str
+    """What to do about it, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """What was done to some records that are stored."""
+
+    name: str
+    records: int
+    meaning: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +110,10 @@ class StoreContents:
     eos: str | None
     recipe: Mapping[str, Any]
     skipped: Mapping[str, Any]
+    reasons: tuple[SkippedRecords, ...]
+    """What was left out, by reason."""
+    notes: tuple[Note, ...]
+    """What was counted of records that are stored."""
     inputs: tuple[Mapping[str, Any], ...]
     longest: Mapping[str, int]
     """Array of token ids -> tokens of its longest item."""
@@ -86,12 +126,17 @@ class StoreContents:
         return dict(as_json(self))
 
 
-def inspect_store(store: Store, tokenizer: Tokenizer | None = None) -> StoreContents:
-    """Look into a store: reads where documents begin, and tokens and masks for the audit, a part at a time."""
+def inspect_store(
+    store: Store, tokenizer: Tokenizer | None = None, *, max_items: int | None = None
+) -> StoreContents:
+    """Look into a store: reads where documents begin, and tokens and masks for the audit, a part at a time.
+
+    With `max_items`, lengths and audit are of so many items at most, from all over the store, whatever its size.
+    """
     manifest = store.manifest
-    lengths = {key: _lengths(store, key) for key in token_keys(store.keys)}
+    lengths = {key: _lengths(store, key, max_items) for key in token_keys(store.keys)}
     return StoreContents(
-        path=str(store.path),
+        path=store.where,
         kind=manifest.kind,
         fingerprint=manifest.fingerprint,
         documents=store.num_documents,
@@ -104,10 +149,34 @@ def inspect_store(store: Store, tokenizer: Tokenizer | None = None) -> StoreCont
         eos=_string_of(manifest.tokenizer.get("eos_id"), tokenizer),
         recipe=dict(manifest.recipe),
         skipped=dict(manifest.skipped),
+        reasons=_reasons(manifest.skipped),
+        notes=tuple(
+            Note(name=name, records=count, meaning=NOTES.get(name, ""))
+            for name, count in manifest.skipped.get("notes", {}).items()
+        ),
         inputs=tuple(dict(item) for item in manifest.inputs),
         longest={key: longest for key, (longest, _) in lengths.items()},
         lengths={key: bins for key, (_, bins) in lengths.items()},
-        audit=audit(store, end_tokens(store, tokenizer)),
+        audit=audit(store, end_tokens(store, tokenizer), max_items=max_items or MAX_ITEMS),
+    )
+
+
+def _reasons(skipped: Mapping[str, Any]) -> tuple[SkippedRecords, ...]:
+    """Group what was left out by its reason, the most frequent first."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for record in skipped.get("first", ()):
+        first.setdefault(str(record.get("reason")), record)
+    counts = sorted(skipped.get("counts", {}).items(), key=lambda pair: -pair[1])
+    return tuple(
+        SkippedRecords(
+            reason=reason,
+            records=count,
+            file=first.get(reason, {}).get("file"),
+            line=first.get(reason, {}).get("line"),
+            detail=str(first.get(reason, {}).get("detail", "")),
+            way_out=WAYS_OUT.get(reason, ""),
+        )
+        for reason, count in counts
     )
 
 
@@ -115,21 +184,33 @@ def _string_of(id_: int | None, tokenizer: Tokenizer | None) -> str | None:
     return None if id_ is None or tokenizer is None else tokenizer.decode(np.array([id_]))
 
 
-def _lengths(store: Store, key: str) -> tuple[int, dict[str, int]]:
-    """Return the length of the longest item of an array of token ids, and how many items lie in each bin.
-
-    Bin 0 holds empty items, bin k those of 2^(k-1) to 2^k - 1 tokens.
-    """
+def _lengths(store: Store, key: str, max_items: int | None) -> tuple[int, dict[str, int]]:
+    """Return the length of the longest item of an array of token ids, and how many items lie in each bin."""
     axis = store.axis(key)
     items = int(store.axes[axis].items[-1])
     histogram = np.zeros(64, np.int64)
     longest = 0
-    for begin in range(0, items, _LENGTHS_BLOCK):
-        lengths = np.diff(store.offsets(axis, begin, min(begin + _LENGTHS_BLOCK, items)))
-        histogram += np.bincount(np.ceil(np.log2(lengths + 1)).astype(np.int64), minlength=64)
+    blocks = ((begin, min(begin + _LENGTHS_BLOCK, items)) for begin in range(0, items, _LENGTHS_BLOCK))
+    for begin, end in blocks if max_items is None else _audit_blocks(items, max_items):
+        lengths = np.diff(store.offsets(axis, begin, end))
+        histogram += np.bincount(bins_of(lengths), minlength=64)
         longest = max(longest, int(lengths.max()))
+    return longest, named_bins(histogram)
+
+
+def bins_of(values: Int64Array) -> Int64Array:
+    """Return the bin of each number: bin 0 holds 0, bin k those from 2^(k-1) to 2^k - 1."""
+    return np.ceil(np.log2(values + 1)).astype(np.int64)
+
+
+def named_bins(counts: Int64Array) -> dict[str, int]:
+    """Name the bins that hold something.
+
+    >>> named_bins(np.bincount(bins_of(np.array([0, 1, 3, 9, 9]))))
+    {'0': 1, '1 to 1': 1, '2 to 3': 1, '8 to 15': 2}
+    """
     names = ["0", *(f"{1 << power} to {(2 << power) - 1}" for power in range(63))]
-    return longest, {name: count for name, count in zip(names, histogram.tolist(), strict=True) if count}
+    return {name: count for name, count in zip(names, counts.tolist(), strict=False) if count}
 
 
 # How much is trained on
@@ -145,10 +226,12 @@ def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
         tokenizer = _opened(spec)
         if known is not None and tokenizer.identity.content != known:
             raise TokenizerError(
-                f"tokenizer {spec!r}: must be the one that made {store.path}, whose content is {known}, "
+                f"tokenizer {spec!r}: must be the one that made {store.where}, whose content is {known}, "
                 f"got {tokenizer.identity.content}; name that one"
             )
         return tokenizer
+    for files in store.remotes:
+        files.bring_folder(TOKENIZER_FOLDER)
     copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
     for each in (*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))):
         try:
@@ -176,7 +259,7 @@ def why_no_texts(store: Store) -> str | None:
         return None
     named = store.manifest.recipe.get("tokenizer")
     gone = f"the tokenizer {named!r} is not there any more, or is another now" if named else "none is kept with it"
-    return f"{store.path}: no text can be shown, as {gone}; name its tokenizer with --tokenizer"
+    return f"{store.where}: no text can be shown, as {gone}; name its tokenizer with --tokenizer"
 
 
 def has_chat_template(recipe: Mapping[str, Any]) -> bool:
@@ -206,7 +289,8 @@ def audit(store: Store, ends: Collection[int] = (), *, max_items: int = MAX_ITEM
 def _audit_key(store: Store, key: str, ends: Int64Array, max_items: int) -> Audit:
     items = int(store.axes[store.axis(key)].items[-1])
     prompts = key == "prompts"
-    audited = tokens = supervised = fully_masked = without_eos = 0
+    bos_id = store.manifest.tokenizer.get("bos_id") if key != "responses" else None
+    audited = tokens = supervised = fully_masked = without_eos = with_bos = num_turns = unended = 0
     for begin, end in _audit_blocks(items, max_items):
         offsets = store.offsets(store.axis(key), begin, end)
         trained = _trained(store, key, offsets)
@@ -216,10 +300,15 @@ def _audit_key(store: Store, key: str, ends: Int64Array, max_items: int) -> Audi
         tokens += int(lengths.sum())
         supervised += int(counts.sum())
         fully_masked += int((counts == 0).sum())
+        starts, stops = _turns(offsets, trained)
+        num_turns += starts.size
+        ids = store.fetch(int(offsets[0]), int(offsets[-1]), key) if ends.size else np.empty(0, np.uint8)
+        if ends.size and bos_id is not None:
+            with_bos += int((ids[offsets[:-1][lengths > 0] - offsets[0]] == bos_id).sum())
         if ends.size and not prompts:
-            ids = store.fetch(int(offsets[0]), int(offsets[-1]), key)
             last = ids[_last_trained(offsets, trained, counts)]
             without_eos += int((lengths == 0).sum()) + int((~np.isin(last, ends)).sum())
+            unended += int((~_ended(ids, starts, stops, ends)).sum())
     truncated = store.manifest.skipped.get("truncated", 0) if "name" in store.manifest.recipe else None
     masked = None if prompts else fully_masked
     endless = None if prompts or not ends.size else without_eos
@@ -231,10 +320,14 @@ def _audit_key(store: Store, key: str, ends: Int64Array, max_items: int) -> Audi
         supervised=supervised,
         fully_masked=masked,
         without_eos=endless,
+        with_bos=with_bos if ends.size and bos_id is not None else None,
+        turns=num_turns,
+        unended_turns=None if endless is None else unended,
         truncated=truncated,
         supervised_percent=100 * supervised / max(1, tokens),
         fully_masked_percent=None if masked is None else 100 * masked / max(1, audited),
         without_eos_percent=None if endless is None else 100 * endless / max(1, audited),
+        unended_turns_percent=None if endless is None else 100 * unended / max(1, num_turns),
         truncated_percent=None if truncated is None else 100 * truncated / max(1, items),
     )
 
@@ -263,6 +356,23 @@ def _trained(store: Store, key: str, offsets: Int64Array) -> BoolArray:
     return trained
 
 
+def _turns(offsets: Int64Array, trained: BoolArray) -> tuple[Int64Array, Int64Array]:
+    """Return where runs of trained tokens begin and end, counted from the first token; none goes over two items."""
+    first = np.zeros(trained.size + 1, np.bool_)
+    first[offsets - offsets[0]] = True
+    before = np.concatenate([[False], trained[:-1]])
+    behind = np.concatenate([trained[1:], [False]])
+    return np.flatnonzero(trained & (~before | first[:-1])), np.flatnonzero(trained & (~behind | first[1:])) + 1
+
+
+def _ended(ids: AnyArray, starts: Int64Array, stops: Int64Array, ends: Int64Array) -> BoolArray:
+    """Say of runs whether an end token is among their last three: a template may put a line end behind it."""
+    is_end = np.concatenate([np.isin(ids, ends), [False]])
+    places = [np.where(stops - back >= starts, stops - back, ids.size) for back in (1, 2, 3)]
+    ended: BoolArray = np.any([is_end[place] for place in places], axis=0)
+    return ended
+
+
 def _last_trained(offsets: Int64Array, trained: BoolArray, counts: Int64Array) -> Int64Array:
     """Return where the last trained token of each item is, or the last one where none is; no place of empty items.
 
@@ -278,49 +388,163 @@ def _last_trained(offsets: Int64Array, trained: BoolArray, counts: Int64Array) -
 # Tokens as text
 
 
+class Piece(NamedTuple):
+    """Tokens of an example that stand together."""
+
+    trained: bool
+    text: str
+    control: bool = False
+    """Whether it is a control token; a text that spells one is none."""
+    left_out: int = 0
+    """Tokens before it that are not shown."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """One item as text, in runs that are trained on or not."""
+    """One item as text, in pieces that are trained on or not; a long one around what is trained on."""
 
     key: str
     item: int
+    why: tuple[str, ...]
+    """What it is an example of."""
     tokens: int
     supervised: int
-    runs: tuple[tuple[bool, str], ...]
-    cut: bool
-    """Whether more follows than is shown."""
+    runs: tuple[Piece, ...]
+    left_out: int
+    """Tokens behind the last piece that are not shown."""
 
 
-def examples(store: Store, tokenizer: Tokenizer | None) -> list[Example]:
-    """Return the first, a middle and the last item of each array of token ids; none without a tokenizer."""
+_SEARCHED = 64
+"""Items, drawn by a seed, in which tools and reasoning are looked for."""
+_KINDS: Mapping[str, re.Pattern[str]] = {
+    "tools": re.compile(r"tool_call|TOOL_CALLS|python_tag|tool▁call|to=functions|<function"),
+    "reasoning": re.compile(r"<think|\[THINK\]|START_THINKING|channel\|?>\s*(?:thought|analysis)|seed:think"),
+}
+"""What templates write around tool calls and reasoning."""
+
+
+def examples(store: Store, tokenizer: Tokenizer | None, *, seed: int = 0) -> list[Example]:
+    """Return items that show every kind of thing, and some drawn by a seed; none without a tokenizer.
+
+    Of texts without a mask the first, a middle and the last.
+    """
     if tokenizer is None:
         return []
     keys = [key for key in token_keys(store.keys) if key != "prompts"]
     shown: list[Example] = []
     for key in keys:
-        items = int(store.axes[store.axis(key)].items[-1])
-        places = sorted({0, items // 2, items - 1}) if len(keys) == 1 else [0, items - 1]
-        shown += [_example(store, tokenizer, key, item) for item in dict.fromkeys(places) if 0 <= item < items]
+        chosen = _chosen(store, key, tokenizer, seed)
+        shown += [_example(store, tokenizer, key, item, tuple(why)) for item, why in chosen.items()]
     return shown
 
 
-def _example(store: Store, tokenizer: Tokenizer, key: str, item: int) -> Example:
+def _chosen(store: Store, key: str, tokenizer: Tokenizer, seed: int) -> dict[int, list[str]]:
+    """Return the items to show, and why each."""
+    items = int(store.axes[store.axis(key)].items[-1])
+    mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
+    chosen: dict[int, list[str]] = {}
+    if mask_key not in store.keys or items < 4:
+        for item, why in ((0, "first"), (items // 2, "middle"), (items - 1, "last")):
+            if 0 <= item < items and item not in chosen:
+                chosen[item] = [why]
+        return chosen
+    for why, item in _extremes(store, key, np.array(sorted(end_tokens(store, tokenizer)), np.int64)).items():
+        chosen.setdefault(item, []).append(why)
+    draw = np.random.default_rng(seed)
+    drawn = dict.fromkeys(draw.integers(items, size=_SEARCHED).tolist())
+    for item in list(drawn)[:2]:
+        chosen.setdefault(item, []).append(f"drawn by seed {seed}")
+    for why, pattern in _KINDS.items():
+        texts = ((item, _text(store, tokenizer, key, item)) for item in (*chosen, *drawn))
+        found = next((item for item, text in texts if pattern.search(text)), None)
+        if found is not None:
+            chosen.setdefault(found, []).append(why)
+    return chosen
+
+
+def _extremes(store: Store, key: str, ends: Int64Array) -> dict[str, int]:
+    """Return the item that is the longest, has most or least trained on, or shows what may be wrong."""
+    best: dict[str, tuple[float, int]] = {}
+
+    def offer(why: str, score: Int64Array | Float64Array, begin: int, fits: BoolArray) -> None:
+        places = np.flatnonzero(fits)
+        if places.size:
+            place = int(places[np.argmax(score[places])])
+            best[why] = max(best.get(why, (-np.inf, 0)), (float(score[place]), -(begin + place)))
+
+    items = int(store.axes[store.axis(key)].items[-1])
+    for begin, end in _audit_blocks(items, MAX_EXAMINED):
+        offsets = store.offsets(store.axis(key), begin, end)
+        trained, lengths = _trained(store, key, offsets), np.diff(offsets)
+        ids = store.fetch(int(offsets[0]), int(offsets[-1]), key)
+        counts = np.diff(np.concatenate([[0], np.cumsum(trained)])[offsets - offsets[0]])
+        share = counts / np.maximum(1, lengths)
+        starts, stops = _turns(offsets, trained)
+        owners = np.searchsorted(offsets - offsets[0], starts, side="right") - 1
+        alone = np.array(
+            [bool(np.isin(ids[a:b], ends).all()) for a, b in zip(starts, stops, strict=True)], np.bool_
+        )
+        offer("longest", lengths, begin, lengths > 0)
+        offer("most trained", share, begin, counts > 0)
+        offer("least trained", -share, begin, counts > 0)
+        offer("nothing trained", lengths, begin, counts == 0)
+        if ends.size:
+            unended = np.bincount(owners, ~_ended(ids, starts, stops, ends), minlength=lengths.size)
+            offer("turns without a trained end", unended, begin, unended > 0)
+            empty = np.bincount(owners, alone, minlength=lengths.size)
+            offer("empty answers", empty, begin, empty > 0)
+    return {why: -item for why, (_, item) in best.items()}
+
+
+def _text(store: Store, tokenizer: Tokenizer, key: str, item: int) -> str:
+    begin, end = store.offsets(store.axis(key), item, item + 1).tolist()
+    return tokenizer.decode(store.fetch(begin, min(end, begin + (1 << 14)), key))
+
+
+def _example(store: Store, tokenizer: Tokenizer, key: str, item: int, why: tuple[str, ...]) -> Example:
     offsets = store.offsets(store.axis(key), item, item + 1)
     ids, trained = store.fetch(int(offsets[0]), int(offsets[1]), key), _trained(store, key, offsets)
-    shown, flags = ids[:EXAMPLE_TOKENS], trained[:EXAMPLE_TOKENS]
-    edges = [0, *(np.flatnonzero(np.diff(flags.astype(np.int8))) + 1).tolist(), shown.size]
+    control = np.isin(ids, list(tokenizer.special_ids.values()))
+    shown = _shown_tokens(trained, *_turns(offsets, trained))
+    # A piece ends where another kind of token begins; control tokens stand alone.
+    kinds = trained + 2 * control + 4 * shown
+    edges = [0, *(np.flatnonzero((np.diff(kinds) != 0) | control[1:]) + 1).tolist(), ids.size]
+    pieces: list[Piece] = []
+    left_out = 0
+    for begin, end in pairwise(edges):
+        if begin == end or not shown[begin]:
+            left_out += end - begin
+            continue
+        text = tokenizer.decode(ids[begin:end])
+        pieces.append(Piece(bool(trained[begin]), text, bool(control[begin]), left_out))
+        left_out = 0
     return Example(
         key=key,
         item=item,
+        why=why,
         tokens=int(ids.size),
         supervised=int(trained.sum()),
-        runs=tuple(
-            (bool(flags[begin]), tokenizer.decode(shown[begin:end]))
-            for begin, end in pairwise(edges)
-            if end > begin
-        ),
-        cut=ids.size > shown.size,
+        runs=tuple(pieces),
+        left_out=left_out,
     )
+
+
+def _shown_tokens(trained: BoolArray, starts: Int64Array, stops: Int64Array) -> BoolArray:
+    """Say which tokens of an item to show: all of a short one, of a long one those around what is trained on."""
+    shown = np.ones(trained.size, np.bool_)
+    if trained.size <= EXAMPLE_TOKENS:
+        return shown
+    shown[EXAMPLE_TOKENS // 10 :] = False
+    if not starts.size:
+        shown[-EXAMPLE_TOKENS // 2 :] = True
+        return shown
+    runs = list(zip(starts.tolist(), stops.tolist(), strict=True))
+    runs = runs if len(runs) <= 4 else [*runs[:2], *runs[-2:]]
+    width = EXAMPLE_TOKENS // (2 * len(runs))
+    for begin, end in runs:
+        shown[max(0, begin - width // 3) : min(end, begin + width)] = True
+        shown[max(begin, end - width // 2) : end + width // 6] = True
+    return shown
 
 
 def excerpt(store: Store, span: Span, tokenizer: Tokenizer) -> str:
@@ -339,10 +563,14 @@ class DocumentPart:
     ids: tuple[int, ...]
     strings: tuple[str, ...] | None
     """Each id as text; None without the tokenizer."""
+    control: tuple[bool, ...] | None
+    """Whether each is a control token, which looks like a text that spells it; None without the tokenizer."""
     mask: tuple[int, ...] | None
     """What the store says of each token; None where it has no mask."""
     trained: tuple[bool, ...]
     """Whether each is a label: the first token of a document never is."""
+    length: int
+    """How many tokens it has, also where not all of them are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,18 +589,26 @@ class DocumentContents:
         return dict(as_json(self))
 
 
-def inspect_document(store: Store, document: int, tokenizer: Tokenizer | None = None) -> DocumentContents:
-    """Look at one document: where it came from, its tokens and its masks."""
+def inspect_document(
+    store: Store, document: int, tokenizer: Tokenizer | None = None, *, first: int = 0, count: int | None = None
+) -> DocumentContents:
+    """Look at one document: where it came from, its tokens and its masks.
+
+    Of each of its arrays the tokens from the `first` on, `count` at most; None for all.
+    """
     origin = store.origin(document)
     parts: list[DocumentPart] = []
     for key in token_keys(store.keys):
-        axis, first, last = store.axis(key), document, document + 1
+        axis, item, end = store.axis(key), document, document + 1
         if axis == "responses":
-            first, last = store.offsets("groups", document, document + 1).tolist()
-        parts += [_part(store, key, store.offsets(axis, item, item + 1), tokenizer) for item in range(first, last)]
+            item, end = store.offsets("groups", document, document + 1).tolist()
+        parts += [
+            _part(store, key, store.offsets(axis, each, each + 1), tokenizer, (first, count))
+            for each in range(item, end)
+        ]
     rewards = np.asarray(store.fetch_record(document, "rewards")).tolist() if "rewards" in store.keys else None
     return DocumentContents(
-        path=str(store.path),
+        path=store.where,
         document=document,
         origin=origin,
         parts=tuple(parts),
@@ -380,15 +616,24 @@ def inspect_document(store: Store, document: int, tokenizer: Tokenizer | None = 
     )
 
 
-def _part(store: Store, key: str, offsets: Int64Array, tokenizer: Tokenizer | None) -> DocumentPart:
-    begin, end = offsets.tolist()
+def _part(
+    store: Store, key: str, offsets: Int64Array, tokenizer: Tokenizer | None, shown: tuple[int, int | None]
+) -> DocumentPart:
+    whole = int(offsets[1] - offsets[0])
+    first, last = min(shown[0], whole), whole if shown[1] is None else min(shown[0] + shown[1], whole)
+    begin, end = int(offsets[0]) + first, int(offsets[0]) + max(first, last)
     ids = store.fetch(begin, end, key)
     mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
     mask = store.fetch(begin, end, mask_key).tolist() if mask_key in store.keys else None
+    trained = _trained(store, key, np.array([begin, end]))
+    if first and trained.size:  # the first token of what is shown is not the first of the document
+        trained[0] = key != "prompts" and (mask is None or bool(mask[0]))
     return DocumentPart(
         key=key,
         ids=tuple(ids.tolist()),
         strings=tuple(tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)) if tokenizer else None,
+        control=tuple(np.isin(ids, list(tokenizer.special_ids.values())).tolist()) if tokenizer else None,
         mask=None if mask is None else tuple(mask),
-        trained=tuple(_trained(store, key, offsets).tolist()),
+        trained=tuple(trained.tolist()),
+        length=whole,
     )

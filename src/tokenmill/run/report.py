@@ -6,27 +6,32 @@ asked for. No token is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from tokenmill.config.run import QuarantineConfig, ResolvedStage
+from tokenmill.config.edits import QuarantineConfig
+from tokenmill.config.evals import held_out, held_whole
+from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import locate
+from tokenmill.packing.stored import QUARANTINED, is_stored, locate
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
+from tokenmill.run.disjoint import Overlap, overlaps
 from tokenmill.run.history import lines, read_history
 from tokenmill.run.inspect import Audit, audit
-from tokenmill.run.run import Run
+from tokenmill.run.long_records import long_records
+from tokenmill.run.run import EpochCount, Run
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import as_json
-from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Int64Array
+from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array
 
 PREFETCH = 8
 """Micro-batches that a loader keeps ready, unless it is told otherwise."""
@@ -51,6 +56,29 @@ class Quarantined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalFacts:
+    """One eval at a glance, and what it has in common with what is trained on."""
+
+    name: str
+    sources: tuple[str, ...]
+    documents: int
+    """That it names."""
+    held_out: int
+    """Of these, those that it takes from a source of the run."""
+    rows: int
+    seq_len: int
+    tokens: int
+    """Input slots of the rows that hold a token."""
+    labels: int
+    every: int | None
+    """Steps."""
+    every_tokens: int | None
+    """Input slots, in place of steps."""
+    overlaps: tuple[Overlap, ...]
+    """With each source that is trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """Bytes and seconds."""
 
@@ -70,10 +98,33 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Imbalance:
+    """How long a step of a stage takes where ranks wait for one another at each micro-batch of one row."""
+
+    stage: str
+    ranks: int
+    in_order: float
+    """Where ranks take rows in their order: how often as long as if every rank had the same work at each time."""
+    dealt: float
+    """Where rows are dealt by what they cost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport(PlanReport):
     """What a run will do: all that `tokenmill plan` shows."""
 
+    horizon: int
+    """How many of the next tokens are labels of an input."""
+    segment_multiple: int
+    """To a multiple of how many columns every segment is filled up."""
+    fim: Mapping[str, float]
+    """Source -> share of its documents that were cut to learn to fill in the middle; those without are left out."""
+    imbalance: tuple[Imbalance, ...]
+    """For some numbers of ranks, by stage, over some of its steps; nothing where rows are not dealt by cost."""
     quarantined: tuple[Quarantined, ...]
+    epochs: EpochCount | None
+    """What the epochs that the config says come to, if it does."""
+    evals: tuple[EvalFacts, ...]
     costs: Costs
     warnings: tuple[str, ...]
     """What is legal but seldom meant, a sentence each: where: what is odd; the way out."""
@@ -91,21 +142,30 @@ def report_run(run: Run) -> RunReport:
     """Compile a run, unless it is, and report what it will do. Reads masks and lengths, but no token."""
     plan = run.plan()
     counted = report(plan, stops=limits(run.config)[1])
+    counted = _tell_held_out(run, counted)
     quarantined = tuple(_quarantined(run))
+    evals = tuple(_eval_facts(run))
     masked = {name: store for name, store in run.stores.items() if _masks(store)}
     return RunReport(
         **{item.name: getattr(counted, item.name) for item in fields(counted)},
+        horizon=run.config.run.horizon,
+        segment_multiple=run.config.run.segment_multiple,
+        fim=_fim(run),
+        imbalance=tuple(_imbalance(run)),
         quarantined=quarantined,
+        epochs=run.epochs,
+        evals=evals,
         costs=_costs(run, counted),
         warnings=(
             *warnings(
                 plan,
                 counted,
                 {stage.name: stage.weigh_by for stage in run.config.resolved_stages},
-                [edit.source for edit in quarantined if edit.whole],
+                [*(edit.source for edit in quarantined if edit.whole), *held_whole(run.config.evals)],
             ),
+            *_overlap_warnings(evals),
             *_vain_quarantines(run),
-            *_cut_records(run),
+            *long_records(run),
         ),
         history=tuple(lines(read_history(run.folder, run.name))),
         supervision={name: audit(store, max_items=AUDITED_ITEMS) for name, store in masked.items()},
@@ -114,6 +174,13 @@ def report_run(run: Run) -> RunReport:
 
 def _masks(store: Store) -> list[str]:
     return [key for key in store.keys if key in MASK_KEYS]
+
+
+def _fim(run: Run) -> dict[str, float]:
+    """Return the sources whose documents were cut to learn to fill in the middle."""
+    cut = {name: store.manifest.recipe.get("recipe", {}).get("fim") for name, store in run.stores.items()}
+    cut |= {source.name: source.fim for source in run.config.sources if source.live}
+    return {name: float(fim["rate"]) for name, fim in cut.items() if fim}
 
 
 # What a run costs
@@ -150,11 +217,123 @@ def _is_stream(index: CountedRows | None) -> bool:
 
 def _row_bytes(run: Run, part: Stage) -> int:
     """Return how large the arrays of one row are in a batch."""
-    from tokenmill.loader.assemble import record_type, stage_layout
+    from tokenmill.loader.assemble import record_type, stage_shapes
     from tokenmill.loader.batch import RECORD_ARRAYS
 
-    shapes = stage_layout(part, RECORD_ARRAYS.get(record_type(part) or "", run.config.run.arrays), 1)
+    shapes = stage_shapes(
+        part, RECORD_ARRAYS.get(record_type(part) or "", run.config.run.arrays), 1, run.config.run.horizon
+    )
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
+
+
+# What ranks wait for
+
+_RANKS = (2, 8, 32, 128, 512)
+_SOME_STEPS = 8
+
+
+def _imbalance(run: Run) -> Iterator[Imbalance]:
+    """Yield what a deal gains, by the costs that the config says; looks at the lengths of some steps' documents."""
+    balance = run.config.run.balance
+    if balance is None:
+        return
+    from tokenmill.loader.balance import deal
+    from tokenmill.packing.costs import cost_unit, count_costs
+
+    price = ATTENTION if isinstance(balance, str) else balance
+    for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
+        part = max((part for part in parts), key=lambda part: part.num_steps * (part.spec.skipped is None))
+        batch, seq_len = part.spec.global_batch_size, part.spec.seq_len
+        if part.spec.skipped is not None or not all(is_stored(rows) for rows in part.rows.values()):
+            continue
+        steps = np.unique(np.linspace(part.spec.start_step, part.end_step - 1, _SOME_STEPS).astype(int))
+        units = np.empty((steps.size, batch), np.int64)
+        for line, step in zip(units, steps.tolist(), strict=True):
+            sources, numbers = run.plan().rows(step)
+            for source in np.unique(sources).tolist():
+                rows = part.rows[run.plan().sources[source]]
+                assert is_stored(rows)
+                line[sources == source] = count_costs(rows, numbers[sources == source])
+        unit = float(price["quadratic"]) * cost_unit(seq_len)
+        costs = float(price.get("linear", 0)) * seq_len + unit * units.astype(np.float64)
+        for ranks in _RANKS:
+            if batch % ranks == 0:
+                dealt = np.take_along_axis(costs, deal(units, ranks, 1), axis=1)
+                found = [waiting(order.reshape(steps.size, ranks, -1)) for order in (costs, dealt)]
+                yield Imbalance(stage=part.spec.name, ranks=ranks, in_order=found[0], dealt=found[1])
+
+
+def waiting(costs: Float64Array) -> float:
+    """Return how often as long steps take as if all ranks cost the same, of costs by (step, rank, micro-batch)."""
+    return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
+
+
+# Evals
+
+HELD_OUT = "held out"
+"""The reason for which tokens of documents that evals take are dropped."""
+
+
+def _tell_held_out(run: Run, counted: PlanReport) -> PlanReport:
+    """Return a report that tells tokens of evals from those in quarantine."""
+    tokens = {
+        name: _count_tokens(run.stores[name], numbers)
+        for name, numbers in held_out(run.config.evals, run.folder).items()
+    }
+
+    def told(name: str, dropped: Mapping[str, int]) -> Mapping[str, int]:
+        held = min(tokens.get(name, 0), dropped.get(QUARANTINED, 0))
+        if not held:
+            return dropped
+        split = {**dropped, QUARANTINED: dropped[QUARANTINED] - held, HELD_OUT: held}
+        return {reason: number for reason, number in split.items() if number}
+
+    def told_fates(name: str, fates: Fates | None) -> Fates | None:
+        return fates and replace(fates, dropped=told(name, fates.dropped))
+
+    return replace(
+        counted,
+        shares=tuple(replace(share, dropped=told(share.source, share.dropped)) for share in counted.shares),
+        sources=tuple(replace(facts, fates=told_fates(facts.name, facts.fates)) for facts in counted.sources),
+    )
+
+
+def _eval_facts(run: Run) -> Iterator[EvalFacts]:
+    """Yield what each eval is, and what of it is trained on; reads hashes of documents, and masks."""
+    shared = overlaps(run) if run.evals else {}
+    for name, item in run.evals.items():
+        yield EvalFacts(
+            name=name,
+            sources=tuple(part.name for part in item.parts),
+            documents=sum(part.num_documents for part in item.parts),
+            held_out=sum(part.num_documents for part in item.parts if part.config.source is not None),
+            rows=item.num_rows,
+            seq_len=item.seq_len,
+            tokens=item.held.tokens,
+            labels=item.held.trained,
+            every=item.every,
+            every_tokens=item.every_tokens,
+            overlaps=shared[name],
+        )
+
+
+def _overlap_warnings(evals: Sequence[EvalFacts]) -> Iterator[str]:
+    for item in evals:
+        for overlap in item.overlaps:
+            where = f"eval {item.name!r}"
+            if overlap.documents:
+                first = overlap.first[0]
+                step = "which no step comes to" if first.step is None else f"at step {first.step:,} first"
+                yield (
+                    f"{where}: {overlap.documents:,} of its {item.documents:,} documents are among those of "
+                    f"{overlap.source!r}, which is trained on: {first.document} is document {first.trained} there, "
+                    f"{step}; hold them out by source and documents, or quarantine them from step 0"
+                )
+            if overlap.unknown is not None:
+                yield (
+                    f"{where}: whether its documents are among those of {overlap.source!r} is not known, as "
+                    f"{overlap.unknown}"
+                )
 
 
 # Quarantines
@@ -232,52 +411,3 @@ def _is_seen(plan: Plan, run: Run, edit: QuarantineConfig) -> bool:
         for document in asked.tolist()
         for use in plan.when(edit.source, document)
     )
-
-
-# Records with a loss mask that are cut: a text is used to it, an answer without its question is not
-
-_LOST = "what follows a cut is trained without what stood before"
-_GUIDE = "docs/guides/packing.md"
-
-
-def _cut_records(run: Run) -> Iterator[str]:
-    """Yield what a user should know of records that are cut, by stage and source. Reads document offsets."""
-    for stage in run.config.resolved_stages:
-        for name in stage.weights:
-            store = run.stores.get(name)  # live text has no mask, and none here
-            sentence = _cuts(stage, store, name) if store is not None and "loss_mask" in store.keys else None
-            if sentence:
-                yield f"stage {stage.name!r}: {sentence}"
-
-
-def _cuts(stage: ResolvedStage, store: Store, name: str) -> str | None:
-    """Say which records a stage cuts so that something is trained behind the cut; None if it cuts none so."""
-    longer, crossing = _count_cut(store, stage.seq_len)
-    total = f"{store.num_documents:,} records of {name!r}"
-    if stage.packing == "best_fit" and stage.split == "allow" and longer:
-        return (
-            f"{longer:,} of {total} are longer than a row of {stage.seq_len:,} tokens and are cut: {_LOST}; "
-            f'split = "forbid" refuses them, "truncate_end" cuts them off ({_GUIDE})'
-        )
-    way_out = f'packing = "best_fit" cuts only longer ones, and none with split = "forbid" ({_GUIDE})'
-    if stage.packing == "concat" and crossing:
-        return f"{crossing:,} of {total} are cut where a row of {stage.seq_len:,} tokens ends: {_LOST}; {way_out}"
-    if stage.packing == "bos_best_fit" and stage.crop == "return":
-        return (
-            f"{longer:,} of {total} are longer than a row of {stage.seq_len:,} tokens and are cut, and others "
-            f"where that fills a row: {_LOST}; {way_out}"
-        )
-    return None
-
-
-def _count_cut(store: Store, seq_len: int) -> tuple[int, int]:
-    """Count the documents longer than a row, and those that an edge of a row cuts where `concat` makes rows."""
-    longer = crossing = 0
-    last_row = (store.num_tokens - 1) // seq_len - 1  # what stands behind it is dropped, not cut
-    for begin in range(0, store.num_documents, _BLOCK):
-        offsets = store.document_offsets(begin, min(begin + _BLOCK, store.num_documents))
-        first, last = offsets[:-1], offsets[1:] - 1
-        longer += int((np.diff(offsets) > seq_len + 1).sum())  # a row has one token more, the last label
-        # A token is the label of the one before it, and is in that one's row.
-        crossing += int((first // seq_len < np.minimum((last - 1) // seq_len, last_row)).sum())
-    return longer, crossing

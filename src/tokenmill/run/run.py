@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -23,21 +25,44 @@ from tokenmill.config.run import (
 )
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
-from tokenmill.tables import path_of
+from tokenmill.tables import path_of, read_table
 from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
+    from tokenmill.config.evals import EvalSource
+    from tokenmill.config.tokens import Tokens
     from tokenmill.live.lanes import LiveRows
-    from tokenmill.loader import Loader
+    from tokenmill.loader import Layout, Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, Rows
+    from tokenmill.plan.seen import TokenSchedule
     from tokenmill.run.compare import Difference
+    from tokenmill.run.evals import Evals
     from tokenmill.run.fork import Fork
+    from tokenmill.run.reading import Link, Prices, ReadingReport
     from tokenmill.run.report import RunReport
     from tokenmill.store import Store
+    from tokenmill.store.remote.fetch import Network
 
+logger = logging.getLogger("tokenmill")
 LIMIT_ROWS = 1 << 22
 """Rows that `diff` computes at most, before the first difference and after, unless it is told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochCount:
+    """How many rows a run reads that is so many epochs long."""
+
+    epochs: float
+    rows: int
+    """Of one epoch, over all sources."""
+    filled: int
+    """Rows of the last step that are beyond these epochs: the first of the epoch that would be next."""
+
+    def sentence(self, steps: int) -> str:
+        """Say what the epochs come to."""
+        more = f"the last is filled with {self.filled:,} rows of the next epoch" if self.filled else "all are full"
+        return f"{self.epochs:g} epochs of {self.rows:,} rows are {steps:,} steps: {more}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +76,20 @@ class Run:
     """Of the config file, without its ending: what the history of edits is kept under."""
     translation: Translation | None = None
     """How the config file was read, if it was."""
+    epochs: EpochCount | None = field(default=None, init=False)
+    """Where the config says epochs: what they come to. The config then has the steps in their place."""
+
+    def __post_init__(self) -> None:
+        if self.config.run.epochs is not None:
+            epochs, config = self._counted_epochs(self.config.run.epochs)
+            object.__setattr__(self, "epochs", epochs)
+            object.__setattr__(self, "config", config)
+
+    def lasting(self, *, steps: int | None = None, epochs: float | None = None) -> Run:
+        """Return the same run of another length: so many steps, or epochs."""
+        weights = self.config.run.weights if self.epochs is None else None
+        run = replace(self.config.run, steps=steps, tokens=None, epochs=epochs, weights=weights)
+        return replace(self, config=replace(self.config, run=run))
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], *, world_size: int | None = None) -> Run:
@@ -89,6 +128,24 @@ class Run:
         config = parse_config(translation.tables, where=where)
         return cls(config=config, folder=folder, name=name, translation=translation)
 
+    def _counted_epochs(self, epochs: float) -> tuple[EpochCount, Config]:
+        """Count the rows of an epoch; return that, and the config with the steps that so many epochs take."""
+        from tokenmill.config.schedule import schedule
+        from tokenmill.plan.mixture import exact_weight
+
+        one_step = replace(self.config.run, steps=1, epochs=None, weights="rows")
+        first = replace(self.config, run=one_step, skip=())
+        (spec,) = schedule(first, self.folder, self._stage_rows, self._size)
+        counted = {name: rows.counted for name, rows in spec.rows.items()}
+        rows = {name: index.num_rows for name, index in counted.items() if index is not None and index.num_rows}
+        if not rows:
+            raise ConfigError("run: epochs must have rows to read, got none in any source; add documents")
+        wanted, batch = ceil(exact_weight(epochs) * sum(rows.values())), self.config.clock.stretches[0].batch
+        steps = -(-wanted // batch)
+        weights = rows if len(rows) > 1 else None
+        config = replace(self.config, run=replace(one_step, steps=steps, weights=weights))
+        return EpochCount(epochs=epochs, rows=sum(rows.values()), filled=steps * batch - wanted), config
+
     @cached_property
     def stores(self) -> dict[str, Store]:
         """The open store of each source; they share one bounded set of maps."""
@@ -106,6 +163,8 @@ class Run:
                 eos_id=self._eos_id(source),
                 bos_id=source.bos_id,
                 format=source.format,
+                remote=self.network,
+                verify_pages=source.verify_pages,
             )
             for source in stored
         }
@@ -117,11 +176,59 @@ class Run:
         return stores
 
     @cached_property
+    def evals(self) -> Evals:
+        """What the run is evaluated on, by name; stores are opened when an eval is asked for something."""
+        from tokenmill.run.evals import Eval, Evals
+
+        return Evals({config.name: Eval(self, config) for config in self.config.evals})
+
+    def eval_store(self, source: EvalSource) -> Store:
+        """Return the store that an eval takes documents from, opened once; its ids must mean what the run's do."""
+        if source.source is not None:
+            return self.stores[source.source]
+        places = (source.store,) if isinstance(source.store, str) else source.store or ()
+        if places not in self._eval_stores:
+            from tokenmill.store import open_store
+
+            # Maps of its own: an eval takes none from the training loader beside it.
+            store = open_store([self._place(place) for place in places], remote=self.network)
+            tokenizers = {name: each.manifest.tokenizer for name, each in self.stores.items()}
+            _check_tokenizers({**tokenizers, str(store.path): store.manifest.tokenizer})
+            self._eval_stores[places] = store
+        return self._eval_stores[places]
+
+    @cached_property
+    def _eval_stores(self) -> dict[tuple[str, ...], Store]:
+        return {}
+
+    @cached_property
+    def network(self) -> Network | None:
+        """What the stores in object storage share: requests, memory, counters; None where none is there."""
+        evals = [source.store for config in self.config.evals for source in config.sources]
+        stored = [*(source.store for source in self.config.sources), *evals]
+        paths = [path for each in stored for path in ([each] if isinstance(each, str) else each or ())]
+        if not any(isinstance(self._place(path), str) for path in paths):
+            return None
+        from tokenmill.store.remote.fetch import Network
+
+        options = self.config.remote
+        if options.mirror is not None:
+            options = replace(options, mirror=str(self.folder / Path(options.mirror).expanduser()))
+        return Network(options)
+
+    def _place(self, path: str) -> Path | str:
+        """Return where a path of the config leads; an address stays as it is."""
+        from tokenmill.store.remote.address import is_address
+
+        return path if is_address(path) else self.folder / path
+
+    @cached_property
     def live(self) -> dict[str, LiveRows]:
         """The sources of live text, with files listed and tokenizers open, as [run] makes rows of them."""
         return {source.name: self._open_live(source) for source in self.config.sources if source.live}
 
     def _open_live(self, source: SourceConfig) -> LiveRows:
+        from tokenmill.encode.fim import Fim
         from tokenmill.live.lanes import LiveRows
         from tokenmill.live.source import LiveOptions, open_live
 
@@ -137,6 +244,7 @@ class Run:
             lanes=lanes,
             on_error=source.on_error or "stop",
             keep_empty=source.keep_empty,
+            fim=None if source.fim is None else read_table(Fim, source.fim, f"source {source.name!r}: fim"),
             window_bytes=source.window_bytes,
         )
         return LiveRows(
@@ -147,7 +255,23 @@ class Run:
         )
 
     def _texts(self, source: SourceConfig) -> list[str]:
-        return [text if text.startswith("hf:") else str(self.folder / text) for text in source.documents]
+        """Return where the texts of a source are; those in object storage are copied below the run first."""
+        from tokenmill.store.remote.address import is_address
+
+        texts = [
+            text if text.startswith("hf:") or is_address(text) else str(self.folder / text)
+            for text in source.documents
+        ]
+        if not any(map(is_address, texts)):
+            return texts
+        from tokenmill.documents.inputs import suffix_of
+        from tokenmill.store.remote.inputs import copy_inputs
+
+        folder = (self.folder / ".tokenmill" / "inputs").absolute()
+        found = copy_inputs(
+            texts, folder, is_known=lambda name: suffix_of(name) is not None, options=self.config.remote
+        )
+        return list(map(str, found))
 
     def _tokenizer(self, source: SourceConfig) -> str:
         assert source.tokenizer is not None
@@ -168,21 +292,25 @@ class Run:
             )
         return eos_id
 
-    def _store_places(self, source: SourceConfig) -> list[Path]:
+    def _store_places(self, source: SourceConfig) -> list[Path | str]:
         """Return where the stores of a source are; text is prepared first, once."""
         if source.store is not None:
-            return [
-                self.folder / path for path in ([source.store] if isinstance(source.store, str) else source.store)
-            ]
+            paths = [source.store] if isinstance(source.store, str) else source.store
+            return [self._place(path) for path in paths]
         from tokenmill.build.cached import cached_store
 
+        recipe: str | dict[str, object] = "text"
+        if source.fim is not None:
+            section = {"field": source.text_field, "action": "train", "add_special_tokens": True}
+            recipe = {"name": "text", "kind": "seq", "input": {"sections": [section]}, "fim": dict(source.fim)}
         store = cached_store(
             self._texts(source),
             tokenizer=self._tokenizer(source),
-            text_field=source.text_field,
+            text_field=source.text_field if source.fim is None else None,
             folder=self.folder / ".tokenmill" / "stores",
             where=f"source {source.name!r}",
             keep_empty=source.keep_empty,
+            recipe=recipe,
         )
         return [store]
 
@@ -229,8 +357,14 @@ class Run:
         from tokenmill.config.schedule import limits, schedule
         from tokenmill.plan.plan import compile_plan
 
+        records = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
+        if records and self.config.says_tokens:
+            raise ConfigError(
+                f"run: tokens are counted in rows of seq_len, got stores of {records.pop()}, whose rows have "
+                "several arrays; say steps"
+            )
         began = perf_counter()
-        steps = self.config.run.steps
+        steps = self.config.steps
         errors, stops = limits(self.config)
         plan = compile_plan(
             schedule(self.config, self.folder, self._stage_rows, self._size),
@@ -238,15 +372,52 @@ class Run:
             steps=steps,
             max_epochs=errors,
             stops=stops,
-            contract={"positions": self.config.run.positions},
+            contract=self._contract,
         )
         return plan, perf_counter() - began
+
+    @property
+    def _contract(self) -> dict[str, str]:
+        """Choices of delivery that change what a batch holds."""
+        run = self.config.run
+        return {"positions": run.positions} | ({"horizon": str(run.horizon)} if run.horizon > 1 else {})
+
+    def lr_schedule(
+        self,
+        *,
+        warmup_tokens: Tokens = 0,
+        decay: str = "cosine",
+        decay_tokens: Tokens | None = None,
+        final: float = 0.1,
+    ) -> TokenSchedule:
+        """Return what the learning rate is multiplied by at each step, going by tokens: `schedule(step)`.
+
+        It rises over `warmup_tokens`, and goes down to `final` at the last step: over all that follows, or over the
+        last `decay_tokens` of the run.
+        """
+        from tokenmill.config.tokens import read_tokens
+        from tokenmill.plan.seen import TokenSchedule
+
+        where = "lr_schedule"
+        return TokenSchedule(
+            plan=self.plan(),
+            warmup=read_tokens(where, "warmup_tokens", warmup_tokens) if warmup_tokens else 0,
+            decay=decay,
+            decay_tokens=None if decay_tokens is None else read_tokens(where, "decay_tokens", decay_tokens),
+            final=final,
+        )
 
     def report(self) -> RunReport:
         """Report what the run will do, before its first step: all that `tokenmill plan` shows. No token is read."""
         from tokenmill.run.report import report_run
 
         return report_run(self)
+
+    def reading(self, *, link: Link | None = None, prices: Prices | None = None) -> ReadingReport:
+        """Report what reading the run from object storage takes, as if all of its stores were there."""
+        from tokenmill.run.reading import report_reading
+
+        return report_reading(self, link=link, prices=prices)
 
     def diff(
         self, other: Run, *, limit_rows: int = LIMIT_ROWS, progress: Callable[[int], None] | None = None
@@ -278,46 +449,92 @@ class Run:
 
         return fork(self, at=at, to=Path(to), name=name, weights=weights)
 
-    def loader(
+    def loader(  # noqa: PLR0913 - the front door
         self,
         *,
         rank: int = 0,
         world_size: int = 1,
         micro_batch: int = 1,
+        layout: Layout | None = None,
         threads: int = 1,
         prefetch: int = 8,
         arrays: Sequence[str] | None = None,
+        columns: Sequence[str] = (),
+        pad_to: str | None = None,
         timeout: float = 30.0,
     ) -> Loader:
         """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds.
 
-        A thread that reads live text, and comes to nothing within `timeout` seconds, is given up.
+        A `layout` says in place of rank and world size where the process stands among data-, context-, tensor- and
+        pipeline-parallel ones. A thread that reads live text, and comes to nothing within `timeout` seconds, is
+        given up. `arrays` and `pad_to` are those of the config, if not given. `columns` are fields that
+        stores of pairs, groups or prompts keep of each record.
         """
         from tokenmill.loader import Loader, LoaderOptions, RankSlice
+        from tokenmill.loader.layout import find_layout
 
+        layout = find_layout(layout, rank, world_size)
         plan = self.plan()
         arrays = arrays or self._arrays(plan)
-        if rank == 0:
+        if columns:
+            self._check_columns(columns, arrays)
+        if layout.leads:
             self._record(plan)
+            self._warn_of_long_records()
+            if self.epochs is not None:
+                logger.info("%s", self.epochs.sentence(plan.steps))
         return Loader(
             plan,
-            RankSlice(rank=rank, world_size=world_size, micro_batch=micro_batch),
+            RankSlice(layout=layout, micro_batch=micro_batch, balance=self.config.run.balance is not None),
             LoaderOptions(
                 arrays=tuple(arrays),
                 threads=threads,
                 prefetch=prefetch,
                 positions=self.config.run.positions,
+                horizon=self.config.run.horizon,
+                columns=tuple(columns),
+                pad_to=pad_to or self.config.run.pad_to,
                 timeout=timeout,
             ),
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )
+
+    def _check_columns(self, columns: Sequence[str], arrays: Sequence[str]) -> None:
+        """Refuse columns that a store does not keep, or whose rows are no records."""
+        for name, store in self.stores.items():
+            if store.manifest.kind not in RECORD_TYPES:
+                raise ConfigError(
+                    f"columns: rows must be records to have some, got {name!r} of {store.manifest.kind}; leave it"
+                )
+            kept = store.manifest.recipe.get("keep", [])
+            for column in columns:
+                if column not in kept or column in arrays:
+                    rule = "no array of a batch" if column in arrays else f"one of those that {store.path} keeps"
+                    raise ConfigError(
+                        f"columns: must be {rule}, got {column!r} and {kept}; prepare it with --keep {column}"
+                    )
+
+    def _warn_of_long_records(self) -> None:
+        """Log what becomes of conversations, pairs and groups that do not fit a row."""
+        from tokenmill.run.long_records import long_records
+
+        for sentence in long_records(self, count=False):
+            logger.warning("%s", sentence)
 
     def _stage_rows(self, name: str, stage: ResolvedStage, excluded: Int64Array) -> Rows:
         """Return the rows of a source in a stage."""
         from tokenmill.packing import Policy
 
         _ = self.stores  # checks that all sources go together
-        policy = Policy(name=self._packing(stage), split=stage.split, crop=stage.crop)
+        packing = self._packing(stage)
+        if self.config.run.pad_to == "batch" and (packing != "padded" or name in self.live):
+            got = f"live text in {name!r}" if name in self.live else f"{packing!r}, whose rows are full"
+            raise ConfigError(
+                f'stage {stage.name!r}: pad_to = "batch" is for stores packed as padded, for pairs and groups, got '
+                f"{got}; leave it out"
+            )
+        multiple = self.config.run.segment_multiple
+        policy = Policy(name=packing, split=stage.long_documents(packing), crop=stage.crop, multiple=multiple)
         if name in self.live:
             return self.live[name].in_format(stage.seq_len, policy)
         return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)

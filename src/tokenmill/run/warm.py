@@ -89,6 +89,10 @@ def _runs() -> Iterator[dict[str, Any]]:
         yield {"run": stored, "sources": stores, "stages": STAGES}
         mixed = {**run, "shuffle": "block", "weights": {"web": 0.5, "talk": 0.5}}
         yield {"run": mixed, "sources": [stores[0], live]}
+    for packing in ("best_fit", "concat"):
+        ordered = {**RUN, "packing": packing, "shuffle": "window", "weights": {"web": 0.6, "told": 0.4}}
+        yield {"run": ordered, "sources": stores, "stages": STAGES}
+    yield {"run": {**RUN, "horizon": 2, "balance": "attention", "arrays": list(ARRAYS)}, "sources": stores[:1]}
     for name in ("pairs", "groups"):
         yield {"run": {**RUN, "split": "truncate_end"}, "sources": [{"name": name, "store": name}]}
 
@@ -96,6 +100,7 @@ def _runs() -> Iterator[dict[str, Any]]:
 def _rehearse(tables: Mapping[str, Any], folder: Path) -> None:
     """Draw all batches of a run, and ask it what can be asked."""
     from tokenmill.config.run import parse_config
+    from tokenmill.loader.reuse import next_uses
     from tokenmill.run.run import Run
 
     run = Run(config=parse_config(tables), folder=folder)
@@ -107,3 +112,6 @@ def _rehearse(tables: Mapping[str, Any], folder: Path) -> None:
     if not run.live:  # which documents a row of live text holds is known when it is read
         run.plan().what(step=1)
         run.plan().when(run.config.sources[0].name, document=1)
+        for store in run.stores.values():  # as a mirror asks what it may let go
+            axis, value = store.axis(store.manifest.token_key), np.zeros(1, np.int64)
+            next_uses(run.plan(), store, axis, 0, (value, value + 1), after=0)

@@ -1,27 +1,22 @@
-"""Files and names that survive a crash, folders that only one process writes to, and indexes that are kept."""
+"""Files and names that survive a crash, and indexes that are kept."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
-from tokenmill.store.layout import OWNER
+from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store.maps import FileRequest, MappedFile, map_file
 from tokenmill.tables import read_json
 from tokenmill.types import Uint8Array
 
 T = TypeVar("T")
-ORPHAN_SECONDS = 10.0
-"""How long workers may go on after the build that started them was killed, before a new one is refused."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -29,9 +24,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     write_parts_atomically(path, (data,))
 
 
-def write_parts_atomically(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file part by part, as `write_atomically` does; one part is held in memory at a time."""
-    temporary = path.with_name(f".tmp-{path.name}")
+def write_parts_atomically(path: Path, parts: Iterable[bytes], *, writer: str = "") -> None:
+    """Write a file part by part, as `write_atomically` does; one part is held in memory at a time.
+
+    Where several may write the same file at once, each names itself as its `writer`.
+    """
+    temporary = path.with_name(f".tmp-{path.name}{writer}")
     with temporary.open("wb") as file:
         for part in parts:
             file.write(part)
@@ -56,80 +54,6 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)
-
-
-def lock_folder(path: Path) -> int:
-    """Keep other builds out of a folder until the descriptor that this returns is closed, if only by a kill.
-
-    Processes that inherit the descriptor hold the lock too; those that outlive the one that took it are waited for.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        end = time.monotonic() + ORPHAN_SECONDS
-        while not _locked(descriptor):
-            owner = _owner(path)
-            orphans = owner is not None and not _lives(owner)
-            if not orphans or time.monotonic() > end:
-                who = "another process" if owner is None else f"process {owner}"
-                raise StoreExistsError(
-                    f"{path}: only one build may write to it at a time, got another under way in "
-                    f"{f'workers of {who}, which has ended' if orphans else who}; "
-                    "wait for it or stop it, or choose another path"
-                )
-            time.sleep(0.02)
-        (path / OWNER).write_text(f"{os.getpid()}", encoding="ascii")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _locked(descriptor: int) -> bool:
-    """Try to take the lock; a file system or system without locks gives it to everyone."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        pass
-    return True
-
-
-def unlock_folder(path: Path, descriptor: int) -> None:
-    """Let others write to a folder."""
-    try:
-        (path / OWNER).unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def locked_folder(path: Path) -> Iterator[int]:
-    """Keep other builds out of a folder for the length of a `with` block; give what workers are to inherit."""
-    descriptor = lock_folder(path)
-    try:
-        yield descriptor
-    finally:
-        unlock_folder(path, descriptor)
-
-
-def _owner(path: Path) -> int | None:
-    try:
-        return int((path / OWNER).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # it is another user's
-    return True
 
 
 # Indexes that can always be made again, kept in files beside the data or in a folder of the user's.
@@ -179,6 +103,7 @@ def read_index(file: Path, kind: type[T]) -> tuple[MappedFile, T] | None:
         footer = data[end:-_END].tobytes()
         if len(footer) != size or xxhash.xxh3_64_digest(footer) != data[-8:].tobytes():
             return None
+        mapped.check()
         mapped.data = data[:end]
         return mapped, read_json(kind, footer, f"{file}:", error=StoreCorruptError)
     except (OSError, StoreError):

@@ -6,8 +6,10 @@ words.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,13 +36,21 @@ TOKENIZER_FOLDER = ".tokenizer"
 """A copy of the tokenizer's files, to read the texts of a store by wherever it is; no part of what it holds."""
 ORIGINS_FOLDER = ".origins"
 """Where a store says which file and line its documents came from."""
+PAGE_BYTES = 4096
+"""What has a checksum of its own, and is kept or not in a mirror."""
+SUMS_FOLDER = ".sums"
+"""Where checksums of pages are, by which a part of a file can be proven."""
+HASHES_FOLDER = ".hashes"
+"""Where a store keeps a hash of each document's tokens; they can be made again."""
 JOURNAL_FOLDER = ".prepare"
 """Where prepare keeps what it needs to add to the store later."""
+SIDE_FOLDERS = (ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER, SUMS_FOLDER, HASHES_FOLDER)
+"""What a store may have beside its manifest and shards."""
 SHARDS_FOLDER = ".tmp-shards"
-OWNER = ".tmp-pid"
-"""Who writes to a folder, for the message that refuses a second one; the lock is on the folder itself."""
-TEMPORARY = frozenset({OWNER, SHARDS_FOLDER, f".tmp-{MANIFEST}"})
-"""What a build that was killed may leave in the folder of a store beside its shards."""
+LEASE = ".tmp-lease"
+"""Who may write to a folder; what follows it in a name is whose heir it is (see `lease`)."""
+TEMPORARY = frozenset({LEASE, SHARDS_FOLDER, f".tmp-{MANIFEST}", ".tmp-pid"})
+"""What a build that was killed may leave in the folder of a store beside its shards; the last, of an older one."""
 ANCHOR_TOKENS = 1024
 """A shard's index names the document that holds every 1,024th token: one short search finds any other."""
 
@@ -83,6 +93,11 @@ def shard_name(index: int) -> str:
 def is_shard_name(name: str) -> bool:
     """Whether a name could have been given to a shard by the writer."""
     return re.fullmatch(r"shard-[0-9]{5,}(\.h5)?", name) is not None
+
+
+def is_lease_name(name: str) -> bool:
+    """Whether a name is that of a lease, or of who took it over."""
+    return re.fullmatch(rf"{re.escape(LEASE)}(-[0-9a-z]+)?", name) is not None
 
 
 def is_ours(path: Path) -> bool:
@@ -243,6 +258,14 @@ class Manifest:
         return next((key for key in TOKEN_KEYS if key in self.keys), min(self.keys))
 
     @property
+    def starts_with_bos(self) -> bool:
+        """Whether documents start with BOS; a chat template may write none before conversations."""
+        recipe = self.recipe.get("recipe")
+        template = recipe.get("chat_template") if isinstance(recipe, Mapping) else None
+        lacks = isinstance(template, Mapping) and template.get("bos") == "none"
+        return bool(self.tokenizer.get("add_bos")) and not lacks
+
+    @property
     def storage(self) -> str:
         """How shards are kept: `bin`, a folder with a file an array, or `h5`, one HDF5 file."""
         return "h5" if any(shard.container for shard in self.shards) else "bin"
@@ -307,10 +330,32 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
+def _read_plain(file: Path) -> bytes:
+    """Read a plain file: a link may lead anywhere, and a pipe keeps its reader waiting."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        kind = "a link" if error.errno == errno.ELOOP else "another kind"
+        raise StoreCorruptError(f"{file}: must be a plain file, got {kind}; {WAY_OUT}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "another kind"
+            raise StoreCorruptError(f"{file}: must be a plain file, got {kind}; {WAY_OUT}")
+        parts = []
+        while part := os.read(descriptor, 1 << 24):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
 def _read_body(file: Path) -> dict[str, Any]:
     """Read a manifest; format, version and checksum are checked and left out."""
     try:
-        text = file.read_bytes()
+        text = _read_plain(file)
     except (FileNotFoundError, NotADirectoryError):
         got, way_out = "nothing there", "run `tokenmill prepare` or fix the path"
         if file.parent.exists():
@@ -318,8 +363,6 @@ def _read_body(file: Path) -> dict[str, Any]:
         raise StoreMissingError(
             f"{file.parent}: a store must be a folder with {MANIFEST}, got {got}; {way_out}"
         ) from None
-    except IsADirectoryError:
-        raise StoreCorruptError(f"{file}: must be a file, got a folder; {WAY_OUT}") from None
     try:
         body: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         checksum = body.pop("checksum")
@@ -350,9 +393,10 @@ def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[
     for name, total in (("documents", manifest.documents), ("tokens", manifest.tokens)):
         if type(totals[name]) is not int or not totals[name] == total < _MAX_COUNT:
             yield f"{name} must be the sum over shards", totals[name]
-    vocab_size = manifest.tokenizer.get("vocab_size")
-    if type(vocab_size) is not int or vocab_size < 1:
-        yield "vocab_size must be a positive number", vocab_size
+    yield from _broken_tokenizer_rules(manifest.tokenizer)
+    if not isinstance(manifest.recipe.get("recipe", {}), dict):
+        yield "the recipe within recipe must be a table", manifest.recipe["recipe"]
+    yield from _broken_count_rules(manifest)
     for name, count in Counter(shard.name for shard in manifest.shards).items():
         if count > 1:
             yield "shard names must differ", name
@@ -360,6 +404,47 @@ def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[
         if not is_plain_name(shard.name):
             yield "a shard name must be a plain name", shard.name
         yield from _broken_shard_rules(shard, manifest.kind, manifest.keys)
+
+
+def _broken_count_rules(manifest: Manifest) -> Iterator[tuple[str, object]]:
+    """Yield rules that what is said of inputs and of records that were left out breaks."""
+    for entry in manifest.inputs:
+        for name in ("bytes", "documents", "tokens"):
+            if not _is_count(entry.get(name, 0)):
+                yield f"{name} of an input must be a whole number from 0 on", entry[name]
+        if not isinstance(entry.get("name", ""), str):
+            yield "the name of an input must be a string", entry["name"]
+    if not _is_count(manifest.skipped.get("truncated", 0)):
+        yield "truncated must be a whole number from 0 on", manifest.skipped["truncated"]
+    for name in ("counts", "notes"):
+        counts = manifest.skipped.get(name, {})
+        if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
+            yield f"{name} of skipped must be a table of whole numbers from 0 on", counts
+    first = manifest.skipped.get("first", [])
+    if not isinstance(first, list | tuple) or not all(isinstance(item, dict) for item in first):
+        yield "first of skipped must be a list of tables", first
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _broken_tokenizer_rules(tokenizer: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield rules that what is said of a tokenizer breaks: its numbers become tokens of batches."""
+    vocab_size = tokenizer.get("vocab_size")
+    if type(vocab_size) is not int or not 1 <= vocab_size <= 1 << 32:
+        yield "vocab_size must be a whole number from 1 to 2^32", vocab_size
+        return
+    for name in ("bos_id", "eos_id", "pad_id"):
+        value = tokenizer.get(name)
+        if value is not None and not (type(value) is int and 0 <= value < vocab_size):
+            yield f"{name} must be a whole number below vocab_size {vocab_size}", value
+    for name in ("add_bos", "add_eos"):
+        if not isinstance(tokenizer.get(name, False), bool):
+            yield f"{name} must be true or false", tokenizer[name]
+    for name in ("kind", "content"):
+        if not isinstance(tokenizer.get(name, ""), str | None):
+            yield f"{name} of the tokenizer must be a string", tokenizer[name]
 
 
 def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:

@@ -8,22 +8,22 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
+from tokenmill.store.faults import num_faults, watch
 from tokenmill.store.layout import WAY_OUT
-from tokenmill.types import Uint8Array
+from tokenmill.types import Int64Array, Uint8Array
 
-MAX_MAPS = 64
-LOOK_SECONDS = 0.1
-"""Between two looks at the sizes of files that are mapped."""
+MAX_MAPS = 1024
+"""Enough for a store of 256 GiB of text: rows come from anywhere, and to map files anew for them takes much longer
+than to read them (benchmarks/engines.py --shards). A map takes address space, no memory and no descriptor."""
 LARGE_BYTES = 1 << 28
 """Of a larger file only the pages that are used are read and mapped, not their neighbours as well: rows are read in
 random order, and reading ahead would read and hold many times what they need."""
@@ -35,7 +35,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 
 class MappedFile:
     """One file in memory, read-only; stays mapped while this object lives."""
 
-    path: Path
+    path: Path | str
     data: Uint8Array
     address: int
     """Where `data` starts; 0 for an empty file."""
@@ -43,14 +43,22 @@ class MappedFile:
     """What the system knows of the map; None for what is in memory or empty."""
     end: int = 0
     """How many bytes the file must keep."""
+    watched: int | None = None
+    """Where `faults` counts the pages that were missing when they were read."""
     borrowers: int = field(default=0)
 
     def check(self) -> None:
-        """Refuse a file that became shorter after it was mapped: who reads what is gone is ended by the system."""
-        if self.mapping is not None and self.mapping.size() < self.end:
+        """Refuse what was read of a file that became shorter meanwhile: zeros stand where bytes are gone.
+
+        To be called after reading. Where missing pages cannot be watched, reading them ends the process.
+        """
+        if self.mapping is None:
+            return
+        size = self.mapping.size()
+        if size < self.end or num_faults(self.watched):
             raise StoreCorruptError(
-                f"{self.path}: must keep its {self.end} bytes while it is read, "
-                f"got {self.mapping.size()}; {WAY_OUT}"
+                f"{self.path}: must keep its {self.end} bytes while it is read, got {size}"
+                f"{' after it was cut' if size >= self.end else ''}; {WAY_OUT}"
             )
 
 
@@ -85,7 +93,64 @@ class MemoryRequest:
         return self.data.size
 
 
-Request: TypeAlias = FileRequest | MemoryRequest
+class Loan(Protocol):
+    """Ranges of files that are on their way into memory."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of them have arrived."""
+
+    def wait(self) -> Sequence[MappedFile]:
+        """Return the files once all ranges are there; between the ranges they hold nothing."""
+
+    def release(self) -> None:
+        """Let go of the memory, or of what is still on its way."""
+
+
+class RangeReader(Protocol):
+    """Where files are that are not mapped but read by ranges: object storage, or a disk that is not trusted."""
+
+    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> Loan:
+        """Begin to read ranges of some files; those that are `ahead` of training wait for room in memory."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RangeRequest:
+    """A file, or a part of one, of which only ranges can be had."""
+
+    path: str
+    """Its address, for messages."""
+    reader: RangeReader
+    name: str
+    """By which the reader knows the file."""
+    bytes: int
+    """Size of the whole file."""
+    begin: int = 0
+    size: int | None = None
+    """How many bytes from `begin` on are wanted; None: all that there are."""
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes are wanted."""
+        return self.bytes - self.begin if self.size is None else self.size
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ranges:
+    """What is wanted of a file."""
+
+    request: RangeRequest
+    begins: Int64Array
+    """First byte of each range, counted from where the request begins."""
+    ends: Int64Array
+    """End of each range, exclusive."""
+    again: Callable[[Int64Array], Int64Array] | None = None
+    """First bytes of pages -> the step at which the run needs each page again, if somebody knows."""
+    whole: tuple[Int64Array, Int64Array] | None = None
+    """Ranges around these, begins and ends, all of which the run soon needs: a mirror brings them whole."""
+
+
+Request: TypeAlias = FileRequest | MemoryRequest | RangeRequest
 
 
 class MapCache:
@@ -96,12 +161,12 @@ class MapCache:
     another could wait for ever.
     """
 
-    def __init__(self, limit: int = MAX_MAPS) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        limit = MAX_MAPS if limit is None else limit
         assert limit >= 2
         self.limit = limit
         self._maps: OrderedDict[FileRequest, MappedFile] = OrderedDict()
         self._lock = threading.Lock()
-        self._next_look = 0.0
 
     def renew_lock(self) -> None:
         """Take a new lock, in a process that was forked: a thread that is not here may hold the old one."""
@@ -115,11 +180,10 @@ class MapCache:
     def take(self, requests: Sequence[Request]) -> list[MappedFile]:
         """Lend the maps of some files, in the order asked for, until they are given back."""
         with self._lock:
-            if monotonic() > self._next_look:
-                self._look()
             files: list[MappedFile] = []
             try:
                 for request in requests:
+                    assert not isinstance(request, RangeRequest), "its ranges are borrowed by `lent`"
                     if isinstance(request, MemoryRequest):
                         files.append(map_file(request))
                         files[-1].borrowers += 1
@@ -144,28 +208,30 @@ class MapCache:
 
     @contextmanager
     def borrow(self, requests: Sequence[Request]) -> Iterator[list[MappedFile]]:
-        """Lend the maps of some files for the length of a `with` block."""
+        """Lend the maps of some files for the length of a `with` block; what was read of a cut one is refused."""
         files = self.take(requests)
         try:
             yield files
+            for file in files:
+                self.check(file)
         finally:
             self.give_back(files)
+
+    def check(self, file: MappedFile) -> None:
+        """Refuse what was read of a file that was cut; once it is put back, it is mapped anew."""
+        try:
+            file.check()
+        except StoreCorruptError:
+            with self._lock:
+                for request in [request for request, mapped in self._maps.items() if mapped is file]:
+                    del self._maps[request]
+            raise
 
     def _return(self, files: Sequence[MappedFile]) -> None:
         for file in files:
             file.borrowers -= 1
         while len(self._maps) > self.limit and self._close_idle():
             pass
-
-    def _look(self) -> None:
-        """Refuse files that became shorter; done now and then, as each look at a file is a system call."""
-        for request, file in list(self._maps.items()):
-            try:
-                file.check()
-            except StoreCorruptError:
-                del self._maps[request]  # once the file is put back, it is mapped anew
-                raise
-        self._next_look = monotonic() + LOOK_SECONDS
 
     def _make_room(self) -> None:
         if len(self._maps) >= self.limit:
@@ -184,30 +250,60 @@ def map_file(request: Request) -> MappedFile:
 
     What is in memory is handed out as if it were mapped.
     """
+    assert not isinstance(request, RangeRequest), "its ranges are borrowed by `lent`"
     if isinstance(request, MemoryRequest):
         return MappedFile(request.path, request.data, int(request.data.ctypes.data) if request.data.size else 0)
     with _open_checked(request) as descriptor:
         if request.wanted == 0:
             return MappedFile(request.path, np.empty(0, np.uint8), 0)
         before = request.begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            descriptor, before + request.wanted, access=mmap.ACCESS_READ, offset=request.begin - before
-        )
+        try:
+            mapped = mmap.mmap(
+                descriptor, before + request.wanted, access=mmap.ACCESS_READ, offset=request.begin - before
+            )
+        except ValueError:  # cut since its size was checked
+            raise StoreCorruptError(
+                f"{request.path}: must keep its {request.bytes} bytes while it is read, got cut; {WAY_OUT}"
+            ) from None
         if request.wanted > LARGE_BYTES and hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
         data = np.frombuffer(mapped, np.uint8, request.wanted, before)
-    return MappedFile(request.path, data, int(data.ctypes.data), mapped, request.begin + request.wanted)
+    address = int(data.ctypes.data)
+    return MappedFile(
+        request.path, data, address, mapped, request.begin + request.wanted, watch(mapped, address - before)
+    )
 
 
 def read_range(request: Request, begin: int, size: int) -> Uint8Array:
     """Read bytes of a file without mapping it: what is read once should not stay in this process's memory."""
     if isinstance(request, MemoryRequest):
         return request.data[begin : begin + size]
+    if isinstance(request, RangeRequest):
+        with lent(MapCache(), [Ranges(request, np.array([begin]), np.array([begin + size]))]) as (file,):
+            return file.data[begin : begin + size].copy()
+    data = np.empty(size, np.uint8)
     with _open_checked(request) as descriptor:
-        data = os.pread(descriptor, size, request.begin + begin)
-    if len(data) != size:
-        raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {WAY_OUT}")
-    return np.frombuffer(data, np.uint8)
+        filled = 0
+        while filled < size:  # the system reads at most 2 GB at a time
+            count = os.preadv(descriptor, [data[filled:].data], request.begin + begin + filled)
+            if count == 0:
+                raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {WAY_OUT}")
+            filled += count
+    return data
+
+
+@contextmanager
+def lent(maps: MapCache, ranges: Sequence[Ranges | Request]) -> Iterator[list[MappedFile]]:
+    """Lend files for the length of a `with` block: whole ones by their maps, of others the ranges."""
+    whole = [item for item in ranges if not isinstance(item, Ranges)]
+    loans = [item.request.reader.begin([item], ahead=False) for item in ranges if isinstance(item, Ranges)]
+    try:
+        with maps.borrow(whole) as mapped:
+            files, parts = iter(mapped), iter(loans)
+            yield [next(parts).wait()[0] if isinstance(item, Ranges) else next(files) for item in ranges]
+    finally:
+        for loan in loans:
+            loan.release()
 
 
 @contextmanager

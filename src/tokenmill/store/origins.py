@@ -21,6 +21,7 @@ import xxhash
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store.durable import make_folder, read_index, write_index, write_section
 from tokenmill.store.layout import ORIGINS_FOLDER, WAY_OUT, Count, FileInfo, Manifest, is_shard_name
+from tokenmill.store.maps import MappedFile
 from tokenmill.store.writer import CheckedFile
 from tokenmill.types import AnyArray, Int64Array, Uint8Array
 
@@ -198,7 +199,7 @@ def input_of(manifest: Manifest, document: int) -> Origin:
 def _find(file: Path, document: int) -> Origin | None:
     """Return where a document of a unit came from; None where the file speaks of fewer documents."""
     status = file.stat()
-    sections, footer = _open(file, status.st_size, status.st_mtime_ns)
+    mapped, sections, footer = _open(file, status.st_size, status.st_mtime_ns)
     if document >= footer.documents:
         return None
     runs = sections[RUNS].view(RUN)
@@ -214,16 +215,17 @@ def _find(file: Path, document: int) -> Origin | None:
             kept = msgspec.json.decode(sections[KEPT][begin:end].tobytes(), type=dict[str, Any])
         except ValueError as error:
             raise _damaged(file, error) from None
+    mapped.check()
     return Origin(file=name, place=int(run["line"]) + document - int(run["document"]) + 1, counts=counts, kept=kept)
 
 
 @lru_cache(maxsize=4)
-def _open(file: Path, _bytes: int, _time: int) -> tuple[dict[str, Uint8Array], _Footer]:
+def _open(file: Path, _bytes: int, _time: int) -> tuple[MappedFile, dict[str, Uint8Array], _Footer]:
     """Map a file once for many documents; size and time are there to notice another under its name."""
     return _map(file)
 
 
-def _map(file: Path) -> tuple[dict[str, Uint8Array], _Footer]:
+def _map(file: Path) -> tuple[MappedFile, dict[str, Uint8Array], _Footer]:
     kept = read_index(file, _Footer)
     if kept is None or kept[1].format != FORMAT:
         raise _damaged(file, "a cut or changed one")
@@ -234,7 +236,7 @@ def _map(file: Path) -> tuple[dict[str, Uint8Array], _Footer]:
         sizes |= {ENDS: 8 * footer.documents, KEPT: footer.sections.get(KEPT, (0, 0, ""))[1]}
     if {name: section.size for name, section in sections.items()} != sizes or RUNS not in sizes:
         raise _damaged(file, "sections of other sizes")
-    return sections, footer
+    return kept[0], sections, footer
 
 
 def _damaged(file: Path, got: object) -> StoreCorruptError:
@@ -243,9 +245,10 @@ def _damaged(file: Path, got: object) -> StoreCorruptError:
 
 def check_origins(file: Path) -> None:
     """Read a published file through: checksums, and the order of what it says."""
-    sections, footer = _map(file)
+    mapped, sections, footer = _map(file)
     for name, section in sections.items():
         checksum = xxhash.xxh3_128_hexdigest(section.data)
+        mapped.check()
         if checksum != footer.sections[name][2]:
             raise _damaged(file, f"{name} with checksum {checksum}")
     runs: AnyArray = sections[RUNS].view(RUN)

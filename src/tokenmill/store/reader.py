@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import has_magic, iglob
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreErr
 from tokenmill.store.layout import (
     GIVEN,
     OFFSET_DTYPE,
+    SUMS_FOLDER,
     Manifest,
     ShardInfo,
     axes_of,
@@ -27,11 +29,19 @@ from tokenmill.store.layout import (
     read_manifest,
     tokenizer_difference,
 )
-from tokenmill.store.maps import FileRequest, MapCache, Request, read_range
+from tokenmill.store.maps import FileRequest, MapCache, MappedFile, RangeRequest, Ranges, Request, lent, read_range
 from tokenmill.store.origins import Origin, find_origin, input_of
+from tokenmill.store.remote.address import is_address
 from tokenmill.tables import path_of
-from tokenmill.types import AnyArray, Int64Array, natural_key
+from tokenmill.types import AnyArray, Int64Array, RemoteOptions, natural_key
 
+if TYPE_CHECKING:
+    from tokenmill.store.remote.fetch import Network
+    from tokenmill.store.remote.files import RemoteFiles
+    from tokenmill.store.remote.proven import ProvenFiles
+
+Spanned: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
+"""Shard, first value and end of each of some spans."""
 Value: TypeAlias = "AnyArray | list[AnyArray]"
 """One array of a record; of a group of responses, a list of arrays."""
 
@@ -62,14 +72,28 @@ class Store:
     """Digest of what the tokens are, computed once."""
     requests: dict[tuple[int, str], Request] = field(default_factory=dict)
     """Where each file of each shard is, filled as they are asked for; formats of others fill it at once."""
+    proven: ProvenFiles | None = None
+    """What proves every page of its files when it is read, if that is wanted of a store on disk."""
+    remotes: tuple[RemoteFiles, ...] = ()
+    """Where its files are in object storage; `path` is then the folder of this machine that has its small files."""
 
     def __repr__(self) -> str:
         """Say in a line what it holds: the manifest alone may have thousands of shards."""
         arrays = ", ".join(f"{key} {np.dtype(dtype).name}" for key, dtype in self.manifest.keys.items())
         return (
-            f"<Store {self.path}: {self.manifest.kind}, {self.num_documents:,} documents, "
+            f"<Store {self.where}: {self.manifest.kind}, {self.num_documents:,} documents, "
             f"{self.manifest.tokens:,} tokens, {self.num_shards:,} shards, {arrays}>"
         )
+
+    @property
+    def where(self) -> str:
+        """The path or address that people know it by."""
+        return str(self.remotes[0].address if self.remotes else self.path)
+
+    @property
+    def by_ranges(self) -> bool:
+        """Whether its arrays are not mapped, but ranges of them brought into memory."""
+        return bool(self.remotes) or self.proven is not None
 
     @property
     def token_begins(self) -> Int64Array:
@@ -122,7 +146,11 @@ class Store:
         if request is None:
             info = self.manifest.shards[shard]
             part = info.files[name]
-            if info.container is None:
+            if self.remotes:
+                request = self.remotes[0].request(shard, name)
+            elif self.proven is not None:
+                request = self.proven.request(shard, name)
+            elif info.container is None:
                 request = FileRequest(self.path / info.name / name, part.bytes)
             else:
                 request = FileRequest(self.path / info.name, info.container.bytes, part.begin, part.bytes)
@@ -172,9 +200,13 @@ class Store:
                 f"{self.path}: a document must lie within 0:{self.num_documents}, got {document}; count from 0"
             )
         shard = int(np.searchsorted(self.document_begins, document, side="right")) - 1
-        file = self.file(shard, index_file(axis_of(self.manifest.kind, self.manifest.token_key))).path
+        name = index_file(axis_of(self.manifest.kind, self.manifest.token_key))
+        file = Path(self.file(shard, name).path)
         # By the shard itself and not by the path of the store, which may be several that were joined.
-        place = file.parent if self.manifest.shards[shard].container is None else file
+        place = file.parent if file.name == name else file
+        for files in self.remotes:
+            if place.parent == files.folder:
+                files.bring_origins(place.name)
         found = find_origin(place, document, self.document_begins[: shard + 1])
         return found or input_of(self.manifest, document)
 
@@ -205,14 +237,48 @@ class Store:
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
+    @contextmanager
+    def lent(self, key: str, shards: Int64Array, spans: Spanned) -> Iterator[list[MappedFile]]:
+        """Lend the files of an array in some shards, of which spans (shard, first value, end) are to be read."""
+        requests = [self.file(int(shard), key_file(key)) for shard in shards]
+        if not any(isinstance(request, RangeRequest) for request in requests):
+            with self.maps.borrow(requests) as files:
+                yield files
+            return
+        with lent(self.maps, wanted_of(requests, shards, spans, self.dtype(key).itemsize)) as files:
+            yield files
+
+    def bring(self, name: str) -> Path:
+        """Return where a file beside the shards is; from object storage it is copied first, if it is there."""
+        for files in self.remotes:
+            files.bring(name)
+        return self.path / name
+
     def _fetch_key(self, begin: int, end: int, key: str) -> AnyArray:
         dtype = self.dtype(key)
         # Memory is taken piece by piece, after the map has proved that the file is as large as the manifest says.
         parts = []
         for shard, first, last in _pieces(self.axes[self.axis(key)].values, begin, end):
-            with self.maps.borrow([self.file(shard, key_file(key))]) as (mapped,):
-                parts.append(mapped.data.view(dtype)[first:last].copy())
+            with self.lent(
+                key, np.array([shard]), (np.array([shard]), np.array([first]), np.array([last]))
+            ) as files:
+                parts.append(files[0].data.view(dtype)[first:last].copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
+
+
+def wanted_of(
+    requests: Sequence[Request], shards: Int64Array, spans: Spanned, width: int
+) -> list[Ranges | Request]:
+    """Return what spans (shard, first value, end) need of the files of some shards: ranges, or the whole."""
+    of, firsts, lasts = spans
+    wanted: list[Ranges | Request] = []
+    for request, shard in zip(requests, shards.tolist(), strict=True):
+        if isinstance(request, RangeRequest):
+            mine = of == shard
+            wanted.append(Ranges(request, firsts[mine] * width, lasts[mine] * width))
+        else:
+            wanted.append(request)
+    return wanted
 
 
 def _pieces(begins: Int64Array, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -237,7 +303,7 @@ def bad_offsets(request: Request) -> StoreCorruptError:
 # From a path to an open store.
 
 
-def open_store(
+def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     maps: MapCache | None = None,
@@ -246,13 +312,16 @@ def open_store(
     eos_id: int | None = None,
     bos_id: int | None = None,
     format: str | None = None,
+    remote: RemoteOptions | Network | None = None,
+    verify_pages: bool = False,
 ) -> Store:
     """Open the store at `path` by reading its manifest, or files of another project in place.
 
     A list, or a glob that stands for stores of ours alone, is opened as one store: their documents in that order.
-    `maps` is shared by the stores of a run. The rest is for foreign files, which may be named as a file, a folder,
-    a glob or a prefix, and say less than they should: see `ForeignOptions`. For a store of ours it must not
-    contradict the manifest.
+    `maps` is shared by the stores of a run, and so is `remote`, which says how an address such as `s3://bucket/web`
+    is read. With `verify_pages` every page of a store on disk is proven by its checksum when it is read.
+    The rest is for foreign files, which may be named as a file, a folder, a glob or a prefix, and say less than
+    they should: see `ForeignOptions`. For a store of ours it must not contradict the manifest.
     """
     items = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     places = [place for item in items for place in _places(item)]
@@ -265,12 +334,20 @@ def open_store(
             eos_id=eos_id,
             bos_id=bos_id,
             format=format,
+            remote=remote,
+            verify_pages=verify_pages,
         )
         return join_stores([open_one(place) for place in places])
     place = places[0]
+    if isinstance(place, str):
+        said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
+        return _open_remote(place, said, maps, remote)
     if is_ours(place) or format == "tokenmill":
         said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
-        return store_of(place, read_ours(place, said), maps)
+        store = store_of(place, read_ours(place, said), maps)
+        return _proven(store) if verify_pages else store
+    if verify_pages:
+        raise ConfigError(f"{place}: verify_pages is for stores of ours, got files of another project; import them")
     from tokenmill.store.foreign.files import ForeignOptions
     from tokenmill.store.foreign.open import open_foreign
 
@@ -278,9 +355,37 @@ def open_store(
     return open_foreign(place, options, maps)
 
 
-def _places(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the stores of ours that a glob stands for, in the natural order of their names; else the path."""
+def _proven(store: Store) -> Store:
+    """Return a store whose pages are proven when they are read."""
+    if not (store.path / SUMS_FOLDER).is_dir():
+        raise StoreError(
+            f"{store.path}: must have page sums for verify_pages, got none; run `tokenmill verify --add-page-sums`"
+        )
+    from tokenmill.store.remote.proven import ProvenFiles
+
+    return replace(store, proven=ProvenFiles(folder=store.path, manifest=store.manifest))
+
+
+def _open_remote(
+    text: str, said: Mapping[str, object], maps: MapCache | None, remote: RemoteOptions | Network | None
+) -> Store:
+    """Open the store at an address by reading its manifest."""
+    from tokenmill.store.remote.fetch import Network
+    from tokenmill.store.remote.files import open_remote
+
+    files, manifest = open_remote(text, remote if isinstance(remote, Network) else Network(remote))
+    check_said(str(files.address), manifest, said)
+    return replace(store_of(files.folder, manifest, maps), remotes=(files,))
+
+
+def _places(path: str | os.PathLike[str]) -> Sequence[Path | str]:
+    """Return the stores of ours that a glob stands for, in the natural order of their names; else the path.
+
+    An address stays a string.
+    """
     text = path_of("store", path)
+    if is_address(text):
+        return [text]
     is_glob = has_magic(text) and not os.path.lexists(text)
     # One match tells whether it is for files of others, of which there may be very many.
     if not is_glob or not any(is_ours(Path(match)) for match in islice(iglob(text, recursive=True), 1)):
@@ -331,19 +436,25 @@ def join_stores(stores: Sequence[Store]) -> Store:
         inputs=tuple(item for store in stores for item in store.manifest.inputs),
         skipped={},
     )
-    return store_of(stores[0].path, manifest, stores[0].maps, requests)
+    joined = store_of(stores[0].path, manifest, stores[0].maps, requests)
+    return replace(joined, remotes=tuple(files for store in stores for files in store.remotes))
 
 
 def read_ours(path: Path, said: Mapping[str, object]) -> Manifest:
     """Read the manifest of a store of ours; what is said of it and contradicts it is refused."""
     manifest = read_manifest(path)
+    check_said(str(path), manifest, said)
+    return manifest
+
+
+def check_said(where: str, manifest: Manifest, said: Mapping[str, object]) -> None:
+    """Refuse what is said of a store of ours and contradicts its manifest."""
     known = {**manifest.tokenizer, "dtype": np.dtype(manifest.keys[manifest.token_key]).name, "format": "tokenmill"}
     for name, value in said.items():
         if value not in (None, known.get(name)):
             raise ConfigError(
-                f"{path}: {name} must be as the manifest says, {known.get(name)!r}, got {value!r}; leave it out"
+                f"{where}: {name} must be as the manifest says, {known.get(name)!r}, got {value!r}; leave it out"
             )
-    return manifest
 
 
 def store_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,18 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
+from tokenmill.store.hashes import check_hashes
 from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
-from tokenmill.store.maps import FileRequest, Request, map_file
+from tokenmill.store.maps import FileRequest, RangeRequest, Request, map_file, read_range
 from tokenmill.store.origins import check_origins
-from tokenmill.store.reader import read_ours, store_of
+from tokenmill.store.reader import Store, open_store, read_ours, store_of
+from tokenmill.store.remote.address import is_address
 from tokenmill.tables import path_of
-from tokenmill.types import AnyArray
+from tokenmill.types import AnyArray, RemoteOptions, Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.store.foreign.files import ForeignOptions
+    from tokenmill.store.remote.sums import SumsBuilder
 
 _BLOCK = 1 << 24
 MAX_TOLD = 20
@@ -35,7 +38,8 @@ Progress = Callable[[int], None]
 class VerifyReport:
     """What was read, and what is wrong with it."""
 
-    path: Path
+    path: Path | str
+    """A folder, or an address."""
     shards: int = 0
     files: int = 0
     bytes: int = 0
@@ -50,16 +54,24 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str], *, progress: Progress = lambda _bytes: None, options: ForeignOptions | None = None
+    path: str | os.PathLike[str],
+    *,
+    progress: Progress = lambda _bytes: None,
+    options: ForeignOptions | None = None,
+    remote: RemoteOptions | None = None,
+    add_page_sums: bool = False,
 ) -> VerifyReport:
     """Read every byte of a store: checksums, sizes, order of offsets, ids below the vocabulary size.
 
     Files of another project, for which `options` are, have no checksums; the report says what was checked of them.
 
+    With `add_page_sums`, checksums of pages are written beside every shard that is proven right. `remote` is for
+    addresses of object storage.
+
     Raises the StoreError of what is wrong, with the file's name; where several things are, it has a line for each.
     Memory does not grow with the store.
     """
-    report = check_store(path, progress=progress, options=options)
+    report = check_store(path, progress=progress, options=options, remote=remote, add_page_sums=add_page_sums)
     if report.problems:
         first, told = report.problems[0], [str(problem) for problem in report.problems[:MAX_TOLD]]
         more = len(report.problems) - len(told)
@@ -68,15 +80,24 @@ def verify(
 
 
 def check_store(
-    path: str | os.PathLike[str], *, progress: Progress = lambda _bytes: None, options: ForeignOptions | None = None
+    path: str | os.PathLike[str],
+    *,
+    progress: Progress = lambda _bytes: None,
+    options: ForeignOptions | None = None,
+    remote: RemoteOptions | None = None,
+    add_page_sums: bool = False,
 ) -> VerifyReport:
     """Read every byte of a store as `verify` does, but return what is wrong instead of raising it."""
-    place, said = Path(path_of("store", path)), options.given if options else {}
+    text, said = path_of("store", path), options.given if options else {}
+    place = Path(text)
     problems: list[StoreError] = []
-    report = VerifyReport(path=place)
+    report = VerifyReport(path=text.partition("?")[0] if is_address(text) else place)
     with collected(problems, place):
-        if layout.is_ours(place) or said.get("format") == "tokenmill":
-            report = _check_ours(place, said, progress, problems)
+        if is_address(text):
+            store = open_store(text, remote=remote, **(asdict(options) if options else {}))
+            report = _check_files(store, progress, problems, add_page_sums=add_page_sums)
+        elif layout.is_ours(place) or said.get("format") == "tokenmill":
+            report = _check_ours(place, said, progress, problems, add_page_sums=add_page_sums)
         else:
             from tokenmill.store.foreign.files import ForeignOptions
             from tokenmill.store.foreign.open import check_foreign
@@ -97,7 +118,12 @@ def collected(problems: list[StoreError], path: Path) -> Iterator[None]:
 
 
 def _check_ours(
-    path: Path, said: Mapping[str, object], progress: Progress, problems: list[StoreError]
+    path: Path,
+    said: Mapping[str, object],
+    progress: Progress,
+    problems: list[StoreError],
+    *,
+    add_page_sums: bool,
 ) -> VerifyReport:
     manifest = read_ours(path, said)
     if (path / MANIFEST).read_bytes() != manifest_bytes(manifest):
@@ -115,46 +141,121 @@ def _check_ours(
         for child in sorted(path.iterdir())
         if child.is_symlink() or (layout.is_shard_name(child.name) and child.name not in listed)
     ]
-    store = store_of(path, manifest, None)
+    return _check_files(store_of(path, manifest, None), progress, problems, add_page_sums=add_page_sums)
+
+
+def _check_files(
+    store: Store, progress: Progress, problems: list[StoreError], *, add_page_sums: bool
+) -> VerifyReport:
+    """Read all files that a manifest lists, wherever they are."""
+    manifest = store.manifest
+    indexes = {layout.index_file(axis): axis for axis in store.axes}
+    ids = {layout.key_file(key): key for key in layout.token_keys(manifest.keys)}
     for number, shard in enumerate(manifest.shards):
+        sums = _SumsCheck(store, shard, add=add_page_sums)
+        before = len(problems)
         if shard.container is not None:
-            whole = FileRequest(path / shard.name, shard.container.bytes, 0, shard.container.bytes)
-            before = len(problems)
-            with collected(problems, path):
-                _check_checksum(whole, shard.container.xxh3, progress)
+            with collected(problems, store.path):
+                _check_checksum(_whole(store, shard), shard.container.xxh3, progress, sums.of(shard.name))
             if len(problems) > before:
                 continue  # its arrays are as broken as it is
-        indexes = {layout.index_file(axis): axis for axis in store.axes}
-        ids = {layout.key_file(key): key for key in layout.token_keys(manifest.keys)}
         for name, info in shard.files.items():
-            with collected(problems, path):
+            with collected(problems, store.path):
                 request = store.file(number, name)
-                _check_checksum(request, info.xxh3, progress)
+                pages = sums.of(f"{shard.name}/{name}") if shard.container is None else None
+                _check_checksum(request, info.xxh3, progress, pages)
                 if name in indexes:
                     _check_index(request, *shard.size_of(indexes[name]))
                 elif name in ids:
                     _check_ids(request, manifest.keys[ids[name]], int(manifest.tokenizer["vocab_size"]))
-    for file in sorted((path / layout.ORIGINS_FOLDER).glob("*.bin")):
-        with collected(problems, path):
+        if len(problems) == before:
+            with collected(problems, store.path):
+                sums.finish()
+    for files in store.remotes:
+        files.bring_folder(layout.ORIGINS_FOLDER)
+        files.bring_folder(layout.HASHES_FOLDER)
+    for number in range(len(manifest.shards)) if not problems else ():  # they are read from shards that are whole
+        with collected(problems, store.path):
+            check_hashes(store, number)
+    for file in sorted((store.path / layout.ORIGINS_FOLDER).glob("*.bin")):
+        with collected(problems, store.path):
             check_origins(file)
-    files = [info for shard in manifest.shards for info in shard.files.values()]
+    listed = [info for shard in manifest.shards for info in shard.files.values()]
     return VerifyReport(
-        path=path,
+        path=store.where if store.remotes else store.path,
         shards=len(manifest.shards),
-        files=len(files),
-        bytes=sum(info.bytes for info in files),
+        files=len(listed),
+        bytes=sum(info.bytes for info in listed),
         documents=manifest.documents,
         tokens=manifest.tokens,
         fingerprint=store.fingerprint,
     )
 
 
-def _check_checksum(request: Request, expected: str, progress: Progress) -> None:
-    data = map_file(request).data
+def _whole(store: Store, shard: layout.ShardInfo) -> Request:
+    """Return the container of a shard as one file."""
+    assert shard.container is not None
+    if store.remotes:
+        return store.remotes[0].whole(shard.name, shard.container.bytes)
+    return FileRequest(store.path / shard.name, shard.container.bytes, 0, shard.container.bytes)
+
+
+class _SumsCheck:
+    """The page sums of one shard: computed beside its checksums, then compared, or written."""
+
+    def __init__(self, store: Store, shard: layout.ShardInfo, *, add: bool) -> None:
+        self._store, self._shard, self._add = store, shard, add
+        self._file = store.bring(f"{layout.SUMS_FOLDER}/{shard.name}.bin")
+        self._built: dict[str, SumsBuilder] = {}
+
+    def of(self, name: str) -> SumsBuilder | None:
+        """Return what computes the sums of a file; None where nobody wants them."""
+        if not self._add and not self._file.exists():
+            return None
+        from tokenmill.store.remote.sums import SumsBuilder
+
+        return self._built.setdefault(name, SumsBuilder())
+
+    def finish(self) -> None:
+        """Compare the sums with those that are there, or write them where there are none."""
+        if not self._built:
+            return
+        from tokenmill.store.remote.sums import read_sums, write_sums
+
+        sums = {name: built.result() for name, built in self._built.items()}
+        if self._file.exists():
+            known = read_sums(self._file, self._shard)
+            for name, pages in known.items():
+                wrong = np.flatnonzero(pages.sums != sums[name]) if pages is not None else np.empty(0)
+                if wrong.size:
+                    raise StoreCorruptError(
+                        f"{self._file}: must have the checksum of every page of {name}, got another of page "
+                        f"{int(wrong[0])}; delete it, and run `tokenmill verify --add-page-sums`"
+                    )
+            return
+        file = write_sums(self._store.path, self._shard, sums)
+        for files in self._store.remotes:
+            files.send(f"{layout.SUMS_FOLDER}/{self._shard.name}.bin", file)
+
+
+def _blocks(request: Request) -> Iterator[Uint8Array]:
+    """Yield the bytes of a file in parts of whole pages; ranges of it are brought one after another."""
+    if isinstance(request, RangeRequest):
+        for begin in range(0, request.wanted, _BLOCK):
+            yield read_range(request, begin, min(_BLOCK, request.wanted - begin))
+        return
+    file = map_file(request)
+    for begin in range(0, file.data.size, _BLOCK):
+        yield file.data[begin : begin + _BLOCK]
+        file.check()
+
+
+def _check_checksum(request: Request, expected: str, progress: Progress, sums: SumsBuilder | None = None) -> None:
     state = xxhash.xxh3_128()
-    for begin in range(0, data.size, _BLOCK):
-        block = data[begin : begin + _BLOCK]
+    for block in _blocks(request):
         state.update(block.data)
+        if sums is not None:
+            sums.update(block)
         progress(block.size)
     if state.hexdigest() != expected:
         raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {WAY_OUT}")
@@ -162,11 +263,13 @@ def _check_checksum(request: Request, expected: str, progress: Progress) -> None
 
 def _check_index(request: Request, items: int, values: int) -> None:
     path = request.path
-    data = map_file(request).data
+    file = map_file(request)
+    data = file.data
     split = (items + 1) * layout.OFFSET_DTYPE.itemsize
     offsets, anchors = data[:split].view(layout.OFFSET_DTYPE), data[split:].view(layout.ANCHOR_DTYPE)
 
     def require(ok: bool, rule: str) -> None:
+        file.check()
         if not ok:
             raise StoreCorruptError(f"{path}: {rule}; {WAY_OUT}")
 
@@ -180,9 +283,9 @@ def _check_index(request: Request, items: int, values: int) -> None:
 
 
 def _check_ids(request: Request, dtype: str, vocab_size: int) -> None:
-    ids: AnyArray = map_file(request).data.view(dtype)
-    for begin in range(0, ids.size, _BLOCK):
-        largest = int(ids[begin : begin + _BLOCK].max())
+    for block in _blocks(request):
+        ids: AnyArray = block.view(dtype)
+        largest = int(ids.max())
         if largest >= vocab_size:
             raise StoreCorruptError(
                 f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "

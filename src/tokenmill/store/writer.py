@@ -19,8 +19,10 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
-from tokenmill.store.durable import lock_folder, make_folder, sync_folder, unlock_folder, write_atomically
+from tokenmill.store.durable import make_folder, sync_folder, write_atomically
+from tokenmill.store.hashes import hash_blocks, hashes_file, write_shard_hashes
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
+from tokenmill.store.lease import Lease
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
@@ -86,7 +88,7 @@ class StoreWriter:
                 f"{self.path}: must not hold a finished store, got one; choose another path or --rebuild it"
             )
         make_folder(self.path)
-        self._unlock = weakref.finalize(self, unlock_folder, self.path, lock_folder(self.path))
+        self._unlock = weakref.finalize(self, Lease(self.path).release)
         try:
             clear(self.path)
         except BaseException:
@@ -302,7 +304,22 @@ class _ShardWriter:
             file.write(layout.anchors_of(file.read_back(layout.OFFSET_DTYPE, items + 1)))
         shard = self.sync()
         sync_folder(self.folder)
+        self._write_hashes(shard)
         return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
+
+    def _write_hashes(self, shard: ShardInfo) -> None:
+        """Write the hashes of its documents beside it, read back in blocks from what was just written."""
+
+        def read(name: str, dtype: np.dtype[Any], begin: int, end: int) -> AnyArray:
+            return np.fromfile(self.folder / name, dtype, end - begin, offset=begin * dtype.itemsize)
+
+        blocks = hash_blocks(
+            (self.spec.kind, tuple(self.spec.keys), self.spec.tokenizer),
+            range(shard.documents),
+            lambda axis, a, b: read(layout.index_file(axis), layout.OFFSET_DTYPE, a, b + 1).astype(np.int64),
+            lambda key, a, b: read(layout.key_file(key), np.dtype(self.spec.keys[key]), a, b),
+        )
+        write_shard_hashes(_hashes_beside(self.folder), shard, blocks)
 
     def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
         axis = layout.axis_of(self.spec.kind, _POSITIONS)
@@ -405,6 +422,11 @@ class CheckedFile:
         return np.frombuffer(mapped, dtype)
 
 
+def _hashes_beside(shard: Path) -> Path:
+    """Return where the hashes of a shard stand before it is published."""
+    return shard.with_name(f"{shard.name.removesuffix('.h5')}.hashes")
+
+
 def _num_records(offsets: Mapping[str, Int64Array]) -> int:
     """Return how many records there are; every axis but `responses` is cut into records."""
     axis = next(axis for axis in offsets if axis != "responses")
@@ -433,6 +455,11 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
     """
     named = replace(shard, name=f"{layout.shard_name(index)}{'.h5' if shard.container else ''}")
     source, target = folder / shard.name, store / named.name
+    hashes = _hashes_beside(source)
+    if hashes.exists():
+        make_folder(store / layout.HASHES_FOLDER)
+        os.rename(hashes, hashes_file(store, index))
+        sync_folder(store / layout.HASHES_FOLDER)
     if source.exists():
         os.rename(source, target)
     elif not target.exists():
@@ -444,10 +471,10 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
     ours = []
     for child in sorted(path.iterdir()):
-        if child.name == layout.OWNER or child.name in keep:
+        if layout.is_lease_name(child.name) or child.name in keep:
             continue
-        known = (layout.ROWS_FOLDER, layout.ORIGINS_FOLDER, layout.TOKENIZER_FOLDER, layout.JOURNAL_FOLDER)
-        if child.name in (*known, *layout.TEMPORARY) or layout.is_shard_name(child.name):
+        known = (*layout.SIDE_FOLDERS, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
+        if child.name in known or layout.is_shard_name(child.name):
             ours.append(child)
         elif child.name != MANIFEST:
             raise StoreExistsError(

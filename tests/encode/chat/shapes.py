@@ -168,7 +168,8 @@ _BARE = (("Assistant:",), ("<end_of_utterance>",))
 TURNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cohere": (("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",), ("<|END_OF_TURN_TOKEN|>",)),
     "cohere2": (("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>",), ("<|END_OF_TURN_TOKEN|>",)),
-    "deepseek_r1_distill": _DEEPSEEK,
+    # Which ends no turn behind the first tool call.
+    "deepseek_r1_distill": (_DEEPSEEK[0], ("<｜tool▁call▁end｜>", *_DEEPSEEK[1])),
     "deepseekv3": _DEEPSEEK,
     "diffusion_gemma": _GEMMA4,
     "gemma": (("<start_of_turn>model\n",), ("<end_of_turn>",)),

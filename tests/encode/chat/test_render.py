@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -23,9 +25,7 @@ UNMARKED = [name for name in STOCK if name not in MARKED]
 OPTIONS = {"now": "2025-01-31"}
 DATE = r"\d{4}-\d\d-\d\d"
 
-_NO_TOOL_CALLS = (
-    *("deepseek_r1_distill", "idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
-)
+_NO_TOOL_CALLS = (*("idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),)
 """Templates that write nothing of a message with tool calls only: to train on it would be to train on nothing."""
 _TOOL_SHAPES = [shape for shape in SHAPES if shape.startswith("tools")]
 _GEMMA4 = ("diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")
@@ -41,24 +41,42 @@ REFUSED: dict[tuple[str, str], str] = {
     # Two messages in a row are one turn, with nothing between them.
     **{(name, "assistant twice"): "end_of_turn" for name in ("diffusion_gemma", "gemma4_v5")},
     **{(name, "assistant twice"): "header" for name in ("gemma4", "gemma4_v3", "gemma4_v4")},
-    # An empty turn is written otherwise at the end than in the middle, so no render shows where it ends.
-    **{
-        (name, "first is empty"): "end_of_turn" for name in ("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
-    },
-    # They raise on a conversation without a user, so no render ends with the first message.
-    **{
-        (name, "assistant first"): "end_of_turn"
-        for name in ("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8")
-    },
+    # A second call is written behind the output of the first, which does not end before it.
+    **{(name, "tools twice"): "header" for name in ("deepseekv3", "deepseek_r1_distill")},
 }
 
 
-def expected(name: str, shape: str) -> tuple[str, list[tuple[int, int]]] | None:
-    """Render by plain jinja; None where the template itself raises."""
-    try:
-        return reference(stock_source(name), shaped(name, shape), tools=tools_of(shape))
-    except (jinja2.TemplateError, TypeError, AttributeError, KeyError):
-        return None
+def expected(name: str, shape: str) -> tuple[str, list[tuple[int, int]], list] | None:
+    """Render by plain jinja in the first form of the messages that the template writes as they are meant.
+
+    Where it writes none so, the first that it takes counts; None where it takes none.
+    """
+    given = shaped(name, shape)
+    found = []
+    for messages in (given, in_other_form(given), without_text(given), without_text(in_other_form(given))):
+        try:
+            text, ranges = reference(stock_source(name), messages, tools=tools_of(shape))
+        except (jinja2.TemplateError, TypeError, AttributeError, KeyError):
+            continue
+        found.append((text, ranges, messages))
+        called = "weather" in text.partition("USER asks")[2] or not shape.startswith("tools")
+        if called and '"{\\"town' not in text:  # an object that is written as a text in quotes
+            return found[-1]
+    return found[0] if found else None
+
+
+def without_text(messages: list) -> list:
+    """Make the contents beside tool calls null."""
+    return [{**each, "content": each["content"] or None} if "tool_calls" in each else each for each in messages]
+
+
+def in_other_form(messages: list) -> list:
+    """Write arguments of tool calls as JSON, or parse them."""
+    messages = copy.deepcopy(messages)
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        said = function["arguments"]
+        function["arguments"] = json.loads(said) if isinstance(said, str) else json.dumps(said)
+    return messages
 
 
 def refusal_of(name: str, shape: str) -> str:
@@ -87,7 +105,7 @@ def test_generation_blocks_are_what_transformers_makes_of_them(name, shape):
         assert refusal_of(name, shape) == "missing"
     else:
         found = render(stock_template(name), shaped(name, shape), tools=tools_of(shape), kwargs=OPTIONS)
-        text, ranges = wanted
+        text, ranges, _ = wanted
         assert found.text == text
         assert [text[a:b] for a, b in found.supervised] == [text[a:b] for a, b in joined(ranges)]
         assert list(found.supervised) == joined(ranges)
@@ -113,8 +131,8 @@ def test_without_generation_blocks_a_turn_goes_from_its_header_to_its_end(name, 
     elif (name, shape) in REFUSED:
         assert refusal_of(name, shape) == REFUSED[name, shape]
     else:
-        messages = shaped(name, shape)
-        found = render(stock_template(name), messages, tools=tools_of(shape), kwargs=OPTIONS)
+        messages = wanted[2]
+        found = render(stock_template(name), shaped(name, shape), tools=tools_of(shape), kwargs=OPTIONS)
         assert found.text == wanted[0]
         pieces = [found.text[a:b] for a, b in found.supervised]
         for word in ("USER", "SYSTEM", "RESULT", "TOOLTEXT"):
@@ -209,6 +227,26 @@ def test_a_message_that_says_it_is_trained_on_is(chatml, flag):
     assert render(chatml, flagged(**flag)).supervised == render(chatml, flagged()).supervised
 
 
+def test_where_the_last_turn_alone_is_trained_flags_can_but_take_it_away(chatml):
+    messages = [{**message, "train": True} for message in turns(2)]
+    found = render(chatml, messages, last_only=True)
+    assert [found.text[begin:end] for begin, end in found.supervised] == ["ANSWER1.<|im_end|>"]
+    with pytest.raises(Refusal, match=r"no_trained_message.*1 say that they are not"):
+        render(chatml, [*messages[:-1], {**messages[-1], "train": False}], last_only=True)
+
+
+def test_a_remark_is_no_flag(chatml):
+    messages = [{**message, "trained_by": "a person", "loss_name": "x"} for message in turns(1)]
+    assert render(chatml, messages).notes == ()
+
+
+@pytest.mark.parametrize(("flag", "names"), [({}, ("empty_answers",)), ({"weight": 0}, ("flags_of_training",))])
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_answer_that_says_nothing_is_told(chatml, flag, names, content):
+    found = render(chatml, [*turns(1), *turns(1)[:1], {"role": "assistant", "content": content, **flag}])
+    assert found.notes == names
+
+
 def test_a_message_of_another_role_is_trained_on_where_it_says_so(chatml):
     messages = turns(1)
     found = render(chatml, [{**messages[0], "train": True}, {**messages[1], "train": False}])
@@ -223,6 +261,12 @@ def test_a_message_of_another_role_is_trained_on_where_it_says_so(chatml):
         ({"weight": 0.5}, "neither 0 nor 1"),
         ({"weight": "0"}, "neither 0 nor 1"),
         ({"mask": True}, "may mean either"),
+        ({"masked": 1}, "may mean either"),
+        ({"mask": "user"}, "may mean either"),
+        ({"trainable": False}, "may mean either"),
+        ({"is_supervised": 0}, "may mean either"),
+        ({"lossScale": 0.5}, "may mean either"),
+        ({"train_on": [0, 1]}, "may mean either"),
         ({"train_detail": []}, "may mean either"),
         ({"train": True, "weight": 0}, "contradict"),
     ],
@@ -347,6 +391,81 @@ def test_what_a_template_writes_behind_the_last_message_is_not_trained_on(before
         rendered = render(template, turns(num_turns))
         trained = [rendered.text[begin:end] for begin, end in rendered.supervised]
         assert trained == [f"ANSWER{number}.<|im_end|>" for number in range(num_turns)]
+
+
+def formats(turn: str, asked: str, end: str) -> tuple[str, str, str]:
+    return "{% for m in messages %}" + turn + "LAST{% endfor %}", asked, end
+
+
+FORMATS = {
+    "chatml": formats(
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}",
+        "<|im_start|>assistant\\n",
+        "<|im_end|>",
+    ),
+    "llama3": formats(
+        "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content + '<|eot_id|>' }}",
+        "<|start_header_id|>assistant<|end_header_id|>\\n\\n",
+        "<|eot_id|>",
+    ),
+    "zephyr": formats("{{ '<|' + m.role + '|>\\n' + m.content + eos_token }}", "<|assistant|>\\n", "</s>"),
+    "vicuna": formats(
+        "{{ 'USER: ' + m.content + ' ' if m.role == 'user' else 'ASSISTANT: ' + m.content + eos_token }}",
+        "ASSISTANT:",
+        "</s>",
+    ),
+    "own": formats("{{ '<<' + m.role + '>>' + m.content + '<<end>>' }}", "<<assistant>>", "<<end>>"),
+    "llama2": formats(
+        "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + ' ' + eos_token }}",
+        "",
+        "</s>",
+    ),
+    "no end": formats("{{ '\\n\\n' + m.role + ': ' + m.content }}", "\\n\\nassistant:", ""),
+}
+BEHIND = (
+    *("{{ ASKED }}", "{{ ASKED + '<think>\\n' }}", "{{ ASKED | replace('assistant', 'user') }}", "{{ eos_token }}"),
+    *(
+        "{{ END }}",
+        "{{ END + END }}",
+        "{{ eos_token + ASKED }}",
+        "{{ END + '\\n' + eos_token }}",
+        "{{ END + 'bye' + END }}",
+    ),
+    *("Today is 2025-01-31.", "{{ messages | length }} messages", "<footer/>", "<|endoftext|>", "<|endoftext|>bye"),
+    *("{{ messages[-1].content }}", "{{ messages[0].content }}", "<|reserved_special_token_7|>", '{"end": true}'),
+    *("{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}", "\\n\\n\\n", "{{ 'lorem ipsum ' * 20 }}"),
+)
+PLACES = {
+    "behind all": ("", "BEHIND"),
+    "behind the last turn": ("{% if loop.last %}BEHIND{% endif %}", ""),
+    "behind the last answer": ("{% if loop.last and m.role == 'assistant' %}BEHIND{% endif %}", ""),
+    "behind many": ("", "{% if messages | length > 3 %}BEHIND{% endif %}"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("chatml", "no end") else pytest.param(name, marks=pytest.mark.deep) for name in FORMATS],
+)
+def test_nothing_behind_the_end_of_a_turn_is_trained_on_wherever_a_template_writes_it(name):
+    source, asked, end = FORMATS[name]
+    stored = 0
+    for behind, (inside, after) in itertools.product(BEHIND, PLACES.values()):
+        text = source.replace("LAST", inside) + after + "{% if add_generation_prompt %}{{ ASKED }}{% endif %}"
+        text = text.replace("BEHIND", behind).replace("ASKED", f"'{asked}'").replace("END", f"'{end}'")
+        template = ChatTemplate(source=text, where="t", special_tokens={"eos_token": "</s>"})
+        for num_turns in (1, 2, 5):
+            try:
+                found = render(template, turns(num_turns))
+            except Refusal:
+                continue
+            stored += 1
+            pieces = ["".join(piece.split()) for piece in trained(found)]
+            # Where no turn has an end, EOS behind the last one is one.
+            last = {f"ANSWER{num_turns - 1}.{one}" for one in ((end,) if end else ("", "</s>", "<|endoftext|>"))}
+            assert pieces[:-1] == [f"ANSWER{number}.{end}" for number in range(num_turns - 1)], (text, pieces)
+            assert pieces[-1] in last, (text, pieces)
+    assert stored > 80
 
 
 def test_a_generation_prompt_that_nobody_asked_for_is_not_trained_on():
@@ -482,7 +601,7 @@ def test_an_option_that_is_written_is_not_taken_for_the_tools():
         ("qwen3", "tools, text before", ()),
         ("qwen3", "tools, no arguments", ()),
         ("qwen3", "white space", ()),
-        ("qwen3", "last is empty", ()),
+        ("qwen3", "last is empty", ("empty_answers",)),
     ],
 )
 def test_what_a_template_leaves_out_is_told(name, shape, names):
@@ -602,6 +721,60 @@ def test_contents_that_are_no_texts_may_be_written_as_json(content):
     found = render(template, [{"role": "tool", "content": content}, USER, {"role": "assistant", "content": "A"}])
     assert found.text.startswith(f"<|im_start|>tool\n{json.dumps(content)}<|im_end|>\n")
     assert found.notes == ()
+
+
+def called(arguments: object, content: object = "") -> list[dict]:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
+    return [USER, call, {"role": "tool", "content": "RESULT"}, {"role": "assistant", "content": "ANSWER"}]
+
+
+OBJECT, TEXT = {"town": "ARG \u4e2d", "days": 3}, '{"town": "ARG \u4e2d", "days": 3}'
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{% for call in m.tool_calls %}<call>"
+    "{{ call.function.name }} {{ CALL }}{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "given", "wanted", "converted"),
+    [
+        # The template wants texts, objects, or does not care; what it takes is given as it is.
+        ("'' + call.function.arguments", TEXT, TEXT, False),
+        ("'' + call.function.arguments", OBJECT, TEXT, True),
+        ("call.function.arguments.items() | list | tojson", OBJECT, '[["town", "ARG \u4e2d"], ["days", 3]]', False),
+        ("call.function.arguments.items() | list | tojson", TEXT, '[["town", "ARG \u4e2d"], ["days", 3]]', True),
+        ("call.function.arguments.items() | list | tojson", "", "[]", True),
+        # A text in quotes is no object: transformers would write that.
+        ("call.function.arguments | tojson", OBJECT, TEXT, False),
+        ("call.function.arguments | tojson", TEXT, TEXT, True),
+        ("call.function.arguments | tojson", "no JSON", '"no JSON"', False),
+    ],
+)
+def test_arguments_of_tool_calls_are_given_in_the_form_that_the_template_wants(written, given, wanted, converted):
+    found = render(template_of(CALLS.replace("CALL", written)), called(given))
+    assert trained(found) == [f"<call>weather {wanted}<|im_end|>", "ANSWER<|im_end|>"]
+    assert found.notes == (("arguments_converted",) if converted else ())
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_a_template_may_know_tool_calls_by_a_content_that_is_null(content):
+    """As DeepSeek's does."""
+    source = CALLS.replace("if m.tool_calls", "if m.content is none").replace("CALL", "''")
+    assert trained(render(template_of(source), called(OBJECT, content)))[0] == "<call>weather <|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6"])
+@pytest.mark.parametrize("empty", [1, 3, 5])
+def test_an_empty_answer_in_the_midst_is_trained_on_as_its_end(name, empty):
+    messages = turns(4)
+    messages[empty] = {"role": "assistant", "content": ""}
+    found = render(stock_template(name), messages)
+    pieces = [piece.removeprefix("<think>\n\n</think>\n\n") for piece in trained(found)]
+    wanted = [f"ANSWER{index}.<|im_end|>" for index in range(4)]
+    assert pieces == [*wanted[: empty // 2], "<|im_end|>", *wanted[empty // 2 + 1 :]]
+    assert found.notes == ("empty_answers",)
 
 
 def test_only_lists_of_texts_are_made_one_text():

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import signal
+import time
+import tracemalloc
 from functools import partial
 
 import pytest
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat import trace
+from tokenmill.encode.chat import trace, tracked
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
@@ -168,3 +171,66 @@ def test_the_clock_is_not_read_but_given():
 def test_the_language_is_that_of_jinja(source, text):
     # `render` itself compares with plain jinja; here the text is given as well.
     assert rendered(source) == text
+
+
+ROUNDS = "{% for i in range(99999) %}BODY{% endfor %}"
+SLOW = {
+    "sum": "{{ range(99999) | sum }}",
+    "sort": "{{ range(99999) | sort | length }}",
+    "unique": "{{ range(99999) | unique | list | length }}",
+    "in": "{{ -1 in (range(9999) | list) }}",
+    "is in": "{{ -1 is in (range(9999) | list) }}",
+    "==": "{{ (range(9999) | list) == (range(9999) | list) }}",
+    "int": "{{ ('9' * 4000) | int }}",
+    "round": "{{ 1e300 | round(300) }}{% for i in range(99) %}{{ 1e300 | round(300) }}{% endfor %}",
+    "slice": "{{ ('a' * 1000000)[::-1] | length }}",
+    "groupby": "{{ ([{'a': 1}] * 9999) | groupby('a') | length }}",
+}
+LARGE = [
+    "{% set n = namespace(c=[1]) %}{% for i in range(60) %}{% set n.c = cycler(n.c, n.c).items %}{% endfor %}"
+    "{{ n.c == n.c[0] }}",
+    "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}",
+    "{% set a = 'x' * 1000000 %}{{ a | replace('x', a) | length }}",
+    "{% set a = 'x' * 1000000 %}{{ a.replace('x', a) | length }}",
+    "{% set a = 'x' * 100000 %}{{ (['x' * 1000] * 1000) | map('replace', 'x', a) | list | length }}",
+    "{% set n = namespace(a='xx') %}{% for i in range(60) %}{% set n.a = ''.join([n.a, n.a]) %}{% endfor %}",
+    "{% set n = namespace(a='xx') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "{{ ('1' * 4000000) | float }}",
+    "{{ '%*d' % (999999999, 1) }}",
+]
+
+
+@pytest.mark.parametrize("kind", ["tracked", "plain"])
+@pytest.mark.parametrize("source", [*(ROUNDS.replace("BODY", body) for body in SLOW.values()), *LARGE, *BOMBS])
+def test_limits_hold_in_both_environments_whatever_a_template_does(source, kind, monkeypatch):
+    """A template can tell whether its strings are tracked, and do its work where they are not [S.c]."""
+    monkeypatch.setattr(tracked, "MAX_SECONDS", 0.2)
+    template = getattr(compiled(source, "test"), kind)
+    tracemalloc.start()
+    begin = time.process_time()
+    try:
+        with (
+            pytest.raises((Refusal, OverflowError, TypeError, RecursionError)),
+            budget(100_000),
+            tracked.time_limit(),
+        ):
+            template.render(messages=MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - begin < 3
+
+
+def test_the_timer_of_a_program_and_its_handler_are_left_as_they_were():
+    calls = []
+    before = signal.signal(signal.SIGVTALRM, lambda *_: calls.append(1))
+    signal.setitimer(signal.ITIMER_VIRTUAL, 100)
+    try:
+        assert rendered("{{ messages[0].content }}") == "question"
+        assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 90
+        signal.raise_signal(signal.SIGVTALRM)
+        assert calls == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -53,38 +53,50 @@ def test_an_edge_inside_a_control_string_is_refused():
     assert caught.value.reason == "straddles"
 
 
-def marked_words(folder) -> object:
+def marked_words(folder, *, lines: bool = False) -> object:
     """Train a tokenizer that puts a mark before every text, as those of SentencePiece do."""
     native = HuggingFace(models.BPE())
     native.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     native.decoder = decoders.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<e>"], show_progress=False)
-    native.train_from_iterator(["user question assistant answer abcd"] * 20, trainer)
+    words = "user question assistant answer abcd"
+    native.train_from_iterator([words + ("\nabcd" if lines else "")] * 20, trainer)
     native.save(str(folder / "tokenizer.json"))
     return open_tokenizer(str(folder), engine="tokenizers")
 
 
 @pytest.mark.parametrize(
-    ("text", "edge", "provable"),
+    ("text", "edge", "lines"),
     [
         # The edge lies between two words: whole and parts have the same tokens.
-        ("user answer", 4, True),
-        # A token lies across it, and to cut there would put a blank into the word.
+        ("user answer", 4, False),
+        # A token lies across it, and to encode what is behind it alone would put a blank into the word.
         ("abcd", 2, False),
+        ("abcd", 2, True),
     ],
 )
-def test_a_word_is_not_cut_by_a_tokenizer_that_marks_every_text(text, edge, provable, tmp_path):
-    tokenizer = marked_words(tmp_path)
+def test_no_blank_is_put_into_a_word_that_is_cut_by_a_tokenizer_that_marks_every_text(text, edge, lines, tmp_path):
+    tokenizer = marked_words(tmp_path, lines=lines)
     rendered = Rendered(text=text, supervised=((edge, len(text)),), authored=((0, len(text)),))
     (result,) = encode_all([rendered], tokenizer, Controls(ids=tokenizer.special_ids, rules={}, where="test"))
-    if not provable:
-        assert isinstance(result, Refusal)
-        assert result.reason == "straddles"
-    else:
-        found, mask = result
-        assert tokenizer.decode(found) == text
-        assert tokenizer.decode(found[mask == 1]) == text[edge:].strip()
-        assert mask.tolist() == sorted(mask.tolist())
+    found, mask = result
+    assert tokenizer.decode(found) == text
+    assert tokenizer.decode(found[mask == 1]) == text[edge:].strip()
+    assert mask.tolist() == sorted(mask.tolist())
+
+
+def test_a_word_is_on_the_side_of_its_letters_where_its_blank_is_on_the_other(tmp_path):
+    """As in Vicuna's template with a tokenizer of SentencePiece: the header ends with the blank of the answer."""
+    tokenizer = marked_words(tmp_path)
+    text = "user question assistant answer abcd"
+    begin, end = text.index("answer"), text.index("abcd")
+    rendered = Rendered(text=text, supervised=((begin, end - 1),), authored=((0, len(text)),))
+    (result,) = encode_all([rendered], tokenizer, Controls(ids=tokenizer.special_ids, rules={}, where="test"))
+    assert not isinstance(result, Refusal)
+    ids, mask = result
+    assert ids.tolist() == tokenizer.encode([text]).ids.tolist(), "those of transformers"
+    assert tokenizer.decode(ids[mask == 1]) == "answer"
+    assert tokenizer.decode(ids[: int(mask.argmax())]) == "user question assistant"
 
 
 def test_every_character_may_be_an_edge():
@@ -201,14 +213,24 @@ def bare(*sources: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize(
-    ("before", "adds", "wanted"),
-    [("", False, 0), ("", True, 1), (BOS, False, 1), (BOS, True, 1), (BOS * 2, False, 1), (BOS * 3, True, 1)],
+    ("before", "adds", "asked", "wanted"),
+    [
+        # What the template writes is all, as for transformers, whatever the tokenizer puts before texts.
+        *[("", False, None, 0), ("", True, None, 0), (BOS, False, None, 1), (BOS, True, None, 1)],
+        *[(BOS * 2, False, None, 1), (BOS * 3, True, None, 1)],
+        # To say so puts it there once.
+        *[("", True, True, 1), (BOS, True, True, 1), ("", True, False, 0)],
+    ],
 )
-def test_there_is_one_bos_if_the_template_or_the_tokenizer_has_one(before, adds, wanted, small, small_with_bos):
+def test_there_is_one_bos_if_the_template_writes_it_or_it_is_asked_for(
+    before, adds, asked, wanted, small, small_with_bos
+):
     """[T2.b]"""
     tokenizer = small_with_bos if adds else small
     assert tokenizer.identity.add_bos is adds
-    encoded = opened(bare(before), tokenizer).encode([talk("<s>a", "<s><s>b"), talk("c", "d")])
+    encoder = opened(bare(before), tokenizer, add_bos=asked)
+    assert encoder.lacks_bos is (adds and not wanted)
+    encoded = encoder.encode([talk("<s>a", "<s><s>b"), talk("c", "d")])
     for ids, mask in each(encoded):
         is_bos = ids == tokenizer.identity.bos_id
         assert is_bos.sum() == is_bos[:1].sum() == wanted
@@ -216,10 +238,17 @@ def test_there_is_one_bos_if_the_template_or_the_tokenizer_has_one(before, adds,
         assert ids[wanted] == tokenizer.special_ids["<|im_start|>"]
 
 
+def test_the_built_in_template_leaves_bos_to_the_tokenizer(small, small_with_bos):
+    for tokenizer, wanted in ((small, 0), (small_with_bos, 1)):
+        encoder = opened(load_template("chatml", tokenizer=None), tokenizer)
+        ((ids, _),) = each(encoder.encode([talk("a", "b")]))
+        assert ((ids == tokenizer.identity.bos_id).sum(), encoder.lacks_bos) == (wanted, False)
+
+
 @pytest.mark.parametrize("before", ["\n" + BOS, BOS + "\n" + BOS, "x" + BOS + BOS])
 def test_a_bos_that_cannot_be_one_is_refused(before, small_with_bos):
     """[T2.b]"""
-    (one,) = opened(bare(before), small_with_bos).encode([talk("a", "b")]).refused
+    (one,) = opened(bare(before), small_with_bos, add_bos=True).encode([talk("a", "b")]).refused
     assert one.reason == "bos"
 
 
@@ -374,14 +403,10 @@ def test_real_tokenizers_with_templates_of_their_family(family, name, real, tmp_
         wanted = "".join(found.text[a:b] for a, b in found.supervised)
         bos = tokenizer.identity.bos_id
         assert bos is None or not np.any((ids[1:] == bos) & (ids[:-1] == bos))
-        assert bos is None or not tokenizer.identity.add_bos or ids[0] == bos
+        written = template.special_tokens.get("bos_token")
+        assert name == "chatml" or (ids[0] == bos) == (written is not None and found.text.startswith(written))
         if family != "llama2":  # which decodes the mark before every text as a blank
-            begin = (
-                ""
-                if ids[0] != bos or found.text.startswith(template.special_tokens["bos_token"])
-                else tokenizer.decode(ids[:1])
-            )
-            assert tokenizer.decode(ids) == begin + found.text
+            assert tokenizer.decode(ids) == found.text
             assert tokenizer.decode(ids[mask == 1]) == wanted
         else:
             shown = tokenizer.decode(ids[mask == 1])

@@ -57,8 +57,8 @@ def test_messages_go_through_the_template_of_the_tokenizer(write, encoder):
     assert ids.dtype.str == "<u2"
     first, second = ids[: offsets[1]], ids[offsets[1] :]
     assert tokenizer.decode(first[mask[: offsets[1]] == 1]) == "Yes</s>No</s>"
-    assert tokenizer.decode(second) == "<s><|im_start|>user\nIs it?</s>\n<|im_start|>assistant\nYes</s>\n"
-    assert (ids == tokenizer.identity.bos_id).sum() == 2
+    assert tokenizer.decode(second) == "<|im_start|>user\nIs it?</s>\n<|im_start|>assistant\nYes</s>\n"
+    assert (ids == tokenizer.identity.bos_id).sum() == 0, "the template writes none"
 
 
 def test_a_preset_that_needs_a_template_says_how_to_name_one(encoder, write):
@@ -180,7 +180,7 @@ def test_texts_and_messages_of_one_batch_stay_in_order(write, encoder):
     done = opened.encode([talk, text, broken, talk, text])
     cuts = done.offsets["rejected"].tolist()
     texts = [tokenizer.decode(done.values["rejected"][a:b]) for a, b in pairwise(cuts)]
-    said = "<s><|im_start|>user\nIs it?</s>\n<|im_start|>assistant\nNo</s>\n"
+    said = "<|im_start|>user\nIs it?</s>\n<|im_start|>assistant\nNo</s>\n"
     assert texts == [said, "<s>qb</s>", said, "<s>qb</s>"]
     assert done.kept.tolist() == [0, 1, 3, 4]
     assert [each.index for each in done.refused] == [2]
@@ -223,7 +223,7 @@ def test_tools_reach_the_template_as_a_list_or_as_json(encoder, shown, tmp_path)
     done = opened.encode(records)
     first, second = shown(done, "sequence", "loss_mask", "documents")
     assert first == second
-    assert first.startswith('^[{"type": "function", "function": {"name": "grind"}}]\n<|im_start|>user')
+    assert first.startswith('[{"type": "function", "function": {"name": "grind"}}]\n<|im_start|>user')
     assert [(each.index, each.reason) for each in done.refused] == [(2, "tools")]
 
 
@@ -232,7 +232,7 @@ def test_options_reach_the_template(encoder, shown, tmp_path):
     path.write_text("{{ mood }}\n" + PLAIN_CHAT.replace("</s>", "<|eos|>"), encoding="utf-8")
     recipe = {"preset": "chat", "chat_template": str(path), "chat_template_kwargs": {"mood": "calm"}}
     done = encoder(recipe).encode([{"messages": [USER, YES]}])
-    assert shown(done, "sequence", "loss_mask", "documents")[0].startswith("^calm\n")
+    assert shown(done, "sequence", "loss_mask", "documents")[0].startswith("calm\n")
 
 
 def test_what_the_template_refuses_is_refused_with_its_reason(chatml):
@@ -279,7 +279,7 @@ def test_control_strings_of_a_message_are_ordinary_text(write, encoder):
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     done = encoder("chat", spec).encode([{"messages": messages}])
     controls = np.isin(done.values["sequence"], list(tokenizer.special_ids.values()))
-    assert tokenizer.decode(done.values["sequence"][controls]) == "<s><|im_start|></s><|im_start|></s>"
+    assert tokenizer.decode(done.values["sequence"][controls]) == "<|im_start|></s><|im_start|></s>"
 
 
 def test_the_json_of_an_encoder_holds_what_the_template_says_not_where_it_is(encoder, tmp_path):
@@ -413,3 +413,52 @@ def test_an_encoder_tells_which_ends_of_turns_are_ordinary_text(chatml, encoder,
     assert encoder("text").spelled() == ()
     spec = write(tokenizer_config={"chat_template": PLAIN_CHAT, "bos_token": "<s>", "eos_token": "</s>"})
     assert encoder("chat", spec).spelled() == ()
+
+
+SAID = "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_the_system_text_beside_messages_is_their_first(chatml, shown, field):
+    first = {"role": "system", "content": "Be brief."}
+    done = chatml("chat").encode(
+        [
+            {"system": "Be brief.", field: [USER, YES]},
+            {field: [first, USER, YES]},
+            {"system": "Be brief.", field: [first, USER, YES]},
+            {"system": "", field: [USER, YES]},
+            {"system": None, field: [USER, YES]},
+        ]
+    )
+    once, inside, both, empty, null = shown(done, "sequence", "loss_mask", "documents")
+    assert done.refused == ()
+    assert once.startswith(f"^{SAID}<|im_start|>user")
+    assert once == inside
+    assert null == empty == once.replace(SAID, "")
+    # Of conversations the recipe itself names the field beside them.
+    assert both == once if field == "messages" else both.count(SAID) == 2
+    assert done.notes.get("system_field", 0) == (1 if field == "messages" else 0)
+
+
+def test_two_texts_of_the_system_and_one_that_is_none_are_refused(chatml):
+    first = {"role": "system", "content": "Be long."}
+    done = chatml("chat").encode(
+        [{"system": "Be brief.", "messages": [first, USER, YES]}, {"system": 7, "messages": [USER, YES]}]
+    )
+    assert [(each.index, each.reason) for each in done.refused] == [(0, "two_systems"), (1, "not_text")]
+
+
+def test_pairs_and_groups_have_the_system_text_too(chatml, shown):
+    pair = {"system": "Be brief.", "prompt": [USER], "chosen": [YES], "rejected": [NO]}
+    done = chatml("dpo").encode([pair])
+    assert shown(done, "rejected", "rejected_mask")[0].startswith(f"^{SAID}<|im_start|>user")
+    group = {"system": "Be brief.", "prompt": [USER], "responses": [[YES], [NO]], "rewards": [1, 0]}
+    done = chatml("grpo").encode([group])
+    assert shown(done, "prompts")[0].startswith(f"^{SAID}<|im_start|>user")
+
+
+def test_records_that_differ_in_the_system_text_are_two(chatml):
+    encoder = chatml("chat")
+    plain, brief = {"messages": [USER, YES]}, {"system": "Be brief.", "messages": [USER, YES]}
+    assert encoder.read(plain).content == "Is it?\nYes"
+    assert encoder.read(brief).content == "Is it?\nYes\nBe brief."

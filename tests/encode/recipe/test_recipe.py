@@ -192,7 +192,6 @@ WRONG = [
     (PAIRS, ("input", "sources", "chosen", "mask_key"), "cm", "mask_key must be 'chosen_mask', got 'cm'"),
     (PAIRS, ("input", "sources", "chosen", "list_field"), True, "list_field is for responses only"),
     (PAIRS, ("input", "sources", "rewards"), TEXT["input"], "sources must be chosen and rejected"),
-    (GROUPS, ("input", "sources", "responses", "list_field"), False, "list_field must be true"),
     (GROUPS, ("input", "sources", "rewards", "sections", 0, "action"), "train", "must be value: it holds numbers"),
     (GROUPS, ("input", "sources", "prompts", "sections", 0, "action"), "train", "action must be mask"),
 ]
@@ -366,7 +365,7 @@ def test_only_one_bare_text_field_is_left_to_the_fast_path():
         PLAIN,
     ):
         assert load_recipe(recipe).text_field is None
-    assert [load_recipe(name).text_field for name in PRESETS] == ["text", None, None, None, None]
+    assert [load_recipe(name).text_field for name in PRESETS] == ["text", *[None] * (len(PRESETS) - 1)]
 
 
 def test_the_fields_are_all_that_a_record_may_need():
@@ -377,8 +376,12 @@ def test_the_fields_are_all_that_a_record_may_need():
             *("prompt", "response", "completion", "instruction", "input", "output", "context"),
             *("question", "answer"),
         ),
-        "dpo": ("prompt", "chosen", "rejected", "tools"),
-        "grpo": ("prompt", "responses", "rewards", "tools"),
+        "completion": ("prompt", "completion", "tools", "system"),
+        "dpo": ("prompt", "chosen", "rejected", "tools", "system"),
+        "pairs": ("conversations", "chosen", "rejected", "instruction", "input", "tools", "system"),
+        "prompts": ("prompt", "tools", "system"),
+        "kto": ("prompt", "completion", "label", "tools", "system"),
+        "grpo": ("prompt", "responses", "rewards", "tools", "system"),
     }
     inner = changed(TEXT, ("input", "sections", 0, "field"), "meta.text")
     assert load_recipe(changed(inner, ("preprocessing", "domain_key"), "meta.source")).fields == ("meta",)
@@ -409,13 +412,8 @@ def test_positions_are_stored_for_sft_unless_the_recipe_says_none():
     assert load_recipe(CHAT).output.position_ids_mode == "doc_reset"
     assert load_recipe(changed(TEXT, ("output", "position_ids_mode"), "doc_reset")) == load_recipe(TEXT)
     assert load_recipe(changed(CHAT, ("output", "position_ids_mode"), "none")).output.position_ids_mode == "none"
-    assert [load_recipe(name).output.position_ids_mode for name in PRESETS] == [
-        "none",
-        "doc_reset",
-        "doc_reset",
-        "none",
-        "none",
-    ]
+    modes = {name: load_recipe(name).output.position_ids_mode for name in PRESETS}
+    assert {name for name, mode in modes.items() if mode == "doc_reset"} == {"chat", "instruction", "completion"}
 
 
 def test_an_answer_to_messages_is_a_message():

@@ -208,3 +208,12 @@ def test_too_many_records_to_map_are_pointed_to_import(tmp_path, tools, monkeypa
         open_store(tmp_path)
     import_store(tmp_path, out=tmp_path / "ours")
     assert open_store(tmp_path / "ours").num_documents == 5
+
+
+def test_a_dataset_that_declares_what_was_never_written_is_refused(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file.create_group("sequence").create_dataset("data_0", (10**12,), "<u2", chunks=(1024,))
+    assert (tmp_path / "data.h5").stat().st_size < 10_000
+    with pytest.raises(StoreCorruptError, match=r"data_0 must hold what it declares, got 10{12} numbers in 0"):
+        import_store(tmp_path / "data.h5", out=tmp_path / "out")

@@ -526,3 +526,14 @@ def test_a_sidecar_that_cannot_be_right_is_refused(raw, content, match):
     (raw / "tokens.json").write_text(content)
     with pytest.raises((StoreError, ConfigError), match=match):
         open_store(raw, dtype="uint16")
+
+
+def test_an_index_that_is_older_than_the_data_is_made_again(tmp_path):
+    """Samples see 64 blocks of a file: an end of a document may be written between two of them."""
+    ids = np.full(1 << 20, 7, "<u2")
+    file = tmp_path / "data.bin"
+    ids.tofile(file)
+    assert open_store(file, dtype="uint16", eos_id=0).num_documents == 1
+    ids[5000] = 0
+    ids.tofile(file)
+    assert open_store(file, dtype="uint16", eos_id=0).num_documents == 2

@@ -21,7 +21,7 @@ from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.astrai import POSITIONS, written_positions
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.layout import is_ours, key_file
-from tokenmill.store.maps import FileRequest, MemoryRequest
+from tokenmill.store.maps import FileRequest, MemoryRequest, RangeRequest, read_range
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
 _WAY_OUT = "write the store again, or prepare it from its records"
@@ -99,6 +99,8 @@ class Store:
         dtype, request = self.opened.dtype(key), self.opened.file(shard, key_file(key))
         if isinstance(request, MemoryRequest):
             return torch.from_numpy(request.data.view(dtype).copy())
+        if isinstance(request, RangeRequest):
+            return torch.from_numpy(read_range(request, 0, request.wanted).view(dtype))
         if not request.wanted:
             return torch.from_numpy(np.empty(0, dtype))
         shape = (request.wanted // dtype.itemsize,)
@@ -126,7 +128,7 @@ class Store:
                 f"{self._path}: a window must lie within 0:{int(edges[-1])}, got {begin}:{begin + length}; move it"
             )
         shards = np.searchsorted(edges, starts, side="right") - 1
-        within = starts + length <= edges[shards + 1]
+        within = (starts + length <= edges[shards + 1]) & (not store.by_ranges)
         for shard in np.unique(shards[within]).tolist():
             with store.maps.borrow([store.file(shard, key_file(key))]) as (mapped,):
                 values = mapped.data.view(store.dtype(key))

@@ -125,7 +125,7 @@ class Chunked(Dataset[Sample]):
     ) -> None:
         """Fill rows with the samples that begin at some tokens of a store: (row, token)."""
         key = store.manifest.token_key
-        if store.num_shards != 1:  # a sample may lie in several
+        if store.num_shards != 1 or store.by_ranges:  # a sample may lie in several, or not on this machine
             for row, begin in begins:
                 tokens = store.fetch(begin, begin + self.length, key)
                 inputs[row], labels[row] = tokens[:-1], tokens[1:]

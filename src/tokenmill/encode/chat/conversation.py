@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -59,6 +62,8 @@ class MarkedConversation:
     fields: list[str] = field(default_factory=list)
     """Field of the message that each string stands in, or `tools` or `options`; empty for white space and for the
     names of the fields."""
+    objects: set[int] = field(default_factory=set)
+    """Strings that are the arguments of a tool call as JSON."""
     firsts: list[int] = field(default_factory=list)
     """First string of each message."""
     size: int = 1
@@ -131,6 +136,8 @@ class MarkedConversation:
         self.owners.append(owner)
         self.fields.append(path[0] if path and not text.isspace() else "")
         self.labels.append(bool(path) and path[-1] in _LABELS and "arguments" not in path)
+        if path and path[-1] == "arguments" and text.lstrip().startswith("{"):
+            self.objects.add(len(self.starts) - 1)
         self.size += len(text)
         return placed(text, first)
 
@@ -180,7 +187,13 @@ def _has_text(value: object, depth: int = 0) -> bool:
 # What a message says of its own training.
 
 _FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
-_UNCLEAR_FLAGS = ("mask", "masked", "train_detail", "training_detail")
+_LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis", re.IGNORECASE)
+"""In the names of fields that may be flags of another project."""
+
+
+@lru_cache(maxsize=1024)
+def _is_like_a_flag(name: str) -> bool:
+    return name not in _FLAGS and _LIKE_FLAGS.search(name) is not None
 
 
 def says_of_training(message: Message) -> bool | None:
@@ -189,12 +202,16 @@ def says_of_training(message: Message) -> bool | None:
     Only `train` and `training` make a message trained whose role is not: a weight of 1 is what all messages have.
     What is neither yes nor no is refused, as is a flag that may mean either.
     """
-    flags = {name: message[name] for name in (*_FLAGS, *_UNCLEAR_FLAGS) if message.get(name) is not None}
-    for name, value in flags.items():
-        if name in _UNCLEAR_FLAGS:
+    flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
+    for name, value in message.items():
+        # A text is a remark, unless the name can be nothing but a flag.
+        if _is_like_a_flag(name) and value is not None:
+            if isinstance(value, str) and name not in ("mask", "masked"):
+                continue
             raise Refusal(
                 "flag", f"{name} = {_shortened(value)}, which may mean either; name it train: true or false"
             )
+    for name, value in flags.items():
         if value not in (0, 1) or not isinstance(value, bool | int | float):
             raise Refusal(
                 "flag", f"{name} = {_shortened(value)}, neither 0 nor 1; weights are not stored, make it one"
@@ -225,6 +242,68 @@ def _with_reasoning(message: Message) -> Message:
     # Columns of a table give a null to every name that a message does not use.
     own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
     return {"thinking": reasoning, **own, "reasoning_content": reasoning}
+
+
+def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
+    """Yield the forms in which templates may want messages, as they are given first; with what to note of each.
+
+    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and where
+    there are nothing but tool calls the content may be null.
+    """
+    without_text = _without_text(messages)
+    for calling in (messages, *([without_text] if without_text is not None else [])):
+        converted = _converted(calling)
+        for given, notes in ((calling, ()), *([(converted, ("arguments_converted",))] if converted else [])):
+            yield given, notes
+            texts = flattened(given)
+            if texts is not None:
+                yield texts, notes
+
+
+def _tool_calls(message: object) -> Sequence[Any]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if isinstance(calls, list | tuple) else ()
+
+
+def _without_text(messages: Sequence[Message]) -> list[Message] | None:
+    """Return messages in which the content beside tool calls is null if it is empty; None where there is none."""
+    if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
+        return None
+    return [
+        {**message, "content": None} if _tool_calls(message) and not message.get("content") else message
+        for message in messages
+    ]
+
+
+def _converted(messages: Sequence[Message]) -> list[Message] | None:
+    """Return messages with the arguments of tool calls as texts, or as objects where they are texts."""
+    if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
+        return None
+    converted = [
+        {**message, "tool_calls": [_converted_call(call) for call in _tool_calls(message)]}
+        if _tool_calls(message)
+        else message
+        for message in messages
+    ]
+    return None if converted == list(messages) else converted
+
+
+def _converted_call(call: object) -> object:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _converted_call(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, Mapping):
+        try:
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        except (TypeError, ValueError, RecursionError):
+            return call
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "arguments": value} if isinstance(value, dict) else call
 
 
 def flattened(messages: Sequence[Message]) -> list[Message] | None:

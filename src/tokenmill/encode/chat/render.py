@@ -7,7 +7,7 @@ no character of another message is trained on, and none of a trained one is left
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.encode import Refusal
@@ -16,7 +16,7 @@ from tokenmill.encode.chat.conversation import (
     REASONING,
     MarkedConversation,
     Message,
-    flattened,
+    forms_of,
     has_parts,
     mark_conversation,
     says_of_training,
@@ -39,10 +39,11 @@ class Rendered:
     authored: tuple[Range, ...]
     """What the template wrote: control strings are control tokens there, and ordinary text elsewhere."""
     notes: tuple[str, ...] = ()
-    """What the conversation has and the text lacks: tools, or tool calls, reasoning or content of some message; and
-    whether messages say whether they are trained on."""
+    """What the conversation has and the text lacks: tools, or tool calls, reasoning or content of some message;
+    whether messages say whether they are trained on, and whether some are trained on that have nothing to say."""
     unsaid: int = 0
-    """Characters of contents, and of their parts, of which none is in the text."""
+    """Characters of contents, and of their parts, of which none is in the text; one more if that is so of tool
+    calls, or their arguments are an object and are written as a text in quotes."""
 
 
 def render(
@@ -58,31 +59,50 @@ def render(
     """Render a conversation; one that cannot be rendered or proven raises `Refusal`, which is a `DocumentError`.
 
     With `add_generation_prompt` it is a prompt, in which nothing is trained on. `kwargs` are names that the
-    template reads, such as `enable_thinking`; `now`, a date in ISO form, is what templates get for today. A content
-    that is a list of texts is given to the template as it is or, if the template does not know such, as one text.
-    Reasoning is given under each name that templates read.
+    template reads, such as `enable_thinking`; `now`, a date in ISO form, is what templates get for today. Reasoning
+    is given under each name that templates read. Contents in parts, tool calls without a text and their arguments
+    are given as they are or, if the template does not know such, in another form (`forms_of`).
     """
 
     def rendered(given: Sequence[Message]) -> Rendered:
         conversation = mark_conversation(with_reasoning(given), tools, kwargs, train_on)
         return _rendered(template, conversation, add_generation_prompt, train_on, last_only)
 
-    texts = flattened(messages)
-    if texts is None:
-        return rendered(messages)
     forms: list[Rendered] = []
     refused: list[Refusal] = []
-    for given in (messages, texts):
+    for given, notes in forms_of(messages):
         try:
-            forms.append(rendered(given))
+            form = rendered(given)
         except Refusal as error:
+            if error.reason in _IN_ANY_FORM:
+                raise
             refused.append(error)
-        if forms and not forms[-1].unsaid:
+            continue
+        forms.append(replace(form, notes=(*notes, *form.notes)))
+        if not form.unsaid:
             return forms[-1]
     if not forms:
-        raise refused[0]
+        # A form that the template takes and writes shows more of what is wrong than one that it fails with.
+        raise min(refused, key=lambda error: _FAILS.get(error.reason, 0))
     # A template may leave out a message however it is given; that form is right in which it leaves out less.
     return min(forms, key=lambda form: form.unsaid)
+
+
+_FAILS: Mapping[str, int] = {"missing": 1, "untracked": 2, "template_error": 2}
+_IN_ANY_FORM = frozenset(
+    (
+        "no_messages",
+        "role",
+        "flag",
+        "media",
+        "not_json",
+        "not_unicode",
+        "no_trained_message",
+        "too_many_steps",
+        "too_slow",
+    )
+)
+"""Why a conversation is refused in whatever form a template is given it."""
 
 
 def _rendered(
@@ -101,12 +121,16 @@ def _rendered(
     trace = renderer.trace(len(conversation.messages), add_generation_prompt)
     renderer.refuse_other_text(trace, add_generation_prompt)
     lost, unsaid = _losses(trace)
-    flagged = any(says_of_training(message) is not None for message in conversation.given)
+    says = [says_of_training(message) for message in conversation.given]
+    trained = () if add_generation_prompt else trained_messages(conversation.roles, says, train_on, last_only)
+    flagged = any(flag is not None for flag in says)
+    empty = any(not conversation.parts_of(index) for index in trained)
+    notes = (*(["empty_answers"] if empty else []), *(["flags_of_training"] if flagged else []), *lost)
     return Rendered(
         text=trace.text,
-        supervised=() if add_generation_prompt else find_ranges(renderer, train_on, last_only),
+        supervised=() if add_generation_prompt else find_ranges(renderer, trained),
         authored=tuple(trace.authored()),
-        notes=(*(["flags_of_training"] if flagged else []), *lost),
+        notes=notes,
         unsaid=unsaid,
     )
 
@@ -114,18 +138,29 @@ def _rendered(
 # What is trained on.
 
 
-def find_ranges(renderer: Renderer, trained_roles: Sequence[str], last_only: bool) -> tuple[Range, ...]:
+def trained_messages(
+    roles: Sequence[str], says: Sequence[bool | None], trained_roles: Sequence[str], last_only: bool
+) -> tuple[int, ...]:
+    """Return the messages to train on, by their roles and by what they say themselves; there must be one."""
+    trained = [index for index, role in enumerate(roles) if role in trained_roles]
+    if last_only:
+        # What is asked for of the last message alone, others cannot ask for themselves.
+        trained = [index for index in trained[-1:] if says[index] is not False]
+    else:
+        chosen = set(trained)
+        trained = [index for index, flag in enumerate(says) if (index in chosen if flag is None else flag)]
+    if not trained:
+        masked = f", and {says.count(False)} say that they are not to be trained on" if False in says else ""
+        raise Refusal(
+            "no_trained_message", f"no message is of the roles {list(trained_roles)}, only {list(roles)}{masked}"
+        )
+    return tuple(trained)
+
+
+def find_ranges(renderer: Renderer, trained: Sequence[int]) -> tuple[Range, ...]:
     """Return the sorted, disjoint ranges that are trained on; what cannot be proven is refused."""
     roles = renderer.conversation.roles
     trace = renderer.trace(len(roles), False)
-    trained = [index for index, role in enumerate(roles) if role in trained_roles]
-    trained = trained[-1:] if last_only else trained
-    says = {index: says_of_training(message) for index, message in enumerate(renderer.conversation.given)}
-    trained = [index for index in says if (index in trained if says[index] is None else says[index])]
-    if not trained:
-        masked = f", and {list(says.values()).count(False)} say that they are not to be trained on"
-        detail = f"no message is of the roles {list(trained_roles)}, only {roles}"
-        raise Refusal("no_trained_message", detail + (masked if False in says.values() else ""))
     by_block = [index for index in trained if renderer.compiled.has_generation and roles[index] == "assistant"]
     for index in by_block:
         _refuse_missing(trace, index)
@@ -254,15 +289,20 @@ _NAMES: Mapping[str, str] = {
 
 
 def _losses(trace: Trace) -> tuple[tuple[str, ...], int]:
-    """Return what was lost, by name, and how many characters of contents.
+    """Return what was lost, by name, and what `Rendered.unsaid` is.
 
     A list of texts that is written as a list is refused. Reasoning counts in a field of its own and at the start of
     a content, before `</think>`.
     """
     conversation = trace.conversation
     written = {each.string for each in trace.fragments}
+    escaped = {
+        each.string
+        for each in trace.fragments
+        if conversation.objects and not each.step and each.end > each.begin + 1
+    }
     is_written: dict[tuple[int, str], bool] = {}
-    unsaid = 0
+    unsaid, uncalled = 0, False
     for string, (owner, name) in enumerate(zip(conversation.owners, conversation.fields, strict=True)):
         if name == "content":
             if not conversation.labels[string]:
@@ -274,13 +314,16 @@ def _losses(trace: Trace) -> tuple[tuple[str, ...], int]:
             # The fields for reasoning are names of one thing: to write one of them is to write it.
             key = (owner, _NAMES[name])
             is_written[key] = is_written.get(key, False) or string in written
+            # Arguments that are a text, and are written in quotes, were to be an object.
+            if name == "tool_calls" and not conversation.labels[string]:
+                uncalled |= string not in written or (string in escaped and string in conversation.objects)
     lost = {name for (_, name), shown in is_written.items() if not shown}
     lost |= {"content_not_written"} if unsaid else set()
     for index, begin, end in _thoughts(conversation):
         fragments = trace.of_message.get(index, ())
         if not any(each.origin < end and each.last_origin >= begin for each in fragments):
             lost.add(_DROPPED)
-    return tuple(sorted(lost)), unsaid
+    return tuple(sorted(lost)), unsaid + uncalled
 
 
 def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]]:

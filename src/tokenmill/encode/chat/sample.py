@@ -84,21 +84,29 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     repeated = _repeated(renderer, index)
     if len(repeated) > _MAX_MESSAGES:
         return None
-    sought = tuple(sorted(renderer.sought, key=lambda text: (-len(text), text)))
+    sought = _longest_first(frozenset(renderer.sought))
     texts = _SampleTexts(words=renderer.compiled.words, sought=sought, labels={})
-    try:
-        messages = [
-            {**texts.of(conversation.messages[at], ()), "role": conversation.roles[at]}
-            for at in (*repeated, *range(index + 1, len(conversation.roles))[:1])
-        ]
-    except _NoSample:
-        return None
     tools = None if conversation.tools is None else [_TOOL] if conversation.tools else []
     options = bare(conversation.options)
     special_tokens = renderer.special_tokens
+    keys = [f"{tools is None or len(tools)}{options}{special_tokens}"]
+    messages = []
+    try:
+        for at in (*repeated, *range(index + 1, len(conversation.roles))[:1]):
+            # Labels are numbered through a sample; what has none is the same in each.
+            message, key = renderer.samples.get((at, sought), (None, ""))
+            if message is None:
+                message = {**texts.of(conversation.messages[at], ()), "role": conversation.roles[at]}
+                key = repr(message)
+                if not texts.labels:
+                    renderer.samples[at, sought] = message, key
+            messages.append(message)
+            keys.append(key)
+    except _NoSample:
+        return None
     shown = _edges_of_sample(
         _Sample(
-            key=repr((messages, tools is None or len(tools), options, sorted(special_tokens.items()))),
+            key="\n".join(keys),
             index=len(repeated) - 1,
             compiled=renderer.compiled,
             special_tokens=special_tokens,
@@ -116,6 +124,11 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
         last=_origin(conversation, repeated, shown.last),
         tails=shown.tails,
     )
+
+
+@lru_cache(maxsize=256)
+def _longest_first(texts: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
 
 def _repeated(renderer: Renderer, index: int) -> list[int]:

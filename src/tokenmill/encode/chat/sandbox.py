@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from types import BuiltinMethodType, MethodType
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.environment import Template
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.filters import make_attrgetter
@@ -18,7 +19,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.tracked import Tracked, authored, charge, charge_size, generated, join, text_of, tojson
+from tokenmill.encode.chat.tracked import (
+    MAX_STEPS,
+    Tracked,
+    authored,
+    charge,
+    charge_size,
+    generated,
+    join,
+    text_of,
+    tojson,
+)
 from tokenmill.errors import ConfigError
 
 _FILTERS = (
@@ -33,6 +44,18 @@ _UNSAFE_OF_STRINGS = frozenset(
     ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "maketrans")
 )
 _OF_DICTS = frozenset(dir(dict))
+_READING_DICTS = frozenset(("get", "items", "keys", "values"))
+_CHARGED_FILTERS = (
+    *("dictsort", "float", "groupby", "int", "items", "join", "list", "map", "max", "min", "reject", "rejectattr"),
+    *("replace", "reverse", "select", "selectattr", "sort", "sum", "tojson", "unique"),
+)
+"""Those that go through all of what they are given."""
+_MAX_WIDTH = 64
+"""Of white space in JSON."""
+_MAX_DIGITS = 4096
+"""Of a string that becomes a number, which takes time by their square."""
+_ITEMS, _BLOCK = 16, 4096
+"""Items, and characters, that are looked through in one step."""
 _MAX_BITS = 4096
 """Size of the numbers that a template may make."""
 
@@ -115,70 +138,8 @@ class _NoConstantFolding(CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
 
-class PlainEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox with the names that chat templates expect.
-
-    It has no limits of its own: a template runs here only after it has run tracked.
-    """
-
-    code_generator_class: type[CodeGenerator] = _NoConstantFolding
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            optimized=False,
-            extensions=[GenerationBlock, LoopControlExtension],
-        )
-        self._safe: dict[tuple[type, str], bool] = {}
-        self.filters = {name: self.filters[name] for name in _FILTERS}
-        self.filters["tojson"] = _plain_json
-        self.globals = {name: self.globals[name] for name in _GLOBALS}
-        self.globals["raise_exception"] = _raise
-
-    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja has it
-        """Return an attribute or item, as jinja does; items of objects, which are most, without detours."""
-        if type(obj) is dict and attribute not in _OF_DICTS:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        """Refuse what the sandbox refuses, and methods that can make something huge."""
-        # All that is asked below depends on the type alone; to ask it each time took a fifth of a render.
-        key = (type(obj), attr)
-        if key not in self._safe:
-            self._safe[key] = (
-                not (isinstance(obj, str) and attr in _UNSAFE_OF_STRINGS)
-                and not isinstance(obj, int | float | bytes)
-                and super().is_safe_attribute(obj, attr, value)
-            )
-        return self._safe[key]
-
-    def wrap_str_format(self, value: object) -> None:
-        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
-
-
-class _Code(_NoConstantFolding):
-    """Makes the literals of a template tracked, and counts loops."""
-
-    environment: TrackedEnvironment
-
-    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
-        value = node.as_const(frame.eval_ctx)
-        if isinstance(value, str):
-            self.write(self._literal(value))
-        else:
-            super().visit_Const(node, frame)
-
-    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:  # noqa: ARG002
-        self.write(self._literal(node.data))
-
-    def _output_const_repr(self, group: Iterable[Any]) -> str:
-        return self._literal("".join(group))
-
-    def _literal(self, text: str) -> str:
-        self.environment.literals.append(authored(text))
-        return f"environment.literals[{len(self.environment.literals) - 1}]"
+class _LimitedCode(_NoConstantFolding):
+    """Counts what a template joins, compares and puts together."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -204,21 +165,78 @@ class _Code(_NoConstantFolding):
         visit(node, frame)
         self.write(")")
 
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        # To compare with a constant takes no time; to look for one in something does.
+        searches = any(operand.op in ("in", "notin") for operand in node.ops)
+        constant = any(isinstance(side, nodes.Const) for side in (node.expr, *(each.expr for each in node.ops)))
+        self._weighing = searches or not constant
+        super().visit_Compare(node, frame)
 
-class TrackedEnvironment(PlainEnvironment):
-    """A sandbox in which all strings are tracked, and all work is counted."""
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        if not self._weighing or isinstance(node.expr, nodes.Const):
+            super().visit_Operand(node, frame)
+            return
+        self.write(f" {operators[node.op]} environment.weighed(")
+        self.visit(node.expr, frame)
+        self.write(")")
 
-    code_generator_class = _Code
-    concat = staticmethod(join)
+    _weighing = False
+
+
+class PlainEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox with the names that chat templates expect, in which all work is counted."""
+
+    code_generator_class: type[CodeGenerator] = _LimitedCode
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
-        super().__init__()
-        self.literals: list[Tracked] = []
-        self.finalize = text_of
-        self.filters |= {"tojson": tojson, "string": text_of, "safe": text_of, "join": self._join}
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[GenerationBlock, LoopControlExtension],
+        )
+        self._safe: dict[tuple[type, str], bool] = {}
+        self.filters = {name: self.filters[name] for name in _FILTERS}
+        self.filters["tojson"] = _plain_json
+        self._charge_filters()
         self.filters["counted"] = Counted
+        self.globals = {name: self.globals[name] for name in _GLOBALS}
+        self.globals["raise_exception"] = _raise
         self.globals["dict"] = _made_dict
+
+    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja has it
+        """Return an attribute or item, as jinja does; items of objects, which are most, without detours."""
+        if type(obj) is dict:
+            if attribute not in _OF_DICTS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            if attribute in _READING_DICTS:
+                return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        """Return an item or attribute, as jinja does; what objects have, or have not, without detours."""
+        if type(obj) is dict and isinstance(argument, str):
+            if argument in obj:
+                return obj[argument]
+            if argument not in _OF_DICTS:
+                return self.undefined(obj=obj, name=argument)
+        return super().getitem(obj, argument)
+
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
+        """Refuse what the sandbox refuses, and methods that can make something huge."""
+        # All that is asked below depends on the type alone; to ask it each time took a fifth of a render.
+        key = (type(obj), attr)
+        if key not in self._safe:
+            self._safe[key] = (
+                not (isinstance(obj, str) and attr in _UNSAFE_OF_STRINGS)
+                and not isinstance(obj, int | float | bytes)
+                and super().is_safe_attribute(obj, attr, value)
+            )
+        return self._safe[key]
+
+    def wrap_str_format(self, value: object) -> None:
+        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -227,27 +245,53 @@ class TrackedEnvironment(PlainEnvironment):
             loop.iter.set_environment(self)
         return tree
 
+    def _charge_filters(self) -> None:
+        for name in _CHARGED_FILTERS:
+            self.filters[name] = _charged(self.filters[name])
+
     @staticmethod
-    def joined(values: Iterable[object]) -> Tracked:
+    def joined(values: Iterable[object]) -> str:
         """Do what the operator `~` does."""
-        return join(map(text_of, values))
+        parts = [str(value) for value in values]
+        charge_size(sum(map(len, parts)), len(parts))
+        return "".join(parts)
+
+    @staticmethod
+    def formatted(form: str, values: object) -> str:
+        """Do what the operator `%` does, within the limits of tracked strings."""
+        return str.__str__(Tracked(form) % values)
+
+    @staticmethod
+    def weighed(value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count what it takes to look through a value."""
+        if isinstance(value, str):
+            if len(value) > _BLOCK:
+                charge(len(value) // _BLOCK)
+        elif isinstance(value, list | tuple | Mapping):
+            charge(1 + _num_items(value) // _ITEMS)
+        return value
 
     @staticmethod
     def sized(value: Any) -> Any:  # noqa: ANN401 - given back as it is
         """Count all that a list, tuple or dict holds, however deep: shared parts count each time they occur."""
-        open_ = [value]
-        while open_:
-            inner = open_.pop()
-            if isinstance(inner, Mapping):
-                inner = [*inner, *inner.values()]
-            if isinstance(inner, list | tuple):
-                charge(1 + len(inner))
-                open_ += [item for item in inner if isinstance(item, list | tuple | Mapping)]
+        if isinstance(value, list | tuple | Mapping):
+            _num_items(value, charge)
         return value
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        """Call a macro, method or function; every call is 16 steps."""
+        """Call a macro, method or function; every call is 16 steps, and more with a long text.
+
+        Methods of values, which `getattr` let pass, are called without detours.
+        """
         charge(16)
+        if type(obj) is BuiltinMethodType or (type(obj) is MethodType and type(obj.__self__) is Tracked):
+            if type(obj.__self__) is str:
+                charge_size(len(obj.__self__))
+                if obj.__name__ in ("replace", "join"):
+                    _charge_made(obj.__name__, obj.__self__, args)
+            for name in ("_loop_vars", "_block_vars"):  # which jinja adds for those that take the context
+                kwargs.pop(name, None)
+            return obj(*args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
@@ -263,10 +307,57 @@ class TrackedEnvironment(PlainEnvironment):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _MAX_BITS:
                 raise Refusal("too_large", f"the template makes a number of {bits} bits")
-        if operator == "%" and isinstance(left, str) and not isinstance(left, Tracked):
-            left = Tracked(left)
+        if operator == "%" and isinstance(left, str):
+            return self.formatted(left, right)
         value = self.binop_table[operator](left, right)
         return self.sized(value) if isinstance(value, list | tuple) else value
+
+
+class _Code(_LimitedCode):
+    """Makes the literals of a template tracked as well."""
+
+    environment: TrackedEnvironment
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(self._literal(value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:  # noqa: ARG002
+        self.write(self._literal(node.data))
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self._literal("".join(group))
+
+    def _literal(self, text: str) -> str:
+        self.environment.literals.append(authored(text))
+        return f"environment.literals[{len(self.environment.literals) - 1}]"
+
+
+class TrackedEnvironment(PlainEnvironment):
+    """A sandbox in which all strings are tracked, and all work is counted."""
+
+    code_generator_class = _Code
+    concat = staticmethod(join)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.literals: list[Tracked] = []
+        self.finalize = text_of
+        self.filters |= {"tojson": tojson, "string": text_of, "safe": text_of, "join": self._join}
+        self._charge_filters()
+
+    @staticmethod
+    def joined(values: Iterable[object]) -> Tracked:
+        """Do what the operator `~` does."""
+        return join(map(text_of, values))
+
+    @staticmethod
+    def formatted(form: str, values: object) -> str:
+        """Do what the operator `%` does."""
+        return (form if isinstance(form, Tracked) else Tracked(form)) % values
 
     def _join(self, value: Iterable[object], d: str = "", attribute: str | int | None = None) -> Tracked:
         items = value if attribute is None else map(make_attrgetter(self, attribute), value)
@@ -289,8 +380,58 @@ class Counted:
         return len(self._values)  # type: ignore[arg-type]  # a TypeError is what jinja expects of an iterator
 
 
+def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  # noqa: ANN401 - a list or table
+    """Return how many items a value holds, however deep; `count` is told of them as they are found."""
+    open_, total = [value], 0
+    while open_:
+        inner = open_.pop()
+        if isinstance(inner, Mapping):
+            inner = [*inner, *inner.values()]
+        total += 1 + len(inner)
+        if count is not None:
+            count(1 + len(inner))
+        elif total > _ITEMS * MAX_STEPS:
+            break  # it costs more than there is
+        open_ += [item for item in inner if isinstance(item, list | tuple | Mapping)]
+    return total
+
+
+def _charged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that counts what it goes through before it does."""
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0
+    name = function.__name__.removeprefix("do_").removeprefix("sync_do_")
+
+    @wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        value = args[place]
+        if isinstance(value, str | list | tuple | Mapping):
+            PlainEnvironment.weighed(value)
+        elif isinstance(value, Iterable) and not isinstance(value, Undefined) and name != "tojson":
+            args = (*args[:place], iter(Counted(value)), *args[place + 1 :])
+        if name in ("int", "float") and isinstance(value, str) and len(value) > _MAX_DIGITS:
+            raise Refusal("too_large", f"the template makes a number of {len(value)} characters")
+        if name == "replace" and type(value) is str:
+            _charge_made(name, value, args[place + 1 :])
+        result = function(*args, **kwargs)
+        if type(result) is str:
+            charge_size(len(result))
+        return result
+
+    return charged
+
+
+def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
+    """Count what a method of a plain string would make, before it does."""
+    if name == "join" and args and isinstance(args[0], list | tuple):
+        items = args[0]
+        charge_size(len(text) * len(items) + sum(len(item) for item in items if isinstance(item, str)), len(items))
+    elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+        count = text.count(args[0]) if args[0] else len(text) + 1
+        charge_size(len(text) + count * max(0, len(args[1]) - len(args[0])))
+
+
 def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict`
-    value: dict[Any, Any] = TrackedEnvironment.sized(dict(*args, **kwargs))
+    value: dict[Any, Any] = PlainEnvironment.sized(dict(*args, **kwargs))
     return value
 
 
@@ -305,4 +446,7 @@ def _plain_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    widths = (indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ()))
+    if max(widths) > _MAX_WIDTH:
+        raise Refusal("too_large", f"the template sets values apart by {max(widths)} characters")
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -76,6 +76,14 @@ class ChatTemplate:
     """Content of the `tokenizer.json` that it was loaded for."""
     strip_rules: Mapping[str, StripRule] = field(default_factory=lambda: MappingProxyType({}))
     """Control strings of that tokenizer that take white space away, or do more."""
+    built_in: bool = False
+    """Whether it comes with tokenmill: such a template is made for any tokenizer, and leaves BOS to it."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return all that it holds, as JSON has it, to be made again in another process."""
+        rules = {name: asdict(rule) for name, rule in self.strip_rules.items()}
+        plain = {name: getattr(self, name) for name in ("source", "where", "tokenizer", "built_in")}
+        return {**plain, "special_tokens": dict(self.special_tokens), "strip_rules": rules}
 
     def to_json(self) -> dict[str, object]:
         """Return what a recipe's fingerprint must hold of it."""
@@ -99,12 +107,14 @@ def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
     else:
         source, where = _of_file(spec), repr(spec)
     compiled(source, where)
+    built_in = spec in _BUILT_IN
     if tokenizer is None:
-        return ChatTemplate(source=source, where=where)
+        return ChatTemplate(source=source, where=where, built_in=built_in)
     file = None if tokenizer == "bytes" else read_tokenizer_file(tokenizer)
     vocabulary = bytes_vocabulary() if file is None else file.vocabulary
     if not isinstance(file, JsonFile):
-        return ChatTemplate(source=source, where=where, special_tokens=_special_tokens(vocabulary, {}))
+        tokens = _special_tokens(vocabulary, {})
+        return ChatTemplate(source=source, where=where, special_tokens=tokens, built_in=built_in)
     beside = {name: _object_in(file.path.parent / name) for name in SIBLINGS}
     return ChatTemplate(
         source=source,
@@ -112,6 +122,7 @@ def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
         special_tokens=_special_tokens(vocabulary, beside),
         tokenizer=vocabulary.content,
         strip_rules=MappingProxyType(_strip_rules(msgspec.json.decode(file.text), beside[CONFIG])),
+        built_in=built_in,
     )
 
 

@@ -170,26 +170,44 @@ def _encode_whole(segments: list[Segment], tokenizer: Tokenizer) -> None:
             segment.parts = [whole[begin:end] for begin, end in pairwise(ends)]
 
 
+_LINE_END = "\n"
+
+
 def _encode_parts(segments: list[Segment], tokenizer: Tokenizer) -> None:
     """Encode both sides of an edge on their own where a token would straddle it, as the model meets them.
 
-    A tokenizer that puts a mark before every text would add a blank there; such texts are left out.
+    A tokenizer that puts a mark before every text would add a blank there. Its words begin with the blank before
+    them, and where that blank alone is on the other side of the edge, the word is on this one, as for transformers;
+    else what is behind an edge is encoded behind a line end, where no mark is. Texts that come out changed are left
+    out.
     """
-    texts = [
-        text
-        for segment in segments
-        for text in (
-            segment.text,
-            *(segment.text[begin:end] for begin, end in pairwise((0, *segment.edges, len(segment.text)))),
-        )
-    ]
-    ids = _encode(texts, tokenizer)
-    at = 0
+    opening = _encode([_LINE_END], tokenizer)[0] if segments else None
     for segment in segments:
-        whole, *sides = ids[at : at + len(segment.edges) + 2]
-        at += len(sides) + 1
+        edges = (0, *segment.edges, len(segment.text))
+        texts = [segment.text[begin:end] for begin, end in pairwise(edges)]
+        whole, *more = _encode([segment.text, *texts, *(segment.text[:end] for end in segment.edges)], tokenizer)
+        sides, before = more[: len(texts)], more[len(texts) :]
         if tokenizer.decode(np.concatenate(sides)) == tokenizer.decode(whole):
             segment.parts = sides
+            continue
+        same = [_num_same(part, whole) for part in before]
+        blank = [not tokenizer.decode(part[size:]).strip() for part, size in zip(before, same, strict=True)]
+        if all(blank) and same == sorted(same):
+            segment.parts = [whole[begin:end] for begin, end in pairwise((0, *same, whole.size))]
+            continue
+        behind = _encode([_LINE_END + text for text in texts[1:]], tokenizer)
+        assert opening is not None
+        if all(np.array_equal(ids[: opening.size], opening) for ids in behind):
+            sides = [sides[0], *(ids[opening.size :] for ids in behind)]
+            if tokenizer.decode(np.concatenate(sides)) == tokenizer.decode(whole):
+                segment.parts = sides
+
+
+def _num_same(left: Uint32Array, right: Uint32Array) -> int:
+    """Return how many ids two texts have in common at their start."""
+    size = min(left.size, right.size)
+    differs = np.flatnonzero(left[:size] != right[:size])
+    return int(differs[0]) if differs.size else size
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Uint32Array]:
@@ -231,6 +249,9 @@ class ChatEncoder:
     """Whether only the last of them is."""
     kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
     """Names that the template reads, such as `enable_thinking`; `now` is the date for templates that write one."""
+    add_bos: bool | None = None
+    """Whether BOS is put before a conversation whose template writes none. None: only before that of the built-in
+    template, if texts start with it; of any other what it writes is all, as for transformers."""
     _controls: Controls = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -269,17 +290,38 @@ class ChatEncoder:
         The text of a record can spell it as well, and so seem to end a turn. Empty where all is well, and where the
         template takes no plain question and answer.
         """
+        shown = self._shown()
+        if shown is None:
+            return ()
+        end = shown.supervised[-1][1]
+        tails = [shown.text[first:end] for first, last in shown.authored if first < end <= last]
+        ends = dict.fromkeys(name for tail in tails for name in MARKUP.findall(tail))
+        return tuple(name for name in ends if name not in self.tokenizer.special_ids)
+
+    @property
+    def lacks_bos(self) -> bool:
+        """Whether texts start with BOS and conversations do not, as the template writes none."""
+        shown = self._shown() if self.tokenizer.identity.add_bos and not self._adds_bos else None
+        if shown is None:
+            return False
+        controls = self._controls.find(shown.text, shown.authored)
+        return not controls or controls[0].begin > 0 or controls[0].id != self.tokenizer.identity.bos_id
+
+    @property
+    def _adds_bos(self) -> bool:
+        return self.tokenizer.identity.add_bos and (
+            self.template.built_in if self.add_bos is None else self.add_bos
+        )
+
+    def _shown(self) -> Rendered | None:
+        """Return a plain question and answer; None where the template takes none."""
         for content in ("a", [{"type": "text", "text": "a"}]):
             messages = [{"role": role, "content": content} for role in ("user", "assistant")]
             try:
-                shown = render(self.template, messages, kwargs=self.kwargs)
+                return render(self.template, messages, kwargs=self.kwargs)
             except Refusal:
                 continue
-            end = shown.supervised[-1][1]
-            tails = [shown.text[first:end] for first, last in shown.authored if first < end <= last]
-            ends = dict.fromkeys(name for tail in tails for name in MARKUP.findall(tail))
-            return tuple(name for name in ends if name not in self.tokenizer.special_ids)
-        return ()
+        return None
 
     def encode(self, conversations: Sequence[Conversation]) -> ChatEncoded:
         """Render, cut and encode conversations; what cannot be proven right is refused, the rest kept.
@@ -328,10 +370,10 @@ class ChatEncoder:
         )
 
     def _with_one_bos(self, ids: Uint32Array, mask: Uint8Array) -> tuple[Uint32Array, Uint8Array]:
-        """See that a conversation starts with one BOS if the template writes it or the tokenizer adds it.
+        """See that a conversation starts with one BOS at most, and with one where it is to be added.
 
-        What the template wrote stands, so only a BOS that is missing is put in front, and of several at the start
-        one is left. Text of the record never gives the id.
+        What the template wrote stands, but of several BOS at the start one is left. Text of the record never gives
+        the id.
         """
         identity = self.tokenizer.identity
         if identity.bos_id is None:
@@ -340,7 +382,7 @@ class ChatEncoder:
         at_start = int(np.argmin(is_bos)) if not is_bos.all() else ids.size
         if at_start > 1:
             ids, mask = ids[at_start - 1 :], mask[at_start - 1 :]
-        elif at_start == 0 and identity.add_bos:
+        elif at_start == 0 and self._adds_bos:
             ids = np.concatenate([np.array([identity.bos_id], np.uint32), ids])
             mask = np.concatenate([np.zeros(1, np.uint8), mask])
         is_bos = ids == identity.bos_id

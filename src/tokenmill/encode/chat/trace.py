@@ -14,7 +14,7 @@ from jinja2.environment import Template
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of, seeking
+from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of, seeking, time_limit
 from tokenmill.errors import ConfigError
 
 Range: TypeAlias = tuple[int, int]
@@ -114,6 +114,16 @@ class Trace:
         fragments = self.within(at, at + 1)
         return fragments[0].origin + (at - fragments[0].begin) * fragments[0].step if fragments else None
 
+    def is_repeated(self, fragment: Fragment) -> bool:
+        """Say whether the last character of a text stands elsewhere too, so that it shows no place."""
+        origin = fragment.last_origin
+        others = [
+            each
+            for each in self.of_message[fragment.owner]
+            if each.begin != fragment.begin and each.origin <= origin <= each.last_origin
+        ]
+        return not self.conversation.labels[fragment.string] and any(each.step for each in others)
+
     def shown(self, begin: int) -> str:
         """Show the text from a character on."""
         return repr(self.text[begin : begin + 24])
@@ -176,6 +186,8 @@ class Renderer:
     """What the template looked for in texts, in all renders so far."""
     striking: list[list[int]] | None = None
     """Kept by `sample`, once it is known: exchanges with what the template looks for."""
+    samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
+    """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
     def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
@@ -253,9 +265,12 @@ class Renderer:
     def _run(self, template: Template, names: dict[str, Any]) -> str:
         with budget(), seeking(self.sought):
             try:
-                return template.render(names)
+                with time_limit():
+                    return template.render(names)
             except (Refusal, ConfigError):
                 raise
+            except MemoryError as error:
+                raise Refusal("too_large", "the template takes more memory than there is") from error
             except Exception as error:
                 # A template may fail in any way that Python can; here it costs the record, not the job.
                 text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
@@ -284,6 +299,8 @@ class Renderer:
         if prompt is None:
             return None
         last = prompt.fragments[-1] if prompt.fragments else None
+        if last and prompt.is_repeated(last):
+            return None
         text = _REASONING.sub("", prompt.text[last.end if last else 0 :])
         return Header(after=last.last_origin if last else None, text=text)
 
@@ -326,7 +343,22 @@ class Renderer:
         if more is not None and (ended is None or not more.startswith(ended)):
             prompt = self._generation_prompt(index)
             tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
+        if ended is None and more is None and after is not None:
+            return self._closings_of_next(index)
         return tuple(tails)
+
+    def _closings_of_next(self, index: int) -> tuple[str, ...]:
+        """Return what ends the next turn of the same role: for one that no conversation may end with.
+
+        A template may refuse a conversation without a user. The end of a turn is the same behind all of a kind.
+        """
+        roles = self.conversation.roles
+        further = next((at for at in range(index + 1, len(roles)) if roles[at] == roles[index]), None)
+        trace = self.trace(len(roles), False)
+        own = None if further is None else trace.own_range(further)
+        if further is None or own is None:
+            return ()
+        return self.closings(further, trace.origin_at(own[1] - 1))
 
     def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
         """Return the part of a tail that ends the turn; nothing where that cannot be told.
@@ -341,18 +373,22 @@ class Renderer:
         # A template may write empty reasoning into an empty turn, and leave it out of earlier ones.
         thought = _EMPTY_REASONING.match(tail) if after is None else None
         if thought and not between.startswith(thought.group()):
-            return [thought.group() + end for end in self._proven(tail[thought.end() :], index, after)]
+            bare_ends = self._proven(tail[thought.end() :], index, after)
+            return [*(thought.group() + end for end in bare_ends), *bare_ends]
         shared = _shared(tail, between)
-        if not self._without_ends(tail[shared:]):
-            return [tail[:shared] if tail[:shared].strip() else tail]
+        if not tail[:shared].strip() and not self._without_ends(tail):
+            return [tail]
         opening = self._of([further]).try_trace(1, False)
         header = opening.text[: opening.begins[0]] if opening and opening.fragments else ""
-        closing = between[: len(between) - _shared_end(header, between)]
-        if header and closing.strip() and tail.startswith(closing):
-            return [closing]
+        size = len(between) - _shared_end(header, between)
         # A conversation may begin with what ends a turn too: with a system prompt of the template.
-        ends = [tail.find(end, 0, shared) + len(end) for end in self._ends if end in tail[:shared]]
-        return [tail[: min(ends)]] if ends else []
+        size += max((len(end) for end in self._ends if between.startswith(end, size)), default=0)
+        closing, is_empty = between[:size], not self._without_ends(tail[shared:])
+        if is_empty and (closing.strip() or header == between):
+            return [tail[: min(shared, size)]]
+        if is_empty:
+            return [tail[:shared]]
+        return [closing] if header and closing.strip() and tail.startswith(closing) else []
 
     def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
         """Return a message that may follow another, and what the template writes between the two."""
@@ -372,7 +408,7 @@ class Renderer:
         own = self.conversation
         roles = [message["role"] for message in messages]
         conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
-        return replace(self, conversation=conversation, sought=set(), striking=None, _traces={})
+        return replace(self, conversation=conversation, sought=set(), striking=None, samples={}, _traces={})
 
     def _between(self, index: int, after: int | None) -> str | None:
         """Return what stands between a message and the next one; None where either is not written there."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, SupportsIndex, TypeAlias
 
 from tokenmill.encode import Refusal
@@ -18,6 +21,11 @@ MAX_STEPS = 2_000_000
 """Loop rounds and blocks of 256 characters that one render may take; a call counts as 16."""
 MAX_CHARS = 1 << 24
 """Characters that one string of a render may have."""
+
+MAX_SECONDS = 10.0
+"""That one render may take: steps are not all alike, and nothing that is counted bounds all of them."""
+killable = False
+"""Whether this process may be ended by the system where a render does not stop: so in workers of a build."""
 
 _left: ContextVar[list[int]] = ContextVar("steps left")
 
@@ -30,6 +38,37 @@ def budget(steps: int = MAX_STEPS) -> Iterator[None]:
         yield
     finally:
         _left.reset(token)
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Refuse a render that takes too long, whatever it does; in the main thread, as timers speak to that alone.
+
+    Python cannot stop in the middle of one long operation: in a worker of a build the system ends the process then.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _stop)
+    # Of the processor's time, so that it is the same under load. Again and again, as what a template calls may take
+    # the first error for another.
+    left, interval = signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
+    if killable:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if killable:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_VIRTUAL, left, interval)
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    raise Refusal("too_slow", f"the template takes more than {MAX_SECONDS:g} s of the processor")
 
 
 def charge(steps: int = 1) -> None:

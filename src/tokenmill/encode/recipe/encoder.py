@@ -14,7 +14,17 @@ import numpy as np
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation
-from tokenmill.encode.recipe.extract import Message, PlainItems, Record, VariantReader, choose, look_up, tools_of
+from tokenmill.encode.recipe.extract import (
+    SYSTEM,
+    Message,
+    PlainItems,
+    Record,
+    VariantReader,
+    choose,
+    look_up,
+    tools_of,
+    with_system,
+)
 from tokenmill.encode.recipe.recipe import DTYPES, Recipe
 from tokenmill.encode.tokenizer import (
     Tokenizer,
@@ -42,6 +52,7 @@ from tokenmill.types import (
 )
 
 if TYPE_CHECKING:
+    from tokenmill.encode.chat.template import ChatTemplate
     from tokenmill.encode.chat.tokens import ChatEncoder
 
 # Items of many records end to end.
@@ -78,6 +89,13 @@ class Ragged:
         if filled.size:
             some[filled] = np.maximum.reduceat(self.mask, self.offsets[filled]) > 0
         return some
+
+    @property
+    def num_trained(self) -> Int64Array:
+        """How many tokens of each item are trained."""
+        ends = np.zeros(self.mask.size + 1, np.int64)
+        np.cumsum(self.mask, out=ends[1:])
+        return np.diff(ends[self.offsets])
 
     @property
     def positions(self) -> Uint32Array:
@@ -170,6 +188,12 @@ def lay_out(encoded: Encoded, items: PlainItems, identity: TokenizerIdentity, *,
 
 # Records to items, and to arrays.
 
+ANSWERS_CUT = "answers_cut"
+"""Note of records that lost something trained to max_seq_len."""
+TOO_LONG = "too_many_tokens"
+"""Why a record with more than max_seq_len tokens is refused, where it is not cut."""
+_STAND_IN = "answer"
+"""What an assistant would say behind a prompt alone."""
 ANSWERS = "answers"
 """Conversations of a group, each a prompt and one of its responses; they are cut into those two."""
 
@@ -191,16 +215,25 @@ def record_keys(recipe: Recipe, vocab_size: int) -> dict[str, str]:
     return keys
 
 
-def open_encoder(recipe: Recipe, tokenizer: Tokenizer, *, tokenizer_spec: str) -> RecordEncoder:
+def open_encoder(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    *,
+    tokenizer_spec: str,
+    add_bos: bool | None = None,
+    template: ChatTemplate | str | None = None,
+) -> RecordEncoder:
     """Return the encoder of a recipe.
 
     `tokenizer_spec` is what names the tokenizer, whose folder may hold a chat template. Where it has none, and some
-    records may do without, only those that cannot are refused, one by one.
+    records may do without, only those that cannot are refused, one by one. `add_bos` says whether BOS is put before
+    conversations whose template writes none; None: as transformers has it, not, but before the built-in template.
+    `template` is what another process found that opened the same, or why it found none: then no file is read.
     """
-    chat, no_template = None, None
-    if recipe.chat_template is not None:
+    chat, no_template = None, template if isinstance(template, str) else None
+    if recipe.chat_template is not None and no_template is None:
         try:
-            chat = _open_chat(recipe, tokenizer, tokenizer_spec)
+            chat = _open_chat(recipe, tokenizer, template or tokenizer_spec, add_bos)
         except ConfigError as error:
             if recipe.chat_template != "tokenizer" or all(variant.template for variant in recipe.variants):
                 raise
@@ -215,20 +248,24 @@ def open_encoder(recipe: Recipe, tokenizer: Tokenizer, *, tokenizer_spec: str) -
     )
 
 
-def _open_chat(recipe: Recipe, tokenizer: Tokenizer, tokenizer_spec: str) -> ChatEncoder:
+def _open_chat(
+    recipe: Recipe, tokenizer: Tokenizer, template: ChatTemplate | str, add_bos: bool | None
+) -> ChatEncoder:
+    """Return what encodes conversations, with a template, or that of a tokenizer by what names it."""
     from tokenmill.encode.chat.template import load_template  # late: jinja2 takes time to load
     from tokenmill.encode.chat.tokens import ChatEncoder
 
     assert recipe.chat_template is not None
     group = recipe.kind == "grpo"
     return ChatEncoder(
-        template=load_template(recipe.chat_template, tokenizer=tokenizer_spec),
+        template=load_template(recipe.chat_template, tokenizer=template) if isinstance(template, str) else template,
         tokenizer=tokenizer,
         # The response of a group is what the model said last, whatever its prompt holds. Where all of a
         # conversation is trained the table of roles may be empty.
         train_on=("assistant",) if group else recipe.trained_roles or ("assistant",),
         last_only=group or recipe.train_turns == "last",
         kwargs=dict(recipe.chat_template_kwargs),
+        add_bos=add_bos,
     )
 
 
@@ -273,6 +310,8 @@ class _Batch:
     refused: dict[int, Refusal] = field(default_factory=dict)
     cut: set[int] = field(default_factory=set)
     """Records of which something was cut off."""
+    unanswered: set[int] = field(default_factory=set)
+    """Records that are a prompt alone, whose answer only says where it ends."""
     notes: dict[str, set[int]] = field(default_factory=dict)
     """Name -> the records that it is true of."""
 
@@ -306,8 +345,16 @@ class RecordEncoder:
 
     def to_json(self) -> dict[str, object]:
         """Return what the arrays depend on beside the tokenizer: the recipe, and what its chat template says."""
-        template = None if self.chat is None else self.chat.template.to_json()
-        return {**self.recipe.to_json(), "chat_template": template}
+        if self.chat is None:
+            return {**self.recipe.to_json(), "chat_template": None}
+        # Once BOS was put before all conversations: what says nothing of it has it still.
+        lacking = {"bos": "none"} if self.chat.lacks_bos else {}
+        return {**self.recipe.to_json(), "chat_template": {**self.chat.template.to_json(), **lacking}}
+
+    @property
+    def lacks_bos(self) -> bool:
+        """Whether texts start with BOS and conversations do not, as the chat template writes none."""
+        return self.chat is not None and self.chat.lacks_bos
 
     def spelled(self) -> tuple[str, ...]:
         """Return what ends turns in the chat template but is ordinary text to the tokenizer: worth a warning."""
@@ -315,6 +362,7 @@ class RecordEncoder:
 
     def read(self, record: Record) -> Reading:
         """Choose the variant of the recipe that reads a record."""
+        record = self.recipe.names.renamed(record)
         try:
             return Reading(record=record, reader=choose(self.readers, record))
         except Refusal as refusal:
@@ -334,6 +382,8 @@ class RecordEncoder:
             except Refusal as refusal:
                 batch.refused[index] = refusal
         items = self._encoded(batch)
+        if self.recipe.preprocessing.on_long != "cut":
+            self._refuse_longer(batch, items)
         for name in names:
             if name == "prompts":
                 self._refuse_long(batch, items[name])
@@ -380,20 +430,25 @@ class RecordEncoder:
         if isinstance(reader, Refusal):
             raise reader
         if self.recipe.kind == "grpo":
-            self._add_group(batch, index, record, reader)
+            self._add_group(batch, index, reading, reader)
             return
         for name, source in reader.sources.items():
             if reader.template:
-                batch.conversations[name].append((index, self._conversation(source.messages(record), record)))
+                messages = self._with_system(batch, index, source.messages(record), reading)
+                batch.conversations[name].append((index, self._conversation(messages, record)))
             else:
                 source.add_texts(batch.texts[name], index, record)
 
-    def _add_group(self, batch: _Batch, index: int, record: Record, reader: VariantReader) -> None:
+    def _add_group(self, batch: _Batch, index: int, reading: Reading, reader: VariantReader) -> None:
+        record = reading.record
+        if "responses" not in reader.sources:
+            self._add_prompt(batch, index, reading, reader)
+            return
         prompts, responses = reader.sources["prompts"], reader.sources["responses"]
         rewards = reader.sources["rewards"].numbers(record)
         if reader.template:
             answers = responses.answers(record)
-            prompt = prompts.messages(record)
+            prompt = self._with_system(batch, index, prompts.messages(record), reading)
             batch.conversations[ANSWERS] += [
                 (index, self._conversation([*prompt, *answer], record)) for answer in answers
             ]
@@ -404,6 +459,30 @@ class RecordEncoder:
         if num_responses != len(rewards):
             raise Refusal("lengths_differ", f"{num_responses} responses and {len(rewards)} rewards")
         batch.rewards[index] = rewards
+
+    def _add_prompt(self, batch: _Batch, index: int, reading: Reading, reader: VariantReader) -> None:
+        """Add a group without responses; where its prompt ends is found by an answer that is not kept."""
+        prompts = reader.sources["prompts"]
+        if reader.template:
+            prompt = self._with_system(batch, index, prompts.messages(reading.record), reading)
+            answered = [*prompt, {"role": "assistant", "content": _STAND_IN}]
+            batch.conversations[ANSWERS].append((index, self._conversation(answered, reading.record)))
+            batch.unanswered.add(index)
+        else:
+            prompts.add_texts(batch.texts["prompts"], index, reading.record)
+        batch.rewards[index] = []
+
+    def _with_system(self, batch: _Batch, index: int, messages: list[Message], reading: Reading) -> list[Message]:
+        """Put the field `system` of a record before its messages, and note it; else what the recipe lets it say."""
+        reader = reading.reader
+        if isinstance(reader, Refusal):
+            return messages
+        whole = with_system(messages, reading.record.get(SYSTEM)) if reader.reads_system else messages
+        if len(whole) > len(messages):
+            batch.notes.setdefault("system_field", set()).add(index)
+        if self.recipe.system is not None and whole[0]["role"] not in ("system", "developer"):
+            whole = with_system(whole, self.recipe.system)
+        return whole
 
     def _conversation(self, messages: list[Message], record: Record) -> Conversation:
         """Put the tools of a record to messages; refuse them if there is no chat template to write them with."""
@@ -421,7 +500,8 @@ class RecordEncoder:
         chats = self._encode_conversations(batch)
         answers = chats.pop(ANSWERS)
         if answers.owners.size:
-            chats["prompts"], chats["responses"] = _split(batch, batch.kept_items(answers))
+            chats["prompts"], answers = _split(batch, batch.kept_items(answers))
+            chats["responses"] = answers.taken(np.flatnonzero(~np.isin(answers.owners, list(batch.unanswered))))
         return {name: ragged.merged(chats[name]) for name, ragged in items.items()}
 
     def _encode_texts(self, batch: _Batch) -> dict[str, Ragged]:
@@ -510,6 +590,9 @@ class RecordEncoder:
             batch.cut |= set(ragged.owners[ragged.lengths > most].tolist())
             keep_end = limits.truncation_mode == "keep_end"
             cut = ragged.shortened(most, keep_end=keep_end, bos_id=self.tokenizer.identity.bos_id)
+            if self.recipe.kind != "seq":
+                lost = cut.num_trained < ragged.num_trained
+                batch.notes.setdefault(ANSWERS_CUT, set()).update(ragged.owners[lost].tolist())
         for item in np.flatnonzero(~cut.trained).tolist():
             owner, length = int(ragged.owners[item]), int(ragged.lengths[item])
             is_cut = most is not None and length > most
@@ -518,6 +601,15 @@ class RecordEncoder:
             limit = f", max_seq_len is {most}" if is_cut else ""
             batch.refuse([owner], "no_supervision", f"{length} tokens, none of them trained{limit}")
         return cut
+
+    def _refuse_longer(self, batch: _Batch, items: Mapping[str, Ragged]) -> None:
+        """Refuse records of which anything is longer than max_seq_len."""
+        most = self.recipe.preprocessing.max_seq_len
+        assert most is not None, "a recipe says what becomes of long records only where there can be some"
+        for ragged in items.values():
+            for item in np.flatnonzero(ragged.lengths > most).tolist():
+                detail = f"{int(ragged.lengths[item])} tokens, max_seq_len is {most}"
+                batch.refuse([int(ragged.owners[item])], TOO_LONG, detail)
 
     def _refuse_long(self, batch: _Batch, prompts: Ragged) -> None:
         most = self.recipe.preprocessing.max_seq_len

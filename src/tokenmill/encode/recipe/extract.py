@@ -10,9 +10,11 @@ import msgspec
 import numpy as np
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.recipe.recipe import Recipe, Section, Source, Variant
+from tokenmill.encode.recipe.recipe import Names, Recipe, Section, Source, Variant
 from tokenmill.errors import nearest
 
+SYSTEM = "system"
+"""Field that says what the system says, beside messages: it is read whether or not a recipe names it."""
 Record: TypeAlias = Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
@@ -28,34 +30,76 @@ SPEAKERS: Mapping[str, str] = {
     "system": "system",
     "tool": "tool",
     "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
 }
-"""What ShareGPT's `from` says -> role."""
+"""What ShareGPT's `from` says -> role. The text of a `function_call` is the JSON of the tools that are called."""
+_AS_THEY_ARE = Names()
 
 
-def messages_of(value: object, role: str | None, field: str) -> list[Message]:
-    """Return the messages that a field holds: a list of them, or the text of one whose role is known."""
+def messages_of(value: object, role: str | None, field: str, names: Names = _AS_THEY_ARE) -> list[Message]:
+    """Return the messages that a field holds: a list of them, one, or the text of one whose role is known."""
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
+    if isinstance(value, Mapping) and role is not None:
+        value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = "an empty list" if isinstance(value, list) else _kind_name(value)
         raise Refusal("not_messages", f"field {field!r} is {got}")
-    return [_message(item, f"{field}[{index}]") for index, item in enumerate(value)]
+    return [_message(item, f"{field}[{index}]", names) for index, item in enumerate(value)]
 
 
-def _message(item: object, where: str) -> Message:
+def _message(item: object, where: str, names: Names) -> Message:
     if not isinstance(item, Mapping):
         raise Refusal("not_messages", f"{where} is {_kind_name(item)}")
     # Columns of a table give null for what a message does not have; a template would take it for something said.
     given = {name: value for name, value in item.items() if value is not None}
+    for key, theirs in names.keys.items():
+        if theirs in given:
+            given = {key: given.pop(theirs), **given}
     if "role" not in given and "from" in given:
         speaker = given.pop("from")
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise Refusal("unknown_role", f"{where} is from {speaker!r}; {nearest(str(speaker), SPEAKERS)}")
-        given = {"role": SPEAKERS[speaker], "content": given.pop("value", ""), **given}
+        if not isinstance(speaker, str) or (speaker not in SPEAKERS and speaker not in names.roles):
+            known = [*SPEAKERS, *names.roles]
+            raise Refusal("unknown_role", f"{where} is from {speaker!r}; {nearest(str(speaker), known)}")
+        given = {"role": names.roles.get(speaker) or SPEAKERS[speaker], "content": given.pop("value", ""), **given}
+        if speaker == "function_call" and speaker not in names.roles:
+            given |= {"content": "", "tool_calls": _called(given["content"], where)}
     if not isinstance(given.get("role"), str):
         raise Refusal("not_messages", f"{where} has no role, its keys are {sorted(given)}")
+    given["role"] = names.roles.get(given["role"], given["role"])
+    if "content" not in given and isinstance(given.get("value"), str):
+        given["content"] = given.pop("value")  # half of ShareGPT's keys
     given.setdefault("content", "")
     return given
+
+
+def _called(text: object, where: str) -> list[Message]:
+    """Return the tools that the text of a `function_call` calls: the JSON of one, or of a list of them."""
+    try:
+        calls = msgspec.json.decode(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError) as error:
+        raise Refusal("tools", f"{where} is a function_call of no JSON: {error}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise Refusal("tools", f"{where} is a function_call without the name of a tool")
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
+
+
+def with_system(messages: list[Message], text: object) -> list[Message]:
+    """Put the text of the field `system`, which stands beside messages, before them; one that is there is kept."""
+    if text is None or text == "":
+        return messages
+    if not isinstance(text, str):
+        raise Refusal("not_text", f"field {SYSTEM!r} is {_kind_name(text)}")
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    if "".join(texts_of(messages[0])) != text:
+        raise Refusal("two_systems", f"field {SYSTEM!r} has {text[:40]!r}, the first message another text")
+    return messages
 
 
 def joined(before: list[Message], more: list[Message], is_text: bool) -> list[Message]:
@@ -135,6 +179,10 @@ class SourceReader:
     """Each with the path of its field."""
     trained: tuple[bool, ...]
     anew: tuple[bool, ...]
+    listed: bool
+    """Whether the one field holds a list of items, and not one."""
+    names: Names
+    trained_roles: frozenset[str]
 
     @classmethod
     def of(cls, recipe: Recipe, source: Source) -> SourceReader:
@@ -147,6 +195,9 @@ class SourceReader:
             sections=tuple((section, section.path) for section in source.sections),
             trained=tuple(trains),
             anew=tuple(section.add_special_tokens for section in source.sections),
+            listed=source.list_field,
+            names=recipe.names,
+            trained_roles=frozenset(recipe.trained_roles),
         )
 
     def add_texts(self, items: PlainItems, owner: int, record: Record) -> None:
@@ -183,7 +234,10 @@ class SourceReader:
             value = look_up(record, path)
             if value is None:
                 raise _no_text(value, section.field)
-            more = messages_of(value, section.role, section.field)
+            more = messages_of(value, section.role, section.field, self.names)
+            if section.action == "mask" and len(self.sections) > 1:
+                # What is given is not trained on, whoever said it.
+                more = [{**each, "train": False} if each["role"] in self.trained_roles else each for each in more]
             messages = joined(messages, more, isinstance(value, str))
         return messages
 
@@ -191,16 +245,18 @@ class SourceReader:
         """Return the messages of every element of the one field."""
         section, _ = self.sections[0]
         return [
-            messages_of(value, section.role, f"{section.field}[{index}]")
+            messages_of(value, section.role, f"{section.field}[{index}]", self.names)
             for index, value in enumerate(self.list_in(record))
         ]
 
     def list_in(self, record: Record) -> Sequence[object]:
-        """Return the list that the one field holds; an empty one is refused."""
+        """Return the list that the one field holds, or its one item; an empty list is refused."""
         section, path = self.sections[0]
         values = look_up(record, path)
         if values is None:
             raise _no_text(values, section.field)
+        if not self.listed:
+            return [values]
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise Refusal("not_text", f"field {section.field!r} is {_kind_name(values)}, no list")
         if not values:
@@ -213,6 +269,8 @@ class SourceReader:
         value = look_up(record, path)
         if value is None:
             raise _no_text(value, section.field)
+        if isinstance(value, bool):
+            return [float(value)]  # a label of one answer: good or bad
         values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         largest = float(np.finfo(np.float32).max)
         for item in values:
@@ -248,6 +306,8 @@ class VariantReader:
     fields: tuple[tuple[Section, bool, tuple[str, ...]], ...]
     """Each field once: its section, whether it holds a list of items, and its path."""
     sources: Mapping[str, SourceReader]
+    reads_system: bool
+    """Whether the field `system` is put before messages, as no section of the variant has it."""
     needs_text: bool
     """Whether a record without any text has nothing to train on.
 
@@ -263,6 +323,7 @@ class VariantReader:
             template=variant.template,
             fields=tuple(once.values()),
             sources={name: SourceReader.of(recipe, source) for name, source in variant.sources.items()},
+            reads_system=variant.template and SYSTEM not in once,
             needs_text=recipe.kind != "seq" and not variant.template and not adds_text,
         )
 
@@ -275,6 +336,8 @@ class VariantReader:
                 return None
             if section.action != "value":
                 lines += texts_of(value)
+        if self.reads_system:
+            lines += texts_of(record.get(SYSTEM))
         text = "\n".join(lines)
         return None if self.needs_text and not text else text
 
@@ -317,4 +380,4 @@ def _suits(section: Section, listed: bool, value: object) -> bool:
         return section.template or all(isinstance(item, str) for item in value)
     if isinstance(value, str):
         return not section.template or section.role is not None
-    return section.template and isinstance(value, Sequence)
+    return section.template and isinstance(value, Sequence if section.role is None else Sequence | Mapping)

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenmill.encode.chat.conversation import ROLES
+from tokenmill.encode.fim import Fim
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_keys, read_table
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
@@ -117,12 +118,33 @@ class Preprocessing:
     """Cut a record that has more tokens."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of it is kept."""
+    on_long: Literal["cut", "drop", "stop"] = "cut"
+    """What becomes of such a record: it is cut, dropped as a whole, or stops the build."""
     domain_key: FieldPath | None = None
     """Field whose text names the domain of a record."""
     deduplicate: bool = False
     """Take of records with the same content the first only."""
     val_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of records set apart for validation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """What records call things that a recipe has other names for."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Field of the recipe -> field of the record at its top, such as `messages` -> `dialog`."""
+    keys: Mapping[Literal["role", "content"], str] = field(default_factory=dict)
+    """`role` and `content` of a message -> what its keys are, such as `speaker` and `text`."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """What a message says of its speaker -> the role, such as `doctor` -> `assistant`."""
+
+    def renamed(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record whose fields have the names of the recipe."""
+        if not self.fields:
+            return record
+        own = {name: record[theirs] for name, theirs in self.fields.items() if theirs in record}
+        return {**{name: value for name, value in record.items() if name not in self.fields}, **own}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +183,11 @@ class Recipe:
     chat_template_kwargs: Mapping[str, Any]
     preprocessing: Preprocessing
     output: Output
+    names: Names = field(default_factory=Names)
+    system: str | None = None
+    """What the system says in every conversation that does not say it itself."""
+    fim: Fim | None = None
+    """Whether some documents of plain text are cut in three, to learn to fill in the middle."""
 
     @property
     def template(self) -> bool:
@@ -171,13 +198,17 @@ class Recipe:
     def fields(self) -> tuple[str, ...]:
         """Top-level fields of a record that it may need, in order of first mention."""
         paths = [section.field for variant in self.variants for section, _ in variant.sections()]
-        paths += [name for name in (self.tools_field, self.preprocessing.domain_key) if name is not None]
-        return tuple(dict.fromkeys(path.split(".")[0] for path in paths))
+        system = "system" if self.template else None  # stands beside messages, named or not
+        paths += [name for name in (self.tools_field, system, self.preprocessing.domain_key) if name is not None]
+        tops = (path.split(".")[0] for path in paths)
+        return tuple(dict.fromkeys(self.names.fields.get(name, name) for name in tops))
 
     @property
     def text_field(self) -> str | None:
         """The field, if a record is the plain text of one field and nothing else is asked for, else None."""
         section, *more = (section for variant in self.variants for section, _ in variant.sections())
+        if self.names.fields:
+            return None
         bare = Section(field=section.field, action="train", add_special_tokens=True, role=section.role)
         if self.kind != "seq" or more or section != bare:
             return None
@@ -207,6 +238,11 @@ class Recipe:
         variant = variants[0] if len(variants) == 1 else {"variants": variants}
         for name in ("name", "kind", "variants", "tools_field"):
             del table[name]
+        if self.preprocessing.on_long == "cut":  # not written, so that recipes of before are what they were
+            del table["preprocessing"]["on_long"]
+        for name, unused in (("names", Names()), ("system", None), ("fim", None)):
+            if getattr(self, name) == unused:
+                del table[name]
         return {
             "version": 1,
             "name": self.name,
@@ -236,6 +272,9 @@ class _RecipeTable:
     chat_template_kwargs: Table = field(default_factory=dict)
     preprocessing: Table = field(default_factory=dict)
     output: Table = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
+    system: str | None = None
+    fim: Fim | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,6 +376,9 @@ def _recipe(table: object, where: str) -> Recipe:
         chat_template_kwargs=written.chat_template_kwargs,
         preprocessing=_read(Preprocessing, preprocessing, f"{where}: preprocessing"),
         output=replace(output, dtypes={key: _SAME_BYTES.get(name, name) for key, name in dtypes}),
+        names=written.names,
+        system=written.system,
+        fim=written.fim,
     )
     check_recipe(recipe, where)
     return recipe
@@ -434,15 +476,15 @@ def _variant(table: _VariantTable, where: str) -> Variant:
 
 def _source(name: str, table: Table, where: str) -> Source:
     written = _read(_SourceTable, table, where)
-    mask_key, listed = SOURCE_MASKS[name], name == "responses"
+    mask_key, responses = SOURCE_MASKS[name], name == "responses"
     if written.mask_key not in (None, mask_key):
         way_out = f"write {mask_key!r}, or leave it out" if mask_key else "leave it out: it has no mask"
         raise ConfigError(f"{where}: mask_key must be {mask_key!r}, got {written.mask_key!r}; {way_out}")
-    if written.list_field not in (None, listed):
-        rule = "must be true: a record has several" if listed else "is for responses only"
-        raise ConfigError(f"{where}: list_field {rule}, got {not listed}; leave it out")
+    if written.list_field and not responses:
+        raise ConfigError(f"{where}: list_field is for responses only, got True; leave it out")
     # A response goes on behind its prompt, so it does not begin anew.
-    sections = _sections(written.sections, where, anew=not listed)
+    sections = _sections(written.sections, where, anew=not responses)
+    listed = responses and written.list_field is not False
     return Source(sections=sections, list_field=listed, mask_key=mask_key)
 
 
@@ -481,13 +523,13 @@ def _kind(written: Kind | None, variants: Sequence[Variant], where: str) -> Kind
     kind: Kind
     if all(name == {"chosen", "rejected"} for name in names):
         kind = "dpo"
-    elif all(name == {"prompts", "responses", "rewards"} for name in names):
-        kind = "grpo"
+    elif all(name in ({"prompts", "responses", "rewards"}, {"prompts"}) for name in names):
+        kind = "grpo"  # a prompt alone is a group that has no responses yet
     elif any(name != {"sequence"} for name in names):
         got = "; ".join(", ".join(variant.sources) or "none" for variant in variants)
         raise ConfigError(
-            f"{where}: sources must be chosen and rejected, or prompts, responses and rewards, got {got}; "
-            "for one sequence write sections"
+            f"{where}: sources must be chosen and rejected, or prompts alone or with responses and rewards, got "
+            f"{got}; for one sequence write sections"
         )
     elif all(section.action == "train" and not section.template for section in sections):
         # Text of which all is trained may be asked for with a mask, so that it mixes with what has one.
@@ -523,7 +565,18 @@ def check_recipe(recipe: Recipe, where: str) -> None:
             f"{where}: control_strings must be text where messages go through a chat template, "
             f"got {recipe.control_strings!r}; leave it out: else a message could end its own turn"
         )
+    if recipe.fim is not None and (recipe.text_field is None or recipe.control_strings == "encode"):
+        raise ConfigError(
+            f"{where}: fim is for plain texts of one field, whose control strings are no control tokens, got "
+            f'{recipe.name!r}; leave it out, or say preset = "text" alone'
+        )
     _check_output(recipe, f"{where}: output")
+    _check_names(recipe, f"{where}: names")
+    if recipe.preprocessing.on_long != "cut" and recipe.preprocessing.max_seq_len is None:
+        raise ConfigError(
+            f"{where}: on_long is for records with more than max_seq_len tokens, got "
+            f"{recipe.preprocessing.on_long!r} and no max_seq_len; add it, or say on_long in the run"
+        )
 
 
 def _check_section(section: Section, where: str) -> None:
@@ -558,10 +611,15 @@ def _check_source(recipe: Recipe, name: str, source: Source, where: str) -> None
             f"{where}: all sections must go through the chat template or none, got both; "
             "give the text a role and template = true, so that it is a message"
         )
-    if source.template and len(set(actions)) > 1:
+    if source.template and len({action for action in actions if action != "mask"}) > 1:
         raise ConfigError(
-            f"{where}: sections of one conversation must have one action, got {listed}; "
+            f"{where}: sections of one conversation must have one action beside mask, got {listed}; "
             "write $role, and say in mask which roles are trained"
+        )
+    if source.template and {"train", "mask"} <= set(actions):
+        raise ConfigError(
+            f"{where}: a section beside masked ones of a conversation must be $role, got {listed}; write that, and "
+            "say in mask which roles are trained"
         )
     if name == "prompts":
         if set(actions) != {"mask"}:
@@ -585,7 +643,7 @@ def _check_template(recipe: Recipe, where: str) -> None:
         for variant in recipe.variants
         for name, source in variant.sources.items()
         for section in source.sections
-        if section.template and name not in ("prompts", "responses")
+        if section.template and name not in ("prompts", "responses") and section.action != "mask"
     }
     if len(actions) > 1:
         raise ConfigError(
@@ -598,12 +656,27 @@ def _check_template(recipe: Recipe, where: str) -> None:
                 f"{where}: responses with template = true must answer messages, got prompts without it; "
                 "write template = true there as well"
             )
-    for name in ("chat_template", "chat_template_kwargs", "tools_field") if not recipe.template else ():
+    for name in ("chat_template", "chat_template_kwargs", "tools_field", "system") if not recipe.template else ():
         if getattr(recipe, name):
             raise ConfigError(
                 f"{where}: {name} must be left out where no section has template = true, "
                 f"got {getattr(recipe, name)!r}; add template = true to the sections that are messages"
             )
+
+
+def _check_names(recipe: Recipe, where: str) -> None:
+    fields = {section.path[0] for variant in recipe.variants for section, _ in variant.sections()}
+    fields |= {name.split(".")[0] for name in (recipe.tools_field,) if name} | (
+        {"system"} if recipe.template else set()
+    )
+    for name in recipe.names.fields:
+        if name not in fields:
+            raise ConfigError(
+                f"{where}: fields must be of the recipe, got {name!r}; {nearest(name, sorted(fields))}"
+            )
+    for role in recipe.names.roles.values():
+        if role not in ROLES and role not in recipe.mask:
+            raise ConfigError(f"{where}: roles must lead to a role, got {role!r}; {nearest(role, ROLES)}")
 
 
 def _check_output(recipe: Recipe, where: str) -> None:
@@ -647,6 +720,12 @@ def _asked(prompt: str, answer: str, more: str | None = None) -> dict[str, objec
     return {"sections": [*asked, _preset_section(answer, "assistant")]}
 
 
+def _completion(*, template: bool) -> dict[str, object]:
+    """Return a variant of TRL's: a prompt that is given and a completion that is trained, as they are."""
+    prompt = {"field": "prompt", "action": "mask", "role": "user", "template": template}
+    return {"sections": [prompt, _preset_section("completion", "assistant", template=template)]}
+
+
 def _messages(*fields: str) -> dict[str, object]:
     return {"sections": [{"field": field, "action": "$role", "template": True} for field in fields]}
 
@@ -661,22 +740,35 @@ def _pair(*, prompt: bool, template: bool) -> dict[str, object]:
     }
 
 
-def _group(*, template: bool) -> dict[str, object]:
+def _shared_pair(prompt: list[dict[str, object]], *, template: bool) -> dict[str, object]:
+    """Return a variant of LLaMA-Factory's pairs: a prompt of its own fields, and two answers."""
+    return {
+        "sources": {
+            answer: {"sections": [*prompt, _preset_section(answer, "assistant", template=template)]}
+            for answer in ("chosen", "rejected")
+        }
+    }
+
+
+def _group(
+    *, template: bool, responses: str = "responses", rewards: str = "rewards", listed: bool = True
+) -> dict[str, object]:
     return {
         "sources": {
             "prompts": {
                 "sections": [{"field": "prompt", "action": "mask", "role": "user", "template": template}],
             },
             "responses": {
-                "sections": [{"field": "responses", "action": "train", "role": "assistant", "template": template}],
-                "list_field": True,
+                "sections": [{"field": responses, "action": "train", "role": "assistant", "template": template}],
+                "list_field": listed,
                 "mask_key": "masks",
             },
-            "rewards": {"sections": [{"field": "rewards", "action": "value"}]},
+            "rewards": {"sections": [{"field": rewards, "action": "value"}]},
         }
     }
 
 
+_PROMPT = {"field": "prompt", "action": "mask", "role": "user"}
 _ROLES = {"system": "mask", "user": "mask", "assistant": "train"}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -711,6 +803,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         "mask": _ROLES,
     },
+    "completion": {
+        "input": {"tools_field": "tools", "variants": [_completion(template=False), _completion(template=True)]},
+        "mask": _ROLES,
+    },
     "dpo": {
         "input": {
             "tools_field": "tools",
@@ -727,6 +823,41 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         "mask": _ROLES,
         "train_turns": "last",
+    },
+    "pairs": {
+        "input": {
+            "tools_field": "tools",
+            "variants": [
+                _shared_pair([{"field": "conversations", "action": "$role", "template": True}], template=True),
+                _shared_pair(
+                    [_preset_section("instruction", "user"), _preset_section("input", "user", prefix="\n")],
+                    template=False,
+                ),
+                _shared_pair([_preset_section("instruction", "user")], template=False),
+            ],
+        },
+        "mask": _ROLES,
+        "train_turns": "last",
+    },
+    "prompts": {
+        "input": {
+            "tools_field": "tools",
+            "variants": [
+                {"sources": {"prompts": {"sections": [{**_PROMPT, "template": template}]}}}
+                for template in (False, True)
+            ],
+        },
+        "mask": _ROLES,
+    },
+    "kto": {
+        "input": {
+            "tools_field": "tools",
+            "variants": [
+                _group(template=template, responses="completion", rewards="label", listed=False)
+                for template in (False, True)
+            ],
+        },
+        "mask": _ROLES,
     },
     "grpo": {
         "input": {"tools_field": "tools", "variants": [_group(template=False), _group(template=True)]},

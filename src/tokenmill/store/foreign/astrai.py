@@ -32,6 +32,8 @@ POSITIONS = "position_ids"
 MAX_META = 1 << 28
 """Bytes that a meta.json may have."""
 _DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+_MAX_EXPANSION = 2000
+"""Times its size on disk that an array may have: gzip, the best that HDF5 has by itself, comes to 1,032."""
 _WAY_OUT = "copy the folder again from where it is intact"
 
 
@@ -195,6 +197,11 @@ def _h5_array(h5py: Any, dataset: Any, real: Path, size: int) -> ForeignArray:  
     obstacle, read = ("its numbers are big-endian" if dtype.byteorder == ">" else ""), None
     if count and begin is None:
         obstacle, read = "it is chunked or compressed", _h5_reader(h5py, real, name)
+        if count * dtype.itemsize > _MAX_EXPANSION * dataset.id.get_storage_size():
+            raise StoreCorruptError(
+                f"{real}: {name} must hold what it declares, got {count} numbers in "
+                f"{dataset.id.get_storage_size()} bytes; {_WAY_OUT}"
+            )
     elif count and begin + count * dtype.itemsize > size:
         raise StoreCorruptError(
             f"{real}: {name} must lie within {size} bytes, got {count * dtype.itemsize} from {begin} on; {_WAY_OUT}"

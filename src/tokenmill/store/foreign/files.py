@@ -17,7 +17,7 @@ import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, nearest
 from tokenmill.store.layout import MANIFEST, is_ours, stores_below
-from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.maps import FileRequest, read_range
 from tokenmill.store.writer import H5_MAGIC
 from tokenmill.tables import path_of
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
@@ -276,13 +276,16 @@ class ForeignArray:
         return self.count * self.dtype.itemsize
 
     @property
-    def mapped(self) -> AnyArray:
-        """The whole array, mapped anew: there may be more arrays than a process can map at once."""
-        return map_file(FileRequest(self.path, self.file_bytes, self.begin, self.bytes)).data.view(self.dtype)
+    def request(self) -> FileRequest:
+        """Where its bytes are."""
+        return FileRequest(self.path, self.file_bytes, self.begin, self.bytes)
 
     def numbers(self, begin: int, end: int) -> AnyArray:
-        """Return numbers `begin` to `end` (exclusive)."""
-        return self.mapped[begin:end] if self.read is None else self.read(begin, end)
+        """Return numbers `begin` to `end` (exclusive), read and not mapped: the file may be cut meanwhile."""
+        if self.read is not None:
+            return self.read(begin, end)
+        width = self.dtype.itemsize
+        return read_range(self.request, begin * width, (end - begin) * width).view(self.dtype)
 
     def blocks(self) -> Iterator[AnyArray]:
         """Yield all numbers, a bounded number at a time."""

@@ -33,7 +33,7 @@ from tokenmill.store.foreign.files import (
     real_file,
     sample_blocks,
 )
-from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.maps import FileRequest, read_range
 from tokenmill.types import AnyArray, Int64Array
 
 _NPY_HEADER = 1 << 14
@@ -250,7 +250,7 @@ class _Index:
 
     def array(self, dtype: str, begin: int, count: int) -> AnyArray:
         size = count * np.dtype(dtype).itemsize
-        return map_file(FileRequest(self.real, self.bytes, begin, size)).data.view(dtype)
+        return read_range(FileRequest(self.real, self.bytes, begin, size), 0, size).view(dtype)
 
 
 def read_megatron(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
@@ -391,7 +391,7 @@ def _metadata(file: Path) -> tuple[str, np.dtype[Any], int] | None:
 
 
 def _document_ends(path: Path, index: ForeignArray, count: int) -> Int64Array:
-    ends = index.mapped
+    ends = index.numbers(0, index.count)
     last = int(ends[-1]) if ends.size else 0
     if last != count or (ends[1:] < ends[:-1]).any():
         raise StoreCorruptError(

@@ -235,7 +235,7 @@ def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIn
     description = _description(shard, kind, options, look=look)
     beside = shard.arrays[token_keys(shard.arrays)[0]].path
     masks = _converted_masks(shard)
-    kept = _read_kept(beside, description)
+    kept = _read_kept(shard, beside, description)
     if kept is not None and _fits(kept, shard, kind):
         return kept
     documents = find_documents(shard, kind, options, look=look)
@@ -325,9 +325,12 @@ def _all_are(array: ForeignArray, places: Int64Array, offsets: Int64Array, wante
     if wanted is None or not chosen.size:
         return False
     if array.read is None:
-        ids = array.mapped
+        file = map_file(array.request)
+        ids = file.data.view(array.dtype)
         parts = (chosen[begin : begin + BLOCK] for begin in range(0, chosen.size, BLOCK))
-        return all(bool((ids[part] == wanted).all()) for part in parts)
+        all_are = all(bool((ids[part] == wanted).all()) for part in parts)
+        file.check()
+        return all_are
     for begin in range(0, array.count, BLOCK):
         inside = chosen[(chosen >= begin) & (chosen < begin + BLOCK)] - begin
         if not (array.numbers(begin, min(array.count, begin + BLOCK))[inside] == wanted).all():
@@ -395,11 +398,16 @@ def _description(shard: ForeignShard, kind: str, options: ForeignOptions, *, loo
     }
 
 
-def _read_kept(beside: Path, description: Mapping[str, Any]) -> ShardIndex | None:
-    """Return what is kept under a description; None where there is nothing, or something cut or changed."""
+def _read_kept(shard: ForeignShard, beside: Path, description: Mapping[str, Any]) -> ShardIndex | None:
+    """Return what is kept under a description; None where there is nothing, or something cut or changed.
+
+    A sample may miss what was written to the data since, so an index that is older than the data is not used.
+    """
+    newest = max(path.stat().st_mtime_ns for path in (*(a.path for a in shard.arrays.values()), *shard.beside))
     for folder in (beside.parent / FOLDER, private_folder(PURPOSE, make=False)):
-        index = _read(folder / f"{digest(description)}.index", description) if folder else None
-        if index is not None:
+        file = folder / f"{digest(description)}.index" if folder else None
+        index = _read(file, description) if file else None
+        if file is not None and index is not None and file.stat().st_mtime_ns >= newest:
             return index
     return None
 
@@ -437,6 +445,7 @@ def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
         section = data[begin : begin + size]
         if section.size != size or (size <= CHECKED_BYTES and xxhash.xxh3_128_hexdigest(section.data) != checksum):
             return None
+    kept[0].check()
     places = {name: (begin, size) for name, (begin, size, _) in footer.sections.items()}
     return ShardIndex(
         facts=footer.facts,
@@ -486,10 +495,12 @@ def check_foreign(
 
 def _compare(request: Request, what: str, expected: Iterable[Uint8Array]) -> None:
     """Compare what a store would read with what the data says, given in blocks."""
-    data = map_file(request).data
+    file = map_file(request)
     place = 0
     for block in expected:
-        if not np.array_equal(data[place : place + block.size], block):
+        same = np.array_equal(file.data[place : place + block.size], block)
+        file.check()
+        if not same:
             raise StoreCorruptError(
                 f"{request.path}: {what} must be what the data says, got other bytes; "
                 "delete the folder .tokenmill beside the data"

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import ceil, floor, log10
 from typing import NamedTuple
 
@@ -161,23 +161,34 @@ class _Event(NamedTuple):
 
 
 class _Chart:
-    def __init__(self, plan: Plan, report: PlanReport, quarantined: Sequence[Quarantined]) -> None:
-        self.plan, self.report = plan, report
+    def __init__(self, plan: Plan, report: PlanReport, quarantined: Sequence[Quarantined], by: str) -> None:
+        self.plan, self.report, self.by = plan, report, by
+        # How far a run is at the edges of its stages, in what is drawn from left to right.
+        widths = [s.tokens if by == "tokens" else s.end_step - s.start_step for s in report.stages]
+        self.edges = [stage.start_step for stage in report.stages] + [plan.steps]
+        self.reached = [0, *accumulate(widths)]
         self.points = sample(plan)
         self.events = sorted(_events(report, quarantined))
         self.axis = BOTTOM + (min(EVENT_LINES, len(self.events)) * LINE + 14 if self.events else 0)
         """Where the steps are marked, below what happens."""
 
     def x(self, step: float) -> float:
-        return LEFT + (RIGHT - LEFT) * step / self.plan.steps
+        return self.place(float(np.interp(step, self.edges, self.reached)))
+
+    def place(self, reached: float) -> float:
+        """Return where the run has come so far."""
+        return LEFT + (RIGHT - LEFT) * reached / max(self.reached[-1], 1)
 
     def y(self, share: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * min(1.0, share)
 
 
-def timeline(plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Quarantined] = ()) -> str:
-    """Draw a plan as an SVG that needs nothing else, for light and dark pages."""
-    chart = _Chart(plan, report, quarantined)
+def timeline(
+    plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Quarantined] = (), *, by: str = "steps"
+) -> str:
+    """Draw a plan as an SVG that needs nothing else, for light and dark pages; by `steps` or `tokens`."""
+    chart = _Chart(plan, report, quarantined, by)
+    edges = " ".join(f"{step}:{number(chart.x(step))}" for step in chart.edges)
     legend = list(_legend(chart))
     height = number(chart.axis + 62 + LINE * len(legend))
     described = "; ".join(
@@ -187,7 +198,7 @@ def timeline(plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Qu
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'class="tm" role="img" aria-labelledby="tm-title tm-desc">',
+        f'class="tm" data-edges="{edges}" role="img" aria-labelledby="tm-title tm-desc">',
         f'<title id="tm-title">{text_of(name)}: shares of sources by step</title>',
         f'<desc id="tm-desc">{text_of(described)}</desc><style>{_STYLE}</style><defs>{_HATCH}</defs>',
         f'<rect width="{WIDTH}" height="{height}" class="tm-paper"/>',
@@ -271,14 +282,15 @@ def _axes(chart: _Chart) -> Iterator[str]:
         y = chart.y(percent / 100)
         yield _line((LEFT, y), f"H{number(RIGHT)}", "tm-grid")
         yield _text(LEFT - 8, y + 4, f"{percent}%", "tm-dim", "end")
-    widest = width_of(f"{chart.plan.steps:,}", SIZE) + 18
-    for step in ticks(chart.plan.steps, max(1, int((RIGHT - LEFT) // widest))):
-        yield _line((chart.x(step), chart.axis), "v5", "tm-edge")
+    end = chart.reached[-1]
+    widest = width_of(f"{end:,}", SIZE) + 18
+    for reached in ticks(max(end, 1), max(1, int((RIGHT - LEFT) // widest))):
+        yield _line((chart.place(reached), chart.axis), "v5", "tm-edge")
         # The last one must not leave the picture.
-        x = min(chart.x(step), WIDTH - 4 - width_of(f"{step:,}", SIZE) / 2)
-        yield _text(x, chart.axis + 18, f"{step:,}", "tm-dim", "middle")
+        x = min(chart.place(reached), WIDTH - 4 - width_of(f"{reached:,}", SIZE) / 2)
+        yield _text(x, chart.axis + 18, f"{reached:,}", "tm-dim", "middle")
     yield _line((LEFT, chart.axis), f"H{number(RIGHT)}", "tm-edge")
-    yield _text((LEFT + RIGHT) / 2, chart.axis + 34, "step", "tm-dim", "middle")
+    yield _text((LEFT + RIGHT) / 2, chart.axis + 34, chart.by.removesuffix("s"), "tm-dim", "middle")
     turned = f'transform="translate(16 {number((TOP + BOTTOM) / 2)}) rotate(-90)" text-anchor="middle"'
     yield f'<text {turned} class="tm-dim">share of rows</text>'
 

@@ -1,18 +1,24 @@
-"""Worker processes: killed, interrupted, orphaned; nothing is left running and nothing wrong is left behind."""
+"""What runs units: killed, interrupted, paused; nothing is left running and nothing wrong is left behind."""
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.build.corpus import files_of, some_texts, write_file
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.errors import StoreExistsError, StoreMissingError
-from tokenmill.store import durable, read_manifest
+from tokenmill.build.engines import LocalExecutor
+from tokenmill.build.journal import unit_result
+from tokenmill.build.worker import Task, read_answer, run_unit
+from tokenmill.errors import StoreError, StoreMissingError
+from tokenmill.store import read_manifest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
@@ -118,36 +124,83 @@ def test_build_after_a_killed_one_gives_the_same_bytes_and_runs_the_script_once(
     assert files_of(tmp_path / "store") == files_of(tmp_path / "straight")
 
 
-ORPHANED = """
-import os, subprocess, sys
-from pathlib import Path
-from tokenmill.store.durable import lock_folder
-lock = lock_folder(Path(sys.argv[1]))
-worker = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], pass_fds=(lock,))
-print(worker.pid, flush=True)
-os._exit(0)
-"""
+# Two attempts at one unit.
 
 
-def test_no_build_begins_while_a_worker_of_a_killed_one_lives(tmp_path, monkeypatch):
-    """[C1.c] The worker would write to the same files as the new build; it is waited for, but not for ever."""
-    command = [sys.executable, "-c", ORPHANED, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as gone:
-        worker = int(gone.stdout.readline())
-        assert gone.wait() == 0
-        monkeypatch.setattr(durable, "ORPHAN_SECONDS", 0.1)
-        told = rf"under way in workers of process {gone.pid}, which has ended; wait"
-        with pytest.raises(StoreExistsError, match=told), durable.locked_folder(tmp_path):
-            pass
-        monkeypatch.setattr(durable, "ORPHAN_SECONDS", 30.0)
-        gone.stdin.close()
-        with durable.locked_folder(tmp_path):
-            assert is_gone(worker)
+def unit_of(tmp_path, **options):
+    """Return a job and its only task, as they are sent to workers, and the folder of its units."""
+    corpus = write_file(tmp_path / "input.jsonl", some_texts(400) * 3)
+    sent = []
+
+    class Nobody:
+        def submit(self, _, job, task):
+            sent.append((job, task))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(
+            corpus,
+            out=tmp_path / "store",
+            progress=False,
+            executor=Nobody(),
+            options=PrepareOptions(checkpoint_seconds=0, max_tokens_per_shard=20_000, **options),
+        )
+    return *sent[0], tmp_path / "store" / ".prepare" / "units"
 
 
-def test_workers_hold_the_lock_of_the_build(start, tmp_path):
-    """[C1.c] So that it outlives the process that took it."""
-    workers = amid_work(start(), tmp_path / "store")
-    assert [str(tmp_path / "store") in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir()) for pid in workers] == [
-        True
-    ] * len(workers)
+def attempt_at_once(workers, job, task, units, dice):
+    """Have two workers do one unit at once, each paused and resumed at random; return what they answer.
+
+    Now and then one is paused until the other has finished, and the build is over.
+    """
+    futures = [workers.submit(run_unit, job, task) for _ in range(2)]
+    processes = [worker.process for worker in workers._workers]
+    zombie = dice.choice([None, None, *processes])
+    over = False
+    while not all(future.done() for future in futures):
+        victim = dice.choice(processes)
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(dice.random() / 200)
+        if victim is zombie:
+            wait_for(lambda: any(future.done() for future in futures))
+            if dice.random() < 0.5:
+                over = True
+                units.rename(units.with_name("gone"))
+                units.mkdir()
+            zombie = None
+        victim.send_signal(signal.SIGCONT)
+        time.sleep(dice.random() / 200)
+    return [read_answer(future.result()) for future in futures], over
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(1000, marks=[pytest.mark.deep, pytest.mark.timeout(1200)])])
+def test_two_attempts_at_a_unit_leave_one_that_is_whole(tmp_path, rounds):
+    """[C1, D1.a] Whoever is second finds the unit done; one that wakes after the build is over harms nothing."""
+    job, task, units = unit_of(tmp_path)
+    key = msgspec.json.decode(task, type=Task).key
+    known = read_answer(run_unit(job, task))
+    whole = files_of(units / key)
+    shutil.rmtree(units / key)
+    dice = random.Random(rounds)
+    workers = LocalExecutor()
+    workers.grow(2)
+    late = 0
+    try:
+        for number in range(rounds):
+            answers, over = attempt_at_once(workers, job, task, units, dice)
+            late += over
+            folder = units.with_name("gone") if over else units
+            assert files_of(folder / key) == whole, number
+            assert known in answers, number
+            if over:
+                assert all(answer == known or isinstance(answer, StoreError) for answer in answers), answers
+                assert unit_result(units, key) is not None or not (units / key).exists()
+                shutil.rmtree(folder)
+            else:
+                assert answers == [known, known], number
+            assert list((units / f".tmp-{key}").glob("*")) == [] or over, number
+            shutil.rmtree(units)
+            units.mkdir()
+    finally:
+        workers.close()
+    assert rounds < 100 or late > 50

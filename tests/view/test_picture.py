@@ -9,7 +9,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tokenmill.cli.picture import (
+from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.plan.report import report
+from tokenmill.run.report import Quarantined
+from tokenmill.run.run import Run
+from tokenmill.view.picture import (
     POINTS,
     WIDTH,
     outlines,
@@ -20,10 +24,6 @@ from tokenmill.cli.picture import (
     timeline,
     width_of,
 )
-from tokenmill.plan import Shuffle, StageSpec, compile_plan
-from tokenmill.plan.report import report
-from tokenmill.run.report import Quarantined
-from tokenmill.run.run import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 

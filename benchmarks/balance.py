@@ -1,0 +1,119 @@
+"""How long ranks wait for one another with rows in order and dealt by cost, and what the deal costs a loader.
+
+    python benchmarks/balance.py [--tiny] [--json]
+
+Waiting: the time of a step, by the costs of a model of 8B parameters (`balance = "attention"`), divided by that of
+a step whose work is shared out evenly; where ranks wait at each micro-batch (as FSDP does), and where they wait
+at the end of the step alone. Documents are log-normal with a heavy tail, packed by best_fit.
+
+Cost of the deal: CPU-seconds of a loader that deals over those of one that does not, in turns; a loader delivers
+input_ids, labels, position_ids and doc_ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+import tokenmill as tm
+from tokenmill.config.run import ATTENTION
+from tokenmill.loader.balance import deal
+from tokenmill.packing.costs import cost_unit, count_costs
+from tokenmill.run.report import waiting
+from tokenmill.store import StoreSpec, StoreWriter
+
+TINY = "--tiny" in sys.argv
+TOKENS = 3_000_000 if TINY else 200_000_000
+LENGTHS = (2048,) if TINY else (8192, 32768, 131072)
+ROUNDS = 1 if TINY else 7
+RANKS, BATCHES = 8, 4
+
+
+def make_store(path: Path) -> None:
+    """Write a store of documents of a median of 600 tokens, and a tail to 200,000."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(600), 1.5, TOKENS // 1500), 1, 200_000).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    spec = StoreSpec(keys={"sequence": "<u2"}, tokenizer={"vocab_size": 50_000}, recipe={})
+    with StoreWriter(path, spec) as writer:
+        writer.append({"sequence": rng.integers(0, 50_000, int(offsets[-1]), dtype=np.uint16)}, offsets)
+        writer.commit()
+
+
+def make_run(folder: Path, seq_len: int, ranks: int, balance: str | None) -> tm.Run:
+    settings = {"steps": 100_000, "global_batch_size": ranks * BATCHES, "seq_len": seq_len}
+    tables = {"run": settings, "sources": [{"name": "web", "store": str(folder / "web")}]}
+    return tm.Run.from_tables(
+        {**tables, "run": {**settings, **({"balance": balance} if balance else {})}}, folder=folder
+    )
+
+
+def measure_waiting(folder: Path, seq_len: int) -> list[dict]:
+    """Return what steps of 8 ranks take, with 4 micro-batches of a row and 1 of 4."""
+    plan = make_run(folder, seq_len, RANKS, None).plan()
+    rows = plan.stages[0].rows["web"]
+    steps = range(3 if TINY else 100)
+    units = np.stack([count_costs(rows, plan.rows(step)[1]) for step in steps]).astype(np.int64)
+    costs = ATTENTION["linear"] * seq_len + ATTENTION["quadratic"] * cost_unit(seq_len) * units
+    found = []
+    for micro_batch in (1, BATCHES):
+        dealt = np.take_along_axis(costs, deal(units, RANKS, micro_batch), axis=1)
+        line = {"seq_len": seq_len, "micro_batch": micro_batch}
+        for name, order in (("in order", costs), ("dealt", dealt)):
+            cells = order.reshape(len(steps), RANKS, -1, micro_batch).sum(axis=3)
+            line |= {
+                f"{name}, waiting at micro-batches": round(waiting(cells), 3),
+                f"{name}, waiting at steps": round(waiting(cells.sum(axis=2, keepdims=True)), 3),
+            }
+        found.append(line)
+    return found
+
+
+def measure_deal(folder: Path, seq_len: int, ranks: int) -> dict:
+    """Return how much more CPU time a rank's loader takes where rows are dealt."""
+    rows = 8 if TINY else max(64, 16_000_000 // seq_len)
+    streams = {
+        balance: iter(make_run(folder, seq_len, ranks, balance).loader(rank=ranks - 1, world_size=ranks, threads=0))
+        for balance in (None, "attention")
+    }
+    for stream in streams.values():
+        deque(itertools.islice(stream, 4 * rows), maxlen=0)
+    ratios = []
+    for _ in range(ROUNDS):
+        seconds = {}
+        for balance, stream in streams.items():
+            begin = time.process_time()
+            deque(itertools.islice(stream, rows), maxlen=0)
+            seconds[balance] = time.process_time() - begin
+        ratios.append(seconds["attention"] / seconds[None])
+    return {"seq_len": seq_len, "ranks": ranks, "CPU time of a loader": round(statistics.median(ratios), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="so small that the figures mean nothing")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tokenmill-balance-") as name:
+        folder = Path(name)
+        make_store(folder / "web")
+        lines = [line for seq_len in LENGTHS for line in measure_waiting(folder, seq_len)]
+        lines += [measure_deal(folder, seq_len, ranks) for seq_len in LENGTHS for ranks in (1, 8, 64)]
+    if options.json:
+        print(json.dumps(lines))
+        return
+    for line in lines:
+        print(", ".join(f"{name}: {value}" for name, value in line.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Trainers of TRL, fed with the batches of a run: SFT on sequences, DPO on pairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.adapters import need
+
+need("trl", extra="trl", adapter="tokenmill.adapters.trl", at_least="1.16")
+
+import datasets
+import torch
+import trl
+
+from tokenmill.adapters.torch import Tensors
+from tokenmill.adapters.transformers import LoaderTrainer, TrainData
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+PAIR_ARRAYS = ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len")
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+"""Fields of a pair that hold what a reference model says of it."""
+
+
+def to_preference(tensors: Tensors) -> Tensors:
+    """Return a batch of pairs as TRL's DPOTrainer takes it: the chosen sides, then the rejected ones.
+
+    They are padded to the longest of all. `completion_mask` is what the recipe trains on.
+    """
+    lengths = torch.cat([tensors["chosen_len"], tensors["rejected_len"]])
+    longest = int(lengths.max())
+    sides = [tensors[name][:, :longest] for name in ("chosen", "rejected")]
+    masks = [tensors[name][:, :longest] for name in ("chosen_mask", "rejected_mask")]
+    width = max(side.shape[1] for side in sides)  # a loader may have padded each side to its own longest
+
+    def wide(side: torch.Tensor, fill: int | bool) -> torch.Tensor:
+        return torch.nn.functional.pad(side, (0, width - side.shape[1]), value=fill)
+
+    ids = torch.cat([wide(side, 0) for side in sides])
+    attention = torch.arange(width) < lengths[:, None]
+    out = {
+        "input_ids": ids,
+        "attention_mask": attention.long(),
+        "completion_mask": torch.cat([wide(mask, False) for mask in masks]).long(),
+    }
+    return out | {name: tensors[name].float() for name in REFERENCE if name in tensors}
+
+
+class PairData(TrainData):
+    """The batches of pairs of a rank."""
+
+    def inputs(self, tensors: Tensors) -> Tensors:
+        """Return a batch as TRL's loss is given it."""
+        return to_preference(tensors)
+
+
+class SFTTrainer(LoaderTrainer, trl.SFTTrainer):
+    """TRL's SFTTrainer whose `train_dataset` is a run or a loader."""
+
+
+class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
+    """TRL's DPOTrainer whose `train_dataset` is a run over stores of pairs, or a loader of one.
+
+    With `precompute_ref_log_probs=True` what a reference model says of a pair comes from the store, which keeps the
+    fields `ref_chosen_logps` and `ref_rejected_logps`; no reference model is needed then.
+    """
+
+    _arrays = PAIR_ARRAYS
+    _train_data = PairData
+
+    def _columns(self, args: TrainingArguments) -> tuple[str, ...]:
+        return REFERENCE if getattr(args, "precompute_ref_log_probs", False) else ()
+
+    @staticmethod
+    def _nothing() -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]})
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:  # noqa: ANN401 - TRL's own
+        """Leave the data as it is: the store has them; of an `eval_dataset` TRL computes them."""
+        if name == "train":
+            return dataset
+        return super()._precompute_ref_logps(dataset, name, batch_size)

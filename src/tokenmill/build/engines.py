@@ -1,0 +1,424 @@
+"""What runs units: this process, worker processes of this machine, any executor, or Ray.
+
+An engine is anything with `submit(function, *arguments) -> future`, as `concurrent.futures` has it. It is given
+`run_unit` and bytes, and need not keep an order, nor do a unit once only.
+
+The workers of this machine are fresh interpreters that are spoken to over pipes, and not a `ProcessPoolExecutor`:
+that one imports the user's main script again in each worker (which runs an unguarded script twice and loads all
+that it loads), leaves workers behind when the parent is killed, and cannot end one in the middle of its work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from tokenmill.build.journal import UnitResult
+from tokenmill.build.unit import OpenJob
+from tokenmill.build.worker import ONE_CORE, Job, Task, read_answer, run_task, run_unit, write_job_file
+from tokenmill.encode.chat import tracked
+from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError
+
+TICK_SECONDS = 0.2
+MAX_IN_FLIGHT = 4096
+"""Units that an engine has been given and not done: it may have as many workers, and its queue stays short."""
+
+
+class UnitFuture(Protocol):
+    """What `submit` returns. One without `add_done_callback`, as submitit has it, is asked now and then."""
+
+    def done(self) -> bool:
+        """Say whether there is a result, or an error."""
+
+    def result(self) -> bytes:
+        """Return the result, or raise the error."""
+
+    def cancel(self) -> object:
+        """Do without the result; what is under way may go on."""
+
+
+class Executor(Protocol):
+    """What runs units somewhere: of `concurrent.futures`, dask, mpi4py, loky, submitit, or Ray (`RayExecutor`)."""
+
+    def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> UnitFuture:
+        """Have a function called with these arguments, later and elsewhere."""
+
+
+class WorkerPool:
+    """Runs the tasks of a job by an engine; in this process, where one worker is enough.
+
+    Nothing that it started outlives the `with` block. An executor of the user's stays open.
+    """
+
+    def __init__(self, job: Job, opened: OpenJob, num_workers: int, executor: Executor | None = None) -> None:
+        self.job = job
+        self.opened = opened
+        self._num_workers = num_workers
+        self._executor = executor
+        self._processes: LocalExecutor | None = None
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
+        """Yield the results of tasks in their order; of errors the first in order is raised.
+
+        `tick` is called a few times a second.
+        """
+        if self._executor is not None:
+            job = msgspec.json.encode(self.job)
+            if not getattr(self._executor, "sends_once", False):
+                job = write_job_file(Path(self.job.folder).parent, job)
+            return run_by(self._executor, job, tasks, tick)
+        num_workers = min(self._num_workers, len(tasks))
+        if num_workers <= 1:
+            return (run_task(self.opened, task, tick) for task in tasks)
+        return self.run_in_processes(tasks, num_workers, tick)
+
+    def run_in_processes(
+        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
+    ) -> Iterator[UnitResult | None]:
+        """Run tasks in so many processes, those of an earlier call first."""
+        self._processes = self._processes or LocalExecutor()
+        self._processes.grow(num_workers)
+        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick)
+
+
+def run_by(
+    executor: Executor, job: bytes, tasks: Sequence[Task], tick: Callable[[], None]
+) -> Iterator[UnitResult | None]:
+    """Have tasks done by an engine; yield the results in their order, and raise the first error in order.
+
+    None waits for an earlier one that takes long. After an error those behind it are called off, and however this
+    ends all that are under way; what cannot be called off is done in vain at worst.
+    """
+    waiting = deque(tasks)
+    under_way: dict[str, UnitFuture] = {}
+    asked: dict[str, UnitFuture] = {}
+    """Those of them that do not tell when they are done."""
+    arrived: SimpleQueue[str] = SimpleQueue()
+    answers: dict[str, UnitResult | TokenmillError | None] = {}
+    places = {task.key: index for index, task in enumerate(tasks)}
+    try:
+        for task in tasks:
+            while task.key not in answers:
+                while waiting and len(under_way) < MAX_IN_FLIGHT:
+                    key, message = waiting[0].key, msgspec.json.encode(waiting.popleft())
+                    future = under_way[key] = _submit(executor, job, message)
+                    if hasattr(future, "add_done_callback"):
+                        future.add_done_callback(lambda _, key=key: arrived.put(key))
+                    else:
+                        asked[key] = future
+                for key in [key for key, future in asked.items() if future.done()]:
+                    del asked[key]
+                    arrived.put(key)
+                with suppress(Empty):
+                    key = arrived.get(timeout=TICK_SECONDS)
+                    first = tasks[places[key]].unit.pieces[0]
+                    answers[key] = answer = _result(under_way.pop(key), first.file.path)
+                    if isinstance(answer, TokenmillError):
+                        waiting.clear()  # all of them come after it
+                        _call_off(under_way[other] for other in under_way if places[other] > places[key])
+                tick()
+            answer = answers.pop(task.key)
+            if isinstance(answer, TokenmillError):
+                raise answer
+            yield answer
+    finally:
+        _call_off(under_way.values())
+
+
+def _call_off(futures: Iterable[UnitFuture]) -> None:
+    for future in list(futures):
+        with suppress(Exception):  # of an engine that is gone
+            future.cancel()
+
+
+def _submit(executor: Executor, job: bytes, message: bytes) -> UnitFuture:
+    try:
+        return executor.submit(run_unit, job, message)
+    except TokenmillError:
+        raise
+    except Exception as error:
+        raise _lost("the executor", error) from error
+
+
+def _result(future: UnitFuture, path: str) -> UnitResult | TokenmillError | None:
+    try:
+        return read_answer(future.result())
+    except TokenmillError as error:
+        return error
+    except Exception as error:
+        lost = _lost(path, error)
+        lost.__cause__ = error
+        return lost
+
+
+def _lost(where: str, error: Exception) -> WorkerLostError:
+    said = " ".join(str(error).split())[:500] or "no message"
+    return WorkerLostError(
+        f"{where}: a worker must live until its unit is done, got {type(error).__name__}: {said}; "
+        "run again: it goes on from there"
+    )
+
+
+# Worker processes of this machine.
+
+
+class LocalExecutor:
+    """Worker processes of this machine: each is handed units one by one, as lines of JSON, and answers in kind.
+
+    Its workers end with it, and with the process that has it, however that ends.
+    """
+
+    sends_once = True
+    """The job goes to each worker once, not with every unit."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None] = SimpleQueue()
+        self._workers: list[_Worker] = []
+
+    def grow(self, num_workers: int) -> None:
+        """Start workers until there are so many."""
+        while len(self._workers) < num_workers:
+            self._workers.append(_Worker(self._waiting))
+
+    def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> Future[bytes]:
+        """Have a unit done by the first worker that is free; workers know no other function."""
+        assert function is run_unit
+        future: Future[bytes] = Future()
+        self._waiting.put((job, task, future))
+        return future
+
+    def close(self) -> None:
+        """End all workers: killed, not asked, as a unit may be an hour's work."""
+        for worker in self._workers:
+            worker.process.kill()
+            self._waiting.put(None)
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    """One worker process, seen from its parent, and the thread that speaks to it."""
+
+    def __init__(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
+        # The path is handed over as it is now, for a tokenmill that was found by changing it.
+        program = f"import sys; sys.path[:] = {sys.path!r}; from tokenmill.build.engines import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **ONE_CORE},
+            # Ctrl-C reaches the parent alone, which ends the workers.
+            process_group=0,
+        )
+        self._job = b""
+        self._thread = Thread(target=self._serve, args=(waiting,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until a killed process is gone."""
+        self.process.wait()
+        self._thread.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+
+    def _serve(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
+        while (message := waiting.get()) is not None:
+            job, task, future = message
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._ask(job, task))
+            except Exception as error:
+                future.set_exception(error)
+                return
+
+    def _ask(self, job: bytes, task: bytes) -> bytes:
+        """Hand the process a unit, after the job if that is another; return what it answers."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):  # that it is gone shows when it should answer
+            if job != self._job:
+                self.process.stdin.write(_JOB + job + b"\n")
+                self._job = job
+            self.process.stdin.write(task + b"\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise self._death(msgspec.json.decode(task, type=Task))
+        return line
+
+    def _death(self, task: Task) -> WorkerLostError:
+        code = self.process.wait()
+        how = f"exit code {code}" if code >= 0 else f"an end by {signal.Signals(-code).name}"
+        why = {
+            -signal.SIGKILL: " (the system does this when memory runs out)",
+            -signal.SIGPROF: f" (a chat template took {3 * tracked.MAX_SECONDS:g} s for one render)",
+        }.get(code, "")
+        path = task.unit.pieces[0].file.path
+        return WorkerLostError(
+            f"{path}: the worker process {self.process.pid} must live until its unit is done, got {how}{why}; "
+            "run again, with fewer workers if memory is short"
+        )
+
+
+_JOB = b"job "
+"""Begins a line that is a job, for the units behind it."""
+
+
+def main() -> None:
+    """Serve the process that started this one, and end with it."""
+    tracked.killable = True
+    _end_with_parent()
+    # Results go through a descriptor of their own: what a library prints must not get between them.
+    with os.fdopen(os.dup(1), "wb", buffering=0) as channel:
+        os.dup2(2, 1)
+        messages: SimpleQueue[bytes] = SimpleQueue()
+        Thread(target=_listen, args=(messages,), daemon=True).start()
+        job = b""
+        while True:
+            message = messages.get()
+            if message.startswith(_JOB):
+                job = message.removeprefix(_JOB).removesuffix(b"\n")
+                continue
+            try:
+                answer = run_unit(job, message)
+            except Exception:  # a bug: the parent shows where
+                answer = msgspec.json.encode({"error": ("TokenmillError", traceback.format_exc())})
+            channel.write(answer + b"\n")
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process with its parent, also where it is amid something that does not stop."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+_SET_DEATH_SIGNAL = 1
+
+
+def _listen(messages: SimpleQueue[bytes]) -> None:
+    """Pass on what the parent sends; leave at once when it closes its end or dies, even amid a unit."""
+    for line in sys.stdin.buffer:
+        messages.put(line)
+    os._exit(0)
+
+
+# Ray.
+
+
+class RayExecutor:
+    """Runs units as tasks of Ray, one core each, on the cluster at an address, or on one that it starts here.
+
+    A unit whose worker or node is lost is done again by Ray, elsewhere. What is wrong with a record is an answer,
+    and is not tried again. A process that has called `ray.init` already goes on with that. The job is put into its
+    store of objects once, and fetched once by every node. Workers must have tokenmill, and see inputs and output.
+    """
+
+    sends_once = True
+
+    def __init__(self, address: str | None = None, *, num_cpus: int | None = None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise MissingExtraError(
+                "engine 'ray': needs Ray, got no module named ray; pip install 'tokenmill[ray]'"
+            ) from None
+        self._ray = ray
+        self._starts = not ray.is_initialized()
+        if self._starts:
+            self._connect(address, num_cpus)
+        self._run = ray.remote(num_cpus=1, max_retries=RAY_RETRIES, retry_exceptions=False)(run_unit)
+        self._job: tuple[bytes, Any] | None = None
+
+    def __enter__(self) -> RayExecutor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> RayFuture:
+        """Have a unit done by a task."""
+        assert function is run_unit
+        if self._job is None or self._job[0] != job:
+            self._job = job, self._ray.put(job)
+        return RayFuture(self._ray, self._run.remote(self._job[1], task))
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        if self._starts:
+            self._ray.shutdown()
+            self._starts = False
+
+    def _connect(self, address: str | None, num_cpus: int | None) -> None:
+        # Ray would tell its makers of a cluster that it starts, and nobody asked for that.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        try:
+            if address is None:
+                self._ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            else:
+                self._ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            said = " ".join(str(error).split())[:500]
+            raise ConfigError(
+                f"address: must be that of a cluster of Ray, got {address!r} and {type(error).__name__}: {said}; "
+                "leave it out to start one on this machine"
+            ) from error
+
+
+RAY_RETRIES = 20
+"""How often Ray does a unit again whose worker or node is lost: machines that may be taken away are, often."""
+
+
+class RayFuture:
+    """A task of Ray, as `concurrent.futures` has it."""
+
+    def __init__(self, ray: Any, reference: Any) -> None:  # noqa: ANN401 - Ray may not be there
+        self._ray = ray
+        self._reference = reference
+        self._future: Future[bytes] = reference.future()
+
+    def add_done_callback(self, call: Callable[[object], object]) -> None:
+        """Call a function when it is done, in another thread."""
+        self._future.add_done_callback(call)
+
+    def done(self) -> bool:
+        """Say whether it is done."""
+        return self._future.done()
+
+    def result(self) -> bytes:
+        """Return its result, or raise the error that Ray ended it with."""
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """End it, in the middle of its work if need be."""
+        self._ray.cancel(self._reference, force=True)

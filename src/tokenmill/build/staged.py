@@ -1,0 +1,109 @@
+"""Builds from and for object storage: inputs are copied to a local disk, stores are built there and uploaded.
+
+The folder in between is a build like any other: one that was killed goes on in it, and so does an upload. What is
+in object storage is not a store before its manifest is written, which comes last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from tokenmill.documents.inputs import suffix_of
+from tokenmill.errors import ConfigError, StoreExistsError
+from tokenmill.fingerprint import digest
+from tokenmill.store.layout import MANIFEST
+from tokenmill.store.remote.address import Address, is_address, parse_address
+from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.inputs import copy_inputs
+from tokenmill.store.remote.upload import upload
+from tokenmill.tables import path_of
+
+if TYPE_CHECKING:
+    from tokenmill.build.build import PrepareReport
+    from tokenmill.build.progress import Show
+    from tokenmill.build.worker import PrepareOptions
+
+Inputs: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+FOLDER = Path(".tokenmill") / "staging"
+"""Where inputs are copied and stores are built, below the folder that the process runs in, unless it is said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """A folder in which a store is built that goes to an address."""
+
+    text: str
+    """The address as it was given."""
+    address: Address
+    folder: Path
+
+    def publish(self, report: PrepareReport, show: Show) -> PrepareReport:
+        """Upload what was built there, remove it, and return the report with addresses in place of folders."""
+        size = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        stores, before, done = [], 0, 0
+        with show("upload", size, lambda: (done, report.documents, report.tokens)) as tick:
+
+            def tell(here: int, _all: int) -> None:
+                nonlocal done
+                done = before + here
+                tick()
+
+            for store in report.stores:
+                sent = upload(store.path, _below(self.text, store.route), progress=tell)
+                before += sent.bytes
+                stores.append(replace(store, path=sent.address))
+        shutil.rmtree(self.folder)
+        return replace(report, path=str(self.address), stores=stores)
+
+
+def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) -> Staged:
+    """Return where a store for an address is built; refuse an address that has one, unless it is being uploaded."""
+    address = parse_address(out)
+    if rebuild:
+        raise ConfigError(
+            f"{address}: rebuild must be left out, as a store in object storage is not replaced while others may "
+            "read it, got it; choose another address"
+        )
+    name = f"{address.name}-{digest({'address': str(address), 'endpoint': address.endpoint})[:12]}"
+    folder = (FOLDER if staging is None else Path(path_of("staging", staging)).expanduser()) / name
+    if not folder.exists():
+        names = [info.name for info in Client(address).list()]
+        if any(name == MANIFEST or name.endswith(f"/{MANIFEST}") for name in names):
+            raise StoreExistsError(
+                f"{address}: must hold no store yet, got one, which is not added to in object storage; choose "
+                "another address, or prepare it on a disk and upload it"
+            )
+    return Staged(text=out, address=address, folder=folder)
+
+
+def local_inputs(
+    inputs: Inputs, staging: str | os.PathLike[str] | None, options: PrepareOptions | None, show: Show
+) -> Inputs:
+    """Return inputs with local copies in place of addresses; the copies stay, for files that are added later."""
+    items = [inputs] if isinstance(inputs, str | os.PathLike) or not isinstance(inputs, Sequence) else inputs
+    if not any(is_address(item) for item in items):
+        return inputs
+    format = None if options is None else options.format
+    done = 0
+    folder = (FOLDER if staging is None else Path(path_of("staging", staging)).expanduser()) / "inputs"
+    with show("copy the inputs", 0, lambda: (done, 0, 0)) as tick:
+
+        def tell(here: int, _all: int) -> None:
+            nonlocal done
+            done = here
+            tick()
+
+        return copy_inputs(
+            items, folder.absolute(), is_known=lambda name: suffix_of(name, format) is not None, progress=tell
+        )
+
+
+def _below(text: str, route: str) -> str:
+    """Return an address with a name behind its path, before what follows a ?."""
+    path, mark, query = text.partition("?")
+    return f"{path.rstrip('/')}/{route}{mark}{query}" if route else text

@@ -1,0 +1,208 @@
+"""What a run is evaluated on: the tables [[evals]], and which documents that keeps out of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import numpy as np
+
+from tokenmill.config.tokens import Tokens, read_tokens
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.tables import MAX_LIST_BYTES, MAX_NUMBER, Number, check_choice, check_positive, read_text
+from tokenmill.types import SPLITS, Int64Array
+
+EVAL_PACKINGS = ("padded", "best_fit")
+"""How the documents of an eval can become rows: both hold every document once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSource:
+    """Where an eval takes documents from: a store, or a source of the run, which is not trained on them."""
+
+    name: str = ""
+    """Under which `source` of a batch and the report speak of it; that of the store or source, if not given."""
+    store: str | tuple[str, ...] | None = None
+    """As in [[sources]]."""
+    source: str | None = None
+    """Name of a source of the run. What is taken of it is held out: no step trains on it."""
+    documents: str | tuple[int, ...] | None = None
+    """Which of its documents, by their numbers: `a:b`, b exclusive, or a list; all, where this and `file` are not
+    given."""
+    file: str | None = None
+    """File with such numbers, one a line; a relative path counts from the folder of the config."""
+    weight: Number | None = None
+    """Share of the rows; where no source has one, all rows are taken."""
+
+    def check(self, where: str) -> None:
+        """Refuse what does not go together."""
+        if (self.store is None) == (self.source is None):
+            got = "neither" if self.store is None else "both"
+            raise ConfigError(
+                f"{where}: must have a store, or a source of the run, got {got}; for example "
+                'store = "stores/web/val"'
+            )
+        if self.documents is not None and self.file is not None:
+            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
+        if self.weight is not None and not 0 < self.weight < inf:
+            raise ConfigError(f"{where}: weight must be positive, got {self.weight}; leave out the source instead")
+        if self.documents is not None and self.file is None:
+            self._given(where)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all documents are meant."""
+        return self.documents is None and self.file is None
+
+    def numbers(self, folder: Path, where: str) -> Int64Array:
+        """Return the documents, ascending, each once; reads the file, if there is one."""
+        return self._given(where) if self.file is None else read_numbers(folder / self.file, where)
+
+    def _given(self, where: str) -> Int64Array:
+        documents = self.documents
+        if isinstance(documents, str):
+            first, _, last = (part.strip() for part in documents.partition(":"))
+            if not all(part.isascii() and part.isdecimal() and int(part) < MAX_NUMBER for part in (first, last)):
+                first, last = "1", "0"
+            numbers = np.arange(int(first), int(last), dtype=np.int64)
+        else:
+            numbers = np.unique(np.array(documents or (), np.int64))
+        if not numbers.size or int(numbers[0]) < 0:
+            raise ConfigError(
+                f"{where}: documents must be a:b with a below b, or a list of numbers from 0 on, got "
+                f"{documents!r}; "
+                'for example documents = "0:1000"'
+            )
+        return numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """A table of [[evals]]: documents that the model is evaluated on, always the same, each once, in order."""
+
+    name: str
+    store: str | tuple[str, ...] | None = None
+    """This and the three below: as in `sources`, of which they are the only one."""
+    source: str | None = None
+    documents: str | tuple[int, ...] | None = None
+    file: str | None = None
+    sources: tuple[EvalSource, ...] = ()
+    """Several places that documents come from, one after another."""
+    seq_len: int | None = None
+    """That of [run], if not given."""
+    packing: str = "best_fit"
+    """How documents become rows: `best_fit`, or `padded`, a document a row."""
+    split: str = "allow"
+    """What happens to a document longer than a row, as in [run]."""
+    rows: int | None = None
+    """How many rows are taken, from the first on; all, if not given."""
+    every: int | None = None
+    """After how many steps to evaluate: handed on to the trainer."""
+    every_tokens: Tokens | None = None
+    """In place of steps: after how many input slots of the run."""
+
+    def __post_init__(self) -> None:
+        where = f"eval {self.name!r}"
+        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            raise ConfigError(f"evals.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
+        check_choice(where, "packing", self.packing, EVAL_PACKINGS)
+        check_choice(where, "split", self.split, SPLITS)
+        for key in ("seq_len", "rows", "every"):
+            if getattr(self, key) is not None:
+                check_positive(where, key, getattr(self, key))
+        if self.every_tokens is not None:
+            read_tokens(where, "every_tokens", self.every_tokens)
+            if self.every is not None:
+                raise ConfigError(
+                    f"{where}: must have every or every_tokens, got {self.every} and {self.every_tokens}; "
+                    "leave one of the two out"
+                )
+        own = [key for key in ("store", "source", "documents", "file") if getattr(self, key) is not None]
+        if own and self.sources:
+            raise ConfigError(f"{where}: {own[0]} is for one source, got sources as well; leave one of the two out")
+        for part in self.parts:
+            part.check(where)
+        names = [part.name for part in self.parts]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"{where}: names of sources must differ, got {twice!r} twice; give name = ... to one")
+        weighed = [part for part in self.parts if part.weight is not None]
+        if weighed and len(weighed) < len(self.parts):
+            raise ConfigError(
+                f"{where}: all {len(self.parts)} sources must have a weight, or none, got {len(weighed)} that have "
+                "one; give one to each"
+            )
+
+    @property
+    def parts(self) -> tuple[EvalSource, ...]:
+        """Where documents come from, in order, each with its name."""
+        own = EvalSource(
+            name=self.name, store=self.store, source=self.source, documents=self.documents, file=self.file
+        )
+        return tuple(
+            EvalSource(
+                name=part.name or part.source or _last_name(part.store),
+                store=part.store,
+                source=part.source,
+                documents=part.documents,
+                file=part.file,
+                weight=part.weight,
+            )
+            for part in (self.sources or (own,))
+        )
+
+
+def _last_name(store: str | tuple[str, ...] | None) -> str:
+    return Path(store if isinstance(store, str) else store[0]).name if store else ""
+
+
+def check_evals(evals: Sequence[EvalConfig], sources: Sequence[str], live: Sequence[str]) -> None:
+    """Refuse evals that do not fit the sources of a run."""
+    for item in evals:
+        for name in (part.source for part in item.parts if part.source is not None):
+            where = f"eval {item.name!r}"
+            if name not in sources:
+                raise ConfigError(
+                    f"{where}: source must be one of the run's, got {name!r}; {nearest(name, sources)}"
+                )
+            if name in live:
+                raise ConfigError(
+                    f"{where}: documents must have numbers, got live text in {name!r}, which has none; leave out "
+                    "live = true, or prepare a store for the eval"
+                )
+
+
+def held_whole(evals: Sequence[EvalConfig]) -> set[str]:
+    """Return the sources of which nothing is trained on."""
+    return {part.source for item in evals for part in item.parts if part.source is not None and part.whole}
+
+
+def held_out(evals: Sequence[EvalConfig], folder: Path) -> dict[str, Int64Array]:
+    """Return the documents that are kept out of training, ascending, of each source that gives some of its own."""
+    found: dict[str, Int64Array] = {}
+    for item in evals:
+        for part in item.parts:
+            if part.source is not None and not part.whole:
+                numbers = part.numbers(folder, f"eval {item.name!r}")
+                found[part.source] = np.union1d(found.get(part.source, numbers[:0]), numbers)
+    return found
+
+
+def read_numbers(file: Path, where: str) -> Int64Array:
+    """Return the numbers of documents that stand in a file, ascending, each once."""
+    try:
+        lines = read_text(file, MAX_LIST_BYTES).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: file must be a text with numbers of documents, got {error}; fix it") from None
+    documents = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < MAX_NUMBER):
+            raise ConfigError(
+                f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
+                "write one a line, what follows # is not read"
+            )
+        documents += [int(text)] if text else []
+    return np.unique(np.array(documents, np.int64))

@@ -1,0 +1,156 @@
+"""Fill-in-the-middle: some documents are cut in three, and their middle is put behind what stands around it.
+
+Documents are cut between characters, as a user's cursor cuts them, and the parts are tokenized apart, as they are
+when a model is asked to fill a gap. Which documents are cut, where, and in which order the parts stand is a
+function of the seed, the epoch and the text itself: not of files, workers or how often a job was begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import numpy as np
+import xxhash
+from msgspec import Meta
+
+from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
+from tokenmill.errors import ConfigError
+from tokenmill.fingerprint import key64
+from tokenmill.types import AnyArray, Encoded
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+PARTS = ("prefix", "suffix", "middle")
+KNOWN_TOKENS = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+)
+"""What tokenizers call the control strings before prefix, suffix and middle."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fim:
+    """How many documents are cut, and how."""
+
+    rate: Share
+    """Share of documents that are cut; the others stay as they are."""
+    spm_rate: Share = 0.5
+    """Share of those whose suffix stands first: prefix token, suffix token, suffix, middle token, prefix, middle.
+    Of the others: prefix token, prefix, suffix token, suffix, middle token, middle."""
+    level: Literal["character"] = "character"
+    """Between what documents are cut."""
+    seed: Annotated[int, Meta(ge=0)] = 0
+    tokens: Mapping[Literal["prefix", "suffix", "middle"], str] | None = None
+    """Control strings of the tokenizer, where they are not called as usual."""
+
+    def find_ids(self, tokenizer: Tokenizer) -> tuple[int, int, int]:
+        """Return the ids before prefix, suffix and middle; refuse a tokenizer that lacks them."""
+        known = tokenizer.special_ids
+        written: Mapping[str, str] = {str(part): name for part, name in (self.tokens or {}).items()}
+        choices = (tuple(written.get(part, "") for part in PARTS),) if written else KNOWN_TOKENS
+        # Of the usual names those of which the tokenizer has most are the ones that are meant.
+        names = max(choices, key=lambda names: sum(name in known for name in names))
+        lacking = [f"{part} ({name!r})" for part, name in zip(PARTS, names, strict=True) if name not in known]
+        if lacking:
+            way_out = (
+                "add them to the tokenizer, or name those that it has: tokens = { prefix = ..., suffix = ..., "
+            )
+            raise ConfigError(
+                f"fim: the tokenizer must have control tokens for prefix, suffix and middle, got none for "
+                f"{', '.join(lacking)}; {way_out}middle = ... }}"
+            )
+        found = tuple(known[name] for name in names)
+        framing = {tokenizer.identity.bos_id, tokenizer.identity.eos_id}
+        if len(set(found)) < len(PARTS) or framing & set(found):
+            raise ConfigError(
+                f"fim: tokens must be three control tokens other than BOS and EOS, got {list(names)}; name others"
+            )
+        return found[0], found[1], found[2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FimTokenizer:
+    """A tokenizer that cuts some of the documents it is given."""
+
+    identity: TokenizerIdentity
+    engine: str
+    special_ids: Mapping[str, int]
+    tokenizer: Tokenizer = field(repr=False)
+    fim: Fim
+    epoch: int
+    ids: tuple[int, int, int]
+    """Before prefix, suffix and middle."""
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        return self.tokenizer.decode(ids)
+
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, those of control strings among them; nothing is cut."""
+        return self.tokenizer.encode_with_controls(texts)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, cut in three where it falls to it."""
+        pieces: list[str] = []
+        layouts = []
+        for text in texts:
+            places = cut_places(text, self.fim, self.epoch)
+            layouts.append(places)
+            if places is None:
+                pieces.append(text)
+            else:
+                first, last, _ = places
+                pieces += (text[:first], text[last:], text[first:last])
+        encoded = self.tokenizer.encode(pieces)
+        parts: list[AnyArray] = []
+        lengths = []
+        piece = 0
+        prefix, suffix, middle = (np.array([number], encoded.ids.dtype) for number in self.ids)
+        for places in layouts:
+            count = 1 if places is None else 3
+            bounds = encoded.offsets[piece : piece + count + 1]
+            own = [encoded.ids[a:b] for a, b in pairwise(bounds)]
+            piece += count
+            if places is not None:
+                before, after, between = own
+                own = [prefix, before, suffix, after, middle, between]
+                if places[2]:
+                    own = [prefix, suffix, after, middle, before, between]
+            parts += own
+            lengths.append(sum(part.size for part in own))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
+        return Encoded(ids=np.concatenate([encoded.ids[:0], *parts]), offsets=offsets)
+
+
+def cut_places(text: str, fim: Fim, epoch: int) -> tuple[int, int, bool] | None:
+    """Return where the middle of a text begins and ends, and whether its suffix comes first; None: it is whole."""
+    if not text:
+        return None
+    content = text.encode(errors="surrogatepass")
+    number = xxhash.xxh3_128_intdigest(content, seed=key64("fim", fim.seed, epoch))
+    chosen, order, one, other = ((number >> shift) & 0xFFFFFFFF for shift in (96, 64, 32, 0))
+    if chosen >= fim.rate * (1 << 32):
+        return None
+    first, last = sorted((place * (len(text) + 1)) >> 32 for place in (one, other))
+    return first, last, order < fim.spm_rate * (1 << 32)
+
+
+def with_fim(tokenizer: Tokenizer, fim: Fim | None, epoch: int = 0) -> Tokenizer:
+    """Return a tokenizer that cuts some of its documents in an epoch, or the same one where none shall be."""
+    if fim is None:
+        return tokenizer
+    return FimTokenizer(
+        identity=tokenizer.identity,
+        engine=tokenizer.engine,
+        special_ids=tokenizer.special_ids,
+        tokenizer=tokenizer,
+        fim=fim,
+        epoch=epoch,
+        ids=fim.find_ids(tokenizer),
+    )

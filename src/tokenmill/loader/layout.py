@@ -1,0 +1,203 @@
+"""Which part of a global batch a process gets: its rows, in which micro-batches, and which columns of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.types import Int32Array, Int64Array, counted_from
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokenmill.plan.plan import Plan
+    from tokenmill.plan.stages import Stage
+
+Place: TypeAlias = tuple[int, int]
+"""A rank among the members of a group, and how many there are."""
+CUTS = ("zigzag", "contiguous", "segments")
+"""How a row can be cut for the members of a context-parallel group."""
+_LEFT_OUT = {
+    "everything": frozenset[str](),
+    "inputs": frozenset(("labels", "loss_mask")),
+    "labels": frozenset(("input_ids",)),
+}
+NEEDS = (*_LEFT_OUT, "nothing")
+"""What a process can need of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where a process stands among all: its rank and the number of members in each kind of group."""
+
+    dp: Place = (0, 1)
+    """Data parallel: members share out the rows of a batch."""
+    cp: Place = (0, 1)
+    """Context parallel: each member has a part of every row."""
+    tp: Place = (0, 1)
+    """Tensor parallel: all members have the same batch."""
+    pp: Place = (0, 1)
+    """Pipeline parallel: all members have the same batch."""
+    cut: str = "zigzag"
+    """How a row is cut for `cp` of C members. `zigzag`: into 2 C chunks, of which member r gets the r-th from the
+    head and the r-th from the tail, so that causal attention costs each the same; `contiguous`: into C chunks.
+    `segments`: each segment as zigzag cuts a row, meant for Transformer Engine; all must be multiples of 2 C."""
+    needs: str = "everything"
+    """What the process needs of a batch: `everything`, `inputs` (no labels), `labels` (no inputs), or `nothing`:
+    then batches are empty, and no store is read. What is left out is not read."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "tp", "pp"):
+            rank, size = getattr(self, name)
+            if size < 1 or not 0 <= rank < size:
+                what = "rank" if name == "dp" else name
+                kind = {"dp": "data", "cp": "context", "tp": "tensor", "pp": "pipeline"}[name]
+                raise ConfigError(
+                    f"{what}: must lie within 0:world_size, got rank {rank} of {size}; "
+                    f"pass the rank and size of the {kind}-parallel group"
+                )
+        for name, value, known in (("cut", self.cut, CUTS), ("needs", self.needs, NEEDS)):
+            if value not in known:
+                raise ConfigError(
+                    f"layout: {name} must be one of {', '.join(known)}, got {value!r}; {nearest(value, known)}"
+                )
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of all processes: the one that logs and records."""
+        return not any(rank for rank, _ in (self.dp, self.cp, self.tp, self.pp))
+
+    def arrays(self, arrays: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the arrays of a batch that the process needs."""
+        if self.needs == "nothing":
+            return ()
+        return tuple(name for name in arrays if name not in _LEFT_OUT[self.needs])
+
+    def columns(self, seq_len: int) -> tuple[slice, ...]:
+        """Return the columns of a row that the member of the context-parallel group has, in their order.
+
+        >>> Layout(cp=(1, 2)).columns(16), Layout(cp=(1, 2), cut="contiguous").columns(16)
+        ((slice(4, 8, None), slice(8, 12, None)), (slice(8, 16, None),))
+        """
+        rank, size = self.cp
+        if size == 1:
+            return (slice(0, seq_len),)
+        chunk = seq_len // self._num_chunks
+        chunks = (rank,) if self.cut == "contiguous" else (rank, 2 * size - 1 - rank)
+        return tuple(slice(index * chunk, (index + 1) * chunk) for index in chunks)
+
+    def segment_columns(self, bounds: Int32Array) -> Int64Array:
+        """Return the columns that the member has of segments with these bounds, each cut in a zigzag."""
+        rank, size = self.cp
+        chunk = np.diff(bounds.astype(np.int64)) // (2 * size)
+        first = bounds[:-1, None] + chunk[:, None] * np.array([rank, 2 * size - 1 - rank])
+        return counted_from(first.ravel(), np.repeat(chunk, 2))
+
+    def width(self, seq_len: int) -> int:
+        """Return how many columns of a row the process has."""
+        return seq_len // self.cp[1]
+
+    @property
+    def _num_chunks(self) -> int:
+        return self.cp[1] * (1 if self.cut == "contiguous" else 2)
+
+    def check(self, stage: Stage) -> None:
+        """Refuse rows that cannot be cut into chunks of one length."""
+        seq_len, chunks = stage.spec.seq_len, self._num_chunks
+        if self.cp[1] > 1 and seq_len % chunks:
+            below = seq_len // chunks * chunks
+            nearby = " or ".join(str(size) for size in (below, below + chunks) if size)
+            raise ConfigError(
+                f"stage {stage.spec.name!r}: seq_len must be divisible by {chunks} to be cut for {self.cp[1]} "
+                f"context-parallel ranks ({self.cut}), got {seq_len}; use seq_len {nearby}"
+            )
+        multiples = [getattr(rows, "segment_multiple", 1) for rows in stage.rows.values()]
+        if self.cp[1] > 1 and self.cut == "segments" and any(multiple % chunks for multiple in multiples):
+            raise ConfigError(
+                f"stage {stage.spec.name!r}: segments must be filled up to a multiple of {chunks} to be cut for "
+                f"{self.cp[1]} context-parallel ranks each, got {min(multiples)}; say segment_multiple = {chunks}"
+            )
+
+
+def find_layout(layout: Layout | None, rank: int, world_size: int) -> Layout:
+    """Return a layout, or the one of data-parallel ranks alone; refuse both at once."""
+    if layout is not None and (rank, world_size) != (0, 1):
+        raise ConfigError(
+            f"loader: must have a layout, or rank and world_size, got both, rank {rank} of {world_size}; say "
+            f"dp=({rank}, {world_size}) in the layout"
+        )
+    return layout or Layout(dp=(rank, world_size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSlice:
+    """One rank's part: rank r of R takes the r-th of R equal runs of every global batch, or of how it was dealt."""
+
+    layout: Layout = Layout()
+    micro_batch: int = 1
+    """Rows that are delivered at a time."""
+    balance: bool = False
+    """Whether the rows of a step are dealt by what they cost, in place of runs of them."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1:
+            raise ConfigError(f"micro_batch: must be at least 1, got {self.micro_batch}; leave it out for 1")
+
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank."""
+        return self.layout.dp[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many data-parallel ranks there are."""
+        return self.layout.dp[1]
+
+    def of_rank(self, rank: int) -> RankSlice:
+        """Return the part of another data-parallel rank."""
+        return replace(self, layout=replace(self.layout, dp=(rank, self.world_size)))
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a slicing that does not divide the batch of every stage, before the first step."""
+        share = self.world_size * self.micro_batch
+        for stage in plan.stages:
+            batch = stage.spec.global_batch_size
+            if batch % share:
+                raise ConfigError(
+                    f"stage {stage.spec.name!r}: global_batch_size must be divisible by world_size * micro_batch, "
+                    f"got {batch} and {self.world_size} * {self.micro_batch}; {self._way_out(batch)}"
+                )
+            self.layout.check(stage)
+
+    def _way_out(self, batch: int) -> str:
+        share = self.world_size * self.micro_batch
+        below, above = batch // share * share, -(-batch // share) * share
+        batches = f"use global_batch_size {' or '.join(str(size) for size in (below, above) if size)}"
+        name, fixed = (
+            ("micro_batch", self.world_size) if batch % self.world_size == 0 else ("world_size", self.micro_batch)
+        )
+        legal = [size for size in range(1, batch + 1) if batch % (size * fixed) == 0]
+        wanted: int = getattr(self, name)
+        near = [*[size for size in legal if size < wanted][-1:], *[size for size in legal if size > wanted][:1]]
+        return f"{batches}, or {name} {' or '.join(map(str, near))}" if near else batches
+
+    def rows(self, stage: Stage) -> int:
+        """Return how many rows of a step this rank takes."""
+        return stage.spec.global_batch_size // self.world_size
+
+    def batches(self, stage: Stage) -> int:
+        """Return how many micro-batches a step has."""
+        return self.rows(stage) // self.micro_batch
+
+    def places(self, stage: Stage, first: int, count: int) -> tuple[Int64Array, Int64Array]:
+        """Return (step, slot) of every row of `count` micro-batches from the stage's `first`-th on.
+
+        Where rows are dealt by cost, slots are places in the order in which ranks take the rows of the step.
+        """
+        rows = self.rows(stage)
+        begin = first * self.micro_batch
+        index = np.arange(begin, begin + count * self.micro_batch)
+        return index // rows + stage.spec.start_step, index % rows + self.rank * rows

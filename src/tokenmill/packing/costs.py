@@ -1,0 +1,191 @@
+"""What each row of a store costs a model whose attention stays within documents: 16 bits a row.
+
+A row costs the squares of its segments, those of padding among them; in units of such a size that a row of one
+document, which costs most, has a number of 16 bits. Costs are counted once, from lengths alone. Those of many rows
+are kept in a file beside their index, which all processes map; each block of it has a checksum, as ranks that went
+by other costs would not share out a batch alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from tokenmill.caches import private_folder, writable
+from tokenmill.compiled import int64, kernel, least
+from tokenmill.errors import TokenmillError
+from tokenmill.fingerprint import digest
+from tokenmill.packing.index import build_lock
+from tokenmill.packing.stored import StoredRows
+from tokenmill.store.durable import read_index, write_index
+from tokenmill.store.layout import ROWS_FOLDER
+from tokenmill.store.maps import MappedFile
+from tokenmill.types import BoolArray, Int64Array, Uint16Array
+
+IN_MEMORY_ROWS = 1 << 17
+"""The costs of up to so many rows are counted anew by every process, in a fraction of a second."""
+BLOCK = 1 << 16
+FORMAT = "tokenmill-costs-1"
+logger = logging.getLogger("tokenmill")
+
+
+def cost_unit(seq_len: int) -> int:
+    """Return what one unit stands for, in squared tokens.
+
+    >>> cost_unit(16), 4096**2 // cost_unit(4096)
+    (1, 65280)
+    """
+    return (seq_len * seq_len >> 16) + 1
+
+
+def count_costs(rows: StoredRows, numbers: Int64Array) -> Uint16Array:
+    """Return what some rows cost; only their lengths are read."""
+    spans = rows.spans(numbers)
+    out = np.empty(numbers.size, np.uint16)
+    sizes = (rows.seq_len, cost_unit(rows.seq_len), rows.segment_multiple)
+    _add_squares(spans.first, spans.count, spans.joined, spans.length, sizes, out)
+    return out
+
+
+@kernel
+def _add_squares(
+    first: Int64Array,
+    count: Int64Array,
+    joined: BoolArray,
+    length: Int64Array,
+    sizes: tuple[int, int, int],
+    out: Uint16Array,
+) -> None:
+    seq_len, unit, multiple = sizes
+    for i in range(first.size):
+        span = first[i]
+        last = span + count[i]
+        column = total = int64(0)
+        while column < seq_len:
+            # Behind the last span stands the padding, a segment of its own.
+            end = seq_len
+            if span < last:
+                end = column + length[span]
+                span += 1
+                while span < last and joined[span]:
+                    end += length[span]
+                    span += 1
+                end = least((end + multiple - 1) // multiple * multiple, seq_len)
+            total += (end - column) * (end - column)
+            column = end
+        out[i] = least(total // unit, 65535)
+
+
+@dataclass(kw_only=True, slots=True)
+class RowCosts:
+    """The costs of all rows of a source."""
+
+    rows: StoredRows
+    data: Uint16Array
+    sums: tuple[str, ...] = ()
+    """XXH3-64 of each block of a file."""
+    unchecked: BoolArray | None = None
+    """Blocks whose bytes were not compared with their checksum yet; None of what is in memory."""
+    file: MappedFile | None = None
+
+    def of(self, numbers: Int64Array) -> Uint16Array:
+        """Return the costs of some rows."""
+        if self.file is not None and self.unchecked is not None and self.unchecked.any():
+            for block in np.flatnonzero(self.unchecked & np.isin(np.arange(self.unchecked.size), numbers // BLOCK)):
+                part = self.data[block * BLOCK : (block + 1) * BLOCK]
+                if xxhash.xxh3_64_hexdigest(np.ascontiguousarray(part).data) != self.sums[block]:
+                    logger.warning(
+                        "%s: must hold what was written, got other bytes; it is not used", self.file.path
+                    )
+                    self.data, self.unchecked = np.concatenate(list(_blocks(self.rows))), None
+                    break
+                self.unchecked[block] = False
+        found: Uint16Array = self.data[numbers]
+        if self.file is not None:
+            self.file.check()
+        return found
+
+
+def row_costs(rows: StoredRows) -> RowCosts:
+    """Return the costs of all rows of a source: from a file, which is built where there is none, or from memory."""
+    total = rows.num_rows + rows.num_rest
+    if total <= IN_MEMORY_ROWS:
+        return RowCosts(rows=rows, data=np.concatenate([np.empty(0, np.uint16), *_blocks(rows)]))
+    description = {"format": FORMAT, **rows.description}
+    name = f"{digest(description)}.costs"
+    kept = None
+    for folder in (rows.store.path / ROWS_FOLDER, private_folder("rows", make=False)):
+        kept = kept or (_read(folder / name, rows) if folder else None)
+    folder = writable(rows.store.path / ROWS_FOLDER) or private_folder("rows") if kept is None else None
+    if folder is not None:
+        try:
+            with build_lock(folder / name):
+                kept = _read(folder / name, rows)
+                if kept is None:
+                    write_index(folder / name, partial(_write, rows=rows))
+                    kept = _read(folder / name, rows)
+        except OSError as error:
+            if isinstance(error, TokenmillError):
+                raise
+            logger.warning("%s: costs of rows cannot be kept, each process counts them: %s", folder, error)
+    return kept or RowCosts(rows=rows, data=np.concatenate(list(_blocks(rows))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Footer:
+    """What stands at the end of kept costs, as JSON."""
+
+    format: str
+    rows: int
+    sums: tuple[str, ...]
+
+
+def _blocks(rows: StoredRows) -> Iterator[Uint16Array]:
+    """Count the costs of all rows, block by block, in threads; few wait at a time, so memory is bounded."""
+    total, threads = rows.num_rows + rows.num_rest, min(8, os.cpu_count() or 1)
+    waiting: deque[Future[Uint16Array]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-costs") as executor:
+        for begin in range(0, total, BLOCK):
+            numbers = np.arange(begin, min(begin + BLOCK, total))
+            waiting.append(executor.submit(count_costs, rows, numbers))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _write(out: BinaryIO, *, rows: StoredRows) -> _Footer:
+    sums = []
+    for block in _blocks(rows):
+        out.write(block.data)
+        sums.append(xxhash.xxh3_64_hexdigest(block.data))
+    return _Footer(format=FORMAT, rows=rows.num_rows + rows.num_rest, sums=tuple(sums))
+
+
+def _read(file: Path, rows: StoredRows) -> RowCosts | None:
+    """Map kept costs; None where there are none, or a file that is cut or changed: it is made again."""
+    kept = read_index(file, _Footer)
+    total = rows.num_rows + rows.num_rest
+    if kept is None:
+        return None
+    mapped, footer = kept
+    blocks = -(-total // BLOCK)
+    if (footer.format, footer.rows, len(footer.sums), mapped.data.size) != (FORMAT, total, blocks, 2 * total):
+        return None
+    return RowCosts(
+        rows=rows,
+        data=mapped.data.view(np.uint16),
+        sums=footer.sums,
+        unchecked=np.ones(blocks, np.bool_),
+        file=mapped,
+    )

@@ -1,0 +1,408 @@
+"""A step as people look at it: which tokens of which documents stand in its rows, and which are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.errors import PlanError
+from tokenmill.loader.assemble import Block, RecordBlock, SequenceBlock, record_type
+from tokenmill.loader.balance import Dealer, deal
+from tokenmill.loader.batch import LENGTHS, RECORD_ARRAYS, REWARDS
+from tokenmill.loader.layout import Layout, RankSlice
+from tokenmill.packing.stored import StoredRows, is_stored
+from tokenmill.plan.plan import RowUse
+from tokenmill.plan.stages import Stage
+from tokenmill.run.inspect import bins_of, named_bins
+from tokenmill.run.run import Run
+from tokenmill.store import Store
+from tokenmill.tables import as_json
+from tokenmill.types import AnyArray, Batch, BoolArray, Int64Array, Span, token_arrays
+
+MAX_ROWS = 512
+"""Rows of a step that are looked at together."""
+MAX_TOKENS = 4096
+"""Tokens of a strip that are spelled out together."""
+SAMPLED_ROWS = 4096
+"""Rows of a source that are measured, evenly spread, so that a larger store takes no longer."""
+ROW_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask")
+TOKENS = "tokens"
+"""The one strip of a row of a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strip:
+    """One sequence of tokens of a row: all of it, one side of a pair, a prompt or a response."""
+
+    key: str
+    """`tokens`, or the array of a record."""
+    room: int
+    """Tokens that it has room for; what its spans do not fill is padding."""
+    spans: tuple[Span, ...]
+    """Its documents, in order."""
+    trained: tuple[tuple[int, int], ...]
+    """Runs of tokens that are labels: (first, end), counted from the first of the strip."""
+    reward: float | None = None
+    """Of a response."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has."""
+        return sum(span.length for span in self.spans)
+
+    @property
+    def num_trained(self) -> int:
+        """How many of them are labels."""
+        return sum(end - begin for begin, end in self.trained)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRow:
+    """One row of the global batch of a step."""
+
+    slot: int
+    source: str
+    row: int
+    """Index of the row in its source."""
+    strips: tuple[Strip, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContents:
+    """The global batch of a step, or some of its rows."""
+
+    step: int
+    steps: int
+    """Of the run."""
+    stage: str
+    progress: float
+    """How much of the stage is behind."""
+    lr_scale: float
+    shares: Mapping[str, float]
+    """Share of rows that the weights ask for from each source."""
+    seq_len: int
+    global_batch_size: int
+    first: int
+    """Slot of the first of these rows."""
+    rows: tuple[StepRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dict(as_json(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripToken:
+    """One token of a strip."""
+
+    id: int
+    text: str | None
+    """None without the tokenizer."""
+    document: int
+    position: int
+    """In its document, from 0."""
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripTokens:
+    """A part of a strip, token by token."""
+
+    step: int
+    slot: int
+    source: str
+    strip: int
+    """Which of the row's strips."""
+    key: str
+    room: int
+    length: int
+    first: int
+    """Place of the first of these tokens in the strip."""
+    tokens: tuple[StripToken, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dict(as_json(self))
+
+
+def inspect_step(run: Run, step: int, *, first: int = 0, count: int = MAX_ROWS) -> StepContents:
+    """Look at the rows of a step from slot `first` on, `count` of them at most.
+
+    What is trained on is read off the labels, and the masks, that the loader makes.
+    """
+    plan = run.plan()
+    moment = plan.at(step)
+    _stored(run, step)
+    _check_within("slot", first, moment.global_batch_size)
+    uses = plan.what(step)[first : first + max(1, min(count, MAX_ROWS))]
+    return StepContents(
+        step=step,
+        steps=plan.steps,
+        stage=moment.stage,
+        progress=moment.progress,
+        lr_scale=moment.lr_scale,
+        shares=dict(moment.shares),
+        seq_len=moment.seq_len,
+        global_batch_size=moment.global_batch_size,
+        first=first,
+        rows=tuple(_rows(run, step, uses)),
+    )
+
+
+def inspect_strip(
+    run: Run,
+    step: int,
+    slot: int,
+    strip: int = 0,
+    *,
+    first: int = 0,
+    count: int = MAX_TOKENS,
+    tokenizer: Tokenizer | None = None,
+) -> StripTokens:
+    """Spell out tokens of one strip of a row, from the `first` on, `count` of them at most."""
+    (row,) = inspect_step(run, step, first=slot, count=1).rows
+    _check_within("strip", strip, len(row.strips))
+    chosen, store = row.strips[strip], run.stores[row.source]
+    first, last = max(0, first), min(chosen.length, first + max(1, min(count, MAX_TOKENS)))
+    ids, documents, positions = _tokens(store, row, strip)
+    trained = np.zeros(chosen.length, np.bool_)
+    for begin, end in chosen.trained:
+        trained[begin:end] = True
+    return StripTokens(
+        step=step,
+        slot=slot,
+        source=row.source,
+        strip=strip,
+        key=chosen.key,
+        room=chosen.room,
+        length=chosen.length,
+        first=first,
+        tokens=tuple(
+            StripToken(
+                id=int(ids[place]),
+                text=None if tokenizer is None else tokenizer.decode(ids[place : place + 1]),
+                document=int(documents[place]),
+                position=int(positions[place]),
+                trained=bool(trained[place]),
+            )
+            for place in range(first, last)
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMember:
+    """The rows of a step that one rank takes in one micro-batch."""
+
+    rank: int
+    micro_batch: int
+    slots: tuple[int, ...]
+    cost: float
+    """What attention over these rows costs, in shares of the mean of all ranks at all times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDeal:
+    """Who takes which rows of a step, as they stand and dealt by what they cost."""
+
+    ranks: int
+    micro_batch: int
+    balanced: bool
+    """Whether the run deals rows by cost; else ranks take them in order."""
+    in_order: tuple[StepMember, ...]
+    dealt: tuple[StepMember, ...]
+    waiting_in_order: float
+    """How long the step takes if ranks wait for one another at every micro-batch: how often as long as the mean."""
+    waiting_dealt: float
+
+
+def deal_step(run: Run, step: int, ranks: int, micro_batch: int) -> StepDeal:
+    """Deal the rows of a step to ranks and micro-batches, in order and by cost."""
+    stage, stored = _stored(run, step)
+    RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch).check(run.plan())
+    costs = Dealer(ranks, micro_batch).costs(stage, stored, step, step + 1)
+    orders = (np.arange(costs.size)[None], deal(costs, ranks, micro_batch))
+    in_order, dealt = (tuple(_members(costs[0], order[0], ranks, micro_batch)) for order in orders)
+    return StepDeal(
+        ranks=ranks,
+        micro_batch=micro_batch,
+        balanced=run.config.run.balance is not None,
+        in_order=in_order,
+        dealt=dealt,
+        waiting_in_order=_waiting(in_order),
+        waiting_dealt=_waiting(dealt),
+    )
+
+
+def _members(costs: Int64Array, order: Int64Array, ranks: int, micro_batch: int) -> Iterator[StepMember]:
+    cells = order.reshape(ranks, -1, micro_batch)
+    sums = costs[cells].sum(axis=2)
+    mean = max(float(sums.mean()), 1e-9)
+    for rank in range(ranks):
+        for number in range(cells.shape[1]):
+            slots = tuple(cells[rank, number].tolist())
+            yield StepMember(rank=rank, micro_batch=number, slots=slots, cost=float(sums[rank, number]) / mean)
+
+
+def _waiting(members: Sequence[StepMember]) -> float:
+    times: dict[int, float] = {}
+    for member in members:
+        times[member.micro_batch] = max(times.get(member.micro_batch, 0.0), member.cost)
+    return sum(times.values()) / len(times)
+
+
+def _check_within(what: str, number: int, count: int) -> None:
+    if not 0 <= number < count:
+        raise PlanError(f"{what}: must lie within 0:{count}, got {number}; choose one of these")
+
+
+def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
+    """Return the stage of a step, and the rows of its sources that stand in stores."""
+    plan = run.plan()
+    stage = plan.trained_stage(step)
+    live = [name for name, rows in stage.rows.items() if not is_stored(rows)]
+    if live:
+        raise PlanError(
+            f"step {step}: which rows it holds must be known before they are read, got live text of {live[0]!r}; "
+            "leave out live = true, and the text is prepared once"
+        )
+    return stage, {plan.sources.index(name): rows for name, rows in stage.rows.items() if is_stored(rows)}
+
+
+def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
+    stage, stored = _stored(run, step)
+    slots = np.array([use.slot for use in uses])
+    places, kind = (np.full_like(slots, step), slots), record_type(stage)
+    if kind is None:
+        labels = _arrays(SequenceBlock(stage, stored, places, ("labels",)))["labels"]
+        # A label is the token behind its input, so the first token of a row is none.
+        runs = _runs(labels >= 0, shift=1)
+        for use, trained in zip(uses, runs, strict=True):
+            room = stage.spec.seq_len + 1
+            strip = Strip(key=TOKENS, room=room, spans=use.spans, trained=trained)
+            yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=(strip,))
+        return
+    batch = _arrays(RecordBlock(stage, stored, places, RECORD_ARRAYS[kind], kind))
+    for number, use in enumerate(uses):
+        strips = tuple(_record_strips(kind, batch, number, use.spans[0].document, stage.spec.seq_len))
+        yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=strips)
+
+
+def _arrays(block: Block) -> Batch:
+    try:
+        return block.batch(0, {name: np.empty(*kind) for name, kind in block.shapes(block.num_rows).items()})
+    finally:
+        block.release()
+
+
+def _runs(flags: BoolArray, *, shift: int = 0) -> list[tuple[tuple[int, int], ...]]:
+    """Return the runs of flags that are set, (first, end) each, of every line."""
+    edges = np.zeros((flags.shape[0], flags.shape[1] + 2), np.int8)
+    edges[:, 1:-1] = flags
+    lines, places = np.nonzero(np.diff(edges, axis=1))
+    bounds = np.searchsorted(lines, np.arange(flags.shape[0] + 1))
+    pairs = (places + shift).reshape(-1, 2).tolist()
+    return [tuple((first, last) for first, last in pairs[begin // 2 : end // 2]) for begin, end in pairwise(bounds)]
+
+
+def _record_strips(kind: str, batch: Batch, number: int, record: int, seq_len: int) -> Iterator[Strip]:
+    """Yield the arrays of token ids of a record; of responses each by itself."""
+    for key, mask in token_arrays(kind).items():
+        lengths = np.atleast_1d(batch[LENGTHS[key]][number])
+        count = int(batch["group_size"][number]) if key == "responses" else 1
+        flags = np.zeros((count, seq_len), np.bool_)
+        if mask is not None:
+            flags = np.atleast_2d(batch[mask][number])[:count].copy()
+        if key != "responses" or (kind == "grpo" and int(batch["prompt_len"][number]) == 0):
+            flags[:, 0] = False  # nothing stands before it that it could follow
+        for item, trained in enumerate(_runs(flags)):
+            spans = (Span(document=record, start=0, length=int(lengths[item])),)
+            reward = float(batch[REWARDS][number, item]) if key == "responses" else None
+            yield Strip(key=key, room=seq_len, spans=spans, trained=trained, reward=reward)
+
+
+def _tokens(store: Store, row: StepRow, strip: int) -> tuple[AnyArray, Int64Array, Int64Array]:
+    """Return the ids of a strip, and the document and the place in it of each."""
+    chosen = row.strips[strip]
+    key = store.manifest.token_key if chosen.key == TOKENS else chosen.key
+    before = [each.key for each in row.strips[:strip]].count(chosen.key)
+    parts, documents, positions = [], [], []
+    for span in chosen.spans:
+        if chosen.key == TOKENS:
+            begin = store.document_bounds(span.document)[0] + span.start
+        else:
+            axis, item = store.axis(key), span.document
+            if axis == "responses":
+                item = int(store.offsets("groups", item, item + 1)[0]) + before
+            begin = int(store.offsets(axis, item, item + 1)[0])
+        parts.append(store.fetch(begin, begin + span.length, key))
+        documents.append(np.full(span.length, span.document))
+        positions.append(np.arange(span.start, span.start + span.length))
+    return np.concatenate(parts), np.concatenate(documents), np.concatenate(positions)
+
+
+def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:
+    """Return the arrays of a batch for one row, as numbers: those that have a line for every row."""
+    stage, stored = _stored(run, step)
+    _check_within("slot", slot, stage.spec.global_batch_size)
+    places, kind = (np.array([step]), np.array([slot])), record_type(stage)
+    if kind is not None:
+        batch = _arrays(RecordBlock(stage, stored, places, RECORD_ARRAYS[kind], kind))
+    else:
+        continuous, horizon = run.config.run.positions == "row", run.config.run.horizon
+        block = SequenceBlock(stage, stored, places, ROW_ARRAYS, continuous=continuous, horizon=horizon)
+        batch = _arrays(block)
+    return {name: array[0].tolist() if array[0].ndim else [array[0].item()] for name, array in batch.items()}
+
+
+# How rows are filled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePacking:
+    """How full the rows of a source are in a stage, and what they are made of."""
+
+    stage: str
+    source: str
+    packing: str
+    rows: int
+    """Of an epoch."""
+    sampled: int
+    """How many of them were measured."""
+    fill: tuple[int, ...]
+    """How many of these are filled to 0 to 10%, 10 to 20%, ...; the last counts those that are full."""
+    spans: Mapping[str, int]
+    """Spans a row -> how many rows; `8 to 15` for several numbers."""
+    lengths: Mapping[str, int]
+    """Tokens a span -> how many spans."""
+
+
+def inspect_packing(run: Run) -> tuple[SourcePacking, ...]:
+    """Measure some rows of every source in every stage, but live text, which has none before it is read."""
+    plan = run.plan()
+    measured: dict[tuple[str, str], SourcePacking] = {}
+    for part in plan.stages:
+        for name, rows in part.rows.items():
+            index = rows.counted
+            if index is None or not index.num_rows or (part.spec.name, name) in measured:
+                continue
+            chosen = np.unique(np.linspace(0, index.num_rows - 1, SAMPLED_ROWS).astype(np.int64))
+            spans = index.spans(chosen)
+            filled = np.bincount(np.repeat(np.arange(chosen.size), spans.count), spans.length, chosen.size)
+            share = np.minimum(filled / (part.spec.seq_len + 1), 1)
+            measured[part.spec.name, name] = SourcePacking(
+                stage=part.spec.name,
+                source=name,
+                packing=str(index.description["packing"]),
+                rows=index.num_rows,
+                sampled=int(chosen.size),
+                fill=tuple(np.bincount((share * 10).astype(np.int64), minlength=11).tolist()),
+                spans=named_bins(np.bincount(bins_of(spans.count))),
+                lengths=named_bins(np.bincount(bins_of(spans.length))),
+            )
+    return tuple(measured.values())

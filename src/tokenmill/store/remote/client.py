@@ -1,0 +1,255 @@
+"""One place in object storage: its objects are read, listed and written here, and every failure gets a name.
+
+A failure is told by its kind alone. What a server or library said may have a signed address or a token in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tokenmill.errors import (
+    ConfigError,
+    MissingExtraError,
+    StoreCorruptError,
+    StoreError,
+    StoreExistsError,
+    StoreMissingError,
+    StoreUnreachableError,
+)
+from tokenmill.store.remote.address import Address, is_plain_http
+from tokenmill.types import RemoteOptions
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "file": "its file permissions",
+}
+"""Scheme -> what says who asks; clouds know other ways, too."""
+CHUNK_BYTES = 8 << 20
+"""Of a whole object, that is read or written in parts."""
+_STATUS = re.compile(r"\b(?:status(?: code)?:? ?|error \()([1-5]\d\d)\b", re.IGNORECASE)
+_KINDS = (
+    ("timed out", "a time-out"),
+    ("TimedOut", "a time-out"),
+    ("ConnectionRefused", "a refused connection"),
+    ("dns error", "an unknown host"),
+    ("Body", "a body that was cut short"),
+    ("Decode", "a body that was cut short"),
+    ("IncompleteMessage", "a connection that was cut"),
+    ("ConnectionReset", "a connection that was cut"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectInfo:
+    """One object, as the server tells it."""
+
+    name: str
+    """Below the place."""
+    bytes: int
+    etag: str | None
+    """Another one means other content."""
+
+
+class Client:
+    """The objects below one address, by their names; safe for any number of threads.
+
+    Failures that may pass are tried again, with growing pauses, until the deadline of the options.
+    """
+
+    def __init__(self, address: Address, options: RemoteOptions | None = None) -> None:
+        self.address = address
+        self.options = options or RemoteOptions()
+        self.store = connect(address, self.options, retries=10)
+
+    def get(self, name: str) -> bytes:
+        """Return a whole object."""
+        return self._call(name, "read", lambda obs: bytes(obs.get(self.store, name).bytes()))
+
+    def get_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes `begin` to `end` (exclusive) of an object."""
+        return self._call(name, "read", lambda obs: bytes(obs.get_range(self.store, name, start=begin, end=end)))
+
+    def stream(self, name: str, etag: str | None = None) -> Iterator[bytes]:
+        """Yield an object in parts, of the version that `etag` names if it is given; each is a request."""
+        info = self.head(name)
+        if info is None:
+            raise explained(FileNotFoundError(), self.address / name, "read", self.options)
+        etag = etag or info.etag
+
+        def part(begin: int) -> bytes:
+            options = {"range": (begin, min(begin + CHUNK_BYTES, info.bytes)), "if_match": etag}
+            return self._call(name, "read", lambda obs: bytes(obs.get(self.store, name, options=options).bytes()))
+
+        yield from map(part, range(0, info.bytes, CHUNK_BYTES))
+
+    def head(self, name: str) -> ObjectInfo | None:
+        """Return what the server knows of an object; None where there is none."""
+        try:
+            meta = self._call(name, "read", lambda obs: obs.head(self.store, name))
+        except StoreMissingError:
+            return None
+        return ObjectInfo(name=name, bytes=int(meta["size"]), etag=meta["e_tag"])
+
+    def list(self, folder: str = "") -> list[ObjectInfo]:
+        """Return all objects below a folder, at any depth, in the order of their names."""
+
+        def look(obs: Any) -> list[ObjectInfo]:  # noqa: ANN401 - the module obstore
+            chunks = obs.list(self.store, folder or None, chunk_size=1000)
+            return [
+                ObjectInfo(name=meta["path"], bytes=int(meta["size"]), etag=meta["e_tag"])
+                for chunk in chunks
+                for meta in chunk
+            ]
+
+        return sorted(self._call(folder, "list", look), key=lambda item: item.name)
+
+    def put(self, name: str, data: bytes | Path) -> str | None:
+        """Write an object, or overwrite it; a file is sent in parts. Return its ETag."""
+
+        def send(obs: Any) -> str | None:  # noqa: ANN401 - the module obstore
+            etag: str | None = obs.put(self.store, name, data, chunk_size=CHUNK_BYTES)["e_tag"]
+            return etag
+
+        return self._call(name, "write", send)
+
+    def create(self, name: str, data: bytes) -> str | None:
+        """Write an object where there is none, in one request, of which one of many wins; return its ETag."""
+
+        def send(obs: Any) -> str | None:  # noqa: ANN401 - the module obstore
+            etag: str | None = obs.put(self.store, name, data, mode="create", use_multipart=False)["e_tag"]
+            return etag
+
+        return self._call(name, "write", send)
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is not there does not matter."""
+        with suppress(StoreMissingError):
+            self._call(name, "remove", lambda obs: obs.delete(self.store, name))
+
+    def _call(self, name: str, verb: str, ask: Callable[[Any], T]) -> T:
+        import obstore
+
+        return named(lambda: ask(obstore), self.address / name if name else self.address, verb, self.options)
+
+
+_users: list[int] = []
+"""The process in which obstore was first used; its threads are in no process that is forked from it."""
+
+
+def check_process(where: object) -> None:
+    """Refuse to use object storage in a process that was forked from one that did: it would wait for ever."""
+    if not _users:
+        _users.append(os.getpid())
+    if _users[0] != os.getpid():
+        raise StoreError(
+            f"{where}: a process must not be forked after object storage was used in it, got one that was; start "
+            "it with spawn, or read in threads instead of workers"
+        )
+
+
+def connect(address: Address, options: RemoteOptions, *, retries: int) -> ObjectStore:
+    """Return obstore's own object for an address; no request is made."""
+    check_process(address)
+    try:
+        import obstore.store as stores
+    except ImportError:
+        raise MissingExtraError(f"{address}: needs obstore, got none; pip install 'tokenmill[remote]'") from None
+    deadline = timedelta(seconds=options.deadline)
+    client: Any = {
+        "timeout": timedelta(seconds=options.deadline),
+        "connect_timeout": timedelta(seconds=min(5.0, options.deadline)),
+        "pool_max_idle_per_host": str(options.concurrency),
+    }
+    if is_plain_http(address.endpoint) or options.allow_http:
+        client["allow_http"] = True
+    retry: Any = {"max_retries": retries, "retry_timeout": deadline}
+    common: Any = {"prefix": address.key or None, "client_options": client, "retry_config": retry}
+    endpoint = {"endpoint": address.endpoint} if address.endpoint else {}
+    region = {"region": options.region} if options.region else {}
+
+    def make() -> ObjectStore:
+        if address.scheme == "s3":
+            return stores.S3Store(address.bucket, **common, **endpoint, **region)
+        if address.scheme == "gs":
+            base = {"base_url": address.endpoint} if address.endpoint else {}
+            return stores.GCSStore(address.bucket, **common, **base)
+        if address.scheme == "az":
+            return stores.AzureStore(address.bucket, **common, **endpoint)
+        return stores.LocalStore(f"/{address.key}", mkdir=False)
+
+    if address.scheme == "file":
+        os.makedirs(f"/{address.key}", exist_ok=True)
+    try:
+        return make()
+    except Exception as error:
+        raise ConfigError(
+            f"{address}: must be complete with what the environment says, got {kind_of(error)}; check "
+            f"{CREDENTIALS[address.scheme]}, region and endpoint"
+        ) from None
+
+
+def named(ask: Callable[[], T], address: Address, verb: str, options: RemoteOptions) -> T:
+    """Return what a request gives; what it raises is given a name of ours."""
+    check_process(address)
+    try:
+        return ask()
+    except Exception as error:
+        raise explained(error, address, verb, options) from None
+
+
+def explained(error: Exception, address: Address, verb: str, options: RemoteOptions) -> StoreError:
+    """Return the error of ours that a failed request stands for."""
+    kind = kind_of(error)
+    if isinstance(error, FileNotFoundError):
+        return StoreMissingError(
+            f"{address}: an object must be there to be {_done(verb)}, got none; check the address, or upload it"
+        )
+    if kind == "AlreadyExistsError":
+        return StoreExistsError(f"{address}: nothing may be there yet, got an object; choose another address")
+    if kind in ("PreconditionError", "NotModifiedError"):
+        return overwritten(address)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError", "status 401", "status 403"):
+        return StoreError(
+            f"{address}: this user must be allowed to {verb} it, got a refusal; set "
+            f"{CREDENTIALS[address.scheme]}, or ask who owns the bucket"
+        )
+    return StoreUnreachableError(
+        f"{address}: must be {_done(verb)} within {options.deadline:g} s, got {kind}; check endpoint, region and "
+        "network, or raise deadline under [remote]"
+    )
+
+
+def overwritten(address: Address) -> StoreCorruptError:
+    """Return the error of an object that is not what it was."""
+    return StoreCorruptError(
+        f"{address}: an object must stay as it is while it is read, got another one in its place; put the first "
+        "one back, or begin again without its mirror"
+    )
+
+
+def kind_of(error: BaseException) -> str:
+    """Say in a few words of ours what went wrong; nothing that was received is repeated."""
+    name, text = type(error).__name__, str(error)
+    if name not in ("GenericError", "Exception", "OSError", "ValueError"):
+        return name
+    status = _STATUS.search(text)
+    if status is not None:
+        return f"status {status[1]}"
+    return next((words for mark, words in _KINDS if mark in text), "a failed request")
+
+
+def _done(verb: str) -> str:
+    return {"read": "read", "list": "listed", "write": "written", "remove": "removed"}[verb]

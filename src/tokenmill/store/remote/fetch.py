@@ -1,0 +1,345 @@
+"""Ranges of objects, many at a time: retried until a deadline, raced where one is slow, counted.
+
+All requests of a process run in one thread with an event loop. What the stores of a run share is a `Network`: how
+many requests are under way, how much of what arrived is held in memory, and what was counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tokenmill.errors import StoreCorruptError, StoreUnreachableError, TokenmillError
+from tokenmill.store.layout import WAY_OUT
+from tokenmill.store.remote.address import Address
+from tokenmill.store.remote.client import check_process, connect, explained, kind_of, overwritten
+from tokenmill.types import RemoteOptions
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+logger = logging.getLogger("tokenmill")
+MAX_REQUEST_BYTES = 8 << 20
+"""A longer range is asked for in parts."""
+USUAL = 256
+"""Requests from whose times it is known what is usual."""
+SLOWEST_START = 2.0
+"""Seconds after which a second request is raced against the first, as long as nothing is known."""
+LEAST_RACE = 0.25
+LINE_SECONDS = 30.0
+"""Between two lines that say that training waits."""
+TELL_SECONDS = 5.0
+"""Of waiting that are worth a line."""
+_FATAL_KINDS = frozenset(
+    ("PermissionDeniedError", "UnauthenticatedError", "status 401", "status 403", "PreconditionError")
+)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was asked for, and what came of it."""
+
+    requests: int = 0
+    bytes: int = 0
+    """That arrived, with those that were thrown away."""
+    hits: int = 0
+    """Bytes that were found in the mirror."""
+    retries: int = 0
+    raced: int = 0
+    """Second requests, because the first was slow."""
+    corrupt: int = 0
+    """Pages that were not what their checksums say, and asked for again."""
+    evicted: int = 0
+    """Bytes that left the mirror."""
+    waited: float = 0.0
+    """Seconds for which training waited."""
+
+    def to_json(self) -> dict[str, int | float]:
+        """Return them as JSON."""
+        return asdict(self)
+
+
+class Loop:
+    """A thread that runs an event loop: one a process."""
+
+    _current: Loop | None = None
+    _making = threading.Lock()
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="tokenmill-network", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
+
+    @classmethod
+    def current(cls) -> Loop:
+        """Return that of this process."""
+        check_process("object storage")
+        with cls._making:
+            if cls._current is None:
+                cls._current = Loop()
+            return cls._current
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin something in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def _stop(self) -> None:
+        if self.process == os.getpid():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5)
+            if not self._thread.is_alive():
+                self.loop.close()
+
+
+class Network:
+    """What the stores of a run share."""
+
+    def __init__(self, options: RemoteOptions | None = None) -> None:
+        self.options = options or RemoteOptions()
+        self.counters = Counters()
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._times: deque[float] = deque(maxlen=USUAL)
+        self._race_after = SLOWEST_START
+        self._next_line = self._told = 0.0
+        self._lock = threading.Lock()
+        self._held = 0
+        self._queue: deque[tuple[int, Callable[[], object]]] = deque()
+
+    # Memory: who begins ahead of training waits for room, who is waited for does not.
+
+    @property
+    def held(self) -> int:
+        """How many bytes are in memory, or on their way there."""
+        return self._held
+
+    def admit(self, size: int, go: Callable[[], object], *, ahead: bool) -> None:
+        """Call `go` once there is room for so many bytes; at once unless it is ahead of training."""
+        with self._lock:
+            if ahead and (self._queue or (self._held and self._held + size > self.options.horizon_bytes)):
+                self._queue.append((size, go))
+                return
+            self._held += size
+        go()
+
+    def hurry(self, go: Callable[[], object]) -> None:
+        """Go on with something that waits for room, as somebody waits for it."""
+        with self._lock:
+            waiting = [(size, each) for size, each in self._queue if each == go]
+            for item in waiting:
+                self._queue.remove(item)
+                self._held += item[0]
+        for _, each in waiting:
+            each()
+
+    def leave(self, size: int, go: Callable[[], object]) -> None:
+        """Say that so many bytes are no more in memory, or that they are not wanted any more."""
+        with self._lock:
+            waiting = [item for item in self._queue if item[1] == go]
+            for item in waiting:
+                self._queue.remove(item)
+            if not waiting:
+                self._held -= size
+            ready = []
+            while self._queue and (not self._held or self._held + self._queue[0][0] <= self.options.horizon_bytes):
+                size, each = self._queue.popleft()
+                self._held += size
+                ready.append(each)
+        for each in ready:
+            each()
+
+    def waited(self, seconds: float) -> None:
+        """Count that training waited; say so now and then."""
+        self.counters.waited += seconds
+        now = monotonic()
+        if self.counters.waited >= self._told + TELL_SECONDS and now > self._next_line:
+            self._next_line, self._told = now + LINE_SECONDS, self.counters.waited
+            counted = self.counters
+            logger.warning(
+                "training waits for the network: %.1f s so far, %s requests, %s MB, %s retries; more "
+                "concurrency or horizon_bytes under [remote] may help, or a mirror",
+                counted.waited,
+                f"{counted.requests:,}",
+                f"{counted.bytes / 1e6:,.1f}",
+                f"{counted.retries:,}",
+            )
+
+    # Requests.
+
+    def slots(self) -> asyncio.Semaphore:
+        """Return what bounds the requests under way, in the loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self.options.concurrency))
+        return self._slots[1]
+
+    @property
+    def race_after(self) -> float:
+        """Seconds after which a request is slower than usual."""
+        return self._race_after
+
+    def took(self, seconds: float) -> None:
+        """Note how long a request took."""
+        self._times.append(seconds)
+        if len(self._times) >= 32 and self.counters.requests % 32 == 0:
+            times = sorted(self._times)
+            self._race_after = max(LEAST_RACE, 3 * times[int(len(times) * 0.95)])
+
+
+class RemoteObjects:
+    """The objects of one store, read by ranges; each is pinned to the version that was seen first."""
+
+    def __init__(self, address: Address, network: Network, etags: dict[str, str] | None = None) -> None:
+        self.address = address
+        self.network = network
+        self.etags = {} if etags is None else etags
+        """Name -> what its version is known by; whoever keeps it elsewhere fills it, and `pin`."""
+        self.pin: Callable[[str, str], str] = self.etags.setdefault
+        """Called with the version of an object that was seen; gives back the one that counts."""
+        self.sizes: dict[str, int] = {}
+        """Name -> how many bytes it must have, where that is known."""
+        self._store: ObjectStore = connect(address, network.options, retries=0)
+
+    async def get(self, name: str, begin: int, end: int, prove: Callable[[Any], int | None] | None = None) -> Any:  # noqa: ANN401 - a buffer
+        """Return the bytes `begin` to `end` (exclusive) of an object, tried again until the deadline.
+
+        `prove` gives the first page of the bytes that is not what it must be: they are then asked for once more.
+        """
+        network, options = self.network, self.network.options
+        async with network.slots():
+            last, attempts, wrong, pause = monotonic() + options.deadline, 0, False, 0.05
+            while True:
+                attempts += 1
+                try:
+                    data = await self._raced(name, begin, end, last)
+                except TokenmillError:
+                    raise
+                except Exception as error:
+                    await self._failed(error, name, (begin, end), last, attempts, pause)
+                    pause = min(2.0, 2 * pause)
+                    continue
+                page = prove(data) if prove is not None else None
+                if page is None:
+                    return data
+                network.counters.corrupt += 1
+                if wrong:
+                    raise StoreCorruptError(
+                        f"{self.address / name}: bytes {begin}:{end} must be what their checksums say, got others "
+                        f"twice, in page {page}; {WAY_OUT}"
+                    )
+                wrong = True
+
+    async def _failed(
+        self, error: Exception, name: str, span: tuple[int, int], last: float, attempts: int, pause: float
+    ) -> None:
+        """Wait before the next attempt, or raise what ends them."""
+        address, options = self.address / name, self.network.options
+        kind = _OUR_KINDS.get(type(error)) or kind_of(error)
+        if kind == "status 416":
+            raise self._wrong_size(name) from None
+        if isinstance(error, FileNotFoundError) or kind in _FATAL_KINDS:
+            raise explained(error, address, "read", options) from None
+        if monotonic() + pause > last:
+            raise StoreUnreachableError(
+                f"{address}: bytes {span[0]}:{span[1]} must be read within {options.deadline:g} s, got {kind} in "
+                f"the last of {attempts} attempts; check endpoint and network, or raise deadline under [remote]"
+            ) from None
+        self.network.counters.retries += 1
+        await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+
+    def _wrong_size(self, name: str, got: int | None = None) -> StoreCorruptError:
+        return StoreCorruptError(
+            f"{self.address / name}: must have {self.sizes.get(name)} bytes, got "
+            f"{'fewer' if got is None else got}; {WAY_OUT}"
+        )
+
+    async def _raced(self, name: str, begin: int, end: int, last: float) -> Any:  # noqa: ANN401 - a buffer
+        """Return the bytes by one request, or by the faster of two where the first is slower than usual."""
+        network = self.network
+        first = asyncio.ensure_future(self._once(name, begin, end))
+        tasks = {first}
+        # An attempt may take a sixth of all time: what hangs for longer will not come.
+        longest = min(last - monotonic(), max(2 * network.race_after, network.options.deadline / 6))
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=min(network.race_after, longest))
+            if not done:
+                network.counters.raced += 1
+                tasks.add(asyncio.ensure_future(self._once(name, begin, end)))
+                end_of = monotonic() + longest
+                waiting = set(tasks)
+                while waiting and not done:
+                    done, waiting = await asyncio.wait(
+                        waiting, timeout=end_of - monotonic(), return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if not done:
+                        raise TimeoutError
+                    if all(task.exception() is not None for task in done) and waiting:
+                        done = set()  # the other one may still come
+            task = next((task for task in tasks if task.done() and task.exception() is None), first)
+            return task.result() if task.done() else (await first)
+        finally:
+            for task in tasks:
+                if not task.done():
+                    task.cancel()
+                elif not task.cancelled():
+                    task.exception()
+
+    async def _once(self, name: str, begin: int, end: int) -> Any:  # noqa: ANN401 - a buffer
+        import obstore
+
+        counters, began = self.network.counters, monotonic()
+        counters.requests += 1
+        etag = self.etags.get(name)
+        options: Any = {"range": (begin, end), "if_match": etag} if etag else {"range": (begin, end)}
+        result = await obstore.get_async(self._store, name, options=options)
+        seen = result.meta["e_tag"]
+        if etag is None and seen and self.pin(name, seen) != seen:
+            raise overwritten(self.address / name)
+        if self.sizes.get(name, result.meta["size"]) != result.meta["size"]:
+            raise self._wrong_size(name, result.meta["size"])
+        data = await result.bytes_async()
+        counters.bytes += len(data)
+        self.network.took(monotonic() - began)
+        if len(data) != end - begin:
+            raise _CutShort
+        return data
+
+
+class _CutShort(Exception):
+    """Fewer bytes came than were asked for."""
+
+
+_OUR_KINDS: dict[type, str] = {TimeoutError: "a time-out", _CutShort: "a body that was cut short"}
+
+
+async def gathered(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Do several things beside one another; the first that fails ends them all."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def split(begin: int, end: int) -> list[tuple[int, int]]:
+    """Cut a range into requests.
+
+    >>> split(0, 5), split(0, (8 << 20) + 1)
+    ([(0, 5)], [(0, 8388608), (8388608, 8388609)])
+    """
+    return [(at, min(at + MAX_REQUEST_BYTES, end)) for at in range(begin, end, MAX_REQUEST_BYTES)]

@@ -1,0 +1,427 @@
+"""The files of a store in object storage: small ones are copied once, of large ones ranges are brought into memory.
+
+What rows need of a file lands at its own offset in a mapping of the file's size, of which only the pages that were
+written to take memory. So a span has an address as it has one in a local file, and kernels see no difference.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from tokenmill.caches import private_folder
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
+from tokenmill.store.durable import sync_folder, write_atomically
+from tokenmill.store.layout import (
+    MANIFEST,
+    ORIGINS_FOLDER,
+    PAGE_BYTES,
+    SUMS_FOLDER,
+    WAY_OUT,
+    Manifest,
+    ShardInfo,
+    axes_of,
+    index_file,
+    read_manifest,
+)
+from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, Request
+from tokenmill.store.remote.address import Address, parse_address
+from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
+from tokenmill.store.remote.mirror import Mirror, Wanted
+from tokenmill.types import Int64Array
+
+if TYPE_CHECKING:
+    from tokenmill.store.remote.sums import PageSums
+
+logger = logging.getLogger("tokenmill")
+NEAR_BYTES = 64 << 20
+"""Indexes of neighbouring shards that are brought together, so that their requests run beside one another."""
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def sparse_map(path: str, size: int) -> MappedFile:
+    """Return memory of a file's size, of which nothing is taken before it is written to."""
+    if not size:
+        return MappedFile(path, np.empty(0, np.uint8), 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    mapping = mmap.mmap(-1, size, flags=flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)  # or a page of 4 KiB would take 2 MiB
+    data = np.frombuffer(mapping, np.uint8)
+    return MappedFile(path, data, int(data.ctypes.data))
+
+
+def merged(begins: Int64Array, ends: Int64Array, page: int, size: int) -> tuple[Int64Array, Int64Array]:
+    """Return ranges in ascending order, widened to whole pages; those that touch or overlap become one, gaps stay.
+
+    >>> [part.tolist() for part in merged(np.array([8, 0, 4]), np.array([9, 4, 6]), 1, 100)]
+    [[0, 8], [6, 9]]
+    """
+    kept = ends > begins
+    begins, ends = begins[kept] // page * page, np.minimum(-(-ends[kept] // page) * page, size)
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    heads = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]])[: begins.size])
+    return begins[heads], ends[np.append(heads[1:], begins.size) - 1] if begins.size else ends
+
+
+class RangeLoan:
+    """Ranges of objects on their way into memory."""
+
+    def __init__(self, network: Network, files: list[MappedFile], size: int, fill: Callable[[], Any]) -> None:
+        self._network, self._files, self.bytes, self._fill = network, files, size, fill
+        self._work: Future[None] | None = None
+        self._begun = threading.Event()
+        self._released = False
+
+    def start(self) -> None:
+        """Begin; called when there is room."""
+        if not self._released:
+            self._work = Loop.current().start(self._fill())
+        self._begun.set()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all ranges have arrived."""
+        return self._work is not None and self._work.done()
+
+    def wait(self) -> list[MappedFile]:
+        """Return the files once all ranges are there; raise what kept one from coming."""
+        if not self._begun.is_set():
+            self._network.hurry(self.start)
+            self._begun.wait()  # who gave it room is about to begin
+        assert self._work is not None, "it was released"
+        self._work.result()
+        return self._files
+
+    def release(self) -> None:
+        """Let go of the memory; what is still on its way is given up."""
+        if self._released:
+            return
+        self._released = True
+        if self._work is not None and self._work.cancel():
+            with suppress(CancelledError, Exception):
+                self._work.result(5)
+        self._files = []
+        self._network.leave(self.bytes, self.start)
+
+
+class RemoteFiles:
+    """The files of one store in object storage."""
+
+    def __init__(self, address: Address, network: Network, folder: Path, manifest: Manifest) -> None:
+        self.address = address
+        self.network = network
+        self.folder = folder
+        """Where the small files are, once they were asked for."""
+        self.manifest = manifest
+        self.objects = RemoteObjects(address, network)
+        self.mirror: Mirror | None = None
+        if network.options.mirror is not None and network.options.limit_bytes != 0:
+            self.mirror = Mirror(folder, folder.parent, network)
+            self.objects.etags |= self.mirror.pins()
+            self.objects.pin = self._pin
+        self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
+        self._sums: dict[str, PageSums | None] = {}
+        self._listed: dict[str, dict[str, int]] = {}
+        self._indexes = {index_file(axis) for axis in axes_of(manifest.kind, manifest.keys)}
+        for shard in manifest.shards:
+            if shard.container is not None:
+                self.objects.sizes[shard.name] = shard.container.bytes
+            else:
+                for name, info in shard.files.items():
+                    self.objects.sizes[f"{shard.name}/{name}"] = info.bytes
+
+    def request(self, shard: int, name: str) -> Request:
+        """Return where a file of a shard is: offsets are copied to this machine first, arrays are not."""
+        info = self.manifest.shards[shard]
+        part = info.files[name]
+        if name in self._indexes:
+            if not self._local(info, name).exists():
+                self._bring_indexes(shard, name)
+            return FileRequest(self._local(info, name), part.bytes)
+        if info.container is None:
+            place = f"{info.name}/{name}"
+            return RangeRequest(self._shown(place), self, place, part.bytes)
+        container = info.container.bytes
+        return RangeRequest(self._shown(info.name), self, info.name, container, part.begin, part.bytes)
+
+    def whole(self, name: str, size: int) -> RangeRequest:
+        """Return a whole object as something to read ranges of."""
+        return RangeRequest(self._shown(name), self, name, size)
+
+    def send(self, name: str, file: Path) -> None:
+        """Write a file that was made here beside the shards."""
+        Client(self.address, self.network.options).put(name, file)
+        self._listed.pop(name.rpartition("/")[0], None)
+
+    def _pin(self, name: str, etag: str) -> str:
+        """Note the version of an object for all processes that share the mirror."""
+        assert self.mirror is not None
+        return self.objects.etags.setdefault(name, self.mirror.pin(name, etag))
+
+    def _shown(self, name: str) -> str:
+        return str(self.address / name)
+
+    # Ranges.
+
+    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> RangeLoan:
+        """Begin to read ranges of some files."""
+        files, wanted, size = [], self._whole(ranges), 0
+        limited = self.mirror is not None and self.mirror.limit is not None
+        for item in ranges:
+            request, proof = item.request, self.sums_of(item.request.name)
+            page = PAGE_BYTES if proof is not None or self.mirror is not None else 1
+            begins, ends = merged(item.begins + request.begin, item.ends + request.begin, page, request.bytes)
+            mapped = sparse_map(request.path, request.bytes)
+            need = Wanted(request.name, request.bytes, mapped.data, begins, ends, proof)
+            pages = need.pages
+            if limited and item.again is not None:
+                need = replace(need, again=item.again(pages * PAGE_BYTES - request.begin))
+            wanted.append(need)
+            files.append(part_of(mapped, request))
+            size += pages.size * PAGE_BYTES
+        loan = RangeLoan(self.network, files, size, lambda: self._fill(wanted))
+        self.network.admit(size, loan.start, ahead=ahead)
+        return loan
+
+    def _whole(self, ranges: Sequence[Ranges]) -> list[Wanted]:
+        """Return what a mirror lacks of the blocks around ranges, if it has room for them: it goes there alone."""
+        mirror = self.mirror
+        if mirror is None or mirror.limit == 0:
+            return []
+        around = [(item, *item.whole) for item in ranges if item.whole is not None]
+        if (
+            mirror.limit is not None
+            and 2 * sum(int((ends - begins).sum()) for _, begins, ends in around) > mirror.limit
+        ):
+            return []
+        found = []
+        for item, begins, ends in around:
+            request = item.request
+            pages = merged(begins + request.begin, ends + request.begin, PAGE_BYTES, request.bytes)
+            lacking = mirror.lacking(request.name, request.bytes, *pages)
+            if lacking[0].size:
+                need = Wanted(request.name, request.bytes, None, *lacking, self.sums_of(request.name))
+                if mirror.limit is not None and item.again is not None:
+                    need = replace(need, again=item.again(need.pages * PAGE_BYTES - request.begin))
+                found.append(need)
+        return found
+
+    async def _fill(self, wanted: Sequence[Wanted]) -> None:
+        if self.mirror is not None:
+            for group in ([w for w in wanted if w.out is None], [w for w in wanted if w.out is not None]):
+                await self.mirror.fill(self.objects, group)
+            return
+        tasks = [
+            self._one(need, at, stop)
+            for need in wanted
+            for begin, end in zip(need.begins.tolist(), need.ends.tolist(), strict=True)
+            for at, stop in split(begin, end)
+        ]
+        await gathered(tasks)
+
+    async def _one(self, need: Wanted, begin: int, end: int) -> None:
+        prove = need.proof.prover(begin) if need.proof is not None else None
+        assert need.out is not None
+        need.out[begin:end] = np.frombuffer(await self.objects.get(need.name, begin, end, prove), np.uint8)
+
+    # Page sums.
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the store has page sums, and they are to be used."""
+        if not self.network.options.verify_pages:
+            return False
+        is_asked = SUMS_FOLDER in self._listed
+        found = bool(self.listed(SUMS_FOLDER))
+        if not found and not is_asked:
+            logger.warning(
+                "%s: has no page sums, so what arrives is known by its size and version alone; `tokenmill verify "
+                "--add-page-sums` adds them",
+                self.address,
+            )
+        return found
+
+    def sums_of(self, name: str) -> PageSums | None:
+        """Return the page sums of a file by its name, brought once; None where there are, or shall be, none."""
+        if not self.has_sums:
+            return None
+        if name not in self._sums:
+            from tokenmill.store.remote.sums import read_sums, sums_file
+
+            number = self._numbers[name.partition("/")[0]]
+            shard = self.manifest.shards[number]
+            file = self.folder / sums_file(shard.name)
+            if not file.exists():
+                self._bring_sums(number)
+            self._sums.update(read_sums(file, shard) if file.exists() else {})
+            self._sums.setdefault(name, None)
+        return self._sums[name]
+
+    def _bring_sums(self, number: int) -> None:
+        """Copy the page sums of a shard, and with them those of the shards behind it, which will be wanted soon."""
+        listed = self.listed(SUMS_FOLDER)
+        jobs: list[tuple[str, int, int, Path, str | None]] = []
+        total = 0
+        for shard in self.manifest.shards[number:]:
+            name = f"{SUMS_FOLDER}/{shard.name}.bin"
+            total += listed.get(name, 0)
+            if jobs and total > NEAR_BYTES:
+                break
+            if name in listed:
+                jobs.append((name, 0, listed[name], self.folder / name, None))
+        self._copy(jobs)
+
+    # Small files.
+
+    def listed(self, folder: str) -> dict[str, int]:
+        """Return the names and sizes of what is in a folder beside the shards; asked for once."""
+        if folder not in self._listed:
+            found = Client(self.address, self.network.options).list(folder)
+            self.network.counters.requests += 1
+            self._listed[folder] = {item.name: item.bytes for item in found}
+        return self._listed[folder]
+
+    def bring(self, name: str) -> Path | None:
+        """Return the local copy of a file beside the shards, made if need be; None where there is no such file."""
+        file = self.folder / name
+        if not file.exists():
+            size = self.listed(name.rpartition("/")[0]).get(name)
+            if size is None:
+                return None
+            self._copy([(name, 0, size, file, None)])
+        return file
+
+    def bring_origins(self, shard: str) -> None:
+        """Copy the file that says where the documents of a shard came from: that of its unit, if there is one."""
+        names = [name for name in self.listed(ORIGINS_FOLDER) if name <= f"{ORIGINS_FOLDER}/{shard[6:11]}.bin"]
+        if names:
+            self.bring(max(names))
+
+    def bring_folder(self, folder: str) -> Path:
+        """Return the local copy of a folder beside the shards; nothing is in it where there is none."""
+        for name in self.listed(folder):
+            self.bring(name)
+        return self.folder / folder
+
+    def _local(self, shard: ShardInfo, name: str) -> Path:
+        return self.folder / shard.name / name
+
+    def _bring_indexes(self, shard: int, name: str) -> None:
+        """Copy the index of a shard, and with it those of the shards behind it, which will be wanted soon."""
+        jobs: list[tuple[str, int, int, Path, str | None]] = []
+        total = 0
+        for info in self.manifest.shards[shard:]:
+            part = info.files[name]
+            if jobs and total + part.bytes > NEAR_BYTES:
+                break
+            total += part.bytes
+            if not self._local(info, name).exists():
+                place = f"{info.name}/{name}" if info.container is None else info.name
+                jobs.append((place, part.begin, part.bytes, self._local(info, name), part.xxh3))
+        self._copy(jobs)
+
+    def _copy(self, jobs: Sequence[tuple[str, int, int, Path, str | None]]) -> None:
+        """Copy parts (object, first byte, size) to files; one process of a machine does it, the others wait."""
+        with locked(self.folder):
+            missing = [job for job in jobs if not job[3].exists()]
+            if missing:
+                Loop.current().start(gathered([self._copy_one(*job) for job in missing])).result()
+
+    async def _copy_one(self, name: str, begin: int, size: int, file: Path, checksum: str | None) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
+        try:
+            os.fchmod(descriptor, 0o644)
+
+            async def part(at: int, stop: int) -> None:
+                data = await self.objects.get(name, at, stop)
+                os.pwrite(descriptor, data, at - begin)
+
+            await gathered([part(at, stop) for at, stop in split(begin, begin + size)])
+            os.fsync(descriptor)
+            if checksum is not None and _digest(descriptor) != checksum:
+                raise StoreCorruptError(
+                    f"{self.address / name}: checksum must be {checksum}, got {_digest(descriptor)}; {WAY_OUT}"
+                )
+            os.replace(temporary, file)
+            sync_folder(file.parent)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def part_of(mapped: MappedFile, request: RangeRequest) -> MappedFile:
+    """Return the part of a file that a request is for, as if it were mapped alone."""
+    data = mapped.data[request.begin : request.begin + request.wanted]
+    return MappedFile(request.path, data, mapped.address + request.begin if data.size else 0)
+
+
+def _digest(descriptor: int) -> str:
+    state, at = xxhash.xxh3_128(), 0
+    while block := os.pread(descriptor, 1 << 20, at):
+        state.update(block)
+        at += len(block)
+    return state.hexdigest()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes, and threads, from copying the same; the lock goes with who holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("wb") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# From an address to the files of a store.
+
+
+def open_remote(text: str, network: Network) -> tuple[RemoteFiles, Manifest]:
+    """Read the manifest of the store at an address; it is asked for each time, and kept with what it lists."""
+    options = network.options
+    address = parse_address(text, options)
+    try:
+        body = Client(address, options).get(MANIFEST)
+    except StoreMissingError:
+        raise StoreMissingError(
+            f"{address}: a store must be an address with {MANIFEST} below it, got none; check the address, or "
+            "upload a store with `tokenmill upload`; files of other projects are read from disk alone"
+        ) from None
+    network.counters.requests += 1
+    network.counters.bytes += len(body)
+    place = Path(options.mirror).expanduser() if options.mirror else private_folder("remote")
+    if place is None:
+        raise ConfigError(
+            f"{address}: there must be a folder for its small files, got none that can be written to; name one as "
+            "mirror under [remote]"
+        )
+    known = xxhash.xxh3_128_hexdigest(f"{address} {address.endpoint}".encode() + body)
+    folder = place / f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MANIFEST).exists():
+        with locked(folder):
+            write_atomically(folder / MANIFEST, body)
+    manifest = read_manifest(folder)
+    return RemoteFiles(address, network, folder, manifest), manifest

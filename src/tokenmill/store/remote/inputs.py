@@ -1,0 +1,189 @@
+"""Files of text or records in object storage, copied to a folder on this machine, from where they are read.
+
+A copy is kept with the version of its object, and made anew when that has changed. One process of a machine copies,
+the others wait for it; what was not copied whole has another name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from tokenmill.errors import DocumentError, StoreCorruptError
+from tokenmill.fingerprint import digest
+from tokenmill.store.durable import write_atomically
+from tokenmill.store.remote.address import Address, is_address, parse_address
+from tokenmill.store.remote.client import Client, ObjectInfo
+from tokenmill.store.remote.fetch import LINE_SECONDS
+from tokenmill.store.remote.files import locked
+from tokenmill.types import RemoteOptions
+
+logger = logging.getLogger("tokenmill")
+THREADS = 8
+_LIST = ".objects.json"
+"""Name of an object -> its size and version, of those that were copied."""
+_WILD = re.compile(r"[*\[]")
+Progress = Callable[[int, int], None]
+"""Told the bytes that are here, and all there are."""
+
+
+def copy_inputs(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    folder: Path,
+    *,
+    is_known: Callable[[str], bool],
+    options: RemoteOptions | None = None,
+    progress: Progress | None = None,
+) -> list[str | os.PathLike[str]]:
+    """Return inputs with local paths in place of addresses, whose objects are copied below `folder` first.
+
+    An address is that of an object, of a folder of them, or has `*`, `**` and `[...]` in its path, as a glob has.
+    Of a folder only objects are taken whose names `is_known` says can be read, as no others are. Where nobody asks
+    for its `progress`, a line is logged every 30 s.
+    """
+    items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    found: list[str | os.PathLike[str]] = []
+    for item in items:
+        if isinstance(item, str) and is_address(item):
+            found += _copied(item, folder, is_known, options or RemoteOptions(), progress or _logged())
+        else:
+            found.append(item)
+    return found
+
+
+def _logged() -> Progress:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            logger.warning(
+                "inputs are copied from object storage: %s of %s MB", f"{done / 1e6:,.0f}", f"{total / 1e6:,.0f}"
+            )
+
+    return tell
+
+
+def _copied(
+    text: str, folder: Path, is_known: Callable[[str], bool], options: RemoteOptions, progress: Progress
+) -> list[str]:
+    path, mark, query = text.partition("?")
+    wild = _WILD.search(path)
+    # What is listed is the folder above the first name that is no plain one.
+    fixed = path[: path.rindex("/", 0, wild.start())] if wild else path
+    address = parse_address(f"{fixed}{mark}{query}" if mark else fixed, options)
+    pattern = path[len(fixed) :].strip("/") if wild else None
+    root, objects = _objects(address, pattern, is_known, options)
+    place = {"scheme": root.scheme, "bucket": root.bucket, "endpoint": root.endpoint, "key": root.key}
+    here = folder / f"{root.name}-{digest(place)[:12]}"
+    client = Client(root, options)
+    with locked(here):
+        known = _read_list(here)
+        missing = [info for info in objects if not _is_here(here, info, known)]
+        total = sum(info.bytes for info in objects)
+        done = total - sum(info.bytes for info in missing)
+        progress(done, total)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-inputs") as executor:
+            try:
+                work = {executor.submit(_copy, client, here, info): info for info in missing}
+                for finished in as_completed(work):
+                    finished.result()
+                    info = work[finished]
+                    known[info.name] = (info.bytes, info.etag)
+                    write_atomically(here / _LIST, json.dumps(known).encode())
+                    done += info.bytes
+                    progress(done, total)
+            except BaseException:
+                executor.shutdown(wait=True, cancel_futures=True)
+                raise
+    return [str(here / info.name) for info in objects]
+
+
+def _objects(
+    address: Address, pattern: str | None, is_known: Callable[[str], bool], options: RemoteOptions
+) -> tuple[Address, list[ObjectInfo]]:
+    """Return the folder of what an address stands for, and the objects in it."""
+    if pattern is None:
+        folder, _, name = address.key.rpartition("/")
+        above = replace(address, key=folder)
+        info = Client(above, options).head(name) if name else None
+        if info is not None:
+            return above, [info]
+    chosen = _translated(pattern) if pattern is not None else None
+    objects = [
+        info
+        for info in Client(address, options).list()
+        if not _is_hidden(info.name) and (chosen.fullmatch(info.name) if chosen else is_known(info.name))
+    ]
+    if not objects:
+        raise DocumentError(
+            f"{address}{f'/{pattern}' if pattern else ''}: must be an object, or a folder or glob of some that can "
+            "be read, got none; fix the address"
+        )
+    return address, objects
+
+
+def _translated(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a glob: `*` stays within a name, `**` does not.
+
+    >>> [bool(_translated("a/*.jsonl").fullmatch(name)) for name in ("a/b.jsonl", "a/b/c.jsonl", "a/b.txt")]
+    [True, False, False]
+    >>> bool(_translated("**/*.jsonl").fullmatch("c.jsonl")), bool(_translated("[ab].txt").fullmatch("b.txt"))
+    (True, True)
+    """
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
+
+    def parts() -> Iterator[str]:
+        for piece in re.split(r"(\*\*/|\*\*|\*|\[[^\]/]+\])", pattern):
+            if piece.startswith("[") and piece.endswith("]"):
+                letters = piece[1:-1].lstrip("!^").replace("\\", "\\\\")
+                yield f"[{'^' if piece[1] in '!^' else ''}{letters}]"
+            else:
+                yield tokens.get(piece) or re.escape(piece)
+
+    return re.compile("".join(parts()))
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether an object is hidden, or has a name that no file may have; neither is an input."""
+    return any(not part or part.startswith(".") for part in name.split("/"))
+
+
+def _read_list(here: Path) -> dict[str, tuple[int, str | None]]:
+    try:
+        kept = json.loads((here / _LIST).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {name: (int(size), etag) for name, (size, etag) in kept.items()}
+
+
+def _is_here(here: Path, info: ObjectInfo, known: dict[str, tuple[int, str | None]]) -> bool:
+    file = here / info.name
+    same = info.etag is not None and known.get(info.name) == (info.bytes, info.etag)
+    return same and file.is_file() and file.stat().st_size == info.bytes
+
+
+def _copy(client: Client, here: Path, info: ObjectInfo) -> None:
+    file = here / info.name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".tmp-{file.name}")
+    with partial.open("wb") as out:
+        for block in client.stream(info.name, info.etag):
+            out.write(block)
+        out.flush()
+        os.fsync(out.fileno())
+    size = partial.stat().st_size
+    if size != info.bytes:
+        raise StoreCorruptError(
+            f"{client.address / info.name}: must have {info.bytes} bytes, as it was listed with, got {size}; let "
+            "nothing write to it and start again"
+        )
+    partial.replace(file)

@@ -1,0 +1,193 @@
+"""A store, copied to object storage: every file proven on both sides, the manifest last.
+
+There is no state to keep. What is there already and is right is left alone, so an upload that was ended goes on
+where it stopped; what is there and is wrong is sent again. Without its manifest nothing is a store, and that is
+written by one request, which does not overwrite another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
+from tokenmill.store.layout import (
+    JOURNAL_FOLDER,
+    MANIFEST,
+    ROWS_FOLDER,
+    SUMS_FOLDER,
+    WAY_OUT,
+    Manifest,
+    is_shard_name,
+    manifest_bytes,
+)
+from tokenmill.store.reader import read_ours
+from tokenmill.store.remote.address import is_address, parse_address
+from tokenmill.store.remote.client import Client
+from tokenmill.store.verify import verify
+from tokenmill.tables import path_of
+from tokenmill.types import RemoteOptions
+
+THREADS = 8
+"""Files that are on their way at a time; the parts of a large one are, too."""
+_BLOCK = 8 << 20
+_LEFT_OUT = (ROWS_FOLDER, JOURNAL_FOLDER)
+"""Folders of a store that readers make anew, or do not need."""
+Progress = Callable[[int, int], None]
+"""Told the bytes that are there and proven, and all there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadReport:
+    """What is in object storage now."""
+
+    store: str
+    address: str
+    files: int
+    bytes: int
+    sent_files: int
+    sent_bytes: int
+    """The others were there already, and right."""
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    name: str
+    """Path within the store, with `/`."""
+    bytes: int
+    xxh3: str
+
+
+def upload(
+    store: str | os.PathLike[str],
+    address: str,
+    *,
+    options: RemoteOptions | None = None,
+    progress: Progress = lambda _done, _all: None,
+) -> UploadReport:
+    """Copy a finished store of ours to an address such as `s3://bucket/path`.
+
+    A store without page sums, by which readers prove every page, gets them first.
+
+    Each file is proven by its checksum before it is sent, and read back and proven behind that. Another store at
+    the address is never overwritten: StoreExistsError.
+    """
+    path = Path(path_of("store", store))
+    if not is_address(address):
+        raise ConfigError(
+            f"address: must be one of object storage, got {address!r}; write s3://bucket/path, or copy the folder"
+        )
+    place = parse_address(address, options)
+    manifest = read_ours(path, {})
+    if not (path / SUMS_FOLDER).is_dir():
+        verify(path, add_page_sums=True)
+    client = Client(place, options)
+    body = manifest_bytes(manifest)
+    there = client.get(MANIFEST) if client.head(MANIFEST) is not None else None
+    if there is not None and there != body:
+        raise _another(str(place))
+    files = list(_files(path, manifest))
+    total, done, sent = sum(file.bytes for file in files) + len(body), 0, []
+    sizes = {info.name: info.bytes for info in client.list()}
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-upload") as executor:
+        try:
+            work = {executor.submit(_bring, client, path, file, sizes.get(file.name)): file for file in files}
+            for finished in as_completed(work):
+                if finished.result():
+                    sent.append(work[finished])
+                done += work[finished].bytes
+                progress(done, total)
+        except BaseException:
+            executor.shutdown(wait=True, cancel_futures=True)
+            raise
+    if there is None:
+        _publish(client, body)
+    progress(total, total)
+    return UploadReport(
+        store=str(path),
+        address=str(place),
+        files=len(files) + 1,
+        bytes=total,
+        sent_files=len(sent) + (there is None),
+        sent_bytes=sum(file.bytes for file in sent) + (len(body) if there is None else 0),
+        fingerprint=manifest.fingerprint,
+    )
+
+
+def _publish(client: Client, body: bytes) -> None:
+    """Write the manifest, if nobody has; the same one may be there from a request that was told to have failed."""
+    try:
+        client.create(MANIFEST, body)
+    except StoreExistsError:
+        if client.get(MANIFEST) != body:
+            raise _another(str(client.address)) from None
+
+
+def _another(place: str) -> StoreExistsError:
+    return StoreExistsError(
+        f"{place}: must hold nothing, or a part of this store, got another store; choose another address"
+    )
+
+
+def _files(path: Path, manifest: Manifest) -> Iterator[_File]:
+    """Yield the files that a reader needs, those of shards as the manifest lists them."""
+    for shard in manifest.shards:
+        if shard.container is not None:
+            yield _File(name=shard.name, bytes=shard.container.bytes, xxh3=shard.container.xxh3)
+            continue
+        for name, info in shard.files.items():
+            yield _File(name=f"{shard.name}/{name}", bytes=info.bytes, xxh3=info.xxh3)
+    for folder, folders, names in os.walk(path):
+        top = Path(folder) == path
+        folders[:] = sorted(
+            name for name in folders if not (top and (name in _LEFT_OUT or is_shard_name(name) or _is_left(name)))
+        )
+        for name in sorted(names):
+            if top and (name == MANIFEST or is_shard_name(name) or _is_left(name)):
+                continue
+            file = Path(folder) / name
+            yield _File(
+                name=file.relative_to(path).as_posix(), bytes=file.stat().st_size, xxh3=_checksum(_blocks(file))
+            )
+
+
+def _is_left(name: str) -> bool:
+    """Whether a name is of what a build that was killed may leave."""
+    return name.startswith(".tmp-")
+
+
+def _bring(client: Client, path: Path, file: _File, size: int | None) -> bool:
+    """See to it that a file is there and right; say whether it was sent."""
+    if size == file.bytes and _checksum(client.stream(file.name)) == file.xxh3:
+        return False
+    local = path / file.name
+    if local.stat().st_size != file.bytes or _checksum(_blocks(local)) != file.xxh3:
+        raise StoreCorruptError(
+            f"{local}: must be what the manifest says before it is uploaded, got other bytes; {WAY_OUT}"
+        )
+    client.put(file.name, local)
+    if _checksum(client.stream(file.name)) != file.xxh3:
+        raise StoreCorruptError(
+            f"{client.address / file.name}: must be read back as it was sent, got other bytes; upload it again"
+        )
+    return True
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            yield block
+
+
+def _checksum(blocks: Iterator[bytes]) -> str:
+    """Return the checksum of blocks, as manifests have it; those of an object that is cut meanwhile fit nothing."""
+    checksum = xxhash.xxh3_128()
+    for block in blocks:
+        checksum.update(block)
+    return str(checksum.hexdigest())

@@ -1,0 +1,643 @@
+"""The views as HTML, in which every text goes through `text_of`: documents, names and paths are hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from tokenmill.build.status import BuildStatus
+from tokenmill.run.inspect import Audit, DocumentPart, Example
+from tokenmill.run.run import Run
+from tokenmill.run.step import StepDeal, StepRow, Strip, StripToken
+from tokenmill.view.picture import COLOURS, text_of, timeline
+from tokenmill.view.views import (
+    ArraysView,
+    DiffView,
+    DocumentView,
+    PackingView,
+    RemoteView,
+    StepView,
+    StoreView,
+    StripView,
+    TimelineView,
+)
+
+
+def link(view: str, words: str, current: str = "", /, **parameters: object) -> str:
+    """Return a link to a view, relative to any page."""
+    query = urlencode({name: value for name, value in parameters.items() if value is not None})
+    here = ' aria-current="page"' if view == current else ""
+    return f'<a href="{text_of(view + (f"?{query}" if query else ""))}"{here}>{words}</a>'
+
+
+def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
+    """Return a whole page around the body of a view, with links to others."""
+    choice = "".join(f"<li>{link(each, each.capitalize(), view)}</li>" for each in views)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>tokenmill: {text_of(name)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="stylesheet" href="static/style.css">'
+        '<script type="module" src="static/app.js"></script></head>\n'
+        '<body><a class="skip" href="#main">To the content</a>'
+        f'<header><strong>{text_of(name)}</strong><nav aria-label="Views"><ul>{choice}</ul></nav></header>\n'
+        f'<main id="main" tabindex="-1">{body}</main>\n'
+        '<output id="about" aria-live="polite"></output></body></html>\n'
+    )
+
+
+def style() -> str:
+    """Return the style of all pages, for one that stands by itself."""
+    return (Path(__file__).parent / "static" / "style.css").read_text(encoding="utf-8")
+
+
+def problem(message: str) -> str:
+    """Return the body of a page that says what is wrong, with the way out."""
+    return f'<h1>This cannot be shown</h1><p class="problem" role="alert">{text_of(message)}</p>'
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, raw: Sequence[int] = ()) -> str:
+    """Return a table; numbers stand to the right. Columns of `raw` hold HTML."""
+    lines = [
+        "<tr>"
+        + "".join(
+            f"<td{_right(value)}>{value if place in raw else text_of(_cell(value))}</td>"
+            for place, value in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    ]
+    head = "".join(f'<th scope="col">{text_of(column)}</th>' for column in columns)
+    body = "".join(lines) or f'<tr><td colspan="{len(columns)}">none</td></tr>'
+    return (
+        f'<div class="scroll" tabindex="0"><table><caption>{text_of(title)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _right(value: object) -> str:
+    return ' class="number"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def facts(items: Iterable[tuple[str, object]]) -> str:
+    """Return names and values as a list."""
+    shown = "".join(f"<div><dt>{text_of(name)}</dt><dd>{text_of(_cell(value))}</dd></div>" for name, value in items)
+    return f'<dl class="facts">{shown}</dl>'
+
+
+def bars(title: str, counts: Mapping[str, int]) -> str:
+    """Return counts as bars, with their numbers."""
+    most = max(counts.values(), default=1) or 1
+    drawn = [
+        f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="{100 * count / most:.2f}" height="1" class="c0"/></svg>'
+        for count in counts.values()
+    ]
+    rows = [(name, count, bar) for (name, count), bar in zip(counts.items(), drawn, strict=True)]
+    return table(title, ("", "", ""), rows, raw=(2,))
+
+
+# Strips: a colour a document, trained tokens as high as the strip, others as a thin line, padding hatched.
+
+
+def strip_svg(strip: Strip) -> str:
+    """Draw a strip; its unit of length is a token, so that no number is rounded.
+
+    Gaps in what is trained that are less than a thousandth of the strip, as BOS is in a long row, are not drawn.
+    """
+    parts: list[str] = []
+    runs, least = iter([*strip.trained, (strip.room, strip.room)]), strip.room // 1000
+    first, end = next(runs)
+    last = -1
+    begin = 0
+    for span in strip.spans:
+        behind = begin + span.length
+        shade = span.document % len(COLOURS)
+        last = shade = (shade + 1) % len(COLOURS) if shade == last else shade
+        data = f'c{shade}" data-a="{span.document},{span.start},{span.length}"/>'
+        inside: list[tuple[int, int]] = []
+        while first < behind:
+            inside.append((max(first, begin), min(end, behind)))
+            if end > behind:  # it goes on in the next span
+                break
+            first, end = next(runs)
+        if span.length - sum(b - a for a, b in inside) > least:
+            parts.append(f'<rect x="{begin}" width="{span.length}" class="m {data}')
+        parts += [f'<rect x="{a}" width="{b - a}" class="t {data}' for a, b in inside]
+        if span.start == 0:
+            parts.append(f'<path d="M{begin} 0V10" class="edge"/>')
+        begin = behind
+    return (
+        f'<svg class="strip" viewBox="0 0 {strip.room} 10" preserveAspectRatio="none" role="img" '
+        f'aria-label="{_described(strip)}">{"".join(parts)}</svg>'
+    )
+
+
+def _described(strip: Strip) -> str:
+    documents = f"{len(strip.spans)} span{'s' if len(strip.spans) != 1 else ''}"
+    return f"{documents}, {strip.length} of {strip.room} tokens, {strip.num_trained} trained"
+
+
+LEGEND = (
+    '<p class="legend"><span class="key t"></span> trained <span class="key m"></span> not trained '
+    '<span class="key pad"></span> padding <span class="key edge"></span> a document begins</p>'
+)
+
+
+def strips(step: int, rows: Sequence[StepRow], side: str = "slot", equal: Mapping[int, str] | None = None) -> str:
+    """Draw rows of a step; each is a link to its tokens, and to the row that is `equal` to it, if there is one."""
+    lines = []
+    for row in rows:
+        note = f' <small><a href="#{equal[row.slot]}">same</a></small>' if equal and row.slot in equal else ""
+        drawn = "".join(
+            f'<div class="part"><span class="what">{text_of(_named(strip))}</span>'
+            f'<a href="strip?step={step}&amp;slot={row.slot}&amp;strip={place}">{strip_svg(strip)}</a></div>'
+            for place, strip in enumerate(row.strips)
+        )
+        lines.append(
+            f'<li id="{side}-{row.slot}" data-source="{text_of(row.source)}"><span class="slot">{row.slot} '
+            f"<b>{text_of(row.source)}</b>{note}</span>{drawn}</li>"
+        )
+    return f'{LEGEND}<ol class="strips">{"".join(lines)}</ol>'
+
+
+def _named(strip: Strip) -> str:
+    if strip.key == "tokens":
+        return ""
+    return strip.key if strip.reward is None else f"{strip.key.removesuffix('s')} {strip.reward:g}"
+
+
+def step_page(view: StepView, run: Run) -> str:  # noqa: ARG001 - all pages of a run have it
+    """Show a step."""
+    contents = view.contents
+    last = contents.steps - 1
+    ranks, each = (view.deal.ranks, view.deal.micro_batch) if view.deal else (None, None)
+    kept = {"world_size": ranks, "micro_batch": each}
+    before = link("step", "← earlier", step=max(0, contents.step - 1), **kept)
+    after = link("step", "later →", step=min(last, contents.step + 1), **kept)
+    edges = "".join(f'<option value="{start}" label="{text_of(name)}"></option>' for name, start in view.stages)
+    control = (
+        '<form action="step" class="controls">'
+        f'<label>Step <input name="step" type="number" min="0" max="{last}" value="{contents.step}"></label>'
+        f'<label class="wide">of {contents.steps:,} <input type="range" min="0" max="{last}" '
+        f'value="{contents.step}" list="stages" data-for="step" aria-label="Step"></label>'
+        f'<datalist id="stages">{edges}</datalist>'
+        f'<label>Ranks <input name="world_size" type="number" min="1" value="{ranks or ""}"></label>'
+        f'<label>Micro-batch <input name="micro_batch" type="number" min="1" value="{each or ""}">'
+        f'</label><button>Show</button> <span class="turn">{before} {after}</span></form>'
+    )
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in sorted(contents.shares.items()))
+    rows = contents.rows
+    about = facts(
+        [
+            ("stage", f"{contents.stage}, {contents.progress:.1%} of it behind"),
+            ("rows", contents.global_batch_size),
+            ("seq_len", contents.seq_len),
+            ("shares asked for", shares),
+            ("lr_scale", contents.lr_scale),
+            ("tokens shown", sum(strip.length for row in rows for strip in row.strips)),
+            ("of them trained", sum(strip.num_trained for row in rows for strip in row.strips)),
+        ]
+    )
+    body = _deal(view.deal) if view.deal else ""
+    more = ""
+    if len(rows) < contents.global_batch_size:
+        first, size = contents.first, contents.global_batch_size
+        parts = [
+            link("step", f"slots {begin} to {min(begin + 512, size) - 1}", step=contents.step, first=begin, **kept)
+            for begin in range(0, size, 512)
+            if begin != first
+        ]
+        more = f'<p class="more">{" ".join(parts[:64])}</p>'
+    return f"<h1>Step {contents.step:,}</h1>{control}{about}{body}{more}{strips(contents.step, rows)}"
+
+
+def _deal(deal: StepDeal) -> str:
+    """Show who takes which rows, and what waiting for the dearest costs."""
+    used, other = (deal.dealt, deal.in_order) if deal.balanced else (deal.in_order, deal.dealt)
+    how = "by cost" if deal.balanced else "in order"
+    lines = [
+        (
+            member.rank,
+            member.micro_batch,
+            ", ".join(map(str, member.slots)),
+            round(member.cost, 3),
+            round(alike.cost, 3),
+        )
+        for member, alike in zip(used, other, strict=True)
+    ]
+    columns = ("rank", "micro-batch", "slots", "cost", "in order" if deal.balanced else "dealt by cost")
+    waits = (
+        f"Ranks that wait for one another take {deal.waiting_in_order:.3f} of the mean in order, "
+        f"{deal.waiting_dealt:.3f} dealt by cost."
+    )
+    return f"{table(f'Who takes which rows, {how}', columns, lines)}<p>{waits}</p>"
+
+
+# Tokens as text
+
+
+def tokens_html(tokens: Sequence[tuple[str, bool, bool, str, bool]]) -> str:
+    """Return tokens as text: (text, trained, control, what is said of it, whether a document begins) of each."""
+    parts = []
+    for text, trained, control, about, begins in tokens:
+        kinds = f"k{' t' if trained else ''}{' c' if control else ''}{' first' if begins else ''}"
+        shown = text_of(text.replace("\n", "⏎\n")) or "∅"
+        parts.append(f'<span class="{kinds}" title="{text_of(about)}">{shown}</span>')
+    legend = (
+        '<p class="legend"><span class="k t">trained</span> <span class="k">not trained</span> '
+        '<span class="k c">control token</span></p>'
+    )
+    return f'{legend}<pre class="tokens">{"".join(parts)}</pre>'
+
+
+def strip_page(view: StripView, run: Run) -> str:  # noqa: ARG001
+    """Show one strip of a row, token by token."""
+    strip, controls = view.tokens, set(view.controls)
+
+    def line(token: StripToken) -> tuple[str, bool, bool, str, bool]:
+        state = "trained" if token.trained else "not trained"
+        about = f"id {token.id}, document {token.document}, position {token.position}, {state}"
+        text = f"{token.id} " if token.text is None else token.text
+        return text, token.trained, token.id in controls, about, token.position == 0
+
+    documents = dict.fromkeys(token.document for token in strip.tokens)
+    links = ", ".join(
+        link("document", str(document), source=strip.source, document=document) for document in documents
+    )
+    back = link("step", f"step {strip.step:,}", step=strip.step)
+    turn = paging(
+        "strip", strip.first, len(strip.tokens), strip.length, step=strip.step, slot=strip.slot, strip=strip.strip
+    )
+    return (
+        f"<h1>Slot {strip.slot} of {back}: {text_of(strip.source)}, {text_of(strip.key)}</h1>"
+        f"{facts([('tokens', strip.length), ('room', strip.room)])}<p>Documents: {links}</p>"
+        f"<p>{link('arrays', 'Its arrays as numbers', step=strip.step, slot=strip.slot)}</p>"
+        f"{_no_text(view.no_text)}{turn}{tokens_html([line(token) for token in strip.tokens])}"
+    )
+
+
+def arrays_page(view: ArraysView, run: Run) -> str:  # noqa: ARG001
+    """Show the arrays of one row as numbers, a place a line."""
+    names, shown = list(view.arrays), max((len(values) for values in view.arrays.values()), default=0)
+    rows = [
+        (
+            view.first + place,
+            *(str(values[place]) if place < len(values) else "" for values in view.arrays.values()),
+        )
+        for place in range(shown)
+    ]
+    back = link("strip", f"slot {view.slot} of step {view.step:,}", step=view.step, slot=view.slot)
+    turn = paging("arrays", view.first, shown, view.length, step=view.step, slot=view.slot)
+    return f"<h1>Arrays of {back}</h1>{turn}{table('As the loader delivers them', ('place', *names), rows)}"
+
+
+def _no_text(why: str | None) -> str:
+    return f'<p class="problem">{text_of(why)}</p>' if why else ""
+
+
+def paging(view: str, first: int, shown: int, total: int, **parameters: object) -> str:
+    """Return links to what stands before and behind what is shown."""
+    if shown >= total:
+        return ""
+    before = link(view, "← before", first=max(0, first - shown), **parameters) if first else ""
+    after = link(view, "behind →", first=first + shown, **parameters) if first + shown < total else ""
+    return f'<p class="turn">{first:,} to {first + shown - 1:,} of {total:,} {before} {after}</p>'
+
+
+# The run as a whole
+
+
+def timeline_page(view: TimelineView, run: Run) -> str:
+    """Show shares, stages, edits and epochs over the whole run."""
+    report = view.report
+    picture = timeline(run.plan(), report, run.name, report.quarantined, by=view.by)
+    choice = " ".join(f"<li>{link('timeline', f'by {by}', by=by)}</li>" for by in ("steps", "tokens"))
+    stages = [
+        (
+            link("step", text_of(stage.name), step=stage.start_step),
+            *(
+                stage.start_step,
+                stage.end_step,
+                stage.tokens,
+                stage.global_batch_size,
+                stage.seq_len,
+                stage.lr_scale,
+            ),
+        )
+        for stage in report.stages
+    ]
+    columns = ("stage", "from step", "to", "tokens", "batch", "seq_len", "lr_scale")
+    shares = [
+        (share.stage, share.source, share.asked, share.realised, share.realised_tokens, share.rows, share.epochs)
+        for share in report.shares
+    ]
+    sources = [
+        (
+            source.name,
+            source.drawn,
+            source.epochs,
+            source.first_repeat
+            if source.first_repeat is None
+            else link("step", f"{source.first_repeat:,}", step=source.first_repeat),
+            source.gone_from,
+        )
+        for source in report.sources
+    ]
+    evals = [
+        (each.name, ", ".join(each.sources), each.documents, each.rows, each.labels, each.every, each.every_tokens)
+        for each in report.evals
+    ]
+    named = ("eval", "sources", "documents", "rows", "labels", "every so many steps", "or tokens")
+    warned = "".join(f'<p class="problem">{text_of(warning)}</p>' for warning in report.warnings)
+    return (
+        f'<h1>Timeline</h1><ul class="choice">{choice}</ul><figure class="timeline">{picture}</figure>{warned}'
+        + table("Stages", columns, stages, raw=(0,))
+        + table(
+            "Shares asked and realised",
+            ("stage", "source", "asked", "realised", "of tokens", "rows", "epochs so far"),
+            shares,
+        )
+        + table("Sources", ("source", "rows drawn", "epochs", "first repeat", "used up from"), sources, raw=(3,))
+        + (table("Evals", named, evals) if evals else "")
+    )
+
+
+def packing_page(view: PackingView, run: Run) -> str:  # noqa: ARG001
+    """Show what becomes of the tokens of each source, and how rows are filled."""
+    parts = ["<h1>Packing</h1>"]
+    for source in view.report.sources:
+        if source.fates is not None:
+            fates = source.fates
+            counts = {"trained": fates.trained, "masked": fates.masked, **fates.dropped}
+            parts.append(_balance(f"{source.name}: the {fates.tokens:,} tokens of an epoch", counts, fates.tokens))
+    for packed in view.sources:
+        name = f"{packed.source} in {packed.stage}, {packed.packing}, {packed.sampled:,} of {packed.rows:,} rows"
+        fill = {f"{10 * part}%": count for part, count in enumerate(packed.fill)}
+        parts.append(
+            f'<h2>{text_of(name)}</h2><div class="beside">'
+            f"{bars('Rows by how full they are', fill)}{bars('Spans a row', packed.spans)}"
+            f"{bars('Tokens a span', packed.lengths)}</div>"
+        )
+    return "".join(parts)
+
+
+def _balance(title: str, counts: Mapping[str, int], total: int) -> str:
+    """Draw counts that sum to a total as one bar."""
+    drawn, begin = [], 0.0
+    for place, count in enumerate(counts.values()):
+        width = 1000 * count / max(total, 1)
+        drawn.append(f'<rect x="{begin:.3f}" width="{width:.3f}" height="10" class="c{place % len(COLOURS)}"/>')
+        begin += width
+    keys = "".join(
+        f'<span><svg class="swatch" viewBox="0 0 1 1" aria-hidden="true"><rect width="1" height="1" '
+        f'class="c{place % len(COLOURS)}"/></svg> {text_of(name)} {count:,}</span>'
+        for place, (name, count) in enumerate(counts.items())
+    )
+    words = f"{sum(counts.values()):,} = {total:,}"
+    return (
+        f"<h2>{text_of(title)}</h2>"
+        f'<svg class="strip" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" aria-label="{words}">'
+        f'{"".join(drawn)}</svg><p class="legend">{keys} <span>{words}</span></p>'
+    )
+
+
+# Stores
+
+
+def audit_table(audits: Sequence[Audit]) -> str:
+    """Show how much is trained on."""
+    columns = ("array", "items", "audited", "trained %", "fully masked %", "truncated %", "without EOS %")
+    return table(
+        "Supervision",
+        columns,
+        [
+            (
+                *(a.key, a.items, a.audited, round(a.supervised_percent, 2)),
+                *(a.fully_masked_percent, a.truncated_percent, a.without_eos_percent),
+            )
+            for a in audits
+        ],
+    )
+
+
+def examples_html(shown: Sequence[Example]) -> str:
+    """Show examples with what is trained on."""
+    parts = []
+    for example in shown:
+        counts = f"{example.tokens:,} tokens, {example.supervised:,} trained"
+        title = f"{example.key} {example.item:,} ({', '.join(example.why)}): {counts}"
+        runs = []
+        for piece in example.runs:
+            gap = f" … {piece.left_out:,} tokens … " if piece.left_out else ""
+            runs += [(gap, False, False, title, False)] if gap else []
+            runs.append((piece.text, piece.trained, piece.control, title, False))
+        parts.append(f"<h3>{text_of(title)}</h3>{tokens_html(runs)}")
+    return "".join(parts)
+
+
+def store_page(view: StoreView, run: Run | None) -> str:  # noqa: ARG001
+    """Show a store and a page of its documents."""
+    contents = view.contents
+    others = " ".join(
+        f"<li>{link('store', text_of(name), 'store' if name == view.name else '', source=name)}</li>"
+        for name in view.names
+    )
+    about = facts(
+        [
+            *(("kind", contents.kind), ("documents", contents.documents), ("tokens", contents.tokens)),
+            *(("shards", contents.shards), ("bytes", contents.bytes), ("BOS", contents.bos), ("EOS", contents.eos)),
+            ("fingerprint", contents.fingerprint),
+        ]
+    )
+    search = (
+        f'<form action="document" class="controls"><input type="hidden" name="source" value="{text_of(view.name)}">'
+        f'<label>Document <input name="document" type="number" min="0" max="{max(0, contents.documents - 1)}" '
+        "required></label><button>Show</button></form>"
+    )
+    listed = [
+        (
+            link("document", f"{each.document:,}", source=view.name, document=each.document),
+            each.tokens,
+            each.text if each.text is not None else "–",
+        )
+        for each in view.documents
+    ]
+    lengths = "".join(bars(f"Tokens of {key}", counts) for key, counts in contents.lengths.items())
+    return (
+        f'<h1>Store {text_of(view.name)}</h1><ul class="choice">{others}</ul>{about}'
+        f"{_no_text(view.no_text)}{search}"
+        f"{paging('store', view.first, len(view.documents), contents.documents, source=view.name)}"
+        f"{table('Documents', ('document', 'tokens', 'beginning'), listed, raw=(0,))}"
+        f'{audit_table(contents.audit)}<div class="beside">{lengths}</div>{examples_html(view.examples)}'
+    )
+
+
+def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
+    """Show one document, and the steps that see it."""
+    contents, document = view.contents, view.contents.document
+    kept = [(name, str(value)) for name, value in contents.origin.kept.items()]
+    controls = set(view.controls)
+    parts = "".join(
+        _part(part, view, controls, None if contents.rewards is None else contents.rewards, place)
+        for place, part in enumerate(contents.parts)
+    )
+    steps = [
+        (
+            link("step", f"{use.step:,}", step=use.step),
+            link("strip", str(use.slot), step=use.step, slot=use.slot),
+            use.row,
+            ", ".join(f"{start}:{start + length}" for start, length in use.spans),
+        )
+        for use in view.uses
+    ]
+    seen = ""
+    if view.in_run:
+        title = f"Seen {view.num_uses:,} times" + ("" if view.num_uses == len(view.uses) else ", the first listed")
+        seen = table(title, ("step", "slot", "row", "tokens of the document"), steps, raw=(0, 1))
+    turn = " ".join(
+        link("document", words, source=view.source, document=other)
+        for words, other in (("← before", document - 1), ("behind →", document + 1))
+        if 0 <= other < view.num_documents
+    )
+    longest = max((part.length for part in contents.parts), default=0)
+    shown = max((len(part.ids) for part in contents.parts), default=0)
+    pages = paging("document", view.first, shown, longest, source=view.source, document=document)
+    back = link("store", text_of(view.source), source=view.source)
+    return (
+        f'<h1>Document {document:,} of {back}</h1><p class="turn">{turn}</p>'
+        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{seen}{pages}"
+        f'<div class="beside">{parts}</div>'
+    )
+
+
+def _part(
+    part: DocumentPart, view: DocumentView, controls: set[int], rewards: Sequence[float] | None, place: int
+) -> str:
+    """Show one array of a document: tokens as text, with what is said of each."""
+    strings = part.strings or [f"{number} " for number in part.ids]
+    tokens = [
+        (text, trained, number in controls, f"id {number}, position {view.first + at}", False)
+        for at, (text, number, trained) in enumerate(zip(strings, part.ids, part.trained, strict=True))
+    ]
+    first = next(at for at, each in enumerate(view.contents.parts) if each.key == part.key)
+    reward = f", reward {rewards[place - first]:g}" if rewards and part.key == "responses" else ""
+    heading = f"{part.key}{reward}: {part.length:,} tokens, {sum(part.trained):,} of those shown trained"
+    return f"<section><h2>{text_of(heading)}</h2>{tokens_html(tokens)}</section>"
+
+
+# Two runs
+
+
+def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
+    """Show where two runs part, and why."""
+    others = "".join(f"<li>{link('diff', text_of(name), **{'with': name})}</li>" for name in view.others)
+    choice = (
+        f'<p>Compare with a config beside this one:</p><ul class="choice">{others or "<li>there is none</li>"}</ul>'
+    )
+    if view.difference is None:
+        return f"<h1>Diff</h1>{choice}"
+    difference = view.difference
+    first = difference["first_step"]
+    if first is None:
+        words = (
+            "All batches are the same." if difference["same"] else "No difference was found in what was compared."
+        )
+    else:
+        words = f"The first step that differs is {first:,}, in stage {difference['stage']}."
+    changes = [(c["path"], c["old"], c["new"], c["step"]) for c in difference["changes"]]
+    columns = [
+        f"<section><h2>{text_of(name)}</h2>{strips(side.step, side.rows, here, equal)}</section>"
+        for name, side, here, equal in zip(
+            view.names,
+            view.sides,
+            ("here", "there"),
+            (
+                {left: f"there-{right}" for left, right in view.equal},
+                {right: f"here-{left}" for left, right in view.equal},
+            ),
+            strict=False,
+        )
+    ]
+    counted = f"{difference['differing_rows']:,} of {difference['compared_rows']:,} rows that were compared differ"
+    return (
+        f"<h1>{text_of(view.names[0])} and {text_of(view.names[1])}</h1>{choice}<p>{text_of(words)} "
+        f"{text_of(counted)}.</p>{table('Why', ('where', 'here', 'there', 'from step'), changes)}"
+        f'<div class="beside">{"".join(columns)}</div>'
+    )
+
+
+def remote_page(view: RemoteView, run: Run | None) -> str:  # noqa: ARG001
+    """Show what is read from object storage."""
+    counted = facts([*view.counters.items(), ("dollars", view.dollars)])
+    columns = ("stage", "source", "shuffle", "requests", "bytes", "mean request", "mirror needed", "seconds", "$")
+    rows = [
+        (
+            *(each.stage, each.source, f"{each.shuffle}{', as planned' if each.is_planned else ''}"),
+            *(each.requests, each.bytes, each.mean_request_bytes, each.mirror_bytes, each.seconds, each.dollars),
+        )
+        for each in view.readings
+    ]
+    return (
+        f"<h1>Object storage</h1><h2>Read by this page</h2>{counted}"
+        f"{table('What the run will ask for', columns, rows) if rows else ''}"
+        "<p>Prices are those of S3 Standard in us-east-1, read from within its region.</p>"
+    )
+
+
+def build_page(status: BuildStatus, run: Run | None) -> str:  # noqa: ARG001
+    """Show how far a build is; the page asks again by itself while it is under way."""
+    shown = [
+        ("state", status.state),
+        ("units done", status.units_done),
+        ("of", status.units),
+        ("left over", status.units_left_over),
+        ("documents", status.documents),
+        ("tokens", status.tokens),
+        ("MB of text a second", status.text_bytes / 1e6 / status.seconds if status.seconds > 0 else None),
+        ("seconds so far", round(status.seconds, 1)),
+        ("seconds left, about", None if status.seconds_left is None else round(status.seconds_left, 1)),
+        *((f"left out: {reason}", count) for reason, count in status.skipped.items()),
+    ]
+    counts = {"done": status.units_done, "to do": max(0, (status.units or 0) - status.units_done)}
+    bar = _balance("Units", counts, sum(counts.values())) if status.units else ""
+    workers = [
+        (
+            each.name,
+            each.unit[:12],
+            each.bytes,
+            each.documents,
+            each.tokens,
+            each.state,
+            round(each.silent_seconds, 1),
+        )
+        for each in status.workers
+    ]
+    columns = ("worker", "unit", "bytes", "documents", "tokens", "state", "seconds since its last word")
+    about = "" if status.exact else "<p>Documents and tokens are in proportion to some units.</p>"
+    again = ' data-again="2"' if status.state in ("under way", "publishing") else ""
+    return f"<h1{again}>Build</h1>{facts(shown)}{about}{bar}{table('Workers', columns, workers)}"
+
+
+PAGES: Mapping[str, Callable[[Any, Any], str]] = {
+    "step": step_page,
+    "strip": strip_page,
+    "arrays": arrays_page,
+    "timeline": timeline_page,
+    "packing": packing_page,
+    "store": store_page,
+    "document": document_page,
+    "diff": diff_page,
+    "remote": remote_page,
+    "build": build_page,
+}
+"""Name of a view -> how its record is drawn, with the run, None where a store was opened."""

@@ -1,0 +1,139 @@
+"""The server of the page: loopback unless told otherwise, a random word in every address, read-only."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokenmill.errors import ConfigError, TokenmillError, nearest
+from tokenmill.view.pages import PAGES, problem, shell
+from tokenmill.view.views import VIEWS, Opened
+
+STATIC = Path(__file__).parent / "static"
+FILES = {"app.js": "text/javascript; charset=utf-8", "style.css": "text/css; charset=utf-8"}
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer: nothing is loaded from elsewhere, and no script but the page's own file runs."""
+
+
+def new_word() -> str:
+    """Return the random word that every address of one server begins with."""
+    return secrets.token_urlsafe(24)
+
+
+def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
+    """Return the application. `hosts` are the names, with their port, by which it may be asked for."""
+
+    async def page(request: Request) -> Response:
+        name = request.path_params["view"]
+        if name not in VIEWS:
+            return _page(
+                opened,
+                name,
+                problem(f"{name[:40]!r}: must be a view, got none of that name; choose one above"),
+                404,
+            )
+        try:
+            body = await run_in_threadpool(_draw, opened, name, dict(request.query_params))
+        except (TokenmillError, OSError) as error:
+            return _page(opened, name, problem(str(error)), 400)
+        return _page(opened, name, body)
+
+    async def api(request: Request) -> Response:
+        name = request.path_params["view"]
+        try:
+            if name not in VIEWS:
+                raise ConfigError(f"view: must be one that there is, got {name[:40]!r}; {nearest(name, VIEWS)}")
+            record = await run_in_threadpool(_ask, opened, name, dict(request.query_params))
+        except (TokenmillError, OSError) as error:
+            return _json({"error": str(error)}, 400)
+        return _json(record)
+
+    def first(request: Request) -> Response:  # noqa: ARG001 - as starlette calls it
+        return RedirectResponse(f"/{word}/{opened.first_view}")
+
+    def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in FILES:
+            return PlainTextResponse("there is no such file\n", 404)
+        return Response((STATIC / name).read_bytes(), media_type=FILES[name])
+
+    routes = [
+        Route(f"/{word}/", first),
+        Route(f"/{word}/static/{{name}}", static),
+        Route(f"/{word}/api/{{view}}", api),
+        Route(f"/{word}/{{view}}", page),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, hosts=hosts)])
+
+
+def _ask(opened: Opened, name: str, parameters: dict[str, str]) -> Any:  # noqa: ANN401 - the record of any view
+    with opened.lock:
+        return VIEWS[name](opened, parameters)
+
+
+def _draw(opened: Opened, name: str, parameters: dict[str, str]) -> str:
+    record = _ask(opened, name, parameters)
+    with opened.lock:
+        return PAGES[name](record, opened.run)
+
+
+def _page(opened: Opened, name: str, body: str, status: int = 200) -> Response:
+    try:
+        views = opened.views
+    except (TokenmillError, OSError):  # what is wrong with it is said by the body
+        views = ()
+    text = shell(opened.name, views, name, body)
+    return Response(text, status, media_type="text/html; charset=utf-8")
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value, enc_hook=str), status, media_type="application/json")
+
+
+class _Guard:
+    """Refuses whoever does not come by a known name, or from another page, or wants to write."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        asked = self._refused(Request(scope)) if scope["type"] == "http" else None
+        await (asked or self._app)(scope, receive, send_with_headers)
+
+    def _refused(self, request: Request) -> Response | None:
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if host not in self._hosts:
+            return PlainTextResponse(
+                "this server is not known by that name; use the address that it printed\n", 403
+            )
+        if origin is not None and origin not in {f"http://{name}" for name in self._hosts}:
+            return PlainTextResponse("pages of others may not ask this server\n", 403)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("nothing can be written here\n", 405)
+        return None

@@ -1,0 +1,469 @@
+"""What each view of the page shows, as records: a thin layer over what a run, a store and a build can be asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenmill.build.status import BuildStatus, build_status
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.run.inspect import (
+    DocumentContents,
+    StoreContents,
+    examples,
+    inspect_document,
+    inspect_store,
+    tokenizer_of,
+    why_no_texts,
+)
+from tokenmill.run.reading import Prices, Reading
+from tokenmill.run.report import RunReport
+from tokenmill.run.run import Run
+from tokenmill.run.step import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    SourcePacking,
+    StepContents,
+    StepDeal,
+    StripTokens,
+    deal_step,
+    inspect_packing,
+    inspect_step,
+    inspect_strip,
+    row_arrays,
+)
+from tokenmill.store import Store, open_store
+from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, is_ours, stores_below
+from tokenmill.store.remote.address import parse_address
+
+DOCUMENTS_A_PAGE = 50
+AUDITED_ITEMS = 1 << 14
+"""Documents whose lengths and masks are looked at, so that a page takes no longer for a larger store."""
+EXCERPT_TOKENS = 40
+NUMBERS_A_PAGE = 512
+MAX_USES = 1000
+"""Steps that see a document, listed at most."""
+
+T = TypeVar("T")
+Parameters = Mapping[str, str]
+"""What stands behind the ? of an address."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """A step."""
+
+    contents: StepContents
+    stages: tuple[tuple[str, int], ...]
+    """Name and first step of every stage."""
+    deal: StepDeal | None
+    """Who takes which rows, where a number of ranks was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripView:
+    """One strip of a row, token by token."""
+
+    tokens: StripTokens
+    controls: tuple[int, ...]
+    """Ids of control tokens among them."""
+    no_text: str | None
+    """Why no text can be shown, if it cannot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArraysView:
+    """The arrays of a batch for one row."""
+
+    step: int
+    slot: int
+    first: int
+    """Place of the first number that is shown."""
+    length: int
+    """Of the longest array."""
+    arrays: Mapping[str, list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingView:
+    """How the tokens of each source become rows."""
+
+    report: RunReport
+    sources: tuple[SourcePacking, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedDocument:
+    """One document in a list."""
+
+    document: int
+    tokens: int
+    text: str | None
+    """Its beginning."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreView:
+    """A store, and a page of its documents."""
+
+    name: str
+    names: tuple[str, ...]
+    """All stores that are open."""
+    contents: StoreContents
+    first: int
+    documents: tuple[ListedDocument, ...]
+    examples: tuple[Any, ...]
+    no_text: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """A step that sees a document."""
+
+    step: int
+    slot: int
+    row: int
+    spans: tuple[tuple[int, int], ...]
+    """(first token, length) of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentView:
+    """One document of a store, and the steps that see it."""
+
+    source: str
+    num_documents: int
+    contents: DocumentContents
+    first: int
+    """The first token of each part that is shown."""
+    controls: tuple[int, ...]
+    uses: tuple[Use, ...]
+    num_uses: int
+    in_run: bool
+    no_text: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffView:
+    """Two runs side by side."""
+
+    names: tuple[str, str]
+    others: tuple[str, ...]
+    """Configs beside this one, which it may be compared with."""
+    difference: Mapping[str, Any] | None
+    sides: tuple[StepContents, ...]
+    """The batches of the first step that differs."""
+    equal: tuple[tuple[int, int], ...]
+    """Slots of rows that are the same in both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteView:
+    """What is read from object storage: by this page so far, and by the run as a whole."""
+
+    counters: Mapping[str, int | float]
+    """Of this page since it was opened; a training run has its own, `tokenmill batches --json` shows them."""
+    dollars: float
+    """What these requests cost."""
+    prices: Prices
+    readings: tuple[Reading, ...]
+    """What the run will ask for, by stage and source."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the page shows: a run, or stores, or the folder of a build."""
+
+    path: Path | str
+    """A string is an address in object storage."""
+    other: Path | None = None
+    """Config of a run that this one is compared with."""
+
+    @property
+    def name(self) -> str:
+        """What is shown of the path."""
+        return parse_address(self.path).name if isinstance(self.path, str) else self.path.absolute().name
+
+    @cached_property
+    def run(self) -> Run | None:
+        """The run; None where a store was opened."""
+        is_run = isinstance(self.path, Path) and self.path.suffix == ".toml" and not self.path.is_dir()
+        return Run.from_toml(self.path) if is_run else None
+
+    @cached_property
+    def views(self) -> tuple[str, ...]:
+        """The views that can be chosen for it."""
+        if self.run is None:
+            is_remote = any(store.remotes for store in self.stores.values())
+            stored = ("store",) if self.stores else ()
+            return (*stored, *(("remote",) if is_remote else ()), *(("build",) if self.has_build else ()))
+        remote = () if self.run.network is None else ("remote",)
+        return ("step", "timeline", "packing", "store", "diff", *remote)
+
+    @property
+    def has_build(self) -> bool:
+        """Whether prepare has been at work there."""
+        return isinstance(self.path, Path) and (self.path / JOURNAL_FOLDER).is_dir()
+
+    @property
+    def first_view(self) -> str:
+        """What is shown at first."""
+        return "step" if self.run is not None else "store" if self.stores else "build"
+
+    @cached_property
+    def stores(self) -> dict[str, Store]:
+        """The stores by name: those of the run, the one that was opened, or all in its folder."""
+        if self.run is not None:
+            return dict(self.run.stores)
+        if isinstance(self.path, str) or not self.path.is_dir():
+            return {self.name: open_store(self.path)}
+        if (self.path / MANIFEST).exists() or (is_ours(self.path) and not self.has_build):
+            return {self.name: open_store(self.path)}
+        return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
+
+    @cached_property
+    def tokenizers(self) -> dict[str, Any]:
+        """The tokenizer of each store, None where it is not at hand; opened once."""
+        return {name: tokenizer_of(store) for name, store in self.stores.items()}
+
+    @cached_property
+    def report(self) -> RunReport:
+        """What the run will do."""
+        return self.the_run.report()
+
+    @cached_property
+    def lock(self) -> threading.Lock:
+        """Views are made one at a time: what is opened is opened once."""
+        return threading.Lock()
+
+    @property
+    def the_run(self) -> Run:
+        """The run; refused where a store was opened."""
+        if self.run is None:
+            raise ConfigError(
+                f"{self.path}: this view needs a run, got a store; open its config, `tokenmill view RUN.toml`"
+            )
+        return self.run
+
+    def store(self, name: str) -> Store:
+        """Return a store by its name, or the first where none is given."""
+        names = list(self.stores)
+        if not names:
+            raise ConfigError(f"{self.path}: must hold a store, got none; wait for the build to finish")
+        if name and name not in self.stores:
+            raise ConfigError(f"source: must be one that is open, got {name!r}; {nearest(name, names)}")
+        return self.stores[name or names[0]]
+
+    def name_of(self, store: Store) -> str:
+        """Return the name of an open store."""
+        return next(name for name, each in self.stores.items() if each is store)
+
+
+def number(parameters: Parameters, name: str, default: int = 0, *, least: int = 0) -> int:
+    """Return a whole number of an address."""
+    text = parameters.get(name, "").strip() or str(default)
+    if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise ConfigError(f"{name}: must be a number of at least {least}, got {text[:40]!r}; write digits")
+    return int(text)
+
+
+def step_view(opened: Opened, parameters: Parameters) -> StepView:
+    """Show the rows of a step, dealt to ranks and micro-batches where their number is given."""
+    run = opened.the_run
+    contents = inspect_step(run, number(parameters, "step"), first=number(parameters, "first"), count=MAX_ROWS)
+    world_size, micro_batch = number(parameters, "world_size"), number(parameters, "micro_batch")
+    plan = run.plan()
+    stages = {stage.spec.name: plan.span(stage.spec.number)[0] for stage in plan.stages}
+    return StepView(
+        contents=contents,
+        stages=tuple(stages.items()),
+        deal=deal_step(run, contents.step, world_size or 1, micro_batch or 1)
+        if world_size or micro_batch
+        else None,
+    )
+
+
+def strip_view(opened: Opened, parameters: Parameters) -> StripView:
+    """Show one strip of a row, token by token."""
+    run, step, slot = opened.the_run, number(parameters, "step"), number(parameters, "slot")
+    source = run.plan().what(step)[slot : slot + 1]
+    tokenizer = opened.tokenizers[source[0].source] if source else None
+    tokens = inspect_strip(
+        run, step, slot, number(parameters, "strip"), first=number(parameters, "first"), tokenizer=tokenizer
+    )
+    return StripView(
+        tokens=tokens,
+        controls=_controls(tokenizer),
+        no_text=None if tokenizer else why_no_texts(run.stores[tokens.source]),
+    )
+
+
+def arrays_view(opened: Opened, parameters: Parameters) -> ArraysView:
+    """Show the arrays of one row as numbers."""
+    step, slot, first = (number(parameters, name) for name in ("step", "slot", "first"))
+    arrays = row_arrays(opened.the_run, step, slot)
+    return ArraysView(
+        step=step,
+        slot=slot,
+        first=first,
+        length=max(map(len, arrays.values())),
+        arrays={name: values[first : first + NUMBERS_A_PAGE] for name, values in arrays.items()},
+    )
+
+
+def _controls(tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401 - of any engine
+    return () if tokenizer is None else tuple(sorted(tokenizer.special_ids.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineView:
+    """The whole run."""
+
+    by: str
+    """What is drawn from left to right: `steps`, or `tokens`."""
+    report: RunReport
+
+
+def timeline_view(opened: Opened, parameters: Parameters) -> TimelineView:
+    """Show shares, stages, edits and epochs over the whole run."""
+    by = parameters.get("by", "steps")
+    if by not in ("steps", "tokens"):
+        raise ConfigError(f"by: must be steps or tokens, got {by[:40]!r}; choose one of the two")
+    return TimelineView(by=by, report=opened.report)
+
+
+def packing_view(opened: Opened, parameters: Parameters) -> PackingView:  # noqa: ARG001
+    """Show what becomes of the tokens of each source."""
+    return PackingView(report=opened.report, sources=inspect_packing(opened.the_run))
+
+
+def store_view(opened: Opened, parameters: Parameters) -> StoreView:
+    """Show what is in a store: facts, the audit, and some documents in order."""
+    store = opened.store(parameters.get("source", ""))
+    name, first = opened.name_of(store), number(parameters, "first")
+    tokenizer = opened.tokenizers[name]
+    last = min(store.num_documents, first + DOCUMENTS_A_PAGE)
+    return StoreView(
+        name=name,
+        names=tuple(opened.stores),
+        contents=inspect_store(store, tokenizer, max_items=AUDITED_ITEMS),
+        first=first,
+        documents=tuple(_listed(store, tokenizer, document) for document in range(first, last)),
+        examples=tuple(examples(store, tokenizer)),
+        no_text=None if tokenizer else why_no_texts(store),
+    )
+
+
+def _listed(store: Store, tokenizer: Any, document: int) -> ListedDocument:  # noqa: ANN401
+    begin, end = store.document_bounds(document)
+    ids = store.fetch(begin, min(end, begin + EXCERPT_TOKENS), store.manifest.token_key)
+    text = None if tokenizer is None else tokenizer.decode(ids) + ("…" if end - begin > ids.size else "")
+    return ListedDocument(document=document, tokens=end - begin, text=text)
+
+
+def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
+    """Show one document: its text, what of it is trained on, and all steps that see it."""
+    store = opened.store(parameters.get("source", ""))
+    name, document = opened.name_of(store), number(parameters, "document")
+    first, tokenizer = number(parameters, "first"), opened.tokenizers[name]
+    uses = opened.run.plan().when(name, document) if opened.run else ()
+    return DocumentView(
+        source=name,
+        num_documents=store.num_documents,
+        contents=inspect_document(store, document, tokenizer, first=first, count=MAX_TOKENS),
+        first=first,
+        controls=_controls(tokenizer),
+        uses=tuple(
+            Use(
+                step=use.step,
+                slot=use.slot,
+                row=use.row,
+                spans=tuple((span.start, span.length) for span in use.spans),
+            )
+            for use in uses[:MAX_USES]
+        ),
+        num_uses=len(uses),
+        in_run=opened.run is not None,
+        no_text=None if tokenizer else why_no_texts(store),
+    )
+
+
+def diff_view(opened: Opened, parameters: Parameters) -> DiffView:
+    """Compare with another run: the first step that differs, why, and its batches side by side."""
+    run = opened.the_run
+    beside = sorted(path.name for path in run.folder.glob("*.toml") if path.name != opened.name)
+    wanted = parameters.get("with", "")
+    if wanted and wanted not in beside:
+        raise ConfigError(
+            f"with: must be a config beside {opened.name}, got {wanted[:80]!r}; "
+            f"{nearest(wanted, beside) if beside else 'there is no other one'}"
+        )
+    path = run.folder / wanted if wanted else opened.other
+    if path is None:
+        return DiffView(names=(run.name, ""), others=tuple(beside), difference=None, sides=(), equal=())
+    other = Run.from_toml(path)
+    difference = run.diff(other)
+    sides: tuple[StepContents, ...] = ()
+    if difference.first_step is not None:
+        step = difference.first_step
+        sides = tuple(inspect_step(each, step) for each in (run, other) if _is_trained(each, step))
+    equal = []
+    if len(sides) == 2:
+        where = {(row.source, row.strips): row.slot for row in reversed(sides[1].rows)}
+        rows = [(row, where.get((row.source, row.strips))) for row in sides[0].rows]
+        equal = [(row.slot, slot) for row, slot in rows if slot is not None]
+    return DiffView(
+        names=(run.name, other.name),
+        others=tuple(beside),
+        difference=difference.to_json(),
+        sides=sides,
+        equal=tuple(equal),
+    )
+
+
+def _is_trained(run: Run, step: int) -> bool:
+    return step < run.plan().steps and run.plan().at(step).skipped is None
+
+
+def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: ARG001
+    """Show what is read from object storage, and what it costs."""
+    run = opened.run
+    counters = [run.network.counters] if run is not None and run.network is not None else []
+    if run is None:
+        counters = [files.network.counters for store in opened.stores.values() for files in store.remotes]
+    if not counters:
+        raise ConfigError(
+            f"{opened.path}: must name a store in object storage for this view, got local ones; "
+            "`tokenmill plan --remote` tells what they would cost there"
+        )
+    prices = Prices()
+    total = {name: sum(each.to_json()[name] for each in counters) for name in counters[0].to_json()}
+    dollars = total["requests"] / 1000 * prices.thousand_requests + total["bytes"] / 1e9 * prices.gigabyte
+    readings = run.reading(prices=prices).readings if run is not None else ()
+    return RemoteView(counters=total, dollars=dollars, prices=prices, readings=tuple(readings))
+
+
+def build_view(opened: Opened, parameters: Parameters) -> BuildStatus:  # noqa: ARG001
+    """Show how far a build is."""
+    if isinstance(opened.path, str) or opened.run is not None:
+        raise ConfigError(f"{opened.path}: must be the folder of a build, got none; open the one that --out names")
+    return build_status(opened.path)
+
+
+VIEWS: Mapping[str, Callable[[Opened, Parameters], Any]] = {
+    "step": step_view,
+    "strip": strip_view,
+    "arrays": arrays_view,
+    "timeline": timeline_view,
+    "packing": packing_view,
+    "store": store_view,
+    "document": document_view,
+    "diff": diff_view,
+    "remote": remote_view,
+    "build": build_view,
+}
+"""Name of a view -> what it shows. `strip`, `arrays` and `document` are reached from others."""

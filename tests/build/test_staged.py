@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from tests.object_server import SECRET_KEY
+
+import tokenmill as tm
+from tokenmill.build import PrepareOptions
+from tokenmill.errors import ConfigError, StoreExistsError, StoreUnreachableError
+from tokenmill.store.layout import MANIFEST
+from tokenmill.store.remote.address import parse_address
+from tokenmill.store.remote.client import Client
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus" / "web.jsonl"
+    path.parent.mkdir()
+    lines = [
+        json.dumps({"text": f"document {number} " * (number % 9), "domain": "ab"[number % 2]})
+        for number in range(400)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(params=["s3", "file"])
+def place(request, tmp_path, object_server):
+    if request.param == "file":
+        return f"file://{tmp_path}/remote"
+    return object_server.address(f"staged/{tmp_path.name}")
+
+
+def objects_of(place):
+    client = Client(parse_address(place))
+    return {item.name: client.get(item.name) for item in client.list() if not item.name.startswith(".sums/")}
+
+
+def files_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".prepare" not in path.parts
+    }
+
+
+def test_a_store_built_for_an_address_has_the_bytes_of_one_in_a_folder(corpus, tmp_path, place):
+    local = tm.prepare(corpus, out=tmp_path / "local", workers=1, progress=False)
+    told = []
+    report = tm.prepare(
+        corpus, out=place, staging=tmp_path / "staging", workers=1, progress=False, on_progress=told.append
+    )
+    assert objects_of(place) == files_of(tmp_path / "local")
+    assert report.fingerprint == local.fingerprint
+    assert report.path == place.partition("?")[0]
+    assert list((tmp_path / "staging").iterdir()) == []
+    assert told[-1].what == "upload"
+    assert told[-1].done_bytes
+
+
+def test_every_domain_goes_below_the_address(corpus, tmp_path, place):
+    options = PrepareOptions(domain_key="domain")
+    report = tm.prepare(corpus, out=place, staging=tmp_path / "staging", workers=1, progress=False, options=options)
+    assert [store.path for store in report.stores] == [f"{place.partition('?')[0]}/{name}" for name in "ab"]
+    assert {name.split("/")[0] for name in objects_of(place)} == {"a", "b"}
+
+
+def test_an_address_with_a_store_is_refused_before_any_work(corpus, tmp_path, place):
+    tm.prepare(corpus, out=place, staging=tmp_path / "staging", workers=1, progress=False)
+    before = objects_of(place)
+    with pytest.raises(StoreExistsError, match=r"must hold no store yet, got one, which is not added to"):
+        tm.prepare(corpus, out=place, staging=tmp_path / "staging", progress=False)
+    with pytest.raises(ConfigError, match=r"rebuild must be left out"):
+        tm.prepare(corpus, out=place, staging=tmp_path / "staging", progress=False, rebuild=True)
+    assert objects_of(place) == before
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_build_killed_anywhere_leaves_no_store_and_goes_on(corpus, tmp_path, object_server):
+    """[N2.a] While it is prepared, uploaded and published."""
+    place = object_server.address(f"killed-build/{tmp_path.name}")
+    program = (
+        f"import tokenmill as tm; tm.prepare({str(corpus)!r}, out={place!r}, "
+        f"staging={str(tmp_path / 'staging')!r}, workers=1, progress=False)"
+    )
+    client = Client(parse_address(place))
+    for attempt in range(14):
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+        try:
+            process.wait(0.5 + 0.2 * attempt)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+        error = process.communicate()[1].decode()
+        assert process.returncode in (0, -signal.SIGKILL), error
+        if client.head(MANIFEST) is not None:
+            break
+    else:
+        tm.prepare(corpus, out=place, staging=tmp_path / "staging", workers=1, progress=False)
+    tm.prepare(corpus, out=tmp_path / "local", workers=1, progress=False)
+    assert objects_of(place) == files_of(tmp_path / "local")
+
+
+def test_no_secret_is_in_a_build_its_store_or_its_errors(corpus, tmp_path, object_server, capfd, caplog):
+    """[N2.b]"""
+    place = object_server.address(f"canary-build/{tmp_path.name}")
+    tm.prepare(corpus, out=place, staging=tmp_path / "staging", workers=1, progress=False)
+    refused = []
+    for wrong in (place, place.replace("s3://mill", "s3://another"), "s3://mill/x?endpoint=http://127.0.0.1:9"):
+        options = {"staging": tmp_path / "again", "workers": 1, "progress": False}
+        with pytest.raises((StoreExistsError, StoreUnreachableError, tm.StoreError)) as error:
+            tm.prepare(corpus, out=wrong, **options)
+        refused.append(str(error.value))
+    bodies = [body.decode("latin-1") for body in (*objects_of(place).values(), *files_of(tmp_path).values())]
+    out, err = capfd.readouterr()
+    assert not [text for text in (*refused, *bodies, out, err, caplog.text) if SECRET_KEY in text]

@@ -1,0 +1,80 @@
+"""How far a build is, read off its folder while it runs and after it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import tokenmill as tm
+from tokenmill.build.status import build_status
+
+SLOW = """
+import sys, time
+import tokenmill as tm
+from tokenmill.build import unit
+
+def slow(note):
+    def noted(*arguments):
+        note(*arguments)
+        time.sleep(0.05)
+    return noted
+
+unit.SECONDS_BETWEEN_NOTES = 0.0
+unit.WorkerFile.note = slow(unit.WorkerFile.note)
+options = tm.PrepareOptions(chunk_bytes=4096)
+tm.prepare(sys.argv[1], out=sys.argv[2], tokenizer="bytes", workers=1, progress=False, options=options)
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(4000)), encoding="utf-8")
+    return path
+
+
+def test_nothing_and_a_finished_store_are_told_apart(corpus, tmp_path):
+    assert build_status(tmp_path / "store").state == "none"
+    tm.prepare(corpus, out=tmp_path / "store", tokenizer="bytes", workers=1, progress=False)
+    status = build_status(tmp_path / "store")
+    assert (status.state, status.units_done, status.workers) == ("finished", 0, ())
+
+
+def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
+    out = tmp_path / "store"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(corpus), str(out)])
+    seen = []
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end and (not seen or seen[-1].units_done < 3):
+        seen.append(build_status(out))
+        time.sleep(0.02)
+    running = seen[-1]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert running.units_done >= 3, [each.state for each in seen]
+    assert running.state == "under way"
+    assert running.units > running.units_done
+    assert running.input_bytes == corpus.stat().st_size
+    assert [each.units_done for each in seen] == sorted(each.units_done for each in seen)
+    assert running.exact
+    assert 0 < running.documents < 4000
+    assert running.workers[0].state == "at work"
+    killed = build_status(out)
+    assert killed.workers[0].state == "ended"
+    assert killed.units_left_over <= 1
+    assert killed.documents >= running.documents
+    tm.prepare(
+        corpus,
+        out=out,
+        tokenizer="bytes",
+        workers=1,
+        progress=False,
+        options=tm.PrepareOptions(chunk_bytes=4096),
+    )
+    assert build_status(out).state == "finished"

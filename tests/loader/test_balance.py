@@ -1,0 +1,180 @@
+"""Rows dealt by what they cost."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.loader import Layout, row_digests
+from tokenmill.loader.balance import deal
+from tokenmill.packing import costs as costs_module
+from tokenmill.packing.costs import cost_unit, count_costs, row_costs
+from tokenmill.run.run import Run
+
+
+def balanced(run, balance="attention"):
+    """Return a run whose rows are dealt by cost."""
+    settings = replace(run.config.run, balance=balance)
+    return Run(config=replace(run.config, run=settings), folder=run.folder, name=run.name)
+
+
+def shares(costs, ranks, micro_batch):
+    """Return what each (rank, micro-batch) costs, of one line of costs."""
+    dealt = deal(np.array([costs]), ranks, micro_batch)[0]
+    return np.array(costs)[dealt].reshape(ranks, -1, micro_batch).sum(axis=2)
+
+
+@given(
+    cells=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4)),
+    seed=st.integers(0, 99),
+    top=st.integers(0, 65535),
+)
+def test_every_row_is_dealt_once(cells, seed, top):
+    ranks, batches, micro_batch = cells
+    costs = np.random.default_rng(seed).integers(0, top + 1, (3, ranks * batches * micro_batch))
+    dealt = deal(costs, ranks, micro_batch)
+    assert np.array_equal(np.sort(dealt, axis=1), np.tile(np.arange(costs.shape[1]), (3, 1)))
+    assert np.array_equal(deal(costs[1:2], ranks, micro_batch)[0], dealt[1])
+
+
+def test_the_dearest_rows_are_shared_out():
+    """One long document for each rank, and one for each micro-batch."""
+    assert shares([9, 9, 9, 9, 1, 1, 1, 1], 4, 2).tolist() == [[10]] * 4
+    assert shares([1, 1, 9, 9, 1, 9, 1, 9], 2, 2).tolist() == [[10, 10]] * 2
+    # Where a micro-batch is one row, those of all ranks at one time are alike, and the ranks in the end.
+    assert shares([1, 8, 2, 9, 3, 7, 4, 6], 2, 1).T.tolist() == [[9, 8], [6, 7], [4, 3], [1, 2]]
+
+
+@given(seed=st.integers(0, 30), ranks=st.sampled_from([2, 4, 8]), micro_batch=st.sampled_from([1, 2, 4]))
+def test_a_deal_is_no_worse_than_taking_rows_in_order(seed, ranks, micro_batch):
+    costs = np.random.default_rng(seed).pareto(1.1, 64).clip(0, 60).astype(int) * 1000
+    dealt, planned = shares(costs.tolist(), ranks, micro_batch), costs.reshape(ranks, -1, micro_batch).sum(axis=2)
+    assert dealt.max(axis=0).sum() <= planned.max(axis=0).sum()
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit"])
+def test_costs_are_the_squares_of_segments(make_run, packing):
+    """Of the segments that cu_seqlens say, those of padding among them; also of what a stage before left."""
+    run = make_run(packing=packing, late_seq_len=24, add_bos=True)
+    plan = run.plan()
+    for step in (0, 16, 17, 29):
+        stage = plan.stage(step)
+        loader = run.loader(arrays=("input_ids", "cu_seqlens"))
+        for slot, (source, row) in enumerate(zip(*plan.rows(step), strict=True)):
+            rows = stage.rows[plan.sources[source]]
+            loader.seek(step)
+            cost = int(count_costs(rows, np.array([row]))[0])
+            if slot in (0, 5, 11):
+                batch = run.loader(arrays=("input_ids", "cu_seqlens"))
+                batch.seek(step)
+                stream = iter(batch)
+                for _ in range(slot):
+                    next(stream)
+                segments = np.diff(next(stream)["cu_seqlens"].astype(int))
+                assert cost == (segments**2).sum() // cost_unit(stage.spec.seq_len)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 2), (3, 1), (4, 3), (12, 1)])
+def test_a_step_has_the_same_rows_for_every_world_size(make_run, packing, world_size, micro_batch):
+    """[E1.a] As a set: which rank and micro-batch has a row is a function of plan, step and layout."""
+    plain = make_run(packing=packing, late_seq_len=24)
+    run = balanced(plain)
+    assert run.plan().fingerprint == plain.plan().fingerprint
+    loaders = [run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch) for rank in range(world_size)]
+    for step in (0, 3, 17, 29):
+        reference = plain.loader()[step]
+        expected = row_digests(reference)
+        slots = np.concatenate([loader.slots(step) for loader in loaders])
+        assert np.array_equal(np.sort(slots), np.arange(len(expected)))
+        found = [digest for loader in loaders for digest in row_digests(loader[step])]
+        assert found == [expected[slot] for slot in slots]
+
+
+def test_iteration_resume_and_threads_give_the_deal(make_run):
+    """[R1.a] From every micro-batch on."""
+    run = balanced(make_run(packing="best_fit"))
+    loader = run.loader(rank=1, world_size=2, micro_batch=2, threads=0)
+    whole = [row_digests(batch) for batch in loader]
+    assert [row_digests(batch) for batch in run.loader(rank=1, world_size=2, micro_batch=2, threads=3)] == whole
+    first = run.loader(rank=1, world_size=2, micro_batch=2)
+    stream = iter(first)
+    for drawn in range(1, 8):
+        next(stream)
+        again = run.loader(rank=1, world_size=2, micro_batch=2, threads=0)
+        again.load_state_dict(first.state_dict())
+        assert row_digests(next(iter(again))) == whole[drawn]
+
+
+def test_a_balance_may_begin_between_two_steps_but_not_within_one(make_run):
+    plain = make_run(packing="best_fit")
+    run = balanced(plain)
+    loader = plain.loader(micro_batch=4)
+    stream = iter(loader)
+    next(stream)
+    within = loader.state_dict()
+    with pytest.raises(ResumeError, match="rows must be dealt as they were, got a balance now and none then"):
+        run.loader(micro_batch=4).load_state_dict(within)
+    next(stream), next(stream)
+    between = run.loader(micro_batch=4)
+    between.load_state_dict(loader.state_dict())
+    assert between.step == 1
+    next(iter(between))
+    with pytest.raises(ResumeError, match="got none now and one then"):
+        loader.load_state_dict(between.state_dict())
+
+
+def test_all_members_of_a_group_have_the_rows_of_their_rank(make_run):
+    run = balanced(make_run(packing="best_fit"))
+    slots = run.loader(rank=1, world_size=2, micro_batch=3).slots(4).tolist()
+    for layout in (Layout(dp=(1, 2), cp=(1, 2)), Layout(dp=(1, 2), tp=(1, 4)), Layout(dp=(1, 2), pp=(0, 2))):
+        assert run.loader(layout=layout, micro_batch=3).slots(4).tolist() == slots
+
+
+def test_costs_of_many_rows_are_kept_in_a_file(make_run, monkeypatch, caplog):
+    """Other bytes in it are not used: ranks that went by other costs would not share out a batch alike."""
+    run = make_run(packing="best_fit")
+    rows = run.plan().stages[0].rows["web"]
+    numbers = np.arange(rows.num_rows)
+    expected = row_costs(rows).of(numbers)
+    assert expected.tolist() == count_costs(rows, numbers).tolist()
+    monkeypatch.setattr(costs_module, "IN_MEMORY_ROWS", 0)
+    monkeypatch.setattr(costs_module, "BLOCK", 16)
+    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    (file,) = (rows.store.path / ".rows").glob("*.costs")
+    kept = file.read_bytes()
+    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    assert file.read_bytes() == kept
+    assert not caplog.records
+    file.write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
+    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    assert "must hold what was written, got other bytes; it is not used" in caplog.text
+    file.write_bytes(kept[:-1])
+    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    assert file.read_bytes() == kept
+
+
+def test_live_text_is_refused(tmp_path):
+    (tmp_path / "web.jsonl").write_text('{"text": "the mill"}\n' * 9)
+    tables = {
+        "run": {"steps": 2, "global_batch_size": 2, "seq_len": 8, "balance": "attention"},
+        "sources": [{"name": "web", "documents": ["web.jsonl"], "tokenizer": "bytes", "live": True}],
+    }
+    with pytest.raises(ConfigError, match="balance: rows must be known before they are dealt, got live text"):
+        Run.from_tables(tables, folder=tmp_path).loader()
+
+
+@pytest.mark.parametrize(
+    ("balance", "message"),
+    [
+        ({"linear": 1, "quadratc": 2}, "keys must be known, got 'quadratc'; did you mean 'quadratic'"),
+        ({"linear": 1}, "and a quadratic one above, got {'linear': 1}; for example balance = \"attention\""),
+        ({"linear": -1, "quadratic": 1}, "costs of at least 0"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(make_run, balance, message):
+    with pytest.raises(ConfigError, match=message):
+        balanced(make_run(), balance)

@@ -1,0 +1,359 @@
+"""Batches of stores in object storage: the same bytes as from a local copy, for just the bytes that they need."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+from tests.fault_proxy import Faults, fault_proxy
+from tests.object_server import ObjectServer
+
+from tokenmill.errors import StoreCorruptError, StoreUnreachableError
+from tokenmill.run.run import Run
+from tokenmill.store import StoreSpec, StoreWriter, verify
+from tokenmill.store.remote.address import parse_address
+from tokenmill.store.remote.client import Client
+
+RUN = """
+[run]
+seed = 3
+steps = {steps}
+global_batch_size = 16
+seq_len = 64
+packing = "{packing}"
+split = "{split}"
+
+[remote]
+{remote}
+
+[[sources]]
+name = "web"
+store = "{web}"
+
+[[sources]]
+name = "books"
+store = "{books}"
+
+[[stages]]
+name = "base"
+start_step = 0
+weights = {{ web = 0.7, books = 0.3 }}
+
+[[stages]]
+name = "long"
+start_step = {edge}
+seq_len = 96
+weights = {{ web = 0.5, books = 0.5 }}
+
+{edits}
+"""
+EDITS = """
+[[skip]]
+steps = "5:8"
+
+[[quarantine]]
+source = "web"
+documents = [3, 4, 50]
+from_step = 12
+"""
+
+
+def put_store(server: ObjectServer, path, name: str) -> str:
+    """Copy a store to the server; return its name there."""
+    client = Client(parse_address(server.address(name)))
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            client.put(str(file.relative_to(path)), file)
+    return name
+
+
+@pytest.fixture
+def make_both(make_store, tmp_path, object_server):
+    """Make a run over two local stores, and the same run over their copies in object storage."""
+    names = {}
+
+    def make(*, packing="best_fit", steps=24, edge=16, edits="", endpoint=None, remote="", sums=False, **sizes):
+        rng = np.random.default_rng(0)
+        for name, count in (("web", 300), ("books", 120)):
+            if name not in names:
+                lengths = [int(n) for n in rng.integers(0, 200, count)]
+                path, _, _ = make_store(name, lengths, **{"max_tokens_per_shard": 9000, "add_bos": True, **sizes})
+                if sums:
+                    verify(path, add_page_sums=True)
+                names[name] = put_store(object_server, path, f"{tmp_path.name}/{name}")
+        split = "truncate_end" if packing == "padded" else "allow"
+        values = {"split": split, "packing": packing, "steps": steps, "edge": edge, "edits": edits}
+        local, away = tmp_path / "local.toml", tmp_path / "away.toml"
+        local.write_text(RUN.format(web="web", books="books", remote="", **values))
+        places = {name: object_server.address(there, endpoint) for name, there in names.items()}
+        away.write_text(RUN.format(**places, remote=remote, **values))
+        return Run.from_toml(local), Run.from_toml(away)
+
+    return make
+
+
+def digests(run, *, world_size=1, state=None, stop=None, **options):
+    """Return a digest of the global batch of each step."""
+    loaders = [run.loader(rank=rank, world_size=world_size, micro_batch=4, **options) for rank in range(world_size)]
+    if state is not None:
+        for loader in loaders:
+            loader.load_state_dict(state)
+    streams = [iter(loader) for loader in loaders]
+    plan, found = loaders[0].plan, []
+    while loaders[0].step < (plan.steps if stop is None else stop):
+        count = loaders[0].part.batches(plan.stage(loaders[0].step))
+        drawn = [next(stream) for stream in streams for _ in range(count)]
+        arrays = [np.concatenate([batch[name] for batch in drawn]).tobytes() for name in sorted(drawn[0])]
+        found.append(hashlib.sha256(b"".join(arrays)).hexdigest())
+    return found, loaders[0]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit", "padded"])
+def test_batches_are_those_of_a_local_copy(make_both, packing):
+    """[N1.a]"""
+    local, away = make_both(packing=packing, edits=EDITS)
+    expected, _ = digests(local)
+    assert digests(away)[0] == expected
+
+
+@pytest.mark.parametrize(("world_size", "threads"), [(2, 0), (4, 4), (1, 4)])
+def test_ranks_and_threads_do_not_change_them(make_both, world_size, threads):
+    """[N1.a]"""
+    local, away = make_both()
+    assert digests(away, world_size=world_size, threads=threads)[0] == digests(local)[0]
+
+
+def test_a_step_and_a_resume_are_those_of_a_local_copy(make_both):
+    """[N1.a]"""
+    local, away = make_both()
+    expected, _ = digests(local)
+    head, loader = digests(away, stop=7)
+    state = loader.state_dict()
+    assert head + digests(away, state=state)[0] == expected
+    assert {name: array.tobytes() for name, array in away.loader()[20].items()} == {
+        name: array.tobytes() for name, array in local.loader()[20].items()
+    }
+
+
+@pytest.mark.parametrize("limit", [None, 0, 8192, 60_000])
+def test_a_mirror_of_any_size_does_not_change_them(make_both, tmp_path, limit):
+    """[N1.a]"""
+    line = "" if limit is None else f"limit_bytes = {limit}"
+    local, away = make_both(remote=f'mirror = "{tmp_path}/mirror"\n{line}', edits=EDITS, steps=48)
+    expected, _ = digests(local)
+    assert digests(away)[0] == expected
+    assert digests(Run.from_toml(tmp_path / "away.toml"), world_size=2)[0] == expected
+
+
+def test_full_shuffle_reads_exactly_the_bytes_of_its_rows(make_both, object_server):
+    """[N1.b]"""
+    faults = Faults(only="sequence.bin")
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        local, away = make_both(packing="concat", endpoint=endpoint, steps=8, edge=7)
+        digests(away, threads=0)
+        plan, needed = local.plan(), 0
+        for step in range(plan.steps):
+            sources, rows = plan.rows(step)
+            for number, name in enumerate(plan.sources):
+                spans = plan.stage(step).rows[name].spans(rows[sources == number])
+                needed += 2 * int(spans.length.sum())
+    assert 0 < faults.bytes <= needed
+
+
+def test_requests_are_counted_and_told(make_both, object_server):
+    faults = Faults(only="sequence.bin")
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        _, away = make_both(endpoint=endpoint)
+        _, loader = digests(away)
+    counted = loader.network.counters
+    assert counted.requests == faults.requests
+    assert counted.bytes > faults.bytes
+    assert loader.network.held == 0
+    assert loader.waited > 0
+
+
+def test_never_more_than_the_horizon_is_held(make_both):
+    horizon = 1 << 20
+    _, away = make_both(remote=f"horizon_bytes = {horizon}", steps=120, edge=90)
+    loader = away.loader(micro_batch=4)
+    most = 0
+    for _ in loader:
+        most = max(most, loader.network.held)
+    assert horizon // 2 < most <= horizon + horizon // 4  # and a block that was waited for
+
+
+def test_no_descriptor_is_left_open(make_both, tmp_path):
+    _, away = make_both(remote=f'mirror = "{tmp_path}/mirror"\nlimit_bytes = 30000', steps=200, edge=150)
+    loader = away.loader(micro_batch=4)
+    counts = []
+    for number, _ in enumerate(loader):
+        if number in (100, 790):
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] <= counts[0] + 2
+
+
+def test_errors_truncations_and_stalls_do_not_change_a_batch(make_both, object_server):
+    """[N1.c]"""
+    faults = Faults(errors=0.1, truncated=0.05, stalled=0.01, stall=1.0)
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        local, away = make_both(endpoint=endpoint, remote="deadline = 20.0")
+        found, loader = digests(away)
+    assert found == digests(local)[0]
+    assert loader.network.counters.retries > 0
+
+
+def test_flipped_bits_are_fetched_again_where_a_store_has_page_sums(make_both, object_server):
+    """[N1.c, N1.d]"""
+    faults = Faults(flipped=0.3, only="sequence.bin")
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        local, away = make_both(endpoint=endpoint, sums=True)
+        found, loader = digests(away)
+    assert found == digests(local)[0]
+    assert loader.network.counters.corrupt == len(faults.changed) > 0
+
+
+def test_a_page_that_stays_wrong_is_named(make_both, object_server, tmp_path):
+    """[N1.d]"""
+    _, away = make_both(sums=True)
+    client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
+    name = "shard-00001/sequence.bin"
+    body = bytearray(client.get(name))
+    body[5000] ^= 1
+    client.put(name, bytes(body))
+    with pytest.raises(StoreCorruptError, match=r"web/shard-00001/sequence.bin: bytes \d+:\d+.*twice, in page 1"):
+        digests(away)
+
+
+def test_a_store_without_page_sums_works_and_says_so(make_both, caplog):
+    local, away = make_both()
+    assert digests(away)[0] == digests(local)[0]
+    assert sum("has no page sums" in line for line in caplog.messages) == 2  # once a store
+
+
+def test_with_page_sums_whole_pages_are_read_and_no_more(make_both, object_server):
+    """[N1.b]"""
+    faults = Faults(only="sequence.bin")
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        _, away = make_both(packing="concat", endpoint=endpoint, steps=8, edge=7, sums=True)
+        digests(away, threads=0)
+        plan = away.plan()
+        needed = 0
+        for block in ((0, 2), (2, 7), (7, 8)):  # as the loader groups the steps of this run
+            pages = set()
+            for step in range(*block):
+                sources, rows = plan.rows(step)
+                for number, name in enumerate(plan.sources):
+                    spans = plan.stage(step).rows[name].spans(rows[sources == number])
+                    firsts, lasts = 2 * spans.token // 4096, (2 * (spans.token + spans.length) - 1) // 4096
+                    for shard, first, last in zip(spans.shard, firsts, lasts, strict=True):
+                        pages |= {(name, int(shard), page) for page in range(first, last + 1)}
+            needed += 4096 * len(pages)
+    assert 0 < faults.bytes <= 1.01 * needed
+
+
+RECORDS = """
+[run]
+steps = 12
+global_batch_size = 4
+seq_len = 24
+packing = "padded"
+split = "truncate_end"
+[remote]
+mirror = "{mirror}"
+limit_bytes = 4096
+[[sources]]
+name = "pairs"
+store = "{store}"
+"""
+
+
+def make_records(path, kind, identity):
+    rng = np.random.default_rng(0)
+    count = 60
+
+    def values(lengths, high, dtype):
+        return rng.integers(0, high, int(np.sum(lengths))).astype(dtype)
+
+    def offsets(lengths):
+        return np.concatenate([[0], np.cumsum(lengths)])
+
+    if kind == "sft":
+        lengths = rng.integers(1, 30, count)
+        keys = {"sequence": "<u2", "loss_mask": "|u1"}
+        arrays = {"sequence": values(lengths, 500, "<u2"), "loss_mask": values(lengths, 2, "|u1")}
+        cuts = offsets(lengths)
+    elif kind == "dpo":
+        lengths = {axis: rng.integers(1, 40, count) for axis in ("chosen", "rejected")}
+        keys = {name: dtype for axis in lengths for name, dtype in ((axis, "<u2"), (f"{axis}_mask", "|u1"))}
+        arrays = {axis: values(size, 500, "<u2") for axis, size in lengths.items()}
+        arrays |= {f"{axis}_mask": values(size, 2, "|u1") for axis, size in lengths.items()}
+        cuts = {axis: offsets(size) for axis, size in lengths.items()}
+    else:
+        groups = rng.integers(1, 4, count)
+        prompts, responses = rng.integers(1, 20, count), rng.integers(1, 20, int(groups.sum()))
+        keys = {"prompts": "<u2", "responses": "<u2", "masks": "|u1", "rewards": "<f4"}
+        arrays = {
+            "prompts": values(prompts, 500, "<u2"),
+            "responses": values(responses, 500, "<u2"),
+            "masks": values(responses, 2, "|u1"),
+            "rewards": rng.random(int(groups.sum())).astype("<f4"),
+        }
+        cuts = {"prompts": offsets(prompts), "responses": offsets(responses), "groups": offsets(groups)}
+    spec = StoreSpec(keys=keys, tokenizer=identity(500), recipe={}, kind=kind, max_tokens_per_shard=900)
+    with StoreWriter(path, spec) as writer:
+        writer.append(arrays, cuts)
+        writer.commit()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_records_are_those_of_a_local_copy(tmp_path, object_server, tokenizer_identity, kind):
+    """[N1.a]"""
+    make_records(tmp_path / "pairs", kind, tokenizer_identity)
+    name = put_store(object_server, tmp_path / "pairs", f"{tmp_path.name}/pairs")
+    found = []
+    for place in ("pairs", object_server.address(name)):
+        (tmp_path / "run.toml").write_text(RECORDS.format(mirror=tmp_path / "mirror", store=place))
+        found.append(digests(Run.from_toml(tmp_path / "run.toml"))[0])
+    assert found[0] == found[1]
+
+
+def test_a_server_that_never_answers_ends_the_run_within_the_deadline(make_both, object_server):
+    """[N1.c]"""
+    faults = Faults(errors=1.0, only="sequence.bin")
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        _, away = make_both(endpoint=endpoint, remote="deadline = 1.0")
+        with pytest.raises(
+            StoreUnreachableError, match=r"sequence.bin: bytes \d+:\d+ must be read within 1 s, got status (429|5)"
+        ):
+            digests(away)
+
+
+def test_an_object_that_is_overwritten_ends_the_run_with_its_name(make_both, object_server, tmp_path):
+    """[N1.c]"""
+    _, away = make_both(remote="horizon_bytes = 4096")
+    loader = away.loader(micro_batch=4)
+    stream = iter(loader)
+    next(stream)
+    client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
+    for item in client.list():
+        if item.name.endswith("sequence.bin"):
+            client.put(item.name, bytes(item.bytes))
+    with pytest.raises(StoreCorruptError, match=r"web/shard-\d+/sequence.bin: an object must stay as it is"):
+        list(stream)
+
+
+def test_no_secret_is_in_any_file_or_message(make_both, tmp_path, object_server, monkeypatch):
+    _, away = make_both(remote=f'mirror = "{tmp_path}/mirror"')
+    _, loader = digests(away)
+    secret = object_server.environment["AWS_SECRET_ACCESS_KEY"]
+    texts = [repr(loader.state_dict()), repr(away), repr(away.stores), repr(loader.network.options)]
+    assert not [text for text in texts if secret in text]
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert secret.encode() not in file.read_bytes(), file
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{secret}-wrong")
+    with pytest.raises(Exception, match="must be allowed to read it") as caught:
+        digests(Run.from_toml(tmp_path / "away.toml"))
+    assert secret not in str(caught.value)

@@ -1,0 +1,122 @@
+"""A step as people look at it is what the loader delivers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import tokenmill as tm
+from tokenmill.errors import PlanError
+from tokenmill.run.inspect import tokenizer_of
+from tokenmill.run.step import deal_step, inspect_packing, inspect_step, inspect_strip
+
+RUN = """\
+[run]
+steps = 4
+global_batch_size = 4
+seq_len = {seq_len}
+{more}
+[[sources]]
+name = "web"
+store = "web"
+"""
+
+
+def make_run(folder, records, *, seq_len=48, more="", **options):
+    path = folder / "web.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    tm.prepare(path, out=folder / "web", tokenizer="bytes", progress=False, workers=1, **options)
+    (folder / "run.toml").write_text(RUN.format(seq_len=seq_len, more=more), encoding="utf-8")
+    return tm.Run.from_toml(folder / "run.toml")
+
+
+def texts(count=60):
+    return [{"text": "word " * (1 + number % 9)} for number in range(count)]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "padded", "bos_best_fit"])
+def test_strips_are_what_the_loader_delivers(tmp_path, packing):
+    run = make_run(tmp_path, texts(), more=f'packing = "{packing}"')
+    batch = run.loader(threads=0)[2]
+    contents = inspect_step(run, 2)
+    assert [row.slot for row in contents.rows] == [0, 1, 2, 3]
+    for row, ids, labels in zip(contents.rows, batch["input_ids"], batch["labels"], strict=True):
+        (strip,) = row.strips
+        trained = np.zeros(strip.room, np.bool_)
+        for begin, end in strip.trained:
+            trained[begin:end] = True
+        assert trained[1:].tolist() == (labels >= 0).tolist()
+        assert not trained[0]
+        tokens = inspect_strip(run, 2, row.slot).tokens
+        assert [token.id for token in tokens][: ids.size] == ids[: len(tokens)].tolist()
+        assert [token.trained for token in tokens] == trained[: len(tokens)].tolist()
+        assert [(token.document, token.position) for token in tokens] == [
+            (span.document, place) for span in strip.spans for place in range(span.start, span.start + span.length)
+        ]
+
+
+def test_labels_further_ahead_leave_the_strips_as_they_are(tmp_path):
+    plain = make_run(tmp_path, texts())
+    (tmp_path / "far.toml").write_text(RUN.format(seq_len=48, more="horizon = 3"), encoding="utf-8")
+    assert inspect_step(tm.Run.from_toml(tmp_path / "far.toml"), 1) == inspect_step(plain, 1)
+
+
+def chat(number):
+    turns = [("user", f"question {number}"), ("assistant", f"answer {number}")]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_masked_tokens_of_a_chat_are_not_trained(tmp_path):
+    options = tm.PrepareOptions(chat_template="chatml")
+    run = make_run(tmp_path, [chat(n) for n in range(20)], seq_len=128, recipe="chat", options=options)
+    tokens = inspect_strip(run, 0, 0, tokenizer=tokenizer_of(run.stores["web"])).tokens
+    trained = "".join(token.text for token in tokens if token.trained)
+    assert trained.startswith("answer ")
+    assert "question" not in trained
+
+
+def test_both_sides_of_a_pair_are_strips(tmp_path):
+    records = [{"prompt": f"p{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(12)]
+    run = make_run(tmp_path, records, seq_len=32, recipe="dpo")
+    batch = run.loader(threads=0)[1]
+    for row in inspect_step(run, 1).rows:
+        assert [strip.key for strip in row.strips] == ["chosen", "rejected"]
+        for place, strip in enumerate(row.strips):
+            length = int(batch[f"{strip.key}_len"][row.slot])
+            ids = [token.id for token in inspect_strip(run, 1, row.slot, place).tokens]
+            assert ids == batch[strip.key][row.slot, :length].tolist()
+            flags = batch[f"{strip.key}_mask"][row.slot].copy()
+            flags[0] = False
+            assert strip.num_trained == int(flags.sum())
+
+
+@pytest.mark.parametrize(("slot", "strip"), [(4, 0), (0, 1), (-1, 0)])
+def test_what_is_not_there_is_named(tmp_path, slot, strip):
+    run = make_run(tmp_path, texts())
+    with pytest.raises(PlanError, match=r"must lie within 0:\d+, got"):
+        inspect_strip(run, 0, slot, strip)
+
+
+def test_rows_are_measured_by_stage_and_source(tmp_path):
+    run = make_run(tmp_path, texts())
+    (packed,) = inspect_packing(run)
+    index = run.plan().stages[0].counted("web")
+    spans = index.spans(np.arange(index.num_rows))
+    assert (packed.rows, packed.sampled, sum(packed.fill)) == (index.num_rows,) * 3
+    assert sum(packed.lengths.values()) == spans.length.size
+
+
+def test_rows_are_dealt_as_the_loader_deals_them(tmp_path):
+    run = make_run(tmp_path, texts(), more='balance = "attention"')
+    deal = deal_step(run, 1, 2, 1)
+    plain = inspect_step(run, 1)
+    for rank in range(2):
+        batch = run.loader(rank=rank, world_size=2, threads=0)[1]
+        slots = [slot for member in deal.dealt if member.rank == rank for slot in member.slots]
+        for slot, ids in zip(slots, batch["input_ids"], strict=True):
+            tokens = inspect_strip(run, 1, slot).tokens
+            assert ids[: len(tokens)].tolist() == [token.id for token in tokens][: ids.size]
+    assert sorted(slot for member in deal.in_order for slot in member.slots) == [row.slot for row in plain.rows]
+    assert deal.waiting_dealt <= deal.waiting_in_order

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from tests.object_server import SECRET_KEY
+
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
+from tokenmill.store import open_store
+from tokenmill.store.layout import MANIFEST
+from tokenmill.store.remote.address import parse_address
+from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.upload import upload
+
+LENGTHS = [7, 0, 31, 12] * 40
+
+
+@pytest.fixture(params=["s3", "file"])
+def place(request, tmp_path, object_server):
+    """Return an empty address, in a server or in a folder: the same code writes to both."""
+    if request.param == "file":
+        return f"file://{tmp_path}/remote"
+    return object_server.address(f"upload/{tmp_path.name}")
+
+
+def client_of(place):
+    return Client(parse_address(place))
+
+
+def files_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.relative_to(folder).parts[0] not in (".rows", ".prepare")
+    }
+
+
+def objects_of(place):
+    client = client_of(place)
+    return {item.name: client.get(item.name) for item in client.list()}
+
+
+def test_every_file_of_a_store_arrives(make_store, place):
+    path, *_ = make_store("web", LENGTHS, max_tokens_per_shard=300)
+    (path / ".tokenizer").mkdir()
+    (path / ".tokenizer" / "vocab.json").write_bytes(b"words")
+    (path / ".rows").mkdir()
+    (path / ".rows" / "index").write_bytes(b"made anew by readers")
+    (path / ".tmp-lease").write_bytes(b"left by a build")
+    told = []
+    report = upload(path, place, progress=lambda done, total: told.append((done, total)))
+    files = files_of(path)
+    del files[".tmp-lease"]
+    assert objects_of(place) == files
+    assert (report.files, report.sent_files) == (len(files), len(files))
+    assert report.bytes == report.sent_bytes == sum(map(len, files.values()))
+    assert report.fingerprint == open_store(path).fingerprint
+    assert told[-1] == (report.bytes, report.bytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_an_upload_goes_on_with_what_is_missing_or_wrong(make_store, place):
+    path, *_ = make_store("web", LENGTHS, max_tokens_per_shard=300)
+    upload(path, place)
+    client = client_of(place)
+    client.delete(MANIFEST)
+    client.delete("shard-00001/sequence.bin")
+    size = len(client.get("shard-00002/sequence.bin"))
+    client.put("shard-00002/sequence.bin", b"x" * size)
+    report = upload(path, place)
+    assert report.sent_files == 3
+    assert objects_of(place) == files_of(path)
+    assert upload(path, place).sent_files == 0
+
+
+def test_another_store_is_never_overwritten(make_store, place):
+    path, *_ = make_store("web", LENGTHS)
+    other, *_ = make_store("other", LENGTHS[:-1])
+    upload(path, place)
+    with pytest.raises(StoreExistsError, match=r"must hold nothing, or a part of this store, got another store"):
+        upload(other, place)
+    assert objects_of(place) == files_of(path)
+
+
+def test_a_damaged_store_is_not_published(make_store, place):
+    path, *_ = make_store("web", LENGTHS)
+    file = path / "shard-00000" / "sequence.bin"
+    data = np.fromfile(file, np.uint8)
+    data[5] ^= 1
+    data.tofile(file)
+    with pytest.raises(StoreCorruptError, match=r"sequence\.bin: checksum must be"):
+        upload(path, place)
+    assert client_of(place).head(MANIFEST) is None
+    (path / ".sums").mkdir(exist_ok=True)  # as if it had been proven before it was damaged
+    with pytest.raises(
+        StoreCorruptError, match=r"sequence\.bin: must be what the manifest says before it is uploaded"
+    ):
+        upload(path, place)
+    assert client_of(place).head(MANIFEST) is None
+
+
+def test_what_is_no_store_or_no_address_is_refused(make_store, tmp_path):
+    with pytest.raises(StoreMissingError):
+        upload(tmp_path / "nothing", f"file://{tmp_path}/remote")
+    path, *_ = make_store("web", LENGTHS)
+    with pytest.raises(ConfigError, match=r"address: must be one of object storage, got 'elsewhere'"):
+        upload(path, "elsewhere")
+
+
+def test_uploads_killed_anywhere_leave_nothing_that_reads_as_whole(make_store, tmp_path, object_server):
+    """[N2.a] Until the manifest is there no reader finds a store; then all of it is right."""
+    path, *_ = make_store("web", [3000] * 600, max_tokens_per_shard=60_000)
+    place = object_server.address(f"killed/{tmp_path.name}")
+    program = f"from tokenmill.store.remote.upload import upload; upload({str(path)!r}, {place!r})"
+    client, whole = client_of(place), False
+    for attempt in range(12):
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+        try:
+            process.wait(0.4 + 0.15 * attempt)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+        error = process.communicate()[1].decode()
+        assert process.returncode in (0, -signal.SIGKILL), error
+        if client.head(MANIFEST) is not None:
+            whole = True
+            break
+        assert process.returncode != 0
+        time.sleep(0.01)
+    if not whole:
+        upload(path, place)
+    assert objects_of(place) == files_of(path)
+
+
+def test_no_secret_is_in_what_an_upload_says_or_leaves(make_store, tmp_path, object_server, capfd, caplog):
+    """[N2.b]"""
+    path, *_ = make_store("web", LENGTHS)
+    place = object_server.address(f"canary/{tmp_path.name}")
+    report = upload(path, place)
+    texts = [repr(report)]
+    with pytest.raises(StoreExistsError) as refused:
+        upload(make_store("other", LENGTHS[:3])[0], place)
+    texts.append(str(refused.value))
+    texts += [body.decode("latin-1") for body in (*objects_of(place).values(), *files_of(tmp_path).values())]
+    out, err = capfd.readouterr()
+    assert not [text for text in (*texts, out, err, caplog.text) if SECRET_KEY in text]
