@@ -9,14 +9,11 @@ from typing import NoReturn
 import typer
 
 from tokenmill.cli import console as ui
-from tokenmill.cli.batches import batches
+from tokenmill.cli.batches import batches, what, when
 from tokenmill.cli.demo import demo
-from tokenmill.cli.edits import diff, fork
-from tokenmill.cli.inspect import inspect, verify
-from tokenmill.cli.plan import plan
+from tokenmill.cli.inspect import inspect, verify, view
+from tokenmill.cli.plan import diff, fork, plan
 from tokenmill.cli.prepare import export, import_, prepare, upload
-from tokenmill.cli.provenance import what, when
-from tokenmill.cli.view import view
 from tokenmill.errors import TokenmillError
 
 

@@ -1,8 +1,9 @@
-"""`tokenmill plan`: compile a run and tell what it will do."""
+"""`tokenmill plan`, `diff`, `fork`: what a run will do, where two differ, and one that leaves another at a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tokenmill.cli import console as ui
+from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenmill.plan.report import PlanReport, SourceShare, StageFacts
+    from tokenmill.run.compare import Difference
     from tokenmill.run.reading import ReadingReport
     from tokenmill.run.report import Costs, EvalFacts, RunReport
 
@@ -330,3 +333,109 @@ def _reading(report: ReadingReport) -> Iterator[ui.WideTable]:
             ],
             names=3,
         )
+
+
+# Two runs
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="RUN1.toml", help="Config of a run.")],
+    new: Annotated[Path, typer.Argument(metavar="RUN2.toml", help="Config of another.")],
+    rows: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Most rows to compare, before the first difference and after it."),
+    ] = 1 << 22,
+    world_size: ui.WorldSize = None,
+    json: ui.AsJson = False,
+) -> None:
+    """Find the first step at which two runs differ, the change that causes it, and how many rows differ.
+
+    The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
+    """
+    left, right = (ui.open_run(path, world_size) for path in (old, new))
+    with ui.progress() as tell:
+        difference = left.diff(right, limit_rows=rows, progress=lambda count: tell("rows compared", count, None))
+    if json:
+        ui.print_json(difference.to_json())
+    else:
+        for line in _sentences(difference):
+            ui.print_line(line)
+    raise typer.Exit(0 if difference.same else 1)
+
+
+def _sentences(difference: Difference) -> Iterator[str]:
+    deciding = [str(change) for change in difference.changes if change.step is not None]
+    idle = [str(change) for change in difference.changes if change.step is None]
+    if difference.first_step is not None:
+        stage = f"stage {difference.stage!r}"
+        yield f"first difference at step {difference.first_step:,} of {difference.steps:,} ({stage})"
+        yield f"because {deciding[0]}"
+        if deciding[1:]:
+            yield from ("other changes:", *(f"  {change}" for change in deciding[1:]))
+    elif difference.same:
+        yield f"the same batches at all {difference.steps:,} steps"
+    else:
+        assert difference.begins is not None  # or all would be the same
+        yield (
+            f"no difference within the first {difference.end_step - difference.begins:,} steps after step "
+            f"{difference.begins:,}, where the configs begin to differ in {', '.join(deciding)}"
+        )
+        yield "raise --rows to compare more"
+    if idle:
+        yield from ("changes that change no batch:", *(f"  {change}" for change in idle))
+    if difference.first_step is not None:
+        differing, compared = difference.differing, difference.compared
+        share = f"{differing / compared:.1%}"
+        if difference.complete:
+            yield f"{differing:,} of {compared:,} rows differ after it ({share})"
+        else:
+            yield (
+                f"{differing:,} of the first {compared:,} rows after it differ ({share}); the other "
+                f"{difference.total - compared:,} were not compared, raise --rows to compare more"
+            )
+
+
+def fork(
+    run: ui.RunFile,
+    at: Annotated[int, typer.Option(metavar="STEP", help="First step of the new run's own.")],
+    to: Annotated[Path, typer.Option(metavar="NEW.toml", help="Config to write; its state is written beside it.")],
+    name: Annotated[
+        str | None, typer.Option(help="Of the stage that begins there; default: fork.", show_default=False)
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="web=0.5,books=0.5", help="Of that stage; default: as before.")
+    ] = None,
+    world_size: ui.WorldSize = None,
+    json: ui.AsJson = False,
+) -> None:
+    """Start a new run from any step of another: write its config and its state.
+
+    All batches before that step are the same; this is proven before anything is written.
+    """
+    opened = ui.open_run(run, world_size)
+    fork = opened.fork(at=at, to=to, name=name, weights=None if weights is None else _weights(weights))
+    if json:
+        ui.print_json(asdict(fork))
+        return
+    state = to.with_name(fork.state.name)
+    ui.print_line(f"wrote {to} and {state}: stage {fork.stage!r} begins at step {fork.step:,}")
+    ui.print_line(f"all batches before are those of {run} (fingerprint {fork.shared[:12]})")
+    if not fork.edited:
+        ui.print_line(f"so are all after it, until you edit stage {fork.stage!r}")
+
+
+def _weights(text: str) -> dict[str, float]:
+    """Read the weights of sources."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            raise ConfigError(
+                f"--weights: must be a list of name=number, got {part.strip()!r}; for example web=0.5,books=0.5"
+            ) from None
+        if name in weights:
+            raise ConfigError(f"--weights: must name each source once, got {name!r} twice; leave one out")
+        weights[name] = weight
+    return weights
