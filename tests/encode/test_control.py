@@ -14,9 +14,9 @@ from tests.encode.conftest import CORPUS, trained_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
 
-from tokenmill.encode.control import POLICIES, placeholder, with_policy
-from tokenmill.encode.engines import ADVERSARIAL, ENGINES, open_tokenizer
+from tokenmill.encode.engines import ADVERSARIAL, ENGINES, open_tokenizer, placeholder
 from tokenmill.encode.files import kind_of
+from tokenmill.encode.tokenizer import CONTROL_POLICIES, with_policy
 from tokenmill.errors import ConfigError, TokenizerError
 
 BYTE_TOKENIZER = open_tokenizer("bytes")
@@ -29,7 +29,7 @@ def encoded_by(policy, texts, tokenizer=BYTE_TOKENIZER):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", CONTROL_POLICIES)
 def test_every_control_string_is_treated_as_the_policy_says(specs, policy):
     """[T2.b, S.i]"""
     for spec in specs.values():

@@ -12,10 +12,9 @@ from tests.encode.chat.conftest import REAL as TOKENIZERS
 from tests.encode.conftest import trained_pieces
 from tiktoken_ext import openai_public
 
-from tokenmill.encode.control import with_policy
 from tokenmill.encode.engines import ADVERSARIAL, open_tokenizer, trusted
 from tokenmill.encode.files import ENCODINGS, read_json_file, read_rank_file
-from tokenmill.encode.tokenizer import split
+from tokenmill.encode.tokenizer import split, with_policy
 from tokenmill.errors import TokenizerError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tokenmill as tm
-from tokenmill.encode.fim import Fim, cut_places, with_fim
+from tokenmill.encode.fim import Fim, cut_places
 from tokenmill.errors import ConfigError
 from tokenmill.run.run import Run
 
@@ -47,7 +47,7 @@ def put_together(text):
 def test_parts_make_up_the_document(spec):
     """All characters are there, about as many are cut and turned as was asked for, and cuts are anywhere."""
     tokenizer = tm.open_tokenizer(spec)
-    cut = with_fim(tokenizer, Fim(rate=0.5, spm_rate=0.25))
+    cut = Fim(rate=0.5, spm_rate=0.25).wrap(tokenizer)
     encoded = cut.encode([*TEXTS, ""])
     documents = [cut.decode(encoded.ids[a:b]) for a, b in zip(encoded.offsets, encoded.offsets[1:], strict=False)]
     assert documents.pop() == ""
@@ -67,7 +67,7 @@ def test_parts_are_tokenized_apart(spec):
         first, last, turned = cut_places(text, fim, 0)
         parts = [tokenizer.encode([part]).ids.tolist() for part in (text[:first], text[last:], text[first:last])]
         expected = [prefix, *parts[0], suffix, *parts[1], middle, *parts[2]]
-        assert (with_fim(tokenizer, fim).encode([text]).ids.tolist(), turned) == (expected, False)
+        assert (fim.wrap(tokenizer).encode([text]).ids.tolist(), turned) == (expected, False)
 
 
 def test_a_cut_is_a_function_of_seed_epoch_and_text():
@@ -106,7 +106,7 @@ def test_stores_are_the_same_for_any_number_of_workers(tmp_path, spec):
     tm.prepare(file, out=tmp_path / "plain", tokenizer=spec, progress=False)
     plain = tm.open_store(tmp_path / "plain")
     assert "fim" not in plain.manifest.recipe["recipe"]
-    tokenizer = with_fim(tm.open_tokenizer(spec), Fim(rate=0.5))
+    tokenizer = Fim(rate=0.5).wrap(tm.open_tokenizer(spec))
     expected = tokenizer.encode(TEXTS)
     lengths = np.diff(one.document_offsets(0, 200))
     assert lengths.tolist() == (np.diff(expected.offsets) + 2).tolist()

@@ -28,13 +28,11 @@ from tokenmill.build.mapped import MapIdentity, MapRecord, load_map
 from tokenmill.build.unit import TEXT_KEY, OpenJob, scan_unit, write_unit
 from tokenmill.documents import ReadOptions, Unit
 from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
-from tokenmill.encode.control import with_policy
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.files import spec_of_copy
-from tokenmill.encode.fim import with_fim
 from tokenmill.encode.recipe import PRESETS, Recipe, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
-from tokenmill.encode.tokenizer import Tokenizer, token_dtype
+from tokenmill.encode.tokenizer import Tokenizer, token_dtype, with_policy
 from tokenmill.errors import (
     ConfigError,
     StoreCorruptError,
@@ -244,7 +242,9 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None, map: MapRecord | None
 def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
     """Open a job with its tokenizer."""
     recipe, encoder = job.recipe, None
-    tokenizer = with_fim(with_policy(tokenizer, recipe.control_strings), recipe.fim)
+    tokenizer = with_policy(tokenizer, recipe.control_strings)
+    if recipe.fim is not None:
+        tokenizer = recipe.fim.wrap(tokenizer)
     # Of texts alone no other field could be kept.
     identity, text_only = tokenizer.identity, recipe.text_field is not None and not job.options.keep
     text_only = text_only and job.map is None

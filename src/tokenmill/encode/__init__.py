@@ -4,7 +4,7 @@
    folder that holds one, `"tiktoken:<rank file>"`.
 2. Does: reads the files of the tokenizer (`files`), opens it and proves its fast engine against the reference
    (`engines`), encodes batches of texts, and places BOS and EOS (`tokenizer`). Control strings in raw text are
-   ordinary text (`control`). `recipe/` and `chat/` do the same for records and conversations.
+   ordinary text. `recipe/` and `chat/` do the same for records and conversations.
 3. Out: `Encoded`, flat ids of the smallest unsigned dtype with offsets; and `TokenizerIdentity`, which says when
    two ids mean the same. A record that cannot be encoded is a `Refusal`, by one of `RULES`.
 """

@@ -49,6 +49,18 @@ class Fim:
     tokens: Mapping[Literal["prefix", "suffix", "middle"], str] | None = None
     """Control strings of the tokenizer, where they are not called as usual."""
 
+    def wrap(self, tokenizer: Tokenizer, epoch: int = 0) -> FimTokenizer:
+        """Return a tokenizer that cuts some of its documents in an epoch; refuse one that lacks its tokens."""
+        return FimTokenizer(
+            identity=tokenizer.identity,
+            engine=tokenizer.engine,
+            special_ids=tokenizer.special_ids,
+            tokenizer=tokenizer,
+            fim=self,
+            epoch=epoch,
+            ids=self.find_ids(tokenizer),
+        )
+
     def find_ids(self, tokenizer: Tokenizer) -> tuple[int, int, int]:
         """Return the ids before prefix, suffix and middle; refuse a tokenizer that lacks them."""
         known = tokenizer.special_ids
@@ -139,18 +151,3 @@ def cut_places(text: str, fim: Fim, epoch: int) -> tuple[int, int, bool] | None:
         return None
     first, last = sorted((place * (len(text) + 1)) >> 32 for place in (one, other))
     return first, last, order < fim.spm_rate * (1 << 32)
-
-
-def with_fim(tokenizer: Tokenizer, fim: Fim | None, epoch: int = 0) -> Tokenizer:
-    """Return a tokenizer that cuts some of its documents in an epoch, or the same one where none shall be."""
-    if fim is None:
-        return tokenizer
-    return FimTokenizer(
-        identity=tokenizer.identity,
-        engine=tokenizer.engine,
-        special_ids=tokenizer.special_ids,
-        tokenizer=tokenizer,
-        fim=fim,
-        epoch=epoch,
-        ids=fim.find_ids(tokenizer),
-    )

@@ -1,4 +1,4 @@
-"""What a tokenizer is, what makes the ids of two mean the same, and where BOS and EOS stand in each document."""
+"""What a tokenizer is, when the ids of two mean the same, and where BOS, EOS and control strings stand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from tokenmill.errors import TokenizerError, nearest
+from tokenmill.errors import ConfigError, TokenizerError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.types import AnyArray, BoolArray, Encoded, Int64Array
 
@@ -421,6 +421,61 @@ def with_second_bos(ids: AnyArray, offsets: Int64Array, identity: TokenizerIdent
     documents = np.searchsorted(offsets, at[~np.isin(at, offsets)], side="right") - 1
     second: list[int] = np.unique(documents).tolist()
     return second
+
+
+# What becomes of control strings, such as `<|endoftext|>`, that stand in raw text.
+
+CONTROL_POLICIES = ("text", "encode", "drop")
+"""They are ordinary text, become control ids, or are taken out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlTokenizer:
+    """A tokenizer that gives control strings in raw text their ids, or takes them out first."""
+
+    identity: TokenizerIdentity
+    engine: str
+    special_ids: Mapping[str, int]
+    tokenizer: Tokenizer = field(repr=False)
+    policy: str
+
+    def decode(self, ids: AnyArray) -> str:
+        """Return the text of ids."""
+        return self.tokenizer.decode(ids)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text."""
+        if self.policy == "encode":
+            return self.encode_with_controls(texts)
+        return self.tokenizer.encode([self._without(text) for text in texts])
+
+    def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of each text, those of control strings among them."""
+        return self.tokenizer.encode_with_controls(texts)
+
+    def _without(self, text: str) -> str:
+        pattern = control_pattern(tuple(self.special_ids))
+        while pattern.search(text):  # taking one out may join the halves of another
+            text = pattern.sub("", text)
+        return text
+
+
+def with_policy(tokenizer: Tokenizer, policy: str) -> Tokenizer:
+    """Return a tokenizer that treats control strings in raw text so; `text` is what every tokenizer does itself."""
+    if policy not in CONTROL_POLICIES:
+        raise ConfigError(
+            f"control_strings: must be one of {', '.join(CONTROL_POLICIES)}, got {policy!r}; "
+            f"{nearest(policy, CONTROL_POLICIES)}"
+        )
+    if policy == "text" or not tokenizer.special_ids:
+        return tokenizer
+    return ControlTokenizer(
+        identity=tokenizer.identity,
+        engine=tokenizer.engine,
+        special_ids=tokenizer.special_ids,
+        tokenizer=tokenizer,
+        policy=policy,
+    )
 
 
 # The built-in tokenizer: one id a byte of UTF-8, and BOS, EOS, PAD above them.

@@ -34,7 +34,7 @@ from tokenmill.documents import (
 )
 from tokenmill.encode.engines import ENGINES, trusted
 from tokenmill.encode.files import kind_of
-from tokenmill.encode.fim import Fim, with_fim
+from tokenmill.encode.fim import Fim
 from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
 from tokenmill.fingerprint import digest, first_difference, key64
@@ -509,7 +509,8 @@ def open_live(
             "packing: bos_best_fit needs documents that start with BOS, got a tokenizer that adds none; "
             "say add_bos=True, or use packing='best_fit'"
         )
-    with_fim(opened, options.fim)  # refuses a tokenizer that lacks its tokens, before a window is made
+    if options.fim is not None:
+        options.fim.find_ids(opened)  # refuses a tokenizer that lacks its tokens, before a window is made
     return LiveSource(files=files, digests=tuple(map(file_digest, files)), tokenizer=opened, options=options)
 
 

@@ -14,7 +14,6 @@ import xxhash
 
 from tokenmill.compiled import kernel
 from tokenmill.documents import RULES, read_unit
-from tokenmill.encode.fim import with_fim
 from tokenmill.encode.tokenizer import Tokenizer, frame, token_dtype
 from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.source import LiveOptions, Window, record_name
@@ -70,7 +69,8 @@ def tokenize_window(
     are put in order, not texts.
     """
     skipped: list[Skipped] = []
-    tokenizer = with_fim(tokenizer, options.fim, epoch)
+    if options.fim is not None:
+        tokenizer = options.fim.wrap(tokenizer, epoch)
     parts = _parts(window, tokenizer, options, skipped, beat)
     places = np.concatenate([np.empty((0, 2), np.int64), *(places for _, places in parts)])
     order = np.arange(len(places))
