@@ -16,7 +16,7 @@ import tokenmill as tm
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreExistsError
 from tokenmill.run.inspect import inspect_document, tokenizer_of
 from tokenmill.store import Origin, open_store, verify
-from tokenmill.store.origins import origins_file
+from tokenmill.store.notes import origins_file
 from tokenmill.store.reader import join_stores
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"

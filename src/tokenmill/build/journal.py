@@ -45,7 +45,7 @@ from tokenmill.store.layout import (
     manifest_bytes,
     read_manifest,
 )
-from tokenmill.store.origins import origins_file, publish_origins
+from tokenmill.store.notes import origins_file, publish_origins
 from tokenmill.store.writer import check_file_sizes, check_sizes, clear, publish_shard, refuse_foreign_shards
 from tokenmill.tables import as_json, read_table
 

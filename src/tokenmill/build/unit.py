@@ -47,7 +47,7 @@ from tokenmill.store import StoreSpec
 from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
 from tokenmill.store.layout import axis_of, token_keys
 from tokenmill.store.lease import has_ended, this_process
-from tokenmill.store.origins import OriginCheckpoint, OriginWriter
+from tokenmill.store.notes import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array

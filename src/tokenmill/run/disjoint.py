@@ -16,8 +16,8 @@ import numpy as np
 from tokenmill.config.evals import held_whole
 from tokenmill.packing.rows import FollowingRows
 from tokenmill.packing.stored import are_excluded
-from tokenmill.store.hashes import EMPTY, hash_documents, read_hashes
 from tokenmill.store.layout import is_ours
+from tokenmill.store.notes import EMPTY, hash_documents, read_hashes
 from tokenmill.types import BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
-from tokenmill.store.origins import Origin
+from tokenmill.store.notes import Origin
 from tokenmill.store.reader import Store, open_store
 from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter

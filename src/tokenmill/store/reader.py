@@ -30,7 +30,7 @@ from tokenmill.store.layout import (
     tokenizer_difference,
 )
 from tokenmill.store.maps import FileRequest, MapCache, MappedFile, RangeRequest, Ranges, Request, lent, read_range
-from tokenmill.store.origins import Origin, find_origin, input_of
+from tokenmill.store.notes import Origin, find_origin, input_of
 from tokenmill.store.remote.address import is_address
 from tokenmill.tables import path_of
 from tokenmill.types import AnyArray, Int64Array, RemoteOptions, natural_key

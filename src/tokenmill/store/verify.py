@@ -14,10 +14,9 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.hashes import check_hashes
 from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
 from tokenmill.store.maps import FileRequest, RangeRequest, Request, map_file, read_range
-from tokenmill.store.origins import check_origins
+from tokenmill.store.notes import check_hashes, check_origins
 from tokenmill.store.reader import Store, open_store, read_ours, store_of
 from tokenmill.store.remote.address import is_address
 from tokenmill.tables import path_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import shutil
@@ -19,10 +18,10 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
-from tokenmill.store.durable import make_folder, sync_folder, write_atomically
-from tokenmill.store.hashes import hash_blocks, hashes_file, write_shard_hashes
+from tokenmill.store.durable import CheckedFile, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
 from tokenmill.store.lease import Lease
+from tokenmill.store.notes import hash_blocks, hashes_file, write_shard_hashes
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
@@ -364,62 +363,6 @@ class _ShardWriter:
                 f"{self.folder}: a document must not hold BOS twice in a row, got that in document {document} of "
                 f"a batch at token {int(twice[0] - starts[document])}; let template or tokenizer add it"
             )
-
-
-class CheckedFile:
-    """A file that grows at its end and knows the checksum of all that it holds: new, or as it was at a checkpoint.
-
-    It is opened when it is written to and can be closed in between: a build may have thousands of domains, each
-    with files of its own, and a process may have but some hundred files open.
-    """
-
-    def __init__(self, path: Path, saved: FileInfo | None = None) -> None:
-        self._path = path
-        self._hash = xxhash.xxh3_128()
-        self._bytes = saved.bytes if saved else 0
-        self._stream: io.FileIO | None = None
-        if saved is None:
-            path.open("xb").close()
-            return
-        if not path.is_file() or path.stat().st_size < saved.bytes:
-            raise StoreCorruptError(
-                f"{path}: must have {saved.bytes} bytes to go on, got fewer; the unit is done again"
-            )
-        os.truncate(path, saved.bytes)
-        if saved.bytes:
-            self._hash.update(self.read_back(np.dtype(np.uint8), saved.bytes).data)
-        if self._hash.hexdigest() != saved.xxh3:
-            raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
-
-    def write(self, values: AnyArray) -> None:
-        """Add an array at the end."""
-        if not values.size:
-            return
-        view = np.ascontiguousarray(values).data.cast("B")
-        self._hash.update(view)
-        self._bytes += view.nbytes
-        self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-        while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
-            view = view[self._stream.write(view) :]
-
-    def close(self) -> None:
-        """Close it until it is written to again."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def sync(self) -> FileInfo:
-        """Make it durable, and return its size and checksum so far."""
-        self.close()
-        with open(self._path, "ab") as stream:
-            os.fsync(stream.fileno())
-        return FileInfo(bytes=self._bytes, xxh3=self._hash.hexdigest())
-
-    def read_back(self, dtype: np.dtype[Any], count: int) -> AnyArray:
-        """Map the first `count` numbers of the file, of which there is one at least."""
-        with open(self._path, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), count * dtype.itemsize, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype)
 
 
 def _hashes_beside(shard: Path) -> Path:

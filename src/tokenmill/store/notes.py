@@ -1,0 +1,501 @@
+"""What a store notes of each document beside its tokens: where it came from, and a hash of its tokens.
+
+Origins: the file and line of each document, and the fields of its record that were kept. A build notes them for
+each unit as it goes (`OriginWriter`), in the folder of the unit, and publishes them with the unit's shards.
+`.origins/00007.bin` in a store speaks of the documents from shard 7 on, up to the next such file: those of one
+unit. Documents of consecutive lines are one run, so it takes a few bytes for each record that was left out, not for
+each that was taken; fields are kept for each document, as JSON.
+
+Hashes: 8 bytes a document, by which documents of two stores are known for the same. `.hashes/00007.bin` has those
+of shard 7, written with the shard; `write_hashes` adds them to a store of an earlier tokenmill. BOS before a
+document and EOS behind it do not count, nor does the width of ids, so that the same text has the same hash in every
+store of one tokenizer. `docs/format.md` is the layout of both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.store import layout
+from tokenmill.store.durable import CheckedFile, make_folder, read_index, write_index, write_section
+from tokenmill.store.layout import (
+    HASHES_FOLDER,
+    ORIGINS_FOLDER,
+    WAY_OUT,
+    Count,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+    is_shard_name,
+)
+from tokenmill.store.maps import MappedFile
+from tokenmill.types import AnyArray, Int64Array, Uint8Array, Uint64Array
+
+if TYPE_CHECKING:
+    from tokenmill.store.reader import Store
+
+ORIGINS_FORMAT, HASHES_FORMAT = "tokenmill-origins-1", "tokenmill-hashes-1"
+
+
+# Origins: noted while a unit is built, and published with it.
+
+RUNS, ENDS, KEPT = "runs", "kept-ends", "kept"
+"""Files in the folder of a unit, and sections of what is published: runs of lines, where the kept fields of each
+document end, and those fields."""
+RUN = np.dtype([("document", "<u8"), ("line", "<u8"), ("input", "<u8")])
+"""From this document on, counted from the first of the unit, documents are the lines from this one on of an input:
+a piece of the unit while it is built, a file when it is published."""
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a document came from."""
+
+    file: str | None = None
+    """Path of the input file below the folder that all inputs shared; None: the store does not say."""
+    place: int | None = None
+    """Its line, row, record or member in that file, counted from 1; None: the store does not say."""
+    counts: str = "line"
+    """What the place is counted in."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its record that were kept (`prepare --keep`)."""
+
+    def __str__(self) -> str:
+        """Name it for people: `web.jsonl:17`, `web.parquet row 17`, or the file alone."""
+        if self.file is None or self.place is None:
+            return self.file or "unknown"
+        return f"{self.file}:{self.place}" if self.counts == "line" else f"{self.file} {self.counts} {self.place}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OriginCheckpoint:
+    """What `OriginWriter` needs to go on."""
+
+    documents: Count
+    piece: int
+    line: Count
+    """Where the next document is if it belongs to the last run."""
+    kept_bytes: Count
+    files: Mapping[str, FileInfo]
+
+
+class OriginWriter:
+    """Notes where the documents of a unit come from, in a folder that is there; new, or from a checkpoint on."""
+
+    def __init__(self, folder: Path, *, keeps: bool, saved: OriginCheckpoint | None = None) -> None:
+        names = (RUNS, ENDS, KEPT) if keeps else (RUNS,)
+        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
+        self._documents, self._kept_bytes = (saved.documents, saved.kept_bytes) if saved else (0, 0)
+        self._next = (saved.piece, saved.line) if saved else (-1, 0)
+
+    def append(self, pieces: Int64Array, lines: Int64Array, kept: Sequence[bytes]) -> None:
+        """Add documents, one at least: the piece and line of each, and the JSON of what is kept of it."""
+        same_run = np.empty(pieces.size, np.bool_)
+        same_run[0] = (int(pieces[0]), int(lines[0])) == self._next
+        same_run[1:] = (np.diff(pieces) == 0) & (np.diff(lines) == 1)
+        first = np.flatnonzero(~same_run)
+        runs = np.empty(first.size, RUN)
+        runs["document"], runs["line"], runs["input"] = first + self._documents, lines[first], pieces[first]
+        self._files[RUNS].write(runs)
+        self._documents += pieces.size
+        self._next = int(pieces[-1]), int(lines[-1]) + 1
+        if ENDS in self._files:
+            ends = self._kept_bytes + np.cumsum([len(text) for text in kept])
+            self._files[ENDS].write(ends.astype("<u8"))
+            self._files[KEPT].write(np.frombuffer(b"".join(kept), np.uint8))
+            self._kept_bytes = int(ends[-1])
+        for file in self._files.values():
+            file.close()  # a build may have thousands of routes, and write to them in turn
+
+    def sync(self) -> OriginCheckpoint:
+        """Make all that was noted durable; return what it takes to go on from here."""
+        return OriginCheckpoint(
+            documents=self._documents,
+            piece=self._next[0],
+            line=self._next[1],
+            kept_bytes=self._kept_bytes,
+            files={name: file.sync() for name, file in self._files.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OriginsFooter:
+    """What stands at the end of a published file, as JSON."""
+
+    format: str
+    inputs: tuple[tuple[str, str], ...]
+    """Name of each input, and what its records are counted in."""
+    documents: Count
+    sections: Mapping[str, tuple[Count, Count, str]]
+    """Section -> first byte, number of bytes, XXH3-128."""
+
+
+def origins_file(store: Path, shard: int) -> Path:
+    """Return the file that speaks of the documents of a unit whose first shard this is."""
+    return store / ORIGINS_FOLDER / f"{shard:05d}.bin"
+
+
+def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[tuple[str, str, int]]) -> None:
+    """Publish what was noted in the folder of a unit: pieces become files, lines are counted from their start.
+
+    Of each piece, `pieces` says the name of its file, what is counted there, and how many lines stand before it.
+    It may be done twice; a unit that noted nothing gets nothing.
+    """
+    if not (folder / RUNS).exists():
+        return
+    numbers = {
+        kind: number for number, kind in enumerate(dict.fromkeys((name, counts) for name, counts, _ in pieces))
+    }
+    inputs = np.array([numbers[name, counts] for name, counts, _ in pieces], np.uint64)
+    begins = np.array([begin for _, _, begin in pieces], np.uint64)
+
+    def resolved() -> Iterator[Uint8Array]:
+        for block in _blocks(folder / RUNS, _BLOCK * RUN.itemsize):
+            runs = block.view(RUN).copy()
+            runs["line"] += begins[runs["input"]]
+            runs["input"] = inputs[runs["input"]]
+            yield runs.view(np.uint8)
+
+    def write(out: BinaryIO) -> _OriginsFooter:
+        sections = {RUNS: write_section(out, resolved())}
+        for name in (ENDS, KEPT):
+            if (folder / name).exists():
+                sections[name] = write_section(out, _blocks(folder / name, _BLOCK << 4))
+        return _OriginsFooter(format=ORIGINS_FORMAT, inputs=tuple(numbers), documents=documents, sections=sections)
+
+    make_folder(file.parent)
+    for left in file.parent.glob(f".tmp-{file.stem}-*"):
+        left.unlink()  # of a build that was killed here
+    write_index(file, write)
+
+
+def _blocks(file: Path, size: int) -> Iterator[Uint8Array]:
+    with file.open("rb") as stream:
+        while block := stream.read(size):
+            yield np.frombuffer(block, np.uint8)
+
+
+# Origins that are published.
+
+
+def find_origin(shard: Path, document: int, begins: Int64Array) -> Origin | None:
+    """Return where a document of a shard came from, in O(log n); None where nobody noted it.
+
+    `begins` are the first documents of the shards up to this one, counted as the document is.
+    """
+    folder = shard.parent / ORIGINS_FOLDER
+    if not is_shard_name(shard.name) or not folder.is_dir():
+        return None
+    number = int(shard.name.removeprefix("shard-").removesuffix(".h5"))
+    # Most often the very first: a unit has several shards only if it is larger than one may be.
+    for back in range(min(number + 1, begins.size)):
+        file = origins_file(shard.parent, number - back)
+        if file.exists():
+            return _find(file, document - int(begins[-1 - back]))
+    return None
+
+
+def input_of(manifest: Manifest, document: int) -> Origin:
+    """Return the input file of a document by how many each gave, in order: of stores that do not say more.
+
+    Those of an earlier tokenmill and files of other projects do not; nor do all files of very many.
+    """
+    if sum(int(entry.get("documents", 0)) for entry in manifest.inputs) == manifest.documents:
+        for entry in manifest.inputs:
+            document -= int(entry.get("documents", 0))
+            if document < 0:
+                return Origin(file=str(entry.get("name")))
+    return Origin()
+
+
+def _find(file: Path, document: int) -> Origin | None:
+    """Return where a document of a unit came from; None where the file speaks of fewer documents."""
+    status = file.stat()
+    mapped, sections, footer = _open(file, status.st_size, status.st_mtime_ns)
+    if document >= footer.documents:
+        return None
+    runs = sections[RUNS].view(RUN)
+    run = runs[max(0, int(np.searchsorted(runs["document"], document, side="right")) - 1)] if runs.size else None
+    if run is None or run["input"] >= len(footer.inputs) or run["document"] > document:
+        raise _bad_origins(file, "runs of other documents")
+    name, counts = footer.inputs[int(run["input"])]
+    kept: dict[str, Any] = {}
+    if ENDS in sections:
+        ends = sections[ENDS].view("<u8")
+        begin, end = (int(ends[document - 1]) if document else 0), int(ends[document])
+        try:
+            kept = msgspec.json.decode(sections[KEPT][begin:end].tobytes(), type=dict[str, Any])
+        except ValueError as error:
+            raise _bad_origins(file, error) from None
+    mapped.check()
+    return Origin(file=name, place=int(run["line"]) + document - int(run["document"]) + 1, counts=counts, kept=kept)
+
+
+@lru_cache(maxsize=4)
+def _open(file: Path, _bytes: int, _time: int) -> tuple[MappedFile, dict[str, Uint8Array], _OriginsFooter]:
+    """Map a file once for many documents; size and time are there to notice another under its name."""
+    return _map(file)
+
+
+def _map(file: Path) -> tuple[MappedFile, dict[str, Uint8Array], _OriginsFooter]:
+    kept = read_index(file, _OriginsFooter)
+    if kept is None or kept[1].format != ORIGINS_FORMAT:
+        raise _bad_origins(file, "a cut or changed one")
+    data, footer = kept[0].data, kept[1]
+    sections = {name: data[begin : begin + size] for name, (begin, size, _) in footer.sections.items()}
+    sizes = {RUNS: sections[RUNS].size // RUN.itemsize * RUN.itemsize} if RUNS in sections else {}
+    if ENDS in sections or KEPT in sections:
+        sizes |= {ENDS: 8 * footer.documents, KEPT: footer.sections.get(KEPT, (0, 0, ""))[1]}
+    if {name: section.size for name, section in sections.items()} != sizes or RUNS not in sizes:
+        raise _bad_origins(file, "sections of other sizes")
+    return kept[0], sections, footer
+
+
+def _bad_origins(file: Path, got: object) -> StoreCorruptError:
+    return StoreCorruptError(f"{file}: must say where documents came from, got {got}; {WAY_OUT}")
+
+
+def check_origins(file: Path) -> None:
+    """Read a published file through: checksums, and the order of what it says."""
+    mapped, sections, footer = _map(file)
+    for name, section in sections.items():
+        checksum = xxhash.xxh3_128_hexdigest(section.data)
+        mapped.check()
+        if checksum != footer.sections[name][2]:
+            raise _bad_origins(file, f"{name} with checksum {checksum}")
+    runs: AnyArray = sections[RUNS].view(RUN)
+    ordered: Iterable[AnyArray] = (runs["document"], sections.get(ENDS, np.empty(0, np.uint8)).view("<u8"))
+    if any((values[1:] < values[:-1]).any() for values in ordered) or (runs["input"] >= len(footer.inputs)).any():
+        raise _bad_origins(file, "numbers out of order")
+
+
+# Hashes: of the tokens of each document.
+
+HASHES = "hashes"
+EMPTY = np.uint64(xxhash.xxh3_64_intdigest(b""))
+"""The hash of a document that has no token but BOS and EOS."""
+_RECORDS = 1 << 14
+_TOKENS = 1 << 20
+"""Records and tokens that are hashed at a time; a record that is larger is hashed alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HashesFooter:
+    """What stands at the end of a file, as JSON."""
+
+    format: str
+    documents: Count
+    of: Mapping[str, str]
+    """File of the shard -> its XXH3-128."""
+    sections: Mapping[str, tuple[Count, Count, str]]
+    """Section -> first byte, number of bytes, XXH3-128."""
+
+
+def hash_records(
+    kind: str, tokenizer: Mapping[str, Any], values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]
+) -> Uint64Array:
+    """Return the hash of each record: of its tokens, or of the hashes of its arrays where it has several."""
+    columns = []
+    for key in layout.token_keys(values):
+        axis = layout.axis_of(kind, key)
+        hashes = _hash_items(values[key], offsets[axis], tokenizer)
+        # A group has several responses: the hash of their hashes.
+        columns.append(_hash_runs(hashes, offsets["groups"]) if axis == "responses" else hashes)
+    if len(columns) == 1:
+        return columns[0]
+    joined = np.ascontiguousarray(np.stack(columns, axis=1))
+    return _hash_runs(joined.reshape(-1), np.arange(len(joined) + 1) * len(columns))
+
+
+def _hash_items(ids: AnyArray, offsets: Int64Array, tokenizer: Mapping[str, Any]) -> Uint64Array:
+    begins, ends = offsets[:-1].copy(), offsets[1:].copy()
+    bos, eos = tokenizer.get("bos_id"), tokenizer.get("eos_id")
+    if bos is not None:
+        some = np.flatnonzero(ends > begins)
+        begins[some] += ids[begins[some]] == bos
+    if eos is not None:
+        some = np.flatnonzero(ends > begins)
+        ends[some] -= ids[ends[some] - 1] == eos
+    return _hash_bytes(np.ascontiguousarray(ids, "<u4"), begins, ends)
+
+
+def _hash_runs(values: AnyArray, offsets: Int64Array) -> Uint64Array:
+    return _hash_bytes(np.ascontiguousarray(values, "<u8"), offsets[:-1], offsets[1:])
+
+
+def _hash_bytes(values: AnyArray, begins: Int64Array, ends: Int64Array) -> Uint64Array:
+    """Return XXH3-64 of runs of values; about a microsecond a run."""
+    width, hash_of = values.itemsize, xxhash.xxh3_64_intdigest
+    data = values.data.cast("B") if values.size else memoryview(b"")
+    runs = zip((begins * width).tolist(), (ends * width).tolist(), strict=True)
+    return np.fromiter((hash_of(data[begin:end]) for begin, end in runs), np.uint64, begins.size)
+
+
+# The hashes of a store.
+
+
+def hashes_file(store: Path, shard: int) -> Path:
+    """Return the file with the hashes of a shard."""
+    return store / HASHES_FOLDER / f"{shard:05d}.bin"
+
+
+def write_shard_hashes(file: Path, shard: ShardInfo, blocks: Iterator[Uint64Array]) -> None:
+    """Write the hashes of the documents of a shard, given in blocks."""
+
+    def write(out: Any) -> _HashesFooter:  # noqa: ANN401 - a binary stream
+        section = write_section(out, (block.astype("<u8", copy=False).view(np.uint8) for block in blocks))
+        sections = {HASHES: section}
+        return _HashesFooter(format=HASHES_FORMAT, documents=shard.documents, of=_made_of(shard), sections=sections)
+
+    write_index(file, write)
+
+
+def _made_of(shard: ShardInfo) -> dict[str, str]:
+    return {name: info.xxh3 for name, info in shard.files.items()}
+
+
+Offsets = Callable[[str, int, int], Int64Array]
+"""(axis, first item, end) -> where these items start in the values, and where the last one ends."""
+Values = Callable[[str, int, int], AnyArray]
+"""(key, first value, end) -> these values."""
+
+
+def compute_hashes(store: Store, shard: int) -> Iterator[Uint64Array]:
+    """Read the tokens of a shard, and yield the hashes of its documents."""
+    first, last = (int(begin) for begin in store.document_begins[shard : shard + 2])
+    return _compute(store, range(first, last))
+
+
+def hash_documents(store: Store, begin: int, end: int) -> Uint64Array:
+    """Read the tokens of documents `begin` to `end` (exclusive), and return their hashes."""
+    return np.concatenate([np.empty(0, np.uint64), *_compute(store, range(begin, end))])
+
+
+def _compute(store: Store, records: range) -> Iterator[Uint64Array]:
+    manifest = store.manifest
+    yield from hash_blocks(
+        (manifest.kind, store.keys, manifest.tokenizer),
+        records,
+        store.offsets,
+        lambda key, a, b: store.fetch(a, b, key),
+    )
+
+
+def hash_blocks(
+    spec: tuple[str, Sequence[str], Mapping[str, Any]], records: range, offsets_of: Offsets, values_of: Values
+) -> Iterator[Uint64Array]:
+    """Yield the hashes of records, read in blocks of bounded size; `spec` is kind, keys and tokenizer."""
+    kind, keys, tokenizer = spec
+    begin, count = records.start, _RECORDS
+    while begin < records.stop:
+        end = min(begin + count, records.stop)
+        starts: dict[str, Int64Array] = {}
+        for key in layout.token_keys(keys):
+            axis, items = layout.axis_of(kind, key), (begin, end)
+            if axis == "responses":
+                starts["groups"] = offsets_of("groups", begin, end)
+                items = int(starts["groups"][0]), int(starts["groups"][-1])
+            starts[axis] = offsets_of(axis, *items) if items[1] > items[0] else np.zeros(1, np.int64)
+        tokens = sum(int(s[-1] - s[0]) for axis, s in starts.items() if axis != "groups")
+        if tokens > _TOKENS and end - begin > 1:
+            count = max(1, (end - begin) // 2)
+            continue
+        values = {
+            key: values_of(key, int(starts[axis][0]), int(starts[axis][-1]))
+            for key in layout.token_keys(keys)
+            for axis in (layout.axis_of(kind, key),)
+        }
+        yield hash_records(kind, tokenizer, values, {axis: s - s[0] for axis, s in starts.items()})
+        begin, count = end, min(2 * count, _RECORDS)
+
+
+def read_hashes(store: Store, shard: int) -> Uint64Array | None:
+    """Map the hashes of the documents of a shard; None where the store has none of it.
+
+    A file that is not whole, or not of this shard, is refused.
+    """
+    place = _shard_place(store, shard)
+    if place is None or not is_shard_name(place.name):
+        return None
+    file = hashes_file(place.parent, int(place.name.removeprefix("shard-").removesuffix(".h5")))
+    for files in store.remotes:
+        files.bring(f"{HASHES_FOLDER}/{file.name}")
+    if not file.exists():
+        return None
+    kept = read_index(file, _HashesFooter)
+    info = store.manifest.shards[shard]
+    if kept is None or kept[1].format != HASHES_FORMAT or HASHES not in kept[1].sections:
+        raise _bad_hashes(file, "a cut or changed one")
+    data, footer = kept[0].data, kept[1]
+    begin, size, _ = footer.sections[HASHES]
+    if dict(footer.of) != _made_of(info) or (footer.documents, size) != (info.documents, 8 * info.documents):
+        raise _bad_hashes(file, "those of another shard")
+    if begin + size != data.size:
+        raise _bad_hashes(file, "a cut or changed one")
+    hashes: Uint64Array = data[begin:].view("<u8")
+    return hashes
+
+
+def check_hashes(store: Store, shard: int) -> None:
+    """Refuse the hashes of a shard that are not those of its tokens, which are read for it."""
+    kept = read_hashes(store, shard)
+    if kept is not None:
+        begin = 0
+        for block in compute_hashes(store, shard):
+            if not np.array_equal(kept[begin : begin + block.size], block):
+                raise _bad_hashes(hashes_file(store.path, shard), "others")
+            begin += block.size
+
+
+def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _tokens: None) -> int:
+    """Add the hashes that a store of ours lacks, and return of how many shards; it may be done at any time.
+
+    `progress` is told the tokens that were read since its last call.
+    """
+    if not layout.is_ours(store.path) or any(
+        _shard_place(store, shard) != store.path / info.name for shard, info in enumerate(store.manifest.shards)
+    ):
+        raise StoreError(
+            f"{store.path}: hashes can be added to one store of ours, got files of another project, or several "
+            "stores; `tokenmill import` them, or name each store"
+        )
+    added = 0
+    make_folder(store.path / HASHES_FOLDER)
+    for number, shard in enumerate(store.manifest.shards):
+        try:
+            missing = read_hashes(store, number) is None
+        except StoreCorruptError:
+            missing = True
+        if missing:
+            write_shard_hashes(hashes_file(store.path, number), shard, compute_hashes(store, number))
+            added += 1
+        progress(shard.tokens)
+    return added
+
+
+def _shard_place(store: Store, shard: int) -> Path | None:
+    """Return the folder or file of a shard, which may be of one of several stores that were joined."""
+    info = store.manifest.shards[shard]
+    axis = layout.axis_of(store.manifest.kind, store.manifest.token_key)
+    if layout.index_file(axis) not in info.files:
+        return None  # of another project
+    file = Path(os.fspath(store.file(shard, layout.index_file(axis)).path))
+    return file.parent if info.container is None else file
+
+
+def _bad_hashes(file: Path, got: str) -> StoreCorruptError:
+    return StoreCorruptError(
+        f"{file}: must have the hashes of the documents of its shard, got {got}; delete it, and "
+        "`tokenmill verify --hashes` makes it again"
+    )
