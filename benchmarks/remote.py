@@ -30,8 +30,7 @@ from tests.object_server import make_bucket, missing_program, running_server  # 
 
 from tokenmill.run.run import Run  # noqa: E402
 from tokenmill.store import StoreSpec, StoreWriter, verify  # noqa: E402
-from tokenmill.store.remote.address import parse_address  # noqa: E402
-from tokenmill.store.remote.client import Client  # noqa: E402
+from tokenmill.store.remote.client import Client, parse_address  # noqa: E402
 
 SEQ_LEN = 2048
 RUN = """

@@ -10,6 +10,7 @@ in the `__post_init__` of the record, whose errors keep their own text.
 from __future__ import annotations
 
 import os
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -261,6 +262,15 @@ def check_fields(record: object) -> None:
         if isinstance(value, os.PathLike):
             object.__setattr__(record, name, value := os.fspath(value))
         check_types(**{name: (value, hint)})
+
+
+def is_address(path: object) -> bool:
+    """Say whether a path is meant for object storage: it has a scheme.
+
+    >>> is_address("s3://bucket/web"), is_address("stores/web"), is_address("hf:org/data")
+    (True, False, False)
+    """
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def path_of(name: str, value: object) -> str:

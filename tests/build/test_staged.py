@@ -13,8 +13,7 @@ import tokenmill as tm
 from tokenmill.build import PrepareOptions
 from tokenmill.errors import ConfigError, StoreExistsError, StoreUnreachableError
 from tokenmill.store.layout import MANIFEST
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 import tokenmill as tm
 from tokenmill.cli.app import app
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 
 RUN = """
 [run]

@@ -13,8 +13,7 @@ from tests.object_server import ObjectServer
 from tokenmill.errors import StoreCorruptError, StoreUnreachableError
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, verify
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 
 RUN = """
 [run]

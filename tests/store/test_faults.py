@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.store import faults
-from tokenmill.store.maps import FileRequest, MapCache, map_file
+from tokenmill.store.maps import MAX_WATCHED, FileRequest, MapCache, map_file, num_faults
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sizes alone are checked")
 
@@ -26,7 +25,7 @@ def test_pages_that_are_gone_read_as_zeros_and_are_refused(tmp_path):
     file = map_file(request)
     os.truncate(request.path, 4096 + 100)
     assert int(file.data.sum()) == 4096 + 100
-    assert faults.num_faults(file.watched) == 8
+    assert num_faults(file.watched) == 8
     with pytest.raises(StoreCorruptError, match=r"file: must keep its 40960 bytes while it is read, got 4196"):
         file.check()
 
@@ -63,12 +62,12 @@ def test_only_the_cut_file_among_many_is_refused(tmp_path):
     os.truncate(tmp_path / "17", 0)
     sums = [int(file.data.sum()) for file in files]
     assert [number for number, total in enumerate(sums) if total != 40960] == [17]
-    assert [number for number, file in enumerate(files) if faults.num_faults(file.watched)] == [17]
+    assert [number for number, file in enumerate(files) if num_faults(file.watched)] == [17]
 
 
 def test_a_place_is_used_again_once_its_map_is_gone(tmp_path):
     request = make_file(tmp_path / "file")
-    places = {map_file(request).watched for _ in range(2 * faults.MAX_WATCHED)}
+    places = {map_file(request).watched for _ in range(2 * MAX_WATCHED)}
     assert len(places) == 1
 
 

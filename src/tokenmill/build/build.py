@@ -59,8 +59,7 @@ from tokenmill.fingerprint import digest
 from tokenmill.store.durable import make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
 from tokenmill.store.lease import Lease, leased_folder
-from tokenmill.store.remote.address import is_address
-from tokenmill.tables import check_types, path_of
+from tokenmill.tables import check_types, is_address, path_of
 
 _OF_READING = ("format", "text_unit", "max_record_bytes")
 """Options beside the recipe and the tokenizer that decide over what is in a store."""

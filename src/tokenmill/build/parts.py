@@ -52,8 +52,7 @@ from tokenmill.fingerprint import first_difference
 from tokenmill.store.durable import write_parts_atomically
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.lease import leased_folder
-from tokenmill.store.remote.address import is_address
-from tokenmill.tables import as_json, path_of
+from tokenmill.tables import as_json, is_address, path_of
 
 Phase = Literal["hash", "write", "published"]
 

@@ -17,11 +17,10 @@ from tokenmill.documents.inputs import suffix_of
 from tokenmill.errors import ConfigError, StoreExistsError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import MANIFEST
-from tokenmill.store.remote.address import Address, is_address, parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Address, Client, parse_address
 from tokenmill.store.remote.inputs import copy_inputs
 from tokenmill.store.remote.upload import upload
-from tokenmill.tables import path_of
+from tokenmill.tables import is_address, path_of
 
 if TYPE_CHECKING:
     from tokenmill.build.build import PrepareReport

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenmill.errors import ConfigError
+from tokenmill.tables import is_address
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -347,6 +348,4 @@ def page(title: str, show: Callable[[Console], None], picture: str = "", below: 
 
 def place(text: str) -> Path | str:
     """Return a path that was given as an argument; an address of object storage stays a string."""
-    from tokenmill.store.remote.address import is_address
-
     return text if is_address(text) else Path(text)

@@ -37,9 +37,8 @@ from tokenmill.loader.layout import Layout
 from tokenmill.loader.reuse import next_uses
 from tokenmill.packing.stored import StoredRows, distinct, is_stored
 from tokenmill.plan.stages import rows_at
-from tokenmill.store import faults
 from tokenmill.store.layout import PAGE_BYTES, key_file
-from tokenmill.store.maps import RangeRequest, Ranges
+from tokenmill.store.maps import RangeRequest, Ranges, missing_pages
 from tokenmill.store.reader import wanted_of
 from tokenmill.types import (
     RECORD_TYPES,
@@ -190,7 +189,7 @@ class Block(ABC):
         stores = [source.store for source in index.values()]
         self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
         self._maps: list[tuple[MapCache, list[MappedFile]]] = []
-        self._faults = faults.total[0]
+        self._faults = missing_pages[0]
         self._next_look = 0.0
         """When the sizes of the mapped files are to be looked at."""
         self._orders = orders or Orders()
@@ -248,7 +247,7 @@ class Block(ABC):
     def _check_files(self) -> None:
         """Refuse what was copied of files that became shorter meanwhile."""
         begin = monotonic()
-        self._faults = faults.total[0]
+        self._faults = missing_pages[0]
         for maps, files in self._maps:
             for file in files:
                 maps.check(file)
@@ -507,7 +506,7 @@ class SequenceBlock(Block):
             self._cut(rows, out)
         if self._others:
             self._add_others(field, number, count, out, cached=not drawn)
-        if monotonic() > self._next_look or faults.total[0] != self._faults:
+        if monotonic() > self._next_look or missing_pages[0] != self._faults:
             self._check_files()
         return out
 
@@ -701,7 +700,7 @@ class RecordBlock(Block):
         else:
             for name, array in out.items():
                 array[:] = self._whole[name][number * count : (number + 1) * count]
-        if monotonic() > self._next_look or faults.total[0] != self._faults:
+        if monotonic() > self._next_look or missing_pages[0] != self._faults:
             self._check_files()
         return out
 

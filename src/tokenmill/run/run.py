@@ -25,7 +25,7 @@ from tokenmill.config.run import (
 )
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
-from tokenmill.tables import path_of, read_table
+from tokenmill.tables import is_address, path_of, read_table
 from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
@@ -218,8 +218,6 @@ class Run:
 
     def _place(self, path: str) -> Path | str:
         """Return where a path of the config leads; an address stays as it is."""
-        from tokenmill.store.remote.address import is_address
-
         return path if is_address(path) else self.folder / path
 
     @cached_property
@@ -256,8 +254,6 @@ class Run:
 
     def _texts(self, source: SourceConfig) -> list[str]:
         """Return where the texts of a source are; those in object storage are copied below the run first."""
-        from tokenmill.store.remote.address import is_address
-
         texts = [
             text if text.startswith("hf:") or is_address(text) else str(self.folder / text)
             for text in source.documents

@@ -31,14 +31,13 @@ from tokenmill.store.layout import (
 )
 from tokenmill.store.maps import FileRequest, MapCache, MappedFile, RangeRequest, Ranges, Request, lent, read_range
 from tokenmill.store.notes import Origin, find_origin, input_of
-from tokenmill.store.remote.address import is_address
-from tokenmill.tables import path_of
+from tokenmill.tables import is_address, path_of
 from tokenmill.types import AnyArray, Int64Array, RemoteOptions, natural_key
 
 if TYPE_CHECKING:
     from tokenmill.store.remote.fetch import Network
     from tokenmill.store.remote.files import RemoteFiles
-    from tokenmill.store.remote.proven import ProvenFiles
+    from tokenmill.store.sums import ProvenFiles
 
 Spanned: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
 """Shard, first value and end of each of some spans."""
@@ -361,7 +360,7 @@ def _proven(store: Store) -> Store:
         raise StoreError(
             f"{store.path}: must have page sums for verify_pages, got none; run `tokenmill verify --add-page-sums`"
         )
-    from tokenmill.store.remote.proven import ProvenFiles
+    from tokenmill.store.sums import ProvenFiles
 
     return replace(store, proven=ProvenFiles(folder=store.path, manifest=store.manifest))
 

@@ -18,13 +18,12 @@ from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
 from tokenmill.store.maps import FileRequest, RangeRequest, Request, map_file, read_range
 from tokenmill.store.notes import check_hashes, check_origins
 from tokenmill.store.reader import Store, open_store, read_ours, store_of
-from tokenmill.store.remote.address import is_address
-from tokenmill.tables import path_of
+from tokenmill.tables import is_address, path_of
 from tokenmill.types import AnyArray, RemoteOptions, Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.store.foreign.files import ForeignOptions
-    from tokenmill.store.remote.sums import SumsBuilder
+    from tokenmill.store.sums import SumsBuilder
 
 _BLOCK = 1 << 24
 MAX_TOLD = 20
@@ -211,7 +210,7 @@ class _SumsCheck:
         """Return what computes the sums of a file; None where nobody wants them."""
         if not self._add and not self._file.exists():
             return None
-        from tokenmill.store.remote.sums import SumsBuilder
+        from tokenmill.store.sums import SumsBuilder
 
         return self._built.setdefault(name, SumsBuilder())
 
@@ -219,7 +218,7 @@ class _SumsCheck:
         """Compare the sums with those that are there, or write them where there are none."""
         if not self._built:
             return
-        from tokenmill.store.remote.sums import read_sums, write_sums
+        from tokenmill.store.sums import read_sums, write_sums
 
         sums = {name: built.result() for name, built in self._built.items()}
         if self._file.exists():

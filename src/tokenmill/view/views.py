@@ -38,7 +38,7 @@ from tokenmill.run.step import (
 )
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, is_ours, stores_below
-from tokenmill.store.remote.address import parse_address
+from tokenmill.store.remote.client import parse_address
 
 DOCUMENTS_A_PAGE = 50
 AUDITED_ITEMS = 1 << 14

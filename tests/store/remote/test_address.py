@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tokenmill.errors import ConfigError
-from tokenmill.store.remote.address import Address, is_address, parse_address
+from tokenmill.store.remote.client import Address, parse_address
+from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions
 
 SECRET = "canary-Zx81"

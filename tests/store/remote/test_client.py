@@ -15,8 +15,7 @@ from tokenmill.errors import (
     StoreMissingError,
     StoreUnreachableError,
 )
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import CHUNK_BYTES, Client
+from tokenmill.store.remote.client import CHUNK_BYTES, Client, parse_address
 from tokenmill.types import RemoteOptions
 
 
@@ -104,8 +103,7 @@ def test_without_obstore_the_extra_is_named(monkeypatch):
 
 FORKED = """
 import os, sys
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 
 client = Client(parse_address(sys.argv[1]))
 client.put("x", b"1")

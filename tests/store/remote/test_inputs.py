@@ -7,8 +7,7 @@ from tests.object_server import SECRET_KEY
 
 import tokenmill as tm
 from tokenmill.errors import DocumentError
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.inputs import copy_inputs
 
 

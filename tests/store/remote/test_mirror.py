@@ -15,8 +15,7 @@ from tokenmill.loader.reuse import next_uses
 from tokenmill.plan.stages import LAST_STEP
 from tokenmill.run.run import Run
 from tokenmill.store import verify
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 
 PAGE = 4096
 RUN = """

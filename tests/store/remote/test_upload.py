@@ -13,8 +13,7 @@ from tests.object_server import SECRET_KEY
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
 from tokenmill.store import open_store
 from tokenmill.store.layout import MANIFEST
-from tokenmill.store.remote.address import parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.upload import upload
 
 LENGTHS = [7, 0, 31, 12] * 40

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.errors import StoreCorruptError, StoreUnreachableError, TokenmillError
 from tokenmill.store.layout import WAY_OUT
-from tokenmill.store.remote.address import Address
-from tokenmill.store.remote.client import check_process, connect, explained, kind_of, overwritten
+from tokenmill.store.remote.client import Address, check_process, connect, explained, kind_of, overwritten
 from tokenmill.types import RemoteOptions
 
 if TYPE_CHECKING:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
 import re
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,47 +37,17 @@ from tokenmill.store.layout import (
     index_file,
     read_manifest,
 )
-from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, Request
-from tokenmill.store.remote.address import Address, parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, Request, merged, part_of, sparse_map
+from tokenmill.store.remote.client import Address, Client, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted
-from tokenmill.types import Int64Array
 
 if TYPE_CHECKING:
-    from tokenmill.store.remote.sums import PageSums
+    from tokenmill.store.sums import PageSums
 
 logger = logging.getLogger("tokenmill")
 NEAR_BYTES = 64 << 20
 """Indexes of neighbouring shards that are brought together, so that their requests run beside one another."""
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-
-
-def sparse_map(path: str, size: int) -> MappedFile:
-    """Return memory of a file's size, of which nothing is taken before it is written to."""
-    if not size:
-        return MappedFile(path, np.empty(0, np.uint8), 0)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    mapping = mmap.mmap(-1, size, flags=flags)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):
-            mapping.madvise(mmap.MADV_NOHUGEPAGE)  # or a page of 4 KiB would take 2 MiB
-    data = np.frombuffer(mapping, np.uint8)
-    return MappedFile(path, data, int(data.ctypes.data))
-
-
-def merged(begins: Int64Array, ends: Int64Array, page: int, size: int) -> tuple[Int64Array, Int64Array]:
-    """Return ranges in ascending order, widened to whole pages; those that touch or overlap become one, gaps stay.
-
-    >>> [part.tolist() for part in merged(np.array([8, 0, 4]), np.array([9, 4, 6]), 1, 100)]
-    [[0, 8], [6, 9]]
-    """
-    kept = ends > begins
-    begins, ends = begins[kept] // page * page, np.minimum(-(-ends[kept] // page) * page, size)
-    order = np.argsort(begins, kind="stable")
-    begins, ends = begins[order], np.maximum.accumulate(ends[order])
-    heads = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]])[: begins.size])
-    return begins[heads], ends[np.append(heads[1:], begins.size) - 1] if begins.size else ends
 
 
 class RangeLoan:
@@ -265,7 +233,7 @@ class RemoteFiles:
         if not self.has_sums:
             return None
         if name not in self._sums:
-            from tokenmill.store.remote.sums import read_sums, sums_file
+            from tokenmill.store.sums import read_sums, sums_file
 
             number = self._numbers[name.partition("/")[0]]
             shard = self.manifest.shards[number]
@@ -369,12 +337,6 @@ class RemoteFiles:
             raise
         finally:
             os.close(descriptor)
-
-
-def part_of(mapped: MappedFile, request: RangeRequest) -> MappedFile:
-    """Return the part of a file that a request is for, as if it were mapped alone."""
-    data = mapped.data[request.begin : request.begin + request.wanted]
-    return MappedFile(request.path, data, mapped.address + request.begin if data.size else 0)
 
 
 def _digest(descriptor: int) -> str:

@@ -19,10 +19,10 @@ from pathlib import Path
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import write_atomically
-from tokenmill.store.remote.address import Address, is_address, parse_address
-from tokenmill.store.remote.client import Client, ObjectInfo
+from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import LINE_SECONDS
 from tokenmill.store.remote.files import locked
+from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions
 
 logger = logging.getLogger("tokenmill")

@@ -27,7 +27,7 @@ import numpy as np
 from tokenmill.store.durable import write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
-from tokenmill.store.remote.sums import PageSums
+from tokenmill.store.sums import PageSums
 from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, counted_from
 
 logger = logging.getLogger("tokenmill")

@@ -27,10 +27,9 @@ from tokenmill.store.layout import (
     manifest_bytes,
 )
 from tokenmill.store.reader import read_ours
-from tokenmill.store.remote.address import is_address, parse_address
-from tokenmill.store.remote.client import Client
+from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.verify import verify
-from tokenmill.tables import path_of
+from tokenmill.tables import is_address, path_of
 from tokenmill.types import RemoteOptions
 
 THREADS = 8
