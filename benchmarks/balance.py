@@ -26,7 +26,7 @@ import numpy as np
 
 import tokenmill as tm
 from tokenmill.config.run import ATTENTION
-from tokenmill.loader.balance import deal
+from tokenmill.loader.layout import deal
 from tokenmill.packing.costs import cost_unit, count_costs
 from tokenmill.run.report import waiting
 from tokenmill.store import StoreSpec, StoreWriter

@@ -26,7 +26,7 @@ import numpy as np
 
 from tokenmill.packing import Policy, pack_rows
 from tokenmill.packing.index import pack_one
-from tokenmill.packing.policy import (
+from tokenmill.packing.packers import (
     BOS_ADDED,
     CROPPED,
     MAX_DOCUMENTS,

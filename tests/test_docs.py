@@ -244,7 +244,7 @@ def test_every_link_within_the_project_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_of_ours_that_a_page_names_is_there(page):
-    """Such as `packing/policy.py`, from the package, the tests or the project."""
+    """Such as `packing/packers.py`, from the package, the tests or the project."""
     named = re.findall(r"`((?:[\w-]+/)+\w+\.(?:py|toml|md))`", page.read_text(encoding="utf-8"))
     places = (ROOT, ROOT / "src" / "tokenmill", ROOT / "tests")
     assert [name for name in named if not any((place / name).exists() for place in places)] == []

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
-from tokenmill.config.tokens import read_batch, read_tokens
+from tokenmill.config.schedule import read_batch, read_tokens
 from tokenmill.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import Layout, row_digests
-from tokenmill.loader.balance import deal
+from tokenmill.loader.layout import deal
 from tokenmill.packing import costs as costs_module
 from tokenmill.packing.costs import cost_unit, count_costs, row_costs
 from tokenmill.run.run import Run

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import tokenmill.packing.rows as packed
 from tokenmill.errors import StoreCorruptError, StoreError, TokenmillError
-from tokenmill.packing.policy import NUM_COUNTS
+from tokenmill.packing.packers import NUM_COUNTS
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tokenmill.config.run import parse_config
-from tokenmill.packing.policy import MAX_DOCUMENTS
+from tokenmill.packing.packers import MAX_DOCUMENTS
 from tokenmill.run.run import Run
 from tokenmill.store.remote.upload import upload
 

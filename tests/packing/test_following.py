@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
-from tokenmill.packing.policy import MAX_DOCUMENTS
+from tokenmill.packing.packers import MAX_DOCUMENTS
 from tokenmill.run.run import Run
 
 PACKINGS = ["best_fit", "bos_best_fit", "concat", "padded"]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.packing import ConcatRows, Policy, pack_rows
 from tokenmill.packing.index import pack_one
-from tokenmill.packing.policy import BOS_ADDED, FIRST, TOKENS, TRAINED
+from tokenmill.packing.packers import BOS_ADDED, FIRST, TOKENS, TRAINED
 from tokenmill.store import open_store
 
 POLICIES = [

@@ -3,7 +3,7 @@ import pytest
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
-from tokenmill.packing.policy import MAX_DOCUMENTS
+from tokenmill.packing.packers import MAX_DOCUMENTS
 from tokenmill.run.reading import Link, Prices, report_reading
 from tokenmill.run.run import Run
 from tokenmill.store.layout import PAGE_BYTES

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from tokenmill.loader import Loader
-    from tokenmill.plan.seen import TokenSchedule, TokensSeen
+    from tokenmill.plan.plan import TokenSchedule, TokensSeen
     from tokenmill.types import Batch
 
 Arrays = dict[str, jax.Array]

@@ -15,7 +15,7 @@ import lightning
 from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Loader
-from tokenmill.plan.seen import TokensSeen
+from tokenmill.plan.plan import TokensSeen
 from tokenmill.run.evals import Eval
 from tokenmill.run.run import Run
 

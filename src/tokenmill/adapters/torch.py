@@ -29,7 +29,7 @@ from tokenmill.types import Batch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tokenmill.plan.seen import TokenSchedule, TokensSeen
+    from tokenmill.plan.plan import TokenSchedule, TokensSeen
     from tokenmill.run.evals import Eval
     from tokenmill.run.run import Run
 

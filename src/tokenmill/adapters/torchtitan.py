@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tokenmill.loader import Loader
     from tokenmill.plan import Plan
-    from tokenmill.plan.seen import TokensSeen
+    from tokenmill.plan.plan import TokensSeen
     from tokenmill.run.evals import Eval
 
 ARRAYS = ("input_ids", "labels", "position_ids")

@@ -34,7 +34,7 @@ from tokenmill.store import Store
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
-    from tokenmill.plan.seen import TokenSchedule
+    from tokenmill.plan.plan import TokenSchedule
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 """What a model of transformers is given; the positions tell it where documents begin."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tokenmill.config.evals import read_numbers
-from tokenmill.config.tokens import UNSAID, TokenClock, Tokens, read_tokens
+from tokenmill.config.schedule import UNSAID, TokenClock, Tokens, read_tokens
 from tokenmill.errors import ConfigError
 from tokenmill.tables import MAX_NUMBER
 from tokenmill.types import Int64Array

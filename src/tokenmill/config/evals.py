@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.tokens import Tokens, read_tokens
+from tokenmill.config.schedule import Tokens, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import MAX_LIST_BYTES, MAX_NUMBER, Number, check_choice, check_positive, read_text
 from tokenmill.types import SPLITS, Int64Array
@@ -153,16 +153,10 @@ class EvalConfig:
             for part in (self.sources or (own,))
         )
 
-
-def _last_name(store: str | tuple[str, ...] | None) -> str:
-    return Path(store if isinstance(store, str) else store[0]).name if store else ""
-
-
-def check_evals(evals: Sequence[EvalConfig], sources: Sequence[str], live: Sequence[str]) -> None:
-    """Refuse evals that do not fit the sources of a run."""
-    for item in evals:
-        for name in (part.source for part in item.parts if part.source is not None):
-            where = f"eval {item.name!r}"
+    def check(self, sources: Sequence[str], live: Sequence[str]) -> None:
+        """Refuse what does not fit the sources of a run, some of them live text."""
+        where = f"eval {self.name!r}"
+        for name in (part.source for part in self.parts if part.source is not None):
             if name not in sources:
                 raise ConfigError(
                     f"{where}: source must be one of the run's, got {name!r}; {nearest(name, sources)}"
@@ -173,21 +167,20 @@ def check_evals(evals: Sequence[EvalConfig], sources: Sequence[str], live: Seque
                     "live = true, or prepare a store for the eval"
                 )
 
+    @property
+    def held_whole(self) -> set[str]:
+        """The sources of the run of which it takes all."""
+        return {part.source for part in self.parts if part.source is not None and part.whole}
 
-def held_whole(evals: Sequence[EvalConfig]) -> set[str]:
-    """Return the sources of which nothing is trained on."""
-    return {part.source for item in evals for part in item.parts if part.source is not None and part.whole}
-
-
-def held_out(evals: Sequence[EvalConfig], folder: Path) -> dict[str, Int64Array]:
-    """Return the documents that are kept out of training, ascending, of each source that gives some of its own."""
-    found: dict[str, Int64Array] = {}
-    for item in evals:
-        for part in item.parts:
+    def held_out(self, folder: Path) -> Iterator[tuple[str, Int64Array]]:
+        """Yield the sources of the run of which it takes some documents, and which, ascending."""
+        for part in self.parts:
             if part.source is not None and not part.whole:
-                numbers = part.numbers(folder, f"eval {item.name!r}")
-                found[part.source] = np.union1d(found.get(part.source, numbers[:0]), numbers)
-    return found
+                yield part.source, part.numbers(folder, f"eval {self.name!r}")
+
+
+def _last_name(store: str | tuple[str, ...] | None) -> str:
+    return Path(store if isinstance(store, str) else store[0]).name if store else ""
 
 
 def read_numbers(file: Path, where: str) -> Int64Array:

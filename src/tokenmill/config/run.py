@@ -16,11 +16,12 @@ from math import gcd, inf
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import tomli_w
 
 from tokenmill.config.edits import QuarantineConfig, SkipConfig
-from tokenmill.config.evals import EvalConfig, check_evals, held_whole
-from tokenmill.config.tokens import (
+from tokenmill.config.evals import EvalConfig
+from tokenmill.config.schedule import (
     UNSAID,
     BatchSize,
     TokenClock,
@@ -55,6 +56,7 @@ from tokenmill.types import (
     RAMPS,
     SPLITS,
     WEIGHINGS,
+    Int64Array,
     RemoteOptions,
 )
 
@@ -442,7 +444,8 @@ class Config:
             _check_with_epochs(self)
         self._settle_tokens()
         _check_edits(self)
-        check_evals(self.evals, self.source_names, [source.name for source in self.sources if source.live])
+        for item in self.evals:
+            item.check(self.source_names, [source.name for source in self.sources if source.live])
 
     @property
     def steps(self) -> int:
@@ -499,8 +502,20 @@ class Config:
     @property
     def trained_names(self) -> tuple[str, ...]:
         """Names of the sources that no eval holds out as a whole."""
-        held = held_whole(self.evals)
-        return tuple(name for name in self.source_names if name not in held)
+        return tuple(name for name in self.source_names if name not in self.held_whole)
+
+    @property
+    def held_whole(self) -> set[str]:
+        """Names of the sources of which nothing is trained on, as evals take all of them."""
+        return {name for item in self.evals for name in item.held_whole}
+
+    def held_out(self, folder: Path) -> dict[str, Int64Array]:
+        """Return the documents that evals keep out of training, ascending, of each source that gives some."""
+        held: dict[str, Int64Array] = {}
+        for item in self.evals:
+            for name, documents in item.held_out(folder):
+                held[name] = np.union1d(held.get(name, documents), documents)
+        return held
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -1,29 +1,214 @@
-"""From a config to the parts of its stages: wherever what is drawn changes, a part ends."""
+"""The schedule of a run: which steps its tokens come to, and the parts of its stages.
+
+A token is an input slot: a step has `global_batch_size` * `seq_len` of them, padding and skipped steps included, so
+that no edit of a run moves a step. What is said in tokens begins with the first step before which so many, or more,
+have passed. A batch ramp cuts a stage into runs of steps, each with a batch size of its own. Wherever what is drawn
+changes, a part of a stage ends, and another begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from tokenmill.config.evals import held_out
-from tokenmill.config.run import Config, ResolvedStage, Sizes
 from tokenmill.errors import ConfigError
-from tokenmill.plan.mixture import exact_weight
-from tokenmill.plan.shuffle import Shuffle
-from tokenmill.plan.stages import Ramp, Rows, StageSpec, Weights
-from tokenmill.tables import Number
+from tokenmill.tables import MAX_NUMBER, Number, check_keys, check_positive
 from tokenmill.types import Int64Array
 
-RowsOf = Callable[[str, ResolvedStage, Int64Array], Rows]
+if TYPE_CHECKING:
+    from tokenmill.config.run import Config, ResolvedStage, RunConfig, Sizes, StageConfig
+    from tokenmill.plan.stages import Ramp, Rows, StageSpec, Weights
+
+Tokens: TypeAlias = int | str
+"""A number of tokens: 2000000, "2M", "1.5B", "800B", "2T"."""
+BatchSize: TypeAlias = int | Mapping[str, int | str]
+"""Rows of a step; or a ramp: `from`, `to`, `step`, and `over_tokens` or `over_steps`."""
+UNSAID = -1
+"""A step that is said in tokens."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST_SIZES = 4096
+"""Sizes that a batch ramp may have: each is a part of the plan."""
+
+
+def read_tokens(where: str, key: str, value: Tokens) -> int:
+    """Return how many tokens are meant.
+
+    >>> read_tokens("run", "tokens", "1.5B"), read_tokens("run", "tokens", 4096)
+    (1500000000, 4096)
+    """
+    text = str(value).strip().replace("_", "")
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    try:
+        number = Decimal(text[: len(text) - len(unit)]) * _UNITS.get(unit, 0)
+    except InvalidOperation:
+        number = Decimal(0)
+    if not number.is_finite() or number < 1 or number != int(number) or isinstance(value, bool):
+        raise ConfigError(
+            f'{where}: {key} must be a whole number of tokens, as 2000000, "2M", "1.5B" or "2T", got {value!r}; '
+            "write it so"
+        )
+    return int(number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRamp:
+    """A batch size that grows from one to another, in equal stretches of tokens, or of steps."""
+
+    first: int
+    last: int
+    by: int
+    over: int
+    """Tokens, or steps, after which the last size is reached."""
+    in_tokens: bool
+
+    def sizes(self) -> list[int]:
+        """Return all sizes, in order."""
+        way = range(self.first, self.last, self.by if self.last > self.first else -self.by)
+        return [*way, self.last]
+
+
+def read_batch(where: str, value: BatchSize) -> int | BatchRamp:
+    """Return a batch size as it is meant."""
+    if isinstance(value, int):
+        check_positive(where, "global_batch_size", value)
+        return value
+    check_keys(f"{where}.global_batch_size", value, ("from", "to", "step", "over_tokens", "over_steps"))
+    over = [key for key in ("over_tokens", "over_steps") if key in value]
+    missing = next((key for key in ("from", "to") if key not in value), None if over else "over_tokens")
+    if missing is not None or len(over) > 1:
+        raise ConfigError(
+            f"{where}: global_batch_size must be a number, or have from, to, step, and over_tokens or over_steps, "
+            f'got {", ".join(value)}; for example {{ from = 256, to = 2048, over_tokens = "100B", step = 256 }}'
+        )
+    numbers = {key: value.get(key, value["from"]) for key in ("from", "to", "step")}
+    for key, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_NUMBER:
+            raise ConfigError(
+                f"{where}.global_batch_size: {key} must be a whole number from 1 on, got {number!r}; change it"
+            )
+    first, last, by = (int(numbers[key]) for key in ("from", "to", "step"))
+    if first == last or abs(last - first) // by > _MOST_SIZES:
+        raise ConfigError(
+            f"{where}: global_batch_size must go from one size to another in at most {_MOST_SIZES} sizes, got "
+            f"{first} to {last} by {by}; raise step, or say one number"
+        )
+    return BatchRamp(
+        first=first,
+        last=last,
+        by=by,
+        over=read_tokens(where, over[0], value[over[0]]),
+        in_tokens=over[0] == "over_tokens",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """A run of steps of one batch size and sequence length, to the start of the next."""
+
+    step: int
+    tokens: int
+    """Before its first step."""
+    batch: int
+    seq_len: int
+
+    def step_at(self, tokens: int) -> int:
+        """Return its first step before which at least so many tokens have passed, were it without an end."""
+        return self.step + max(0, -(-(tokens - self.tokens) // (self.batch * self.seq_len)))
+
+    def tokens_at(self, step: int) -> int:
+        """Return how many tokens have passed before a step, were it without an end."""
+        return self.tokens + (step - self.step) * self.batch * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenClock:
+    """How many tokens have passed before each step of a run, in closed form."""
+
+    stretches: tuple[Stretch, ...]
+    """In order, from step 0 on; the last has no end."""
+
+    def tokens_at(self, step: int) -> int:
+        """Return how many tokens have passed before a step."""
+        return self.stretches[bisect_right(self.stretches, step, key=lambda s: s.step) - 1].tokens_at(step)
+
+    def batches(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return (first step, batch size) of each stretch from a step, at which one begins, to another."""
+        return tuple((s.step, s.batch) for s in self.stretches if start <= s.step < end)
+
+    def step_at(self, tokens: int) -> int:
+        """Return the first step before which at least so many tokens have passed."""
+        index = max(0, bisect_right(self.stretches, tokens, key=lambda s: s.tokens) - 1)
+        return self.stretches[index].step_at(tokens)
+
+
+def wind_clock(run: RunConfig, stages: Sequence[StageConfig]) -> tuple[TokenClock, list[int]]:
+    """Return the clock of a run, and the first step of each of its stages."""
+    stretches: list[Stretch] = []
+    starts: list[int] = []
+    of_run = read_batch("run", run.global_batch_size)
+    for stage in stages:
+        where = f"stage {stage.name!r}"
+        clock = TokenClock(stretches=tuple(stretches)) if stretches else None
+        start = stage.start_step
+        if stage.start_tokens is not None:
+            tokens = read_tokens(where, "start_tokens", stage.start_tokens) if stage.start_tokens else 0
+            found = clock.step_at(tokens) if clock else tokens
+            start = agreed(where, "start_step", None if start < 0 else start, found)
+        starts.append(start)
+        begun = clock.tokens_at(start) if clock and start >= 0 else 0
+        stretches = [stretch for stretch in stretches if stretch.step < start]
+        own = None if stage.global_batch_size is None else read_batch(where, stage.global_batch_size)
+        seq_len = stage.seq_len or run.seq_len
+        origin = (start, begun) if own is not None else (0, 0)  # that of [run] is counted from its first step
+        stretches += _stretches(of_run if own is None else own, start, begun, seq_len, origin)
+    return TokenClock(stretches=tuple(stretches)), starts
+
+
+def _stretches(
+    batch: int | BatchRamp, step: int, tokens: int, seq_len: int, origin: tuple[int, int]
+) -> list[Stretch]:
+    """Return the stretches of a stage that begins at a step, of a batch that counts from an origin."""
+    if isinstance(batch, int):
+        return [Stretch(step=step, tokens=tokens, batch=batch, seq_len=seq_len)]
+    sizes = batch.sizes()
+    found: list[Stretch] = []
+    for number, size in enumerate(sizes):
+        stretch = Stretch(step=step, tokens=tokens, batch=size, seq_len=seq_len)
+        # The n-th of so many sizes lasts until its part of the way, counted in tokens or steps, is behind.
+        edge = -(-batch.over * (number + 1) // (len(sizes) - 1))
+        if number == len(sizes) - 1:
+            return [*found, stretch]
+        end = stretch.step_at(origin[1] + edge) if batch.in_tokens else max(step, origin[0] + edge)
+        if end > step:
+            found.append(stretch)
+            step, tokens = end, stretch.tokens_at(end)
+    return found
+
+
+def agreed(where: str, key: str, said: int | None, found: int) -> int:
+    """Return the step that tokens come to; refuse another that is said beside them."""
+    if said not in (None, found):
+        raise ConfigError(
+            f"{where}: {key} must be what the tokens come to, {found}, got {said}; leave one of the two out"
+        )
+    return found
+
+
+# From a config to the parts of its stages
+
+RowsOf: TypeAlias = "Callable[[str, ResolvedStage, Int64Array], Rows]"
 """(source, stage, documents that are left out) -> the rows of the source in that stage."""
 
-SizeOf = Callable[[str, Sizes, Rows], int]
+SizeOf: TypeAlias = "Callable[[str, Sizes, Rows], int]"
 """(source, what is counted, its rows in the stage) -> how much of that the source has."""
 
 _DIGITS = 12
@@ -47,6 +232,9 @@ class _Part:
 
 def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> list[StageSpec]:
     """Return the parts of all stages in order, each with the rows of its sources."""
+    from tokenmill.plan.shuffle import Shuffle
+    from tokenmill.plan.stages import StageSpec
+
     specs: list[StageSpec] = []
     weights_before: Weights = {}
     for part in _parts(config, folder):
@@ -97,7 +285,7 @@ def _parts(config: Config, folder: Path) -> list[_Part]:
     cuts |= {edge for first, last, _ in skips for edge in (first, last)}
     cuts |= {edit.from_step for edit in config.quarantine}
     numbers = {edit: edit.numbers(folder) for edit in config.quarantine if not edit.whole}
-    held = held_out(config.evals, folder)
+    held = config.held_out(folder)
     parts = []
     for start, _ in pairwise(sorted(cut for cut in cuts if cut <= steps)):
         number = max(index for index, stage in enumerate(stages) if stage.start_step <= start)
@@ -120,6 +308,8 @@ def _parts(config: Config, folder: Path) -> list[_Part]:
 
 def _ramp(part: _Part, weights_before: Weights, rows_of: RowsOf) -> Ramp | None:
     """Return the ramp that the steps of a part belong to, if there is one."""
+    from tokenmill.plan.stages import Ramp
+
     stage = part.stage
     end = stage.start_step + stage.ramp_steps
     if stage.ramp is None or part.start >= end:
@@ -137,6 +327,8 @@ def _weights(
     stage: ResolvedStage, weights: Mapping[str, float], part: _Part, rows_of: RowsOf
 ) -> dict[str, float | Fraction]:
     """Return the shares of rows that weights ask for."""
+    from tokenmill.plan.mixture import exact_weight
+
     shares: dict[str, float | Fraction] = {name: share for name, share in weights.items() if name not in part.gone}
     if stage.temperature != 1:
         power = 1 / stage.temperature

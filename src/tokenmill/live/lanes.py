@@ -28,7 +28,7 @@ from tokenmill.loader.kernels import SPAN_COLUMNS
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.loader.loader import Loader, LoaderOptions
 from tokenmill.loader.state import DrawnRows, LanePosition, Position, RowFormat, State
-from tokenmill.packing.policy import Policy
+from tokenmill.packing.packers import Policy
 from tokenmill.plan.plan import compile_plan
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import StageSpec

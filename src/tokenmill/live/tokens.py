@@ -28,7 +28,7 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.policy import DROP, FORBID, MAX_DOCUMENTS
+from tokenmill.packing.packers import DROP, FORBID, MAX_DOCUMENTS
 from tokenmill.packing.rows import unseen
 from tokenmill.packing.stored import look_ahead
 from tokenmill.plan.shuffle import Shuffle, permute_all

@@ -6,10 +6,19 @@
 3. Out: dicts of arrays, in order, from any step where no row is drawn; a small state; digests.
 """
 
-from tokenmill.loader.batch import DIGEST_ARRAYS, RECORD_ARRAYS, batch_digest, count_tokens, row_digests, stack
+from tokenmill.loader.assemble import RECORD_ARRAYS
 from tokenmill.loader.kernels import IGNORE
 from tokenmill.loader.layout import Layout, RankSlice
-from tokenmill.loader.loader import Loader, LoaderOptions, usual_arrays
+from tokenmill.loader.loader import (
+    DIGEST_ARRAYS,
+    Loader,
+    LoaderOptions,
+    batch_digest,
+    count_tokens,
+    row_digests,
+    stack,
+    usual_arrays,
+)
 from tokenmill.types import ARRAYS
 
 __all__ = [

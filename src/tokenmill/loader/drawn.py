@@ -135,7 +135,7 @@ class DrawnSources:
                 if is_drawn(rows):
                     sources.setdefault(name, rows)
         self.lanes = {name: self._open(name, rows, options) for name, rows in sources.items()}
-        self.pad = next((rows.pad_id for rows in sources.values()), None)
+        self.pad = next(rows.pad_id for rows in sources.values())
         self._at = 0
         """The first step of which the lanes have not given all rows."""
         self._block: Block | None = None
@@ -143,9 +143,6 @@ class DrawnSources:
         self._places: list[tuple[int, bool, int]] = []
         """Of each batch of the block: its step, whether it begins that, and the step of the lanes behind it."""
         self.begin()
-
-    def __bool__(self) -> bool:
-        return bool(self.lanes)
 
     def _open(self, name: str, rows: LaneRows, options: LoaderOptions) -> Lanes:
         batches = [stage.spec.global_batch_size for stage in self._plan.stages if name in stage.names]

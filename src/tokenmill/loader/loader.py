@@ -8,7 +8,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,21 +17,28 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import xxhash
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
 from tokenmill.fingerprint import digest
-from tokenmill.loader.assemble import Block, Orders, RecordBlock, SequenceBlock, record_type, stage_shapes
-from tokenmill.loader.balance import Dealer
-from tokenmill.loader.batch import RECORD_ARRAYS, BufferPool
+from tokenmill.loader.assemble import (
+    RECORD_ARRAYS,
+    Block,
+    BufferPool,
+    Orders,
+    RecordBlock,
+    SequenceBlock,
+    record_type,
+    stage_shapes,
+)
 from tokenmill.loader.drawn import DrawnSources, Lanes
-from tokenmill.loader.layout import RankSlice
+from tokenmill.loader.layout import Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.stored import LOSS_MASK, StoredRows, distinct, is_stored
-from tokenmill.plan.plan import Plan
-from tokenmill.plan.seen import TokensSeen
+from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage
 from tokenmill.store.layout import PAGE_BYTES
-from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array
+from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.store.remote.fetch import Network
@@ -184,8 +191,10 @@ class Loader:
         self._jumps = 0
         self._iterations = 0
         self._forks = _forks
-        self._sources = DrawnSources(plan, part, self.options)
-        if self._sources and "num_loss_tokens" in self.options.arrays:
+        is_drawn = any(rows.counted is None for stage in plan.stages for rows in stage.rows.values())
+        self._drawn = DrawnSources(plan, part, self.options) if is_drawn else None
+        """None: all rows stand in stores."""
+        if self._drawn and "num_loss_tokens" in self.options.arrays:
             raise ConfigError(
                 "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
                 "its own; sum the labels of each rank with an all-reduce"
@@ -195,13 +204,13 @@ class Loader:
                 'pad_to: must be "row" where a row is cut for context-parallel ranks, all alike, got '
                 '"batch"; leave it out'
             )
-        if self._sources and part.balance:
+        if self._drawn and part.balance:
             raise ConfigError(
                 "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
                 "drawn; leave out balance, or live = true"
             )
         self._dealer = Dealer(part.world_size, part.micro_batch) if part.balance else None
-        if self._sources and not self.arrays:
+        if self._drawn and not self.arrays:
             raise ConfigError(
                 'layout: needs = "nothing" is for stores, got live text, whose lanes stand where they were drawn '
                 "from; give a loader to one rank of each group alone, and let it send the others its batches"
@@ -261,7 +270,7 @@ class Loader:
     @property
     def lanes(self) -> Mapping[str, Lanes]:
         """The lanes of this rank, of each source of live text; of a run of stores none."""
-        return self._sources.lanes
+        return self._drawn.lanes if self._drawn else {}
 
     @property
     def waited(self) -> float:
@@ -297,7 +306,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop the threads that read live text and let go of it; who goes on drawing starts them again."""
-        self._sources.close()
+        if self._drawn:
+            self._drawn.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands: at most 200 bytes of JSON, the same on every rank.
@@ -306,15 +316,15 @@ class Loader:
         """
         position = self.position
         state = save_state(position, self.part, self._made_by(position))
-        return {**state, "live": self._sources.state(position.batch)} if self._sources else state
+        return {**state, "live": self._drawn.state(position.batch)} if self._drawn else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a state says; a running iteration goes on from there."""
         saved = read_state(state)
         check_position(saved, self.plan, self.part)
         self._check_made_by(saved)
-        if self._sources:  # or the run has no more of the live text that the state has lanes of
-            self._sources.load(saved.position, saved.live)
+        if self._drawn:  # or the run has no more of the live text that the state has lanes of
+            self._drawn.load(saved.position, saved.live)
         self._go_to(saved.position)
 
     def seek(self, step: int) -> None:
@@ -324,8 +334,8 @@ class Loader:
         """
         if step != self.plan.steps:
             self.plan.stage(step)
-        if step == 0:
-            self._sources.begin()
+        if step == 0 and self._drawn:
+            self._drawn.begin()
         elif self.position != Position(step=step):
             self._refuse_drawn(step)
         self._go_to(Position(step=step))
@@ -356,7 +366,7 @@ class Loader:
             )
 
     def _refuse_drawn(self, step: int) -> None:
-        if self._sources:
+        if self._drawn:
             raise PlanError(
                 f"step: must be 0 or come from a state where a run draws from live text, got {step}; load a state, "
                 "or leave out live = true, and the text is prepared once"
@@ -450,7 +460,7 @@ class Loader:
             places,
             arrays,
             continuous=self.options.positions == "row",
-            pad=self._sources.pad,
+            pad=self._drawn.pad if self._drawn else None,
             horizon=self.options.horizon,
             layout=self.part.layout,
             orders=orders,
@@ -639,8 +649,8 @@ def _inline(loader: Loader) -> Iterator[Batch]:
     try:
         for block, count in loader._begun(begin):
             pool, batch = loader._pool(block), block.batch
-            if loader.lanes:
-                batch = partial(loader._sources.batch, block)
+            if loader._drawn:
+                batch = partial(loader._drawn.batch, block)
             for number in range(count):
                 ready = loader._wait(block, partial(batch, number, pool.batch()))
                 yield loader._finished(block, number, ready)
@@ -692,3 +702,80 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
             for block in blocks:
                 if not block.cancelled() and block.exception() is None:
                     block.result().release()
+
+
+# Batches counted, joined, and compared by digests
+
+
+def count_tokens(batch: Batch) -> tuple[int, int]:
+    """Return how many tokens a batch has room for, and how many are trained on; of a batch with all its arrays.
+
+    Where labels go further than the next token, those of the next one are counted.
+    """
+    if "labels" in batch:
+        shape = batch["input_ids"].shape
+        return batch["input_ids"].size, int((batch["labels"].reshape(*shape, -1)[..., 0] >= 0).sum())
+    if "chosen" in batch:
+        # The first token of a sequence is no label, whatever its mask says.
+        trained = sum(int(batch[name][:, 1:].sum()) for name in ("chosen_mask", "rejected_mask"))
+        return batch["chosen"].size + batch["rejected"].size, trained
+    unprompted = batch["masks"][batch["prompt_len"] == 0]
+    trained = int(batch["masks"].sum()) - int(unprompted[..., 0].sum())
+    return batch["prompts"].size + batch["responses"].size, trained
+
+
+def stack(batches: Sequence[Batch]) -> Batch:
+    """Join batches row by row, as the slices of all ranks make up the global batch."""
+    joined: Batch = {}
+    for name in batches[0]:
+        parts = [batch[name] for batch in batches]
+        if name in ("cu_seqlens", "cu_seqlens_unpadded"):
+            ends = np.cumsum([0, *(int(part[-1]) for part in parts)])
+            shifted = [part[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
+            joined[name] = np.concatenate([*shifted, ends[-1:]]).astype(np.int32)
+        elif name == "max_seqlen":
+            joined[name] = np.max(parts)
+        elif name == "num_loss_tokens":
+            joined[name] = parts[0]
+        else:
+            joined[name] = np.concatenate(parts)
+    return joined
+
+
+DIGEST_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
+"""What a row's digest covers; a loader whose digests are to be taken must deliver these, or all of `RECORD_ARRAYS`
+for its training type."""
+
+
+def row_digests(batch: Batch) -> list[bytes]:
+    """Return a digest of every row: 8 bytes over all that the row delivers."""
+    kind = next((kind for kind, names in RECORD_ARRAYS.items() if names[0] in batch), None)
+    if kind is not None:
+        return _record_digests([np.ascontiguousarray(batch[name]) for name in RECORD_ARRAYS[kind]])
+    arrays = [np.ascontiguousarray(batch[name], dtype="<i8") for name in DIGEST_ARRAYS]
+    digests = []
+    for row in range(arrays[0].shape[0]):
+        state = xxhash.xxh3_64()
+        for array in arrays:
+            state.update(array[row].data)
+        digests.append(state.digest())
+    return digests
+
+
+def _record_digests(arrays: Sequence[AnyArray]) -> list[bytes]:
+    """Return a digest of every row of arrays of any dtype and number of axes."""
+    digests = []
+    for row in range(arrays[0].shape[0]):
+        state = xxhash.xxh3_64()
+        for array in arrays:
+            state.update(array[row : row + 1].astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        digests.append(state.digest())
+    return digests
+
+
+def batch_digest(rows: Iterable[bytes]) -> str:
+    """Return 16 hex digits for rows in order; those of all ranks in turn give that of the global batch."""
+    state = xxhash.xxh3_64()
+    for row in rows:
+        state.update(row)
+    return state.hexdigest()

@@ -12,7 +12,7 @@
 """
 
 from tokenmill.packing.concat import ConcatRows
-from tokenmill.packing.policy import Policy
+from tokenmill.packing.packers import Policy
 from tokenmill.packing.records import RecordRows
 from tokenmill.packing.rows import PackedRows, pack_rows
 

@@ -24,8 +24,7 @@ from tokenmill.caches import private_folder, writable
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, StoreCorruptError, TokenmillError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.packers import pack_fragments
-from tokenmill.packing.policy import (
+from tokenmill.packing.packers import (
     BOS,
     BOS_ADDED,
     CROPPED,
@@ -45,6 +44,7 @@ from tokenmill.packing.policy import (
     Fragments,
     Policy,
     make_output,
+    pack_fragments,
     whole_fragments,
 )
 from tokenmill.packing.stored import QUARANTINED, excluded_within

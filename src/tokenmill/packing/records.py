@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.policy import DROP, FORBID
+from tokenmill.packing.packers import DROP, FORBID
 from tokenmill.packing.stored import (
     QUARANTINED,
     Holes,
@@ -29,7 +29,7 @@ from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.types import AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:
-    from tokenmill.packing.policy import Policy
+    from tokenmill.packing.packers import Policy
     from tokenmill.plan.stages import CountedRows, Seen
     from tokenmill.store.reader import Store
 

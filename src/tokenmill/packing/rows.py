@@ -26,7 +26,7 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
-from tokenmill.packing.policy import CUT_DOCUMENTS, MAX_DOCUMENTS
+from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
 from tokenmill.packing.stored import (
     LOSS_MASK,
     StoredRows,
@@ -42,7 +42,7 @@ from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:
-    from tokenmill.packing.policy import Fragments, Policy
+    from tokenmill.packing.packers import Fragments, Policy
     from tokenmill.plan.stages import Seen
     from tokenmill.store.reader import Store
 

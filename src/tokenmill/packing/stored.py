@@ -11,7 +11,7 @@ import xxhash
 
 from tokenmill.compiled import int64, kernel, read_int64, read_uint8
 from tokenmill.errors import ConfigError, PlanError
-from tokenmill.plan.stages import CountedRows, Held, Rows, Seen
+from tokenmill.plan.stages import LAST_STEP, CountedRows, Held, Rows, Seen, next_steps
 from tokenmill.store.layout import OFFSET_DTYPE, index_file
 from tokenmill.store.reader import Store, bad_offsets
 from tokenmill.types import AnyArray, BoolArray, Int64Array, run_sums
@@ -19,6 +19,7 @@ from tokenmill.types import AnyArray, BoolArray, Int64Array, run_sums
 if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.records import Runs
+    from tokenmill.plan.plan import Plan
     from tokenmill.types import Fates, Spans
 
     Counted = CountedRows
@@ -531,3 +532,27 @@ def _gather(
             begins[i] = begin
             lengths[i] = end - begin
     return -1
+
+
+def next_uses(
+    plan: Plan, store: Store, axis: str, shard: int, values: tuple[Int64Array, Int64Array], after: int
+) -> Int64Array:
+    """Return for runs of values of a shard, (begins, ends), the first step behind `after` that needs any of them.
+
+    It is LAST_STEP where none does. All ranks count, as any of them may be on this machine.
+    """
+    begins, ends = values
+    found = np.full(begins.size, LAST_STEP, np.int64)
+    for stage in plan.stages:
+        if stage.end_step <= after + 1 or stage.spec.skipped is not None:
+            continue
+        open_runs = np.flatnonzero(found == LAST_STEP)
+        if not open_runs.size:
+            break
+        for name in stage.names:
+            rows = stage.rows[name]
+            if is_stored(rows) and rows.store is store:
+                held, owner = rows.rows_within_shard(axis, shard, begins[open_runs], ends[open_runs])
+                steps = next_steps(stage, name, held, after)
+                np.minimum.at(found, open_runs[owner], steps)
+    return found

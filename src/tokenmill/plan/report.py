@@ -15,8 +15,7 @@ import numpy as np
 
 from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.plan import Plan
-from tokenmill.plan.seen import slots_before
+from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
 from tokenmill.types import Fates
 

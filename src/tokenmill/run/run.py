@@ -26,16 +26,16 @@ from tokenmill.config.run import (
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.tables import is_address, path_of, read_table
-from tokenmill.types import RECORD_TYPES, STORED_ARRAYS, Int64Array
+from tokenmill.types import MASK_KEYS, RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.config.evals import EvalSource
-    from tokenmill.config.tokens import Tokens
+    from tokenmill.config.schedule import Tokens
     from tokenmill.live.lanes import LiveRows
     from tokenmill.loader import Layout, Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, Rows
-    from tokenmill.plan.seen import TokenSchedule
+    from tokenmill.plan.plan import TokenSchedule
     from tokenmill.run.compare import Difference
     from tokenmill.run.evals import Evals
     from tokenmill.run.fork import Fork
@@ -391,8 +391,8 @@ class Run:
         It rises over `warmup_tokens`, and goes down to `final` at the last step: over all that follows, or over the
         last `decay_tokens` of the run.
         """
-        from tokenmill.config.tokens import read_tokens
-        from tokenmill.plan.seen import TokenSchedule
+        from tokenmill.config.schedule import read_tokens
+        from tokenmill.plan.plan import TokenSchedule
 
         where = "lr_schedule"
         return TokenSchedule(
@@ -512,10 +512,11 @@ class Run:
 
     def _warn_of_long_records(self) -> None:
         """Log what becomes of conversations, pairs and groups that do not fit a row."""
-        from tokenmill.run.long_records import long_records
+        if any(key in MASK_KEYS for store in self.stores.values() for key in store.keys):
+            from tokenmill.run.report import long_records
 
-        for sentence in long_records(self, count=False):
-            logger.warning("%s", sentence)
+            for sentence in long_records(self, count=False):
+                logger.warning("%s", sentence)
 
     def _stage_rows(self, name: str, stage: ResolvedStage, excluded: Int64Array) -> Rows:
         """Return the rows of a source in a stage."""

@@ -11,10 +11,16 @@ import numpy as np
 
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import PlanError
-from tokenmill.loader.assemble import Block, RecordBlock, SequenceBlock, record_type
-from tokenmill.loader.balance import Dealer, deal
-from tokenmill.loader.batch import LENGTHS, RECORD_ARRAYS, REWARDS
-from tokenmill.loader.layout import Layout, RankSlice
+from tokenmill.loader.assemble import (
+    LENGTHS,
+    RECORD_ARRAYS,
+    REWARDS,
+    Block,
+    RecordBlock,
+    SequenceBlock,
+    record_type,
+)
+from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal
 from tokenmill.packing.stored import StoredRows, is_stored
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage

@@ -24,7 +24,7 @@ from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingEr
 from tokenmill.fingerprint import digest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.loader import IGNORE
-from tokenmill.loader.batch import BufferPool
+from tokenmill.loader.assemble import BufferPool
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.maps import MapCache
