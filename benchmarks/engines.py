@@ -165,7 +165,7 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     from tokenmill.build import build as module
     from tokenmill.build import journal as journals
     from tokenmill.build.engines import run_by
-    from tokenmill.build.worker import Answer, Task
+    from tokenmill.build.tasks import Answer, Task
     from tokenmill.documents import InputFile, Piece, Unit
     from tokenmill.store.layout import FileInfo, ShardInfo
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenmill.build.worker import ONE_CORE
+from tokenmill.build.job import ONE_CORE
 
 ENCODINGS = {
     "cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",
@@ -247,7 +247,7 @@ def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str
     from dataclasses import replace
 
     from tokenmill.build import prepare
-    from tokenmill.build.engines import WorkerPool
+    from tokenmill.build.build import WorkerPool
 
     clock, peak = Stopwatch(), [0.0]
 

@@ -348,7 +348,7 @@ def test_a_line_tells_how_far_a_build_is_where_there_is_no_terminal(corpus, tmp_
 
 
 def test_a_tokenizer_that_takes_long_to_open_is_told(corpus, tmp_path, capfd, monkeypatch):
-    module = importlib.import_module("tokenmill.build.build")
+    module = importlib.import_module("tokenmill.build.job")
     opened = module._open_tokenizer
     monkeypatch.setattr("tokenmill.build.progress.SLOW_SECONDS", 0.05)
     monkeypatch.setattr(module, "_open_tokenizer", lambda *given: time.sleep(0.5) or opened(*given))

@@ -16,7 +16,7 @@ from tests.build.corpus import files_of, some_texts, write_file
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.engines import LocalExecutor
 from tokenmill.build.journal import unit_result
-from tokenmill.build.worker import Task, read_answer, run_unit
+from tokenmill.build.tasks import Task, read_answer, run_unit
 from tokenmill.errors import StoreError, StoreMissingError
 from tokenmill.store import read_manifest
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.build.mapped import identify
+from tokenmill.build.job import identify
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, DocumentError, TokenmillError
 from tokenmill.store import open_store

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import tokenmill as tm
-from tokenmill.build.status import build_status
+from tokenmill.build.progress import build_status
 
 SLOW = """
 import sys, time
@@ -66,7 +66,7 @@ def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
     assert 0 < running.documents < 4000
     assert running.workers[0].state == "at work"
     killed = build_status(out)
-    assert killed.workers[0].state == "ended"
+    assert {worker.state for worker in killed.workers} <= {"ended"}  # none where it was between two units
     assert killed.units_left_over <= 1
     assert killed.documents >= running.documents
     tm.prepare(

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import tokenmill as tm
-from tokenmill.build.status import build_status
+from tokenmill.build.progress import build_status
 from tokenmill.run.inspect import inspect_document, tokenizer_of
 from tokenmill.run.step import ROW_ARRAYS, deal_step, inspect_packing, inspect_step, inspect_strip
 

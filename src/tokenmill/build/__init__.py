@@ -9,9 +9,9 @@
 
 from tokenmill.build.build import PrepareReport, prepare
 from tokenmill.build.engines import Executor, RayExecutor
+from tokenmill.build.job import PrepareOptions
 from tokenmill.build.parts import PartReport, UnitsReport, plan_units, run_part
 from tokenmill.build.progress import Progress
-from tokenmill.build.worker import PrepareOptions
 
 __all__ = [
     "Executor",

@@ -9,13 +9,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from tokenmill.build.engines import Executor, WorkerPool
+from tokenmill.build.engines import Executor, LocalExecutor, run_by
+from tokenmill.build.job import (
+    Job,
+    MapIdentity,
+    PrepareOptions,
+    RecipeSpec,
+    Setting,
+    build_identity,
+    identify,
+    is_importable,
+    open_setting,
+)
 from tokenmill.build.journal import (
     MAX_LISTED,
     Build,
@@ -30,39 +42,28 @@ from tokenmill.build.journal import (
     stamp_of,
     unit_result,
 )
-from tokenmill.build.mapped import MapIdentity, MapRecord, identify, is_importable
-from tokenmill.build.progress import Progress, Show, shown_progress, warn
+from tokenmill.build.progress import Look, Progress, Show, shown_progress, warn
 from tokenmill.build.staged import local_inputs, stage
-from tokenmill.build.tasks import Look, cut_build, drop_others, missing_scans, run_scans, write_tasks
-from tokenmill.build.unit import LEFT_OUT, OpenJob
-from tokenmill.build.worker import Job, PrepareOptions, RecipeSpec, Task, open_job, settle_recipe
+from tokenmill.build.tasks import Task, cut_build, drop_others, missing_scans, run_task, write_job_file, write_tasks
+from tokenmill.build.unit import LEFT_OUT, MapRecord, OpenJob
 from tokenmill.documents import (
     RULES,
     BadRecord,
-    InputFile,
     Unit,
     content_digest,
-    find_files,
     format_of,
     place,
-    sample_texts,
 )
 from tokenmill.documents.units import is_changed
-from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import WAYS_OUT, Recipe
 from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
-from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import ConfigError, DocumentError, StoreError, TokenmillError
 from tokenmill.fingerprint import digest
-from tokenmill.store.durable import make_folder, write_atomically
+from tokenmill.store.durable import Lease, leased_folder, make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
-from tokenmill.store.lease import Lease, leased_folder
-from tokenmill.tables import check_types, is_address, path_of
-
-_OF_READING = ("format", "text_unit", "max_record_bytes")
-"""Options beside the recipe and the tokenizer that decide over what is in a store."""
+from tokenmill.tables import check_types, is_address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +188,8 @@ def prepare(  # noqa: PLR0913 - the front door
     On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
     `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
     """
-    show = partial(shown_progress, shown=progress, on_progress=on_progress)
     build = partial(
         _build_store,
-        local_inputs(inputs, staging, options, show),
         tokenizer=tokenizer,
         recipe=recipe,
         map=map,
@@ -200,10 +199,15 @@ def prepare(  # noqa: PLR0913 - the front door
         on_progress=on_progress,
         options=PrepareOptions() if options is None else options,
     )
-    if not isinstance(out, str) or not is_address(out):
-        return build(out=out, rebuild=rebuild)
-    staged = stage(out, staging, rebuild=rebuild)
-    return staged.publish(build(out=staged.folder, rebuild=False), show)
+    items = [inputs] if isinstance(inputs, str) or not isinstance(inputs, Sequence) else inputs
+    if not any(is_address(path) for path in (out, *items)):
+        return build(inputs, out=out, rebuild=rebuild)
+    show = partial(shown_progress, shown=progress, on_progress=on_progress)
+    copies = local_inputs(items, staging, options, show)
+    if not is_address(out):
+        return build(copies, out=out, rebuild=rebuild)
+    staged = stage(str(out), staging, rebuild=rebuild)
+    return staged.publish(build(copies, out=staged.folder, rebuild=False), show)
 
 
 def _build_store(  # noqa: PLR0913 - what stands behind the front door
@@ -243,43 +247,6 @@ def _build_store(  # noqa: PLR0913 - what stands behind the front door
         return report
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What a build was asked for, with all open that it needs."""
-
-    journal: Journal
-    files: Sequence[InputFile]
-    job: Job
-    opened: OpenJob
-    warning: str | None
-    """What was told of the engine of the tokenizer."""
-    framing: str
-    """Which strings are BOS and EOS, and what says so."""
-
-
-def open_setting(
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *,
-    out: str | os.PathLike[str],
-    tokenizer: str | os.PathLike[str],
-    recipe: RecipeSpec,
-    map: MapRecord | None,
-    options: PrepareOptions | None,
-    show: Show,
-) -> Setting:
-    """List the files and open the tokenizer, as `prepare` was asked to."""
-    mapped = None if map is None else identify(map)
-    options = PrepareOptions() if options is None else options
-    settled = settle_recipe(recipe, options)
-    journal = Journal(Path(path_of("out", out)).expanduser())
-    files = _input_files(inputs, journal.out, options)
-    tokenizer = path_of("tokenizer", tokenizer)
-    with show("open the tokenizer", 0, lambda: (0, 0, 0)):
-        job, opened, warning = _open_job(journal, tokenizer, settled, options, files, (map, mapped))
-        framing = _settle_framing(tokenizer, settled, options, opened)
-    return Setting(journal=journal, files=files, job=job, opened=opened, warning=warning, framing=framing)
-
-
 @contextmanager
 def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lease]]:
     """Find out what there is to do in the folder of the store, which is held by a lease for that long."""
@@ -292,7 +259,7 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
             journal.finish_publishing()
             build = begin_build(
                 journal,
-                _identity(setting.job, setting.opened),
+                build_identity(setting.job, setting.opened),
                 setting.files,
                 chunk_bytes=options.chunk_bytes,
                 rebuild=rebuild,
@@ -325,89 +292,6 @@ def _one_worker(mapped: MapIdentity, workers: int | None, executor: Executor | N
     return 1
 
 
-def _input_files(
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: Path, options: PrepareOptions
-) -> Sequence[InputFile]:
-    """List the files to read; the store itself may stand among them and is left alone."""
-    listed = find_files(inputs, format=options.format)
-    for path in (str(out.absolute()), *(file.path for file in listed.files)):
-        if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):
-            raise DocumentError(f"{path!r}: a path must be UTF-8, got other bytes; rename it")
-    store = os.path.realpath(out)
-    real_folder = cache(os.path.realpath)  # of few folders there may be millions of files
-
-    def is_outside(path: str) -> bool:
-        return not os.path.join(real_folder(os.path.dirname(path)), "").startswith(os.path.join(store, ""))
-
-    outside = [file.path for file in listed.files if is_outside(file.path)]
-    if not outside:
-        raise DocumentError(f"inputs: must not all lie in the store, got {store}; choose another path for it")
-    passed_over = list(filter(is_outside, listed.passed_over))
-    if passed_over:
-        warn(
-            f"{len(passed_over)} files in the given folders are not read, as they are of no known kind: "
-            f"{', '.join(passed_over[:3])}{', ...' if len(passed_over) > 3 else ''}"
-        )
-    if len(outside) == len(listed.files):
-        return listed.files
-    # Once more without them, as names and order are relative to the folder that all files share.
-    return find_files(outside, format=options.format).files
-
-
-def _open_job(
-    journal: Journal,
-    tokenizer: str,
-    recipe: Recipe,
-    options: PrepareOptions,
-    files: Sequence[InputFile],
-    map: tuple[MapRecord | None, MapIdentity | None],
-) -> tuple[Job, OpenJob, str | None]:
-    """Open all that units need, and warn of what is unusual; return also what was told of the engine."""
-    function, mapped = map
-    opened_tokenizer, warning = _open_tokenizer(tokenizer, recipe, options, files)
-    job = Job(
-        folder=str(journal.units.absolute()),
-        tokenizer=tokenizer,
-        files=copy_of(tokenizer),
-        identity=opened_tokenizer.identity.to_json(),
-        engine=opened_tokenizer.engine.split()[0],
-        recipe=recipe,
-        options=options,
-        map=mapped,
-    )
-    opened = open_job(job, opened_tokenizer, function)
-    _warn_of_spelled_turns(opened)
-    if opened.encoder is not None:
-        chat = opened.encoder.chat
-        job = replace(job, template=opened.encoder.no_template if chat is None else chat.template.fields())
-    return job, opened, warning
-
-
-def _open_tokenizer(
-    spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
-) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer, and what was told of its engine."""
-    if options.engine != "auto":
-        return open_tokenizer(spec, engine=options.engine, **options.framing()), None
-    skip_broken = options.on_error == "skip"
-    sample = sample_texts(files, recipe.text_field, delimiter=options.delimiter, skip_broken=skip_broken)
-    tokenizer, warning = trusted(spec, sample=sample, **options.framing())
-    if warning:
-        warn(warning)
-    return tokenizer, warning
-
-
-def _warn_of_spelled_turns(opened: OpenJob) -> None:
-    """Warn if the ends of turns are no control tokens: any message can spell them."""
-    spelled = opened.encoder.spelled() if opened.encoder is not None else ()
-    if spelled:
-        warn(
-            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
-            "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
-            "use a template that fits the tokenizer, or add the token to it"
-        )
-
-
 def _warn_of_cut_answers(report: PrepareReport, recipe: Recipe) -> None:
     """Warn if records lost something that they were to be trained on."""
     cut = report.notes.get(ANSWERS_CUT)
@@ -418,32 +302,6 @@ def _warn_of_cut_answers(report: PrepareReport, recipe: Recipe) -> None:
             f"{recipe.preprocessing.max_seq_len}; raise it, --on-long drop leaves such records out, "
             "--on-long stop refuses them"
         )
-
-
-def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: OpenJob) -> str:
-    """Say which strings are BOS and EOS; warn if plain text is to end as turns of a chat do."""
-    framing = framing_of(spec, **options.framing())
-    if framing.turn_end is not None and recipe.kind == "seq":
-        other = f", such as {framing.end_of_text!r}" if framing.end_of_text else ""
-        warn(
-            f"every document of plain text will end with {framing.turn_end!r}, which ends a turn of a chat "
-            f"({framing.line}); name the end of a text with --eos-token{other}, or this one if it is meant"
-        )
-    lacks_bos = opened.encoder is not None and opened.encoder.lacks_bos
-    return framing.line + ("; no BOS before conversations, as the chat template writes none" if lacks_bos else "")
-
-
-def _identity(job: Job, opened: OpenJob) -> dict[str, Any]:
-    """Return what two builds must have in common to be one."""
-    return {
-        "tokenizer": opened.tokenizer.identity.to_json(),
-        "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
-        "options": {name: getattr(job.options, name) for name in _OF_READING}
-        | ({} if job.options.keep_empty else {"keep_empty": False})
-        | ({} if job.options.delimiter is None else {"delimiter": job.options.delimiter})
-        | ({"keep": list(job.options.keep)} if job.options.keep else {})
-        | ({"map": {"name": job.map.name, "source": job.map.source}} if job.map else {}),
-    }
 
 
 @contextmanager
@@ -544,6 +402,64 @@ def bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
     )
 
 
+class WorkerPool:
+    """Runs the tasks of a job by an engine; in this process, where one worker is enough.
+
+    Nothing that it started outlives the `with` block. An executor of the user's stays open.
+    """
+
+    def __init__(self, job: Job, opened: OpenJob, num_workers: int, executor: Executor | None = None) -> None:
+        self.job = job
+        self.opened = opened
+        self._num_workers = num_workers
+        self._executor = executor
+        self._processes: LocalExecutor | None = None
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
+        """Yield the results of tasks in their order; of errors the first in order is raised.
+
+        `tick` is called a few times a second.
+        """
+        if self._executor is not None:
+            job = msgspec.json.encode(self.job)
+            if not getattr(self._executor, "sends_once", False):
+                job = write_job_file(Path(self.job.folder).parent, job)
+            return run_by(self._executor, job, tasks, tick)
+        num_workers = min(self._num_workers, len(tasks))
+        if num_workers <= 1:
+            return (run_task(self.opened, task, tick) for task in tasks)
+        return self.run_in_processes(tasks, num_workers, tick)
+
+    def run_in_processes(
+        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
+    ) -> Iterator[UnitResult | None]:
+        """Run tasks in so many processes, those of an earlier call first."""
+        self._processes = self._processes or LocalExecutor()
+        self._processes.grow(num_workers)
+        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick)
+
+
+def run_scans(journal: Journal, tasks: Sequence[Task], pool: WorkerPool, show: Show) -> None:
+    """Hash the records of units."""
+    if not tasks:
+        return
+    journal.scans.mkdir(exist_ok=True)
+    done = 0
+    with show("look for duplicates", sum(task.unit.bytes for task in tasks), lambda: (done, 0, 0)) as tick:
+        for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
+            done += task.unit.bytes
+            tick()
+
+
 def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
     """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
     journal, stop = build.journal, pool.opened.stop
@@ -564,7 +480,7 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
             finished = msgspec.json.decode(done.pop(task.key), type=UnitResult) if resumed else next(answers)
             assert finished is not None
             result.add(task.unit, finished, resumed=resumed, stop=stop)
-            look.count(task, finished)
+            look.count(task.unit, finished)
             tick()
     _note_contents(build, result, show)
     _refuse_changed(build, tasks, result.scans)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenmill.build.build import prepare
+from tokenmill.build.job import PrepareOptions, settle_recipe
 from tokenmill.build.journal import Journal, TakenFiles, entry_digest
-from tokenmill.build.worker import PrepareOptions, settle_recipe
 from tokenmill.documents import file_digest, find_files
 from tokenmill.documents.inputs import PREFIX, parse
 from tokenmill.encode.chat.template import load_template
@@ -18,8 +18,8 @@ from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.files import copy_of
 from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
+from tokenmill.store.durable import LeaseWatch
 from tokenmill.store.layout import MANIFEST, TOKENIZER_FOLDER, read_manifest
-from tokenmill.store.lease import LeaseWatch
 
 MAX_WAIT_SECONDS = 3600.0
 """How long another process is waited for."""

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -29,9 +28,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tokenmill.build.job import ONE_CORE
 from tokenmill.build.journal import UnitResult
-from tokenmill.build.unit import OpenJob
-from tokenmill.build.worker import ONE_CORE, Job, Task, read_answer, run_task, run_unit, write_job_file
+from tokenmill.build.tasks import Task, read_answer, run_unit
 from tokenmill.encode.chat import tracked
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError
 
@@ -58,52 +57,6 @@ class Executor(Protocol):
 
     def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> UnitFuture:
         """Have a function called with these arguments, later and elsewhere."""
-
-
-class WorkerPool:
-    """Runs the tasks of a job by an engine; in this process, where one worker is enough.
-
-    Nothing that it started outlives the `with` block. An executor of the user's stays open.
-    """
-
-    def __init__(self, job: Job, opened: OpenJob, num_workers: int, executor: Executor | None = None) -> None:
-        self.job = job
-        self.opened = opened
-        self._num_workers = num_workers
-        self._executor = executor
-        self._processes: LocalExecutor | None = None
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._processes is not None:
-            self._processes.close()
-
-    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
-        """Yield the results of tasks in their order; of errors the first in order is raised.
-
-        `tick` is called a few times a second.
-        """
-        if self._executor is not None:
-            job = msgspec.json.encode(self.job)
-            if not getattr(self._executor, "sends_once", False):
-                job = write_job_file(Path(self.job.folder).parent, job)
-            return run_by(self._executor, job, tasks, tick)
-        num_workers = min(self._num_workers, len(tasks))
-        if num_workers <= 1:
-            return (run_task(self.opened, task, tick) for task in tasks)
-        return self.run_in_processes(tasks, num_workers, tick)
-
-    def run_in_processes(
-        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
-    ) -> Iterator[UnitResult | None]:
-        """Run tasks in so many processes, those of an earlier call first."""
-        self._processes = self._processes or LocalExecutor()
-        self._processes.grow(num_workers)
-        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick)
 
 
 def run_by(

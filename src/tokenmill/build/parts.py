@@ -20,38 +20,28 @@ import msgspec
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.build import bad_record, begun_build, num_workers_of, open_setting
-from tokenmill.build.engines import WorkerPool
+from tokenmill.build.build import WorkerPool, bad_record, begun_build, num_workers_of, run_scans
+from tokenmill.build.job import Job, PrepareOptions, RecipeSpec, identify, is_importable, open_job, open_setting
 from tokenmill.build.journal import UNITS, Journal, UnitResult, unit_result
-from tokenmill.build.mapped import MapRecord, identify, is_importable
-from tokenmill.build.progress import Progress, Show, shown_progress
+from tokenmill.build.progress import Look, Progress, Show, shown_progress
 from tokenmill.build.tasks import (
     CutInput,
-    Look,
+    JobFile,
+    Task,
     cut_build,
     drop_others,
     missing_scans,
-    run_scans,
-    write_tasks,
-)
-from tokenmill.build.unit import is_whole_scan
-from tokenmill.build.worker import (
-    Job,
-    JobFile,
-    PrepareOptions,
-    RecipeSpec,
-    Task,
-    open_job,
     read_job_file,
     write_job_file,
+    write_tasks,
 )
+from tokenmill.build.unit import MapRecord, is_whole_scan
 from tokenmill.documents import Unit, read_unit
 from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
 from tokenmill.fingerprint import first_difference
-from tokenmill.store.durable import write_parts_atomically
+from tokenmill.store.durable import leased_folder, write_parts_atomically
 from tokenmill.store.layout import MANIFEST
-from tokenmill.store.lease import leased_folder
 from tokenmill.tables import as_json, is_address, path_of
 
 Phase = Literal["hash", "write", "published"]
@@ -364,7 +354,7 @@ def _write_part(
                 line = _lines_before(journal, units, task, bad.piece, pool) + bad.line
                 raise bad_record(task.unit, line, bad)
             results.append(result)
-            look.count(task, result)
+            look.count(task.unit, result)
             tick()
     return results
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from tokenmill.documents.inputs import suffix_of
 from tokenmill.errors import ConfigError, StoreExistsError
@@ -20,14 +20,13 @@ from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Address, Client, parse_address
 from tokenmill.store.remote.inputs import copy_inputs
 from tokenmill.store.remote.upload import upload
-from tokenmill.tables import is_address, path_of
+from tokenmill.tables import path_of
 
 if TYPE_CHECKING:
     from tokenmill.build.build import PrepareReport
+    from tokenmill.build.job import PrepareOptions
     from tokenmill.build.progress import Show
-    from tokenmill.build.worker import PrepareOptions
 
-Inputs: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 FOLDER = Path(".tokenmill") / "staging"
 """Where inputs are copied and stores are built, below the folder that the process runs in, unless it is said."""
 
@@ -81,12 +80,12 @@ def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) ->
 
 
 def local_inputs(
-    inputs: Inputs, staging: str | os.PathLike[str] | None, options: PrepareOptions | None, show: Show
-) -> Inputs:
+    items: Sequence[str | os.PathLike[str]],
+    staging: str | os.PathLike[str] | None,
+    options: PrepareOptions | None,
+    show: Show,
+) -> Sequence[str | os.PathLike[str]]:
     """Return inputs with local copies in place of addresses; the copies stay, for files that are added later."""
-    items = [inputs] if isinstance(inputs, str | os.PathLike) or not isinstance(inputs, Sequence) else inputs
-    if not any(is_address(item) for item in items):
-        return inputs
     format = None if options is None else options.format
     done = 0
     folder = (FOLDER if staging is None else Path(path_of("staging", staging)).expanduser()) / "inputs"

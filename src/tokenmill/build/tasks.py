@@ -1,4 +1,4 @@
-"""The units of a build as tasks: how the input is cut, which records of a unit are taken, and the key of each.
+"""The units of a build as tasks: how the input is cut, the key of each; and `run_unit`, which does one anywhere.
 
 All of it is a function of the input and the options. Where records depend on those before them, as duplicates do,
 every unit is a task twice: its records are hashed first, and when all are, each is written.
@@ -6,27 +6,45 @@ every unit is a task twice: its records are hashed first, and when all are, each
 
 from __future__ import annotations
 
+import gc
+import os
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import xxhash
 
-from tokenmill import __version__
-from tokenmill.build.engines import WorkerPool
+from tokenmill import __version__, errors
+from tokenmill.build.job import ONE_CORE, Job, open_job
 from tokenmill.build.journal import SIZE, Build, BuildSize, Journal, UnitResult, unit_key
-from tokenmill.build.progress import Show
-from tokenmill.build.unit import TAKEN, OpenJob, fates_of, is_whole_scan, read_worker_files
-from tokenmill.build.worker import Task
+from tokenmill.build.unit import TAKEN, OpenJob, fates_of, is_whole_scan, scan_unit, write_unit
 from tokenmill.documents import Unit, cut_files
-from tokenmill.errors import StoreCorruptError
+from tokenmill.errors import (
+    StoreCorruptError,
+    StoreError,
+    TokenmillError,
+)
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import write_atomically
 from tokenmill.types import Uint8Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One unit and what is to be done with it."""
+
+    unit: Unit
+    key: str
+    """Name of what comes out; no other task of a build has it."""
+    scan: bool = False
+    """Whether its records are hashed only."""
+    fates: str | None = None
+    """File that says what becomes of each record; None: all are taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,18 +91,6 @@ def missing_scans(journal: Journal, cut: CutInput, *, there: Callable[[Path], bo
     return [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
 
 
-def run_scans(journal: Journal, tasks: Sequence[Task], pool: WorkerPool, show: Show) -> None:
-    """Hash the records of units."""
-    if not tasks:
-        return
-    journal.scans.mkdir(exist_ok=True)
-    done = 0
-    with show("look for duplicates", sum(task.unit.bytes for task in tasks), lambda: (done, 0, 0)) as tick:
-        for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
-            done += task.unit.bytes
-            tick()
-
-
 def write_tasks(journal: Journal, cut: CutInput) -> list[Task]:
     """Return a task for each unit, each with a key of its own: of copies the second, third ... are numbered.
 
@@ -129,41 +135,117 @@ def drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
             shutil.rmtree(folder)
 
 
-class Look:
-    """Counts the bytes of input, documents and tokens that are done, in finished units and in those under way.
+# Doing a task, in any process.
 
-    Workers say in a file each how far they are. These are read at most so often that it takes a fiftieth of the
-    time, however slow the file system is and however many they are.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What came of a task."""
+
+    result: UnitResult | None = None
+    """None where the unit was hashed only."""
+    error: tuple[str, str] | None = None
+    """Or an error of ours, by its class and message: another try would end with the same."""
+
+
+def run_unit(job: bytes, task: bytes) -> bytes:
+    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
+
+    What it writes is a function of the input and the options alone; it may be called in any order, several times,
+    at once. A process opens a job once. A record that cannot be read, and all else that tokenmill refuses, is an
+    answer and not raised: what an engine tries again, as it does with lost workers, cannot be mended that way.
     """
+    try:
+        answer = Answer(result=run_task(_opened(job), msgspec.json.decode(task, type=Task)))
+    except TokenmillError as error:
+        answer = Answer(error=(type(error).__name__, str(error)))
+    return msgspec.json.encode(answer)
 
-    def __init__(self, journal: Journal, wanted: Container[str] | None = None) -> None:
-        """Of units under way, those whose keys are `wanted` count; None for all."""
-        self._folder = journal.workers
-        self._wanted = wanted
-        self._folder.mkdir(exist_ok=True)
-        self._counted: set[str] = set()
-        self._done = (0, 0, 0)
-        self._ahead: Mapping[str, tuple[int, int, int]] = {}
-        self._next = 0.0
 
-    def count(self, task: Task, result: UnitResult) -> None:
-        """Count a unit that is finished."""
-        self._counted.add(task.key)
-        bytes_, documents, tokens = self._done
-        counts = result.counts
-        self._done = bytes_ + task.unit.bytes, documents + counts.documents, tokens + counts.tokens
+def read_answer(data: bytes) -> UnitResult | TokenmillError | None:
+    """Return what `run_unit` answered: a result, or an error to be raised."""
+    answer = msgspec.json.decode(data, type=Answer)
+    if answer.error is None:
+        return answer.result
+    error: TokenmillError = getattr(errors, answer.error[0])(answer.error[1])
+    return error
 
-    def __call__(self) -> tuple[int, int, int]:
-        """Return how much is done."""
-        begin = time.monotonic()
-        if begin >= self._next:
-            self._ahead = read_worker_files(self._folder)
-            now = time.monotonic()
-            self._next = now + 50 * (now - begin)
-        ahead = [
-            place
-            for key, place in self._ahead.items()
-            if key not in self._counted and (self._wanted is None or key in self._wanted)
-        ]
-        position, documents, tokens = map(sum, zip(self._done, *ahead, strict=True))
-        return position, documents, tokens
+
+def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
+    """Do a task, and return what came of its unit; None where it was hashed only."""
+    with seldom_collecting():
+        if task.scan:
+            scan_unit(opened, task.unit, task.key, tick)
+            return None
+        fates = None if task.fates is None else _read_fates(Path(task.fates))
+        return write_unit(opened, task.unit, task.key, fates, tick)
+
+
+def _read_fates(file: Path) -> Uint8Array:
+    """Read what becomes of each record, from a file that is named by the digest of its content."""
+    data = file.read_bytes()
+    if xxhash.xxh3_128_hexdigest(data) != file.name:
+        raise StoreCorruptError(f"{file}: must hold what its name says, got other bytes; run the build again")
+    return np.frombuffer(data, np.uint8)
+
+
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Let Python look for cycles seldom: records come and go by the thousand, and none is part of one.
+
+    It takes a tenth of the time of a build else, much of it amid the tokenizer (benchmarks/prepare.py).
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+_last: tuple[str, OpenJob] | None = None
+"""The job that this process has open, by its digest."""
+
+
+def _opened(job: bytes) -> OpenJob:
+    global _last  # noqa: PLW0603 - to open a tokenizer takes longer than many a unit
+    name, before = xxhash.xxh3_128_hexdigest(job), _last
+    if before is None or before[0] != name:
+        for variable, value in ONE_CORE.items():
+            os.environ.setdefault(variable, value)
+        kind = msgspec.json.decode(job)
+        if "file" in kind:
+            job = read_job_file(msgspec.convert(kind, JobFile))
+        before = _last = name, open_job(msgspec.json.decode(job, type=Job))
+    return before[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFile:
+    """Stands for a job that is in a file, for engines that would send it along with every unit."""
+
+    file: str
+    digest: str
+
+
+def write_job_file(folder: Path, job: bytes) -> bytes:
+    """Write a job to a file; return what stands for it in `run_unit`."""
+    digest = xxhash.xxh3_128_hexdigest(job)
+    file = folder / f"job-{digest}.json"
+    if not file.exists():
+        write_atomically(file, job)
+    return msgspec.json.encode(JobFile(file=str(file.absolute()), digest=digest))
+
+
+def read_job_file(reference: JobFile) -> bytes:
+    """Return the job that a file holds."""
+    try:
+        job = Path(reference.file).read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{reference.file}: a worker must find its job, got {error.strerror}; is the build over, and does this "
+            "machine see the folder of the store under the same path?"
+        ) from None
+    if xxhash.xxh3_128_hexdigest(job) != reference.digest:
+        raise StoreCorruptError(f"{reference.file}: must be as prepare wrote it, got other content; run again")
+    return job

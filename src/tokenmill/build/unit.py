@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,7 +35,6 @@ from tokenmill.build.journal import (
     unit_result,
     write_signed,
 )
-from tokenmill.build.mapped import LEFT_OUT_BY_MAP, MapRecord, apply_map
 from tokenmill.documents import BadRecord, DocumentBatch, ReadOptions, Unit, read_unit
 from tokenmill.encode import Refusal
 from tokenmill.encode.recipe import Reading, RecordEncoder
@@ -44,15 +43,19 @@ from tokenmill.encode.recipe.recipe import Preprocessing
 from tokenmill.encode.tokenizer import Tokenizer, frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
-from tokenmill.store.durable import make_folder, sync_folder, write_parts_atomically
+from tokenmill.store.durable import has_ended, make_folder, sync_folder, this_process, write_parts_atomically
 from tokenmill.store.layout import axis_of, token_keys
-from tokenmill.store.lease import has_ended, this_process
 from tokenmill.store.notes import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array
 
 T = TypeVar("T")
+Record: TypeAlias = Mapping[str, Any]
+MapRecord: TypeAlias = Callable[[dict[str, Any]], "Record | None"]
+"""A record to the one that the recipe reads, or to None, which leaves it out."""
+LEFT_OUT_BY_MAP = "map"
+"""Why a record is left out that the function made None of."""
 TEXT_KEY = "sequence"
 """The array of a build whose records are nothing but a text."""
 MAX_KEPT = 1000
@@ -361,6 +364,24 @@ def _canonical(record: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(record, enc_hook=repr, order="sorted")
     except (TypeError, UnicodeEncodeError):  # a key that is no name, or half of a surrogate pair
         return json.dumps(record, sort_keys=True, default=repr).encode()
+
+
+def apply_map(function: MapRecord, records: Sequence[Record]) -> list[Record | Refusal]:
+    """Return what a function makes of records: each, or why there is none."""
+    made: list[Record | Refusal] = []
+    for record in records:
+        try:
+            result = function(dict(record))
+        except Exception as error:  # whatever a function of the user raises is about its record
+            made.append(Refusal("map_failed", f"{type(error).__name__}: {error}"[:200]))
+            continue
+        if result is None:
+            made.append(Refusal(LEFT_OUT_BY_MAP, "left out"))
+        elif isinstance(result, Mapping):
+            made.append(result)
+        else:
+            made.append(Refusal("map_failed", f"it returned {type(result).__name__}, neither a dict nor None"))
+    return made
 
 
 # Which records are taken, and which store each goes to: by their own content, and by that of those before them.

@@ -18,9 +18,8 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
-from tokenmill.store.durable import CheckedFile, make_folder, sync_folder, write_atomically
+from tokenmill.store.durable import CheckedFile, Lease, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
-from tokenmill.store.lease import Lease
 from tokenmill.store.notes import hash_blocks, hashes_file, write_shard_hashes
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray

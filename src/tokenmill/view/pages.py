@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from tokenmill.build.status import BuildStatus
+from tokenmill.build.progress import BuildStatus
 from tokenmill.run.inspect import Audit, DocumentPart, Example
 from tokenmill.run.run import Run
 from tokenmill.run.step import StepDeal, StepRow, Strip, StripToken

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenmill.build.status import BuildStatus, build_status
+from tokenmill.build.progress import BuildStatus, build_status
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.run.inspect import (
     DocumentContents,

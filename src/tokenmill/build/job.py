@@ -1,54 +1,68 @@
-"""What a build was asked for, as a job; and `run_unit`, by which any process does a unit of one.
+"""What a build was asked for: options, recipe, tokenizer, a function of the user; and all of it as a job.
 
 A job holds all that a worker needs beside the files to read and the folder to write to: the files of the tokenizer
-and the chat template go with it, by content. So a unit can be done on any machine that sees input and output.
+and the chat template go with it, by content. So a unit can be done on any machine that sees input and output. A
+function of the user is never pickled: it stands in the job, and in the manifest, by its name and a hash of its
+source, and a worker imports it by its module.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
+import importlib
+import inspect
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import numpy as np
 import xxhash
 
-from tokenmill import __version__, errors
-from tokenmill.build.journal import UnitResult
-from tokenmill.build.mapped import MapIdentity, MapRecord, load_map
-from tokenmill.build.unit import TEXT_KEY, OpenJob, scan_unit, write_unit
-from tokenmill.documents import ReadOptions, Unit
+from tokenmill import __version__
+from tokenmill.build.journal import Journal
+from tokenmill.build.progress import Show, warn
+from tokenmill.build.unit import TEXT_KEY, MapRecord, OpenJob
+from tokenmill.documents import (
+    InputFile,
+    ReadOptions,
+    find_files,
+    sample_texts,
+)
 from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
-from tokenmill.encode.engines import open_tokenizer
-from tokenmill.encode.files import spec_of_copy
+from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
+from tokenmill.encode.files import copy_of, spec_of_copy
 from tokenmill.encode.recipe import PRESETS, Recipe, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
 from tokenmill.encode.tokenizer import Tokenizer, token_dtype, with_policy
 from tokenmill.errors import (
     ConfigError,
-    StoreCorruptError,
-    StoreError,
+    DocumentError,
     TokenizerError,
-    TokenmillError,
     nearest,
 )
 from tokenmill.store import StoreSpec
-from tokenmill.store.durable import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 from tokenmill.tables import as_json, check_fields, path_of, read_table
-from tokenmill.types import ON_ERROR, Uint8Array
+from tokenmill.types import ON_ERROR
 
 if TYPE_CHECKING:
     from tokenmill.encode.chat.template import ChatTemplate
+
+
+"""A function of the user over records: who it is, and how a worker process finds it.
+
+It stands in the manifest by its name and a hash of its source, so that a store says what made its records, and a
+build with another function is another build. It is never pickled: a worker imports it by its module.
+"""
+
 
 RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
 
@@ -185,6 +199,64 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     return recipe
 
 
+# A function of the user over records.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MapIdentity:
+    """Which function it is."""
+
+    module: str
+    name: str
+    source: str
+    """Hash of its source text."""
+
+
+def identify(function: MapRecord) -> MapIdentity:
+    """Return which function it is; one that cannot be told from others is refused."""
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
+    if not inspect.isfunction(function):
+        raise ConfigError(f"map: must be a function of a record, got {function!r}; write it with def")
+    if function.__closure__:
+        raise ConfigError(
+            f"map: must depend on nothing but the record, so that its source says what it does, got {name} with "
+            f"{', '.join(function.__code__.co_freevars)} from around it; write them into it"
+        )
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise ConfigError(
+            f"map: must be written in a file, so that its source can be hashed, got {name} without one; do so"
+        ) from None
+    return MapIdentity(module=module, name=name, source=xxhash.xxh3_128_hexdigest(source.encode()))
+
+
+def is_importable(identity: MapIdentity) -> bool:
+    """Say whether another process can import the function: one of a script that was started it cannot."""
+    return identity.module != "__main__" and "<" not in identity.name and "." not in identity.name
+
+
+def load_map(identity: MapIdentity) -> MapRecord:
+    """Import a function by its module and name; another source than that of the build is refused."""
+    try:
+        module = sys.modules.get(identity.module) or importlib.import_module(identity.module)
+        function: MapRecord = getattr(module, identity.name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"map: workers must be able to import {identity.module}.{identity.name}, got {error}; put its folder "
+            "on PYTHONPATH, or use workers=1"
+        ) from error
+    if identify(function) != identity:
+        raise ConfigError(
+            f"map: {identity.module}.{identity.name} must be the same for all workers, got another source; let "
+            "nothing write to it, and run again"
+        )
+    return function
+
+
+# The job.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What a worker has to know beside its unit: plain values, the same for all units."""
@@ -207,14 +279,6 @@ class Job:
     """The function of the user that records go through first, if there is one."""
     version: str = __version__
     """Of the tokenmill that made it: no other may do its units."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFile:
-    """Stands for a job that is in a file, for engines that would send it along with every unit."""
-
-    file: str
-    digest: str
 
 
 def open_job(job: Job, tokenizer: Tokenizer | None = None, map: MapRecord | None = None) -> OpenJob:
@@ -298,19 +362,6 @@ def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
     )
 
 
-ONE_CORE = {
-    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment that keeps the libraries of a process to one core: the parallelism is that of the processes."""
-
-
-def top_fields(names: Sequence[str]) -> list[str]:
-    """Return the fields of a record to read for names with dots: a column may have the whole name."""
-    return [part for name in names for part in dict.fromkeys((name, name.split(".")[0]))]
-
-
 def _same_tokenizer(job: Job, spec: str) -> Tokenizer:
     """Open the tokenizer that the parent settled on."""
     tokenizer = open_tokenizer(spec, **job.options.framing(), engine=job.engine)
@@ -323,119 +374,166 @@ def _same_tokenizer(job: Job, spec: str) -> Tokenizer:
     return tokenizer
 
 
+def top_fields(names: Sequence[str]) -> list[str]:
+    """Return the fields of a record to read for names with dots: a column may have the whole name."""
+    return [part for name in names for part in dict.fromkeys((name, name.split(".")[0]))]
+
+
+ONE_CORE = {
+    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment that keeps the libraries of a process to one core: the parallelism is that of the processes."""
+
+
+# From what was asked for to a job, with all open that it needs.
+
+_OF_READING = ("format", "text_unit", "max_record_bytes")
+"""Options beside the recipe and the tokenizer that decide over what is in a store."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One unit and what is to be done with it."""
+class Setting:
+    """What a build was asked for, with all open that it needs."""
 
-    unit: Unit
-    key: str
-    """Name of what comes out; no other task of a build has it."""
-    scan: bool = False
-    """Whether its records are hashed only."""
-    fates: str | None = None
-    """File that says what becomes of each record; None: all are taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What came of a task."""
-
-    result: UnitResult | None = None
-    """None where the unit was hashed only."""
-    error: tuple[str, str] | None = None
-    """Or an error of ours, by its class and message: another try would end with the same."""
+    journal: Journal
+    files: Sequence[InputFile]
+    job: Job
+    opened: OpenJob
+    warning: str | None
+    """What was told of the engine of the tokenizer."""
+    framing: str
+    """Which strings are BOS and EOS, and what says so."""
 
 
-def run_unit(job: bytes, task: bytes) -> bytes:
-    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
-
-    What it writes is a function of the input and the options alone; it may be called in any order, several times,
-    at once. A process opens a job once. A record that cannot be read, and all else that tokenmill refuses, is an
-    answer and not raised: what an engine tries again, as it does with lost workers, cannot be mended that way.
-    """
-    try:
-        answer = Answer(result=run_task(_opened(job), msgspec.json.decode(task, type=Task)))
-    except TokenmillError as error:
-        answer = Answer(error=(type(error).__name__, str(error)))
-    return msgspec.json.encode(answer)
-
-
-def read_answer(data: bytes) -> UnitResult | TokenmillError | None:
-    """Return what `run_unit` answered: a result, or an error to be raised."""
-    answer = msgspec.json.decode(data, type=Answer)
-    if answer.error is None:
-        return answer.result
-    error: TokenmillError = getattr(errors, answer.error[0])(answer.error[1])
-    return error
-
-
-_last: tuple[str, OpenJob] | None = None
-"""The job that this process has open, by its digest."""
+def open_setting(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    recipe: RecipeSpec,
+    map: MapRecord | None,
+    options: PrepareOptions | None,
+    show: Show,
+) -> Setting:
+    """List the files and open the tokenizer, as `prepare` was asked to."""
+    mapped = None if map is None else identify(map)
+    options = PrepareOptions() if options is None else options
+    settled = settle_recipe(recipe, options)
+    journal = Journal(Path(path_of("out", out)).expanduser())
+    files = _input_files(inputs, journal.out, options)
+    tokenizer = path_of("tokenizer", tokenizer)
+    with show("open the tokenizer", 0, lambda: (0, 0, 0)):
+        job, opened, warning = _new_job(journal, tokenizer, settled, options, files, (map, mapped))
+        framing = _settle_framing(tokenizer, settled, options, opened)
+    return Setting(journal=journal, files=files, job=job, opened=opened, warning=warning, framing=framing)
 
 
-def _opened(job: bytes) -> OpenJob:
-    global _last  # noqa: PLW0603 - to open a tokenizer takes longer than many a unit
-    name, before = xxhash.xxh3_128_hexdigest(job), _last
-    if before is None or before[0] != name:
-        for variable, value in ONE_CORE.items():
-            os.environ.setdefault(variable, value)
-        kind = msgspec.json.decode(job)
-        if "file" in kind:
-            job = read_job_file(msgspec.convert(kind, JobFile))
-        before = _last = name, open_job(msgspec.json.decode(job, type=Job))
-    return before[1]
+def _input_files(
+    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: Path, options: PrepareOptions
+) -> Sequence[InputFile]:
+    """List the files to read; the store itself may stand among them and is left alone."""
+    listed = find_files(inputs, format=options.format)
+    for path in (str(out.absolute()), *(file.path for file in listed.files)):
+        if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):
+            raise DocumentError(f"{path!r}: a path must be UTF-8, got other bytes; rename it")
+    store = os.path.realpath(out)
+    real_folder = cache(os.path.realpath)  # of few folders there may be millions of files
+
+    def is_outside(path: str) -> bool:
+        return not os.path.join(real_folder(os.path.dirname(path)), "").startswith(os.path.join(store, ""))
+
+    outside = [file.path for file in listed.files if is_outside(file.path)]
+    if not outside:
+        raise DocumentError(f"inputs: must not all lie in the store, got {store}; choose another path for it")
+    passed_over = list(filter(is_outside, listed.passed_over))
+    if passed_over:
+        warn(
+            f"{len(passed_over)} files in the given folders are not read, as they are of no known kind: "
+            f"{', '.join(passed_over[:3])}{', ...' if len(passed_over) > 3 else ''}"
+        )
+    if len(outside) == len(listed.files):
+        return listed.files
+    # Once more without them, as names and order are relative to the folder that all files share.
+    return find_files(outside, format=options.format).files
 
 
-def write_job_file(folder: Path, job: bytes) -> bytes:
-    """Write a job to a file; return what stands for it in `run_unit`."""
-    digest = xxhash.xxh3_128_hexdigest(job)
-    file = folder / f"job-{digest}.json"
-    if not file.exists():
-        write_atomically(file, job)
-    return msgspec.json.encode(JobFile(file=str(file.absolute()), digest=digest))
+def _new_job(
+    journal: Journal,
+    tokenizer: str,
+    recipe: Recipe,
+    options: PrepareOptions,
+    files: Sequence[InputFile],
+    map: tuple[MapRecord | None, MapIdentity | None],
+) -> tuple[Job, OpenJob, str | None]:
+    """Open all that units need, and warn of what is unusual; return also what was told of the engine."""
+    function, mapped = map
+    opened_tokenizer, warning = _open_tokenizer(tokenizer, recipe, options, files)
+    job = Job(
+        folder=str(journal.units.absolute()),
+        tokenizer=tokenizer,
+        files=copy_of(tokenizer),
+        identity=opened_tokenizer.identity.to_json(),
+        engine=opened_tokenizer.engine.split()[0],
+        recipe=recipe,
+        options=options,
+        map=mapped,
+    )
+    opened = open_job(job, opened_tokenizer, function)
+    _warn_of_spelled_turns(opened)
+    if opened.encoder is not None:
+        chat = opened.encoder.chat
+        job = replace(job, template=opened.encoder.no_template if chat is None else chat.template.fields())
+    return job, opened, warning
 
 
-def read_job_file(reference: JobFile) -> bytes:
-    """Return the job that a file holds."""
-    try:
-        job = Path(reference.file).read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{reference.file}: a worker must find its job, got {error.strerror}; is the build over, and does this "
-            "machine see the folder of the store under the same path?"
-        ) from None
-    if xxhash.xxh3_128_hexdigest(job) != reference.digest:
-        raise StoreCorruptError(f"{reference.file}: must be as prepare wrote it, got other content; run again")
-    return job
+def _open_tokenizer(
+    spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
+) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer, and what was told of its engine."""
+    if options.engine != "auto":
+        return open_tokenizer(spec, engine=options.engine, **options.framing()), None
+    skip_broken = options.on_error == "skip"
+    sample = sample_texts(files, recipe.text_field, delimiter=options.delimiter, skip_broken=skip_broken)
+    tokenizer, warning = trusted(spec, sample=sample, **options.framing())
+    if warning:
+        warn(warning)
+    return tokenizer, warning
 
 
-def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
-    """Do a task, and return what came of its unit; None where it was hashed only."""
-    with seldom_collecting():
-        if task.scan:
-            scan_unit(opened, task.unit, task.key, tick)
-            return None
-        fates = None if task.fates is None else _read_fates(Path(task.fates))
-        return write_unit(opened, task.unit, task.key, fates, tick)
+def _warn_of_spelled_turns(opened: OpenJob) -> None:
+    """Warn if the ends of turns are no control tokens: any message can spell them."""
+    spelled = opened.encoder.spelled() if opened.encoder is not None else ()
+    if spelled:
+        warn(
+            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
+            "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
+            "use a template that fits the tokenizer, or add the token to it"
+        )
 
 
-def _read_fates(file: Path) -> Uint8Array:
-    """Read what becomes of each record, from a file that is named by the digest of its content."""
-    data = file.read_bytes()
-    if xxhash.xxh3_128_hexdigest(data) != file.name:
-        raise StoreCorruptError(f"{file}: must hold what its name says, got other bytes; run the build again")
-    return np.frombuffer(data, np.uint8)
+def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: OpenJob) -> str:
+    """Say which strings are BOS and EOS; warn if plain text is to end as turns of a chat do."""
+    framing = framing_of(spec, **options.framing())
+    if framing.turn_end is not None and recipe.kind == "seq":
+        other = f", such as {framing.end_of_text!r}" if framing.end_of_text else ""
+        warn(
+            f"every document of plain text will end with {framing.turn_end!r}, which ends a turn of a chat "
+            f"({framing.line}); name the end of a text with --eos-token{other}, or this one if it is meant"
+        )
+    lacks_bos = opened.encoder is not None and opened.encoder.lacks_bos
+    return framing.line + ("; no BOS before conversations, as the chat template writes none" if lacks_bos else "")
 
 
-@contextmanager
-def seldom_collecting() -> Iterator[None]:
-    """Let Python look for cycles seldom: records come and go by the thousand, and none is part of one.
-
-    It takes a tenth of the time of a build else, much of it amid the tokenizer (benchmarks/prepare.py).
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+def build_identity(job: Job, opened: OpenJob) -> dict[str, Any]:
+    """Return what two builds must have in common to be one."""
+    return {
+        "tokenizer": opened.tokenizer.identity.to_json(),
+        "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
+        "options": {name: getattr(job.options, name) for name in _OF_READING}
+        | ({} if job.options.keep_empty else {"keep_empty": False})
+        | ({} if job.options.delimiter is None else {"delimiter": job.options.delimiter})
+        | ({"keep": list(job.options.keep)} if job.options.keep else {})
+        | ({"map": {"name": job.map.name, "source": job.map.source}} if job.map else {}),
+    }
