@@ -255,11 +255,9 @@ class Spans:
 
     def row(self, index: int) -> tuple[Span, ...]:
         """Return the spans of one row as objects."""
-        begin = int(self.first[index])
-        return tuple(
-            Span(document=int(self.document[i]), start=int(self.start[i]), length=int(self.length[i]))
-            for i in range(begin, begin + int(self.count[index]))
-        )
+        own = slice(self.first[index], self.first[index] + self.count[index])
+        parts = zip(*(array[own].tolist() for array in (self.document, self.start, self.length)), strict=True)
+        return tuple(Span(document=document, start=start, length=length) for document, start, length in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,25 +36,40 @@ def texts(count=60):
     return [{"text": "word " * (1 + number % 9)} for number in range(count)]
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat", "padded", "bos_best_fit"])
-def test_strips_are_what_the_loader_delivers(tmp_path, packing):
-    run = make_run(tmp_path, texts(), more=f'packing = "{packing}"')
-    batch = run.loader(threads=0)[2]
+@pytest.mark.parametrize(
+    "more",
+    [
+        *(f'packing = "{packing}"' for packing in ("best_fit", "concat", "padded", "bos_best_fit")),
+        "segment_multiple = 8",
+    ],
+)
+def test_strips_are_what_the_loader_delivers(tmp_path, more):
+    run = make_run(tmp_path, texts(), more=more)
+    batch = run.loader(threads=0, arrays=("input_ids", "labels", "doc_ids"))[2]
     contents = inspect_step(run, 2)
+    known = run.stores["web"].manifest.tokenizer
     assert [row.slot for row in contents.rows] == [0, 1, 2, 3]
-    for row, ids, labels in zip(contents.rows, batch["input_ids"], batch["labels"], strict=True):
+    for row, ids, labels, documents in zip(contents.rows, *batch.values(), strict=True):
         (strip,) = row.strips
+        columns = np.concatenate(
+            [np.arange(c, c + s.length) for c, s in zip(strip.places, strip.spans, strict=True)]
+        )
+        inside = columns[columns < ids.size]
+        assert np.flatnonzero(documents >= 0).tolist() == inside.tolist()
         trained = np.zeros(strip.room, np.bool_)
         for begin, end in strip.trained:
             trained[begin:end] = True
         assert trained[1:].tolist() == (labels >= 0).tolist()
         assert not trained[0]
         tokens = inspect_strip(run, 2, row.slot).tokens
-        assert [token.id for token in tokens][: ids.size] == ids[: len(tokens)].tolist()
-        assert [token.trained for token in tokens] == trained[: len(tokens)].tolist()
+        assert [token.id for token in tokens][: inside.size] == ids[inside].tolist()
+        assert [token.trained for token in tokens] == trained[columns].tolist()
         assert [(token.document, token.position) for token in tokens] == [
             (span.document, place) for span in strip.spans for place in range(span.start, span.start + span.length)
         ]
+        for marks, name in ((strip.bos, "bos_id"), (strip.eos, "eos_id")):
+            at = [column for column, token in zip(columns, tokens, strict=True) if token.id == known[name]]
+            assert list(marks) == at
 
 
 def test_labels_further_ahead_leave_the_strips_as_they_are(tmp_path):
@@ -90,6 +105,7 @@ def test_both_sides_of_a_pair_are_strips(tmp_path):
             flags = batch[f"{strip.key}_mask"][row.slot].copy()
             flags[0] = False
             assert strip.num_trained == int(flags.sum())
+            assert (strip.bos, strip.eos) == ((0,), (length - 1,))
 
 
 @pytest.mark.parametrize(("slot", "strip"), [(4, 0), (0, 1), (-1, 0)])

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import tokenmill as tm
+from tokenmill.run.inspect import tokenizer_of
+from tokenmill.run.step import inspect_step, inspect_strip
 
 CHROMIUM = next(
     (path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None
@@ -80,7 +82,7 @@ def shows(page, title):
 def test_each_view_is_drawn_without_an_error_or_a_request_elsewhere(page, server):
     page.goto(server.address)
     shows(page, "Step 0")
-    assert page.locator("svg.strip").count() == 8
+    assert page.locator("ol.strips li").count() == 8
     for name, title in [("Timeline", "Timeline"), ("Packing", "Packing"), ("Store", "Store web"), ("Diff", "Diff")]:
         page.get_by_role("link", name=name, exact=True).click()
         shows(page, title)
@@ -101,18 +103,58 @@ def test_keys_links_and_the_back_button_move_through_steps(page, server):
     page.locator("input[name=step]").fill("7")
     page.keyboard.press("Enter")
     shows(page, "Step 7")
-    playwright.expect(page.locator("svg.strip")).to_have_count(4)
+    playwright.expect(page.locator("ol.strips li")).to_have_count(4)
     assert page.wrong == []
 
 
-def test_a_span_says_what_it_is_and_leads_to_its_document(page, server):
-    page.goto(f"{server.address}step?step=0")
-    span = page.locator("svg.strip rect.t").first
-    span.hover()
-    page.wait_for_selector("#about.shown")
-    said = re.match(r"document (\d+) of (\w+), tokens \d+ to \d+", page.locator("#about").inner_text())
-    span.click()
-    shows(page, f"Document {said[1]} of {said[2]}")
+COLOURS = """areas => {
+  const canvas = document.querySelector("ol.strips canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const pixels = new Uint32Array(data.buffer);
+  return areas.map(([left, top, size]) => {
+    const lines = [...Array(size).keys()].map(line => (top + line) * canvas.width + left);
+    return [...new Set(lines.flatMap(begin => [...pixels.slice(begin, begin + size)]))];
+  });
+}"""
+"""The colours of squares (left, top, size) of what is drawn."""
+
+
+def test_a_strip_is_drawn_says_its_tokens_and_leads_to_documents(page, server, folder):
+    run = tm.Run.from_toml(folder / "run.toml")
+    step, row = next(
+        (step, row)
+        for step in range(6)
+        for row in inspect_step(run, step).rows
+        if row.strips[0].bos and row.strips[0].eos
+    )
+    page.goto(f"{server.address}step?step={step}")
+    about = page.locator("#about")
+    box = page.locator("ol.strips canvas").bounding_box()
+    high = box["height"] / 8
+    (strip,) = row.strips
+    tokens = inspect_strip(run, step, row.slot, tokenizer=tokenizer_of(run.stores[row.source])).tokens
+    for ordinal in (0, 1, len(tokens) // 2, len(tokens) - 1):
+        token = tokens[ordinal]
+        x, y = (ordinal + 0.5) * box["width"] / strip.room, (row.slot + 0.5) * high
+        page.mouse.move(box["x"] + x, box["y"] + y)
+        state = "trained" if token.trained else "not trained"
+        where = f"document {token.document} of {row.source}, position {token.position}"
+        playwright.expect(about).to_have_text(f"{json.dumps(token.text)}, id {token.id}, {where}, {state}")
+    # Trained is of one colour; what is not trained is dotted; BOS and EOS are flags above and below.
+    wide, top = box["width"] / strip.room, round(row.slot * high)
+    squares = [
+        (round(column * wide) + left, top + down, size)
+        for column, left, down, size in (
+            (0, 6, 6, 8),
+            (1, 6, 6, 8),
+            (strip.bos[0], 1, 3, 1),
+            (strip.eos[0] + 1, -2, round(high) - 3, 1),
+        )
+    ]
+    masked, trained, bos, eos = page.evaluate(COLOURS, squares)
+    assert (len(masked) > 1, len(trained), bos, eos) == (True, 1, [0xFF241F1C], [0xFF241F1C])
+    page.mouse.click(box["x"] + 2, box["y"] + (row.slot + 0.5) * high)
+    shows(page, f"Document {tokens[0].document} of {row.source}")
     assert page.wrong == []
 
 

@@ -19,6 +19,7 @@ from tokenmill.loader.assemble import (
     RecordBlock,
     SequenceBlock,
     record_type,
+    segment_multiple,
 )
 from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal
 from tokenmill.packing.stored import StoredRows, is_stored
@@ -32,6 +33,8 @@ from tokenmill.types import AnyArray, Batch, BoolArray, Int64Array, Span, token_
 
 MAX_ROWS = 512
 """Rows of a step that are looked at together."""
+_ROWS_AT_ONCE = 32
+"""Of which arrays are made, so that memory is used again instead of asked for; see benchmarks/view.py."""
 MAX_TOKENS = 4096
 """Tokens of a strip that are spelled out together."""
 SAMPLED_ROWS = 4096
@@ -48,11 +51,16 @@ class Strip:
     key: str
     """`tokens`, or the array of a record."""
     room: int
-    """Tokens that it has room for; what its spans do not fill is padding."""
+    """Columns: tokens that it has room for."""
     spans: tuple[Span, ...]
     """Its documents, in order."""
+    places: tuple[int, ...]
+    """Column of the first token of each: what no span covers is padding, also between two (`segment_multiple`)."""
     trained: tuple[tuple[int, int], ...]
-    """Runs of tokens that are labels: (first, end), counted from the first of the strip."""
+    """Runs of columns whose tokens are labels: (first, end)."""
+    bos: tuple[int, ...] = ()
+    """Columns that hold BOS."""
+    eos: tuple[int, ...] = ()
     reward: float | None = None
     """Of a response."""
 
@@ -156,7 +164,11 @@ def inspect_step(run: Run, step: int, *, first: int = 0, count: int = MAX_ROWS) 
         seq_len=moment.seq_len,
         global_batch_size=moment.global_batch_size,
         first=first,
-        rows=tuple(_rows(run, step, uses)),
+        rows=tuple(
+            row
+            for first_use in range(0, len(uses), _ROWS_AT_ONCE)
+            for row in _rows(run, step, uses[first_use : first_use + _ROWS_AT_ONCE])
+        ),
     )
 
 
@@ -176,9 +188,10 @@ def inspect_strip(
     chosen, store = row.strips[strip], run.stores[row.source]
     first, last = max(0, first), min(chosen.length, first + max(1, min(count, MAX_TOKENS)))
     ids, documents, positions = _tokens(store, row, strip)
-    trained = np.zeros(chosen.length, np.bool_)
+    labelled = np.zeros(chosen.room, np.bool_)
     for begin, end in chosen.trained:
-        trained[begin:end] = True
+        labelled[begin:end] = True
+    trained = np.concatenate([labelled[c : c + s.length] for c, s in zip(chosen.places, chosen.spans, strict=True)])
     return StripTokens(
         step=step,
         slot=slot,
@@ -225,6 +238,11 @@ class StepDeal:
     waiting_in_order: float
     """How long the step takes if ranks wait for one another at every micro-batch: how often as long as the mean."""
     waiting_dealt: float
+
+    @property
+    def used(self) -> tuple[StepMember, ...]:
+        """Those by which the run goes."""
+        return self.dealt if self.balanced else self.in_order
 
 
 def deal_step(run: Run, step: int, ranks: int, micro_batch: int) -> StepDeal:
@@ -284,19 +302,60 @@ def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
     stage, stored = _stored(run, step)
     slots = np.array([use.slot for use in uses])
     places, kind = (np.full_like(slots, step), slots), record_type(stage)
+    ends = {name: _framing(run.stores[name]) for name in {use.source for use in uses}}
     if kind is None:
-        labels = _arrays(SequenceBlock(stage, stored, places, ("labels",)))["labels"]
+        room, multiple = stage.spec.seq_len + 1, segment_multiple(stage)
+        # No id is -1, so that padding is taken for none.
+        batch = _arrays(SequenceBlock(stage, stored, places, ("input_ids", "labels"), pad=-1))
+        columns = [_columns(use.spans, multiple) for use in uses]
+        ids = np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1)
+        for line in np.flatnonzero(ids[:, -1] < 0).tolist():  # the last token of a row stands in its labels alone
+            (span, begin), use = (uses[line].spans[-1], columns[line][-1]), uses[line]
+            if begin + span.length == room:
+                ids[line, -1] = _tokens_of(run.stores[use.source], span)[-1]
+        framing = np.array([ends[use.source] for use in uses])
+        bos, eos = (_marked(ids == framing[:, which, None]) for which in (0, 1))
         # A label is the token behind its input, so the first token of a row is none.
-        runs = _runs(labels >= 0, shift=1)
-        for use, trained in zip(uses, runs, strict=True):
-            room = stage.spec.seq_len + 1
-            strip = Strip(key=TOKENS, room=room, spans=use.spans, trained=trained)
+        runs = _runs(batch["labels"] >= 0, shift=1)
+        for line, use in enumerate(uses):
+            strip = Strip(
+                key=TOKENS,
+                room=room,
+                spans=use.spans,
+                places=columns[line],
+                trained=runs[line],
+                bos=bos[line],
+                eos=eos[line],
+            )
             yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=(strip,))
         return
     batch = _arrays(RecordBlock(stage, stored, places, RECORD_ARRAYS[kind], kind))
     for number, use in enumerate(uses):
-        strips = tuple(_record_strips(kind, batch, number, use.spans[0].document, stage.spec.seq_len))
+        document, seq_len = use.spans[0].document, stage.spec.seq_len
+        strips = tuple(_record_strips(kind, batch, number, document, seq_len, ends[use.source]))
         yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=strips)
+
+
+def _framing(store: Store) -> tuple[int, int]:
+    """Return the ids of BOS and EOS; -2, which is no id, for one that there is not."""
+    known = store.manifest.tokenizer
+    bos, eos = (known.get(name) for name in ("bos_id", "eos_id"))
+    return -2 if bos is None else int(bos), -2 if eos is None else int(eos)
+
+
+def _columns(spans: Sequence[Span], multiple: int) -> tuple[int, ...]:
+    """Return the column of the first token of each span, as the loader places them.
+
+    Every segment begins at a multiple; the rest of a document goes on behind the BOS that was put before it.
+    """
+    columns, column, opened = [], 0, -1
+    for span in spans:
+        if not (span.start and span.document == opened):
+            column = -(-column // multiple) * multiple
+        opened = span.document if (span.start, span.length) == (0, 1) else -1
+        columns.append(column)
+        column += span.length
+    return tuple(columns)
 
 
 def _arrays(block: Block) -> Batch:
@@ -308,15 +367,22 @@ def _arrays(block: Block) -> Batch:
 
 def _runs(flags: BoolArray, *, shift: int = 0) -> list[tuple[tuple[int, int], ...]]:
     """Return the runs of flags that are set, (first, end) each, of every line."""
-    edges = np.zeros((flags.shape[0], flags.shape[1] + 2), np.int8)
-    edges[:, 1:-1] = flags
-    lines, places = np.nonzero(np.diff(edges, axis=1))
-    bounds = np.searchsorted(lines, np.arange(flags.shape[0] + 1))
-    pairs = (places + shift).reshape(-1, 2).tolist()
-    return [tuple((first, last) for first, last in pairs[begin // 2 : end // 2]) for begin, end in pairwise(bounds)]
+    framed = np.zeros((flags.shape[0], flags.shape[1] + 2), np.bool_)
+    framed[:, 1:-1] = flags
+    edges = framed[:, 1:] != framed[:, :-1]
+    return [tuple(zip(line[::2], line[1::2], strict=True)) for line in _marked(edges, shift=shift)]
 
 
-def _record_strips(kind: str, batch: Batch, number: int, record: int, seq_len: int) -> Iterator[Strip]:
+def _marked(flags: BoolArray, *, shift: int = 0) -> list[tuple[int, ...]]:
+    """Return the columns of the flags that are set, of every line."""
+    lines, columns = np.divmod(np.flatnonzero(flags), flags.shape[1])
+    bounds, places = np.searchsorted(lines, np.arange(flags.shape[0] + 1)).tolist(), (columns + shift).tolist()
+    return [tuple(places[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _record_strips(
+    kind: str, batch: Batch, number: int, record: int, seq_len: int, framing: tuple[int, int]
+) -> Iterator[Strip]:
     """Yield the arrays of token ids of a record; of responses each by itself."""
     for key, mask in token_arrays(kind).items():
         lengths = np.atleast_1d(batch[LENGTHS[key]][number])
@@ -326,30 +392,45 @@ def _record_strips(kind: str, batch: Batch, number: int, record: int, seq_len: i
             flags = np.atleast_2d(batch[mask][number])[:count].copy()
         if key != "responses" or (kind == "grpo" and int(batch["prompt_len"][number]) == 0):
             flags[:, 0] = False  # nothing stands before it that it could follow
+        ids = np.atleast_2d(batch[key][number])[:count]
+        ids = np.where(np.arange(ids.shape[1]) < lengths[:count, None], ids, -1)
+        bos, eos = (_marked(ids == which) for which in framing)
         for item, trained in enumerate(_runs(flags)):
-            spans = (Span(document=record, start=0, length=int(lengths[item])),)
-            reward = float(batch[REWARDS][number, item]) if key == "responses" else None
-            yield Strip(key=key, room=seq_len, spans=spans, trained=trained, reward=reward)
+            yield Strip(
+                key=key,
+                room=seq_len,
+                spans=(Span(document=record, start=0, length=int(lengths[item])),),
+                places=(0,),
+                trained=trained,
+                bos=bos[item],
+                eos=eos[item],
+                reward=float(batch[REWARDS][number, item]) if key == "responses" else None,
+            )
 
 
 def _tokens(store: Store, row: StepRow, strip: int) -> tuple[AnyArray, Int64Array, Int64Array]:
     """Return the ids of a strip, and the document and the place in it of each."""
     chosen = row.strips[strip]
-    key = store.manifest.token_key if chosen.key == TOKENS else chosen.key
+    key = chosen.key
     before = [each.key for each in row.strips[:strip]].count(chosen.key)
     parts, documents, positions = [], [], []
     for span in chosen.spans:
         if chosen.key == TOKENS:
-            begin = store.document_bounds(span.document)[0] + span.start
+            parts.append(_tokens_of(store, span))
         else:
             axis, item = store.axis(key), span.document
             if axis == "responses":
                 item = int(store.offsets("groups", item, item + 1)[0]) + before
             begin = int(store.offsets(axis, item, item + 1)[0])
-        parts.append(store.fetch(begin, begin + span.length, key))
+            parts.append(store.fetch(begin, begin + span.length, key))
         documents.append(np.full(span.length, span.document))
         positions.append(np.arange(span.start, span.start + span.length))
     return np.concatenate(parts), np.concatenate(documents), np.concatenate(positions)
+
+
+def _tokens_of(store: Store, span: Span) -> AnyArray:
+    begin = store.document_bounds(span.document)[0] + span.start
+    return store.fetch(begin, begin + span.length, store.manifest.token_key)
 
 
 def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:

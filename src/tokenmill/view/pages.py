@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
+
+import msgspec
 
 from tokenmill.build.progress import BuildStatus
 from tokenmill.run.inspect import Audit, DocumentPart, Example
@@ -106,40 +109,84 @@ def bars(title: str, counts: Mapping[str, int]) -> str:
     return table(title, ("", "", ""), rows, raw=(2,))
 
 
-# Strips: a colour a document, trained tokens as high as the strip, others as a thin line, padding hatched.
+# Strips: the page is sent what to draw as numbers, and draws what is on the screen (static/app.js)
+
+LINES_A_CANVAS = 64
+LEGEND = (
+    '<p class="legend"><span><i class="key t"></i> trained</span><span><i class="key m"></i> not trained</span>'
+    '<span><i class="key pad"></i> padding</span><span><i class="key edge"></i> a document begins</span>'
+    '<span><i class="key bos"></i> BOS</span><span><i class="key eos"></i> EOS</span></p>'
+)
 
 
-def strip_svg(strip: Strip) -> str:
-    """Draw a strip; its unit of length is a token, so that no number is rounded.
+def strip_numbers(strip: Strip) -> list[object]:
+    """Return what is drawn of a strip: room, (column, document, start, length) of spans, trained runs, BOS, EOS.
 
-    Gaps in what is trained that are less than a thousandth of the strip, as BOS is in a long row, are not drawn.
+    Runs and marks that are less than a 4,096th of the strip behind the one before would share its pixel: they are
+    left out, or joined to it, so that no document makes a page long.
+    """
+    least = strip.room // 4096
+    trained: list[int] = []
+    for first, end in strip.trained:
+        if trained and first - trained[-1] < least:
+            trained[-1] = end
+        else:
+            trained += (first, end)
+    spans = zip(strip.places, strip.spans, strict=True)
+    return [
+        strip.room,
+        [number for column, span in spans for number in (column, span.document, span.start, span.length)],
+        trained,
+        *(
+            [column for before, column in pairwise((-strip.room, *columns)) if column - before >= least]
+            for columns in (strip.bos, strip.eos)
+        ),
+    ]
+
+
+def strips(
+    step: int,
+    rows: Sequence[StepRow],
+    side: str = "slot",
+    equal: Mapping[int, str] | None = None,
+    base: str = "",
+    headings: Mapping[int, str] | None = None,
+) -> str:
+    """Draw rows of a step; each is a link to its tokens, and to the row that is `equal` to it, if there is one.
+
+    `base` stands before addresses of another run, `headings` before the rows of these slots.
     """
     parts: list[str] = []
-    runs, least = iter([*strip.trained, (strip.room, strip.room)]), strip.room // 1000
-    first, end = next(runs)
-    last = -1
-    begin = 0
-    for span in strip.spans:
-        behind = begin + span.length
-        shade = span.document % len(COLOURS)
-        last = shade = (shade + 1) % len(COLOURS) if shade == last else shade
-        data = f'c{shade}" data-a="{span.document},{span.start},{span.length}"/>'
-        inside: list[tuple[int, int]] = []
-        while first < behind:
-            inside.append((max(first, begin), min(end, behind)))
-            if end > behind:  # it goes on in the next span
-                break
-            first, end = next(runs)
-        if span.length - sum(b - a for a, b in inside) > least:
-            parts.append(f'<rect x="{begin}" width="{span.length}" class="m {data}')
-        parts += [f'<rect x="{a}" width="{b - a}" class="t {data}' for a, b in inside]
-        if span.start == 0:
-            parts.append(f'<path d="M{begin} 0V10" class="edge"/>')
-        begin = behind
-    return (
-        f'<svg class="strip" viewBox="0 0 {strip.room} 10" preserveAspectRatio="none" role="img" '
-        f'aria-label="{_described(strip)}">{"".join(parts)}</svg>'
-    )
+    lines: list[str] = []
+    numbers: list[object] = []
+    for row in rows:
+        if lines and (len(lines) >= LINES_A_CANVAS or (headings and row.slot in headings)):
+            parts.append(_lines(step, base, lines, numbers))
+            lines, numbers = [], []
+        if headings and row.slot in headings:
+            parts.append(f"<h3>{text_of(headings[row.slot])}</h3>")
+        source = text_of(row.source)
+        twin = f' <a href="#{equal[row.slot]}">same</a>' if equal and row.slot in equal else ""
+        for place, strip in enumerate(row.strips):
+            name = text_of(_named(strip))
+            first = f' id="{side}-{row.slot}"' if place == 0 else ""
+            lines.append(
+                f'<li{first} data-at="{row.slot},{place},{source}"><a href="{base}strip?step={step}&amp;'
+                f'slot={row.slot}&amp;strip={place}" aria-label="slot {row.slot}, {source} {name}: '
+                f'{_described(strip)}">{row.slot} <b>{source}</b> {name}</a>{twin}</li>'
+            )
+            numbers.append(strip_numbers(strip))
+    parts += [_lines(step, base, lines, numbers)] if lines else []
+    return f"{LEGEND}{''.join(parts) or EMPTY_STEP}"
+
+
+EMPTY_STEP = '<p class="empty">There is no row here.</p>'
+
+
+def _lines(step: int, base: str, lines: Sequence[str], numbers: Sequence[object]) -> str:
+    """Return some rows, with their numbers for the canvas beside them."""
+    drawn = msgspec.json.encode(numbers).decode()
+    return f'<ol class="strips" data-step="{step}" data-base="{base}" data-strips="{drawn}">{"".join(lines)}</ol>'
 
 
 def _described(strip: Strip) -> str:
@@ -147,33 +194,10 @@ def _described(strip: Strip) -> str:
     return f"{documents}, {strip.length} of {strip.room} tokens, {strip.num_trained} trained"
 
 
-LEGEND = (
-    '<p class="legend"><span class="key t"></span> trained <span class="key m"></span> not trained '
-    '<span class="key pad"></span> padding <span class="key edge"></span> a document begins</p>'
-)
-
-
-def strips(step: int, rows: Sequence[StepRow], side: str = "slot", equal: Mapping[int, str] | None = None) -> str:
-    """Draw rows of a step; each is a link to its tokens, and to the row that is `equal` to it, if there is one."""
-    lines = []
-    for row in rows:
-        note = f' <small><a href="#{equal[row.slot]}">same</a></small>' if equal and row.slot in equal else ""
-        drawn = "".join(
-            f'<div class="part"><span class="what">{text_of(_named(strip))}</span>'
-            f'<a href="strip?step={step}&amp;slot={row.slot}&amp;strip={place}">{strip_svg(strip)}</a></div>'
-            for place, strip in enumerate(row.strips)
-        )
-        lines.append(
-            f'<li id="{side}-{row.slot}" data-source="{text_of(row.source)}"><span class="slot">{row.slot} '
-            f"<b>{text_of(row.source)}</b>{note}</span>{drawn}</li>"
-        )
-    return f'{LEGEND}<ol class="strips">{"".join(lines)}</ol>'
-
-
 def _named(strip: Strip) -> str:
     if strip.key == "tokens":
         return ""
-    return strip.key if strip.reward is None else f"{strip.key.removesuffix('s')} {strip.reward:g}"
+    return strip.key if strip.reward is None else f"reward {strip.reward:g}"
 
 
 def step_page(view: StepView, run: Run) -> str:  # noqa: ARG001 - all pages of a run have it
@@ -208,7 +232,17 @@ def step_page(view: StepView, run: Run) -> str:  # noqa: ARG001 - all pages of a
             ("of them trained", sum(strip.num_trained for row in rows for strip in row.strips)),
         ]
     )
-    body = _deal(view.deal) if view.deal else ""
+    body, headings = "", {}
+    if view.deal is not None:
+        body = _deal(view.deal)
+        by_slot = {row.slot: row for row in rows}
+        members = [(each, [by_slot[slot] for slot in each.slots if slot in by_slot]) for each in view.deal.used]
+        rows = tuple(row for _, own in members for row in own)
+        headings = {
+            own[0].slot: f"rank {each.rank}, micro-batch {each.micro_batch}: cost {each.cost:.3f} of the mean"
+            for each, own in members
+            if own
+        }
     more = ""
     if len(rows) < contents.global_batch_size:
         first, size = contents.first, contents.global_batch_size
@@ -218,12 +252,13 @@ def step_page(view: StepView, run: Run) -> str:  # noqa: ARG001 - all pages of a
             if begin != first
         ]
         more = f'<p class="more">{" ".join(parts[:64])}</p>'
-    return f"<h1>Step {contents.step:,}</h1>{control}{about}{body}{more}{strips(contents.step, rows)}"
+    drawn = strips(contents.step, rows, headings=headings)
+    return f"<h1>Step {contents.step:,}</h1>{control}{about}{body}{more}{drawn}"
 
 
 def _deal(deal: StepDeal) -> str:
     """Show who takes which rows, and what waiting for the dearest costs."""
-    used, other = (deal.dealt, deal.in_order) if deal.balanced else (deal.in_order, deal.dealt)
+    used, other = deal.used, deal.in_order if deal.balanced else deal.dealt
     how = "by cost" if deal.balanced else "in order"
     lines = [
         (
@@ -555,24 +590,33 @@ def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
     else:
         words = f"The first step that differs is {first:,}, in stage {difference['stage']}."
     changes = [(c["path"], c["old"], c["new"], c["step"]) for c in difference["changes"]]
-    columns = [
-        f"<section><h2>{text_of(name)}</h2>{strips(side.step, side.rows, here, equal)}</section>"
-        for name, side, here, equal in zip(
-            view.names,
-            view.sides,
-            ("here", "there"),
-            (
-                {left: f"there-{right}" for left, right in view.equal},
-                {right: f"here-{left}" for left, right in view.equal},
-            ),
-            strict=False,
+    twins = (
+        {left: f"there-{right}" for left, right in view.equal},
+        {right: f"here-{left}" for left, right in view.equal},
+    )
+    bases = ("", f"with/{quote(view.other, safe='')}/")
+    columns = []
+    for name, side, place, equal, base in zip(
+        view.names, view.sides, ("here", "there"), twins, bases, strict=False
+    ):
+        if isinstance(side, str):
+            drawn = f'<p class="empty">{text_of(side)}</p>'
+        else:
+            drawn = strips(side.step, side.rows, place, equal, base)
+        columns.append(f"<section><h2>{text_of(name)}</h2>{drawn}</section>")
+    turn = ""
+    if view.step is not None:
+        kept = {"with": view.other}
+        before, after = (
+            link("diff", words, step=min(max(0, view.step + way), view.steps - 1), **kept)
+            for words, way in (("← earlier", -1), ("later →", 1))
         )
-    ]
+        turn = f'<h2>Step {view.step:,}</h2><p class="turn">{before} {after}</p>'
     counted = f"{difference['differing_rows']:,} of {difference['compared_rows']:,} rows that were compared differ"
     return (
         f"<h1>{text_of(view.names[0])} and {text_of(view.names[1])}</h1>{choice}<p>{text_of(words)} "
         f"{text_of(counted)}.</p>{table('Why', ('where', 'here', 'there', 'from step'), changes)}"
-        f'<div class="beside">{"".join(columns)}</div>'
+        f'{turn}<div class="beside">{"".join(columns)}</div>'
     )
 
 

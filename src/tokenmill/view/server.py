@@ -43,26 +43,23 @@ def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
     """Return the application. `hosts` are the names, with their port, by which it may be asked for."""
 
     async def page(request: Request) -> Response:
-        name = request.path_params["view"]
+        name, shown = request.path_params["view"], opened
         if name not in VIEWS:
-            return _page(
-                opened,
-                name,
-                problem(f"{name[:40]!r}: must be a view, got none of that name; choose one above"),
-                404,
-            )
+            message = f"{name[:40]!r}: must be a view, got none of that name; choose one above"
+            return _page(opened, name, problem(message), 404)
         try:
-            body = await run_in_threadpool(_draw, opened, name, dict(request.query_params))
+            shown = _chosen(opened, request)
+            body = await run_in_threadpool(_draw, shown, name, dict(request.query_params))
         except (TokenmillError, OSError) as error:
-            return _page(opened, name, problem(str(error)), 400)
-        return _page(opened, name, body)
+            return _page(shown, name, problem(str(error)), 400)
+        return _page(shown, name, body)
 
     async def api(request: Request) -> Response:
         name = request.path_params["view"]
         try:
             if name not in VIEWS:
                 raise ConfigError(f"view: must be one that there is, got {name[:40]!r}; {nearest(name, VIEWS)}")
-            record = await run_in_threadpool(_ask, opened, name, dict(request.query_params))
+            record = await run_in_threadpool(_ask, _chosen(opened, request), name, dict(request.query_params))
         except (TokenmillError, OSError) as error:
             return _json({"error": str(error)}, 400)
         return _json(record)
@@ -76,13 +73,20 @@ def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
             return PlainTextResponse("there is no such file\n", 404)
         return Response((STATIC / name).read_bytes(), media_type=FILES[name])
 
-    routes = [
-        Route(f"/{word}/", first),
-        Route(f"/{word}/static/{{name}}", static),
-        Route(f"/{word}/api/{{view}}", api),
-        Route(f"/{word}/{{view}}", page),
-    ]
+    routes = [Route(f"/{word}/", first)]
+    for place in (f"/{word}", f"/{word}/with/{{other}}"):
+        routes += [
+            Route(f"{place}/static/{{name}}", static),
+            Route(f"{place}/api/{{view}}", api),
+            Route(f"{place}/{{view}}", page),
+        ]
     return Starlette(routes=routes, middleware=[Middleware(_Guard, hosts=hosts)])
+
+
+def _chosen(opened: Opened, request: Request) -> Opened:
+    """Return the run that an address is about: `with/OTHER.toml/...` is one that this one is compared with."""
+    other = request.path_params.get("other")
+    return opened if other is None else opened.beside(other)
 
 
 def _ask(opened: Opened, name: str, parameters: dict[str, str]) -> Any:  # noqa: ANN401 - the record of any view

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenmill.build.progress import BuildStatus, build_status
-from tokenmill.errors import ConfigError, nearest
+from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.run.inspect import (
     DocumentContents,
     StoreContents,
@@ -154,10 +154,16 @@ class DiffView:
     names: tuple[str, str]
     others: tuple[str, ...]
     """Configs beside this one, which it may be compared with."""
-    difference: Mapping[str, Any] | None
-    sides: tuple[StepContents, ...]
-    """The batches of the first step that differs."""
-    equal: tuple[tuple[int, int], ...]
+    other: str = ""
+    """The one that it is compared with."""
+    difference: Mapping[str, Any] | None = None
+    step: int | None = None
+    """Whose batches are shown: the first that differs, unless another is asked for."""
+    steps: int = 0
+    """Of the longer run."""
+    sides: tuple[StepContents | str, ...] = ()
+    """The batch of each run at that step, or why it has none."""
+    equal: tuple[tuple[int, int], ...] = ()
     """Slots of rows that are the same in both."""
 
 
@@ -240,6 +246,27 @@ class Opened:
         """Views are made one at a time: what is opened is opened once."""
         return threading.Lock()
 
+    @cached_property
+    def others(self) -> dict[str, Path]:
+        """The configs that this run may be compared with: the one that was named, and those beside it."""
+        beside = sorted(path for path in self.the_run.folder.glob("*.toml") if path.name != self.name)
+        return {path.name: path for path in (*beside, *([self.other] if self.other else []))}
+
+    @cached_property
+    def _opened_others(self) -> dict[str, Opened]:
+        return {}
+
+    def beside(self, name: str) -> Opened:
+        """Return another run, opened once."""
+        if name not in self.others:
+            raise ConfigError(
+                f"with: must be a config beside {self.name}, got {name[:80]!r}; "
+                f"{nearest(name, self.others) if self.others else 'there is no other one'}"
+            )
+        if name not in self._opened_others:
+            self._opened_others[name] = Opened(path=self.others[name])
+        return self._opened_others[name]
+
     @property
     def the_run(self) -> Run:
         """The run; refused where a store was opened."""
@@ -292,9 +319,10 @@ def strip_view(opened: Opened, parameters: Parameters) -> StripView:
     run, step, slot = opened.the_run, number(parameters, "step"), number(parameters, "slot")
     source = run.plan().what(step)[slot : slot + 1]
     tokenizer = opened.tokenizers[source[0].source] if source else None
-    tokens = inspect_strip(
-        run, step, slot, number(parameters, "strip"), first=number(parameters, "first"), tokenizer=tokenizer
+    strip, first, count = (
+        number(parameters, name, default) for name, default in (("strip", 0), ("first", 0), ("count", MAX_TOKENS))
     )
+    tokens = inspect_strip(run, step, slot, strip, first=first, count=count, tokenizer=tokenizer)
     return StripView(
         tokens=tokens,
         controls=_controls(tokenizer),
@@ -395,38 +423,38 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
 def diff_view(opened: Opened, parameters: Parameters) -> DiffView:
     """Compare with another run: the first step that differs, why, and its batches side by side."""
     run = opened.the_run
-    beside = sorted(path.name for path in run.folder.glob("*.toml") if path.name != opened.name)
-    wanted = parameters.get("with", "")
-    if wanted and wanted not in beside:
-        raise ConfigError(
-            f"with: must be a config beside {opened.name}, got {wanted[:80]!r}; "
-            f"{nearest(wanted, beside) if beside else 'there is no other one'}"
-        )
-    path = run.folder / wanted if wanted else opened.other
-    if path is None:
-        return DiffView(names=(run.name, ""), others=tuple(beside), difference=None, sides=(), equal=())
-    other = Run.from_toml(path)
+    wanted = parameters.get("with", "") or (opened.other.name if opened.other else "")
+    others = tuple(opened.others)
+    if not wanted:
+        return DiffView(names=(run.name, ""), others=others)
+    other = opened.beside(wanted).the_run
     difference = run.diff(other)
-    sides: tuple[StepContents, ...] = ()
-    if difference.first_step is not None:
-        step = difference.first_step
-        sides = tuple(inspect_step(each, step) for each in (run, other) if _is_trained(each, step))
-    equal = []
-    if len(sides) == 2:
-        where = {(row.source, row.strips): row.slot for row in reversed(sides[1].rows)}
-        rows = [(row, where.get((row.source, row.strips))) for row in sides[0].rows]
-        equal = [(row.slot, slot) for row, slot in rows if slot is not None]
+    step = number(parameters, "step") if parameters.get("step") else difference.first_step
+    sides = () if step is None else tuple(_side(each, step) for each in (run, other))
+    equal: list[tuple[int, int]] = []
+    match sides:
+        case (StepContents() as here, StepContents() as there):
+            where = {(row.source, row.strips): row.slot for row in reversed(there.rows)}
+            twins = [(row.slot, where.get((row.source, row.strips))) for row in here.rows]
+            equal = [(slot, twin) for slot, twin in twins if twin is not None]
     return DiffView(
         names=(run.name, other.name),
-        others=tuple(beside),
+        others=others,
+        other=wanted,
         difference=difference.to_json(),
+        step=step,
+        steps=difference.steps,
         sides=sides,
         equal=tuple(equal),
     )
 
 
-def _is_trained(run: Run, step: int) -> bool:
-    return step < run.plan().steps and run.plan().at(step).skipped is None
+def _side(run: Run, step: int) -> StepContents | str:
+    """Return the batch of a step, or why it cannot be shown: the run has ended, skips it, or reads live text."""
+    try:
+        return inspect_step(run, step)
+    except PlanError as error:
+        return str(error)
 
 
 def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: ARG001
