@@ -11,12 +11,13 @@ import pytest
 
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
 from tokenmill.plan.report import report
-from tokenmill.run.report import Quarantined
+from tokenmill.run.report import EvalFacts, Quarantined
 from tokenmill.run.run import Run
 from tokenmill.view.picture import (
     POINTS,
     WIDTH,
     outlines,
+    realised,
     sample,
     shortened,
     text_of,
@@ -61,6 +62,21 @@ documents = [3, 4]
 """
 
 
+HELD = EvalFacts(
+    name="held",
+    sources=("web",),
+    documents=1,
+    held_out=1,
+    rows=1,
+    seq_len=16,
+    tokens=16,
+    labels=15,
+    every=50,
+    every_tokens=None,
+    overlaps=(),
+)
+
+
 def drawn(plan, facts, quarantined=(), name="run"):
     return ElementTree.fromstring(timeline(plan, facts, name, quarantined))
 
@@ -79,7 +95,7 @@ def eventful(folder):
 
 def test_everything_that_happens_has_a_text_of_its_own(eventful):
     plan, facts, quarantined = eventful
-    root = drawn(plan, facts, quarantined)
+    root = ElementTree.fromstring(timeline(plan, facts, "run", quarantined, [HELD]))
     web, books = facts.sources
     assert books.gone_from is not None
     assert titles(root, "tm-source") == [
@@ -96,6 +112,8 @@ def test_everything_that_happens_has_a_text_of_its_own(eventful):
         f"web repeats from step {web.first_repeat:,} on",
         f"source books has no row left from step {books.gone_from:,} on",
     ]
+    assert titles(root, "tm-realised") == ["web: rows drawn"]
+    assert titles(root, "tm-eval") == ["eval held: every 50 steps, 8 times"]
     assert titles(root, "tm-scale") == ["lr_scale: base <1> 1, late 0.5"]
     assert len(titles(root, "tm-legend")) == 2
     assert root.findtext(f"{SVG}title") == "run: shares of sources by step"
@@ -126,6 +144,17 @@ def test_the_bands_are_the_shares_of_the_plan_at_every_edge_and_along_a_ramp(eve
         first = part.shares(part.spec.start_step)
         assert (part.spec.start_step, tuple(first.get(name, 0) for name in plan.sources)) in points
     assert len(points) <= POINTS + 3 * len(plan.stages)
+
+
+def test_the_lines_are_the_rows_that_the_plan_draws(eventful):
+    plan, _, _ = eventful
+    windows = realised(plan)
+    assert [windows[0][0], *(end for _, end, _ in windows)] == [*(first for first, _, _ in windows), plan.steps]
+    for first, end, shares in windows:
+        if plan.stage(first).spec.skipped is None:
+            drawn_sources = np.concatenate([plan.rows(step)[0] for step in range(first, end)])
+            counts = np.bincount(drawn_sources, minlength=2)
+            assert list(shares) == (counts / counts.sum()).tolist()
 
 
 def test_a_band_stands_only_where_its_source_is_drawn(eventful):

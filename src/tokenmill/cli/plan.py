@@ -71,7 +71,7 @@ def plan(
     if html is not None or svg is not None:
         from tokenmill.view.picture import timeline
 
-        picture = timeline(opened.plan(), report, opened.name, report.quarantined)
+        picture = timeline(opened.plan(), report, opened.name, report.quarantined, report.evals)
         if svg is not None:
             svg.write_text(picture, encoding="utf-8")
         if html is not None:

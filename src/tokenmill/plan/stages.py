@@ -179,7 +179,11 @@ class Stage:
     @cached_property
     def draws(self) -> dict[str, int]:
         """How many rows the stage draws from each source."""
-        counts = self.mixture.counts(self.origin + self.num_positions)
+        return self.drawn(self.end_step)
+
+    def drawn(self, step: int) -> dict[str, int]:
+        """Return how many rows the stage has drawn from each source before a step."""
+        counts = self.mixture.counts(self.origin + (step - self.spec.start_step) * self.spec.global_batch_size)
         return {name: after - before for name, after, before in zip(self.names, counts, self.bases, strict=True)}
 
     @cached_property

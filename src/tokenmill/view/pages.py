@@ -355,7 +355,7 @@ def paging(view: str, first: int, shown: int, total: int, **parameters: object) 
 def timeline_page(view: TimelineView, run: Run) -> str:
     """Show shares, stages, edits and epochs over the whole run."""
     report = view.report
-    picture = timeline(run.plan(), report, run.name, report.quarantined, by=view.by)
+    picture = timeline(run.plan(), report, run.name, report.quarantined, report.evals, by=view.by)
     choice = " ".join(f"<li>{link('timeline', f'by {by}', by=by)}</li>" for by in ("steps", "tokens"))
     stages = [
         (

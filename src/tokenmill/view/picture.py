@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import ceil, floor, log10
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport
-from tokenmill.run.report import Quarantined
+from tokenmill.run.report import EvalFacts, Quarantined
 
 WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 976.0, 118.0, 418.0
@@ -25,6 +25,10 @@ LINE = 16.0
 EVENT_LINES = 3
 POINTS = 300
 """That curves are drawn with, over the whole run."""
+WINDOWS = 100
+"""Runs of steps over which the rows that were drawn are counted."""
+MARKS = 400
+"""Evaluations that are marked one by one."""
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 """Of Okabe and Ito, told apart by readers of every colour vision, and a grey."""
 _STYLE = """
@@ -34,10 +38,12 @@ _STYLE = """
 .tm-band{stroke:#fff;stroke-width:.6;stroke-linejoin:round}.tm-veil{fill:#fff;fill-opacity:.72}
 .tm-hatch{stroke:#1c1f24;stroke-opacity:.6}.tm-cut{stroke:#1c1f24;stroke-dasharray:4 3}
 .tm-mark{fill:#fff;stroke:#1c1f24;stroke-width:1.6}
+.tm-label{fill:#1c1f24;stroke:#fff;stroke-width:3;paint-order:stroke;stroke-linejoin:round}
+.tm-got{fill:none;stroke:#1c1f24;stroke-width:1.1}.tm-halo{fill:none;stroke:#fff;stroke-width:2.6;stroke-opacity:.7}
 @media (prefers-color-scheme:dark){
 .tm-paper{fill:#15181d}.tm-ink{fill:#e8eaed}.tm-dim{fill:#a2a9b4}.tm-edge{stroke:#e8eaed}.tm-grid{stroke:#a2a9b4}
 .tm-band{stroke:#15181d}.tm-veil{fill:#15181d}.tm-hatch{stroke:#e8eaed}.tm-cut{stroke:#e8eaed}
-.tm-mark{fill:#15181d;stroke:#e8eaed}}
+.tm-mark{fill:#15181d;stroke:#e8eaed}.tm-got{stroke:#e8eaed}.tm-halo{stroke:#15181d}}
 """
 _HATCH = (
     '<pattern id="tm-skipped" width="8" height="8" patternUnits="userSpaceOnUse">'
@@ -64,6 +70,20 @@ def sample(plan: Plan) -> list[Point]:
             shares = part.shares(step)
             points.append((place, tuple(shares.get(name, 0.0) for name in plan.sources)))
     return points
+
+
+def realised(plan: Plan) -> list[tuple[int, int, tuple[float, ...]]]:
+    """Count which share of the rows each source has in runs of steps: (first, end, shares), all steps in order."""
+    windows: list[tuple[int, int, tuple[float, ...]]] = []
+    for part in plan.stages:
+        count = max(1, min(part.num_steps, WINDOWS * part.num_steps // plan.steps))
+        edges = np.linspace(part.spec.start_step, part.end_step, count + 1).astype(np.int64).tolist()
+        drawn = [part.drawn(step) for step in edges]
+        for (first, before), (end, after) in pairwise(zip(edges, drawn, strict=True)):
+            rows = (end - first) * part.spec.global_batch_size
+            shares = tuple((after.get(name, 0) - before.get(name, 0)) / rows for name in plan.sources)
+            windows.append((first, end, shares))
+    return windows
 
 
 def outlines(points: Sequence[Point], source: int) -> Iterator[list[tuple[float, float]]]:
@@ -184,7 +204,13 @@ class _Chart:
 
 
 def timeline(
-    plan: Plan, report: PlanReport, name: str, quarantined: Sequence[Quarantined] = (), *, by: str = "steps"
+    plan: Plan,
+    report: PlanReport,
+    name: str,
+    quarantined: Sequence[Quarantined] = (),
+    evals: Sequence[EvalFacts] = (),
+    *,
+    by: str = "steps",
 ) -> str:
     """Draw a plan as an SVG that needs nothing else, for light and dark pages; by `steps` or `tokens`."""
     chart = _Chart(plan, report, quarantined, by)
@@ -203,7 +229,17 @@ def timeline(
         f'<desc id="tm-desc">{text_of(described)}</desc><style>{_STYLE}</style><defs>{_HATCH}</defs>',
         f'<rect width="{WIDTH}" height="{height}" class="tm-paper"/>',
     ]
-    drawn = (_heading(chart, name), _bands(chart), _skipped(chart), _axes(chart), _stages(chart), _marks(chart))
+    drawn = (
+        *(
+            _heading(chart, name),
+            _bands(chart),
+            _realised(chart),
+            _skipped(chart),
+            _axes(chart, evals),
+            _stages(chart),
+        ),
+        *(_marks(chart), _evals(chart, evals)),
+    )
     return "\n".join([*parts, *(line for lines in drawn for line in lines), *legend, "</svg>\n"])
 
 
@@ -259,7 +295,36 @@ def _bands(chart: _Chart) -> Iterator[str]:
         ]
         if shapes:
             path = f'<path d="{"".join(f"M{shape}Z" for shape in shapes)}" {_paint(index)} class="tm-band"/>'
-            yield _group("tm-source", f"{source.name}: {source.drawn:,} rows, {_epochs(source.epochs)}", path)
+            title = f"{source.name}: {source.drawn:,} rows, {_epochs(source.epochs)}"
+            yield _group("tm-source", title, path, _label(chart, index, source.name))
+
+
+def _label(chart: _Chart, index: int, name: str) -> str:
+    """Write the name of a source where its band is high for longest, so that no colour must be known to read it."""
+    least = (SIZE + 4) / (BOTTOM - TOP)
+    runs = [list(run) for fits, run in groupby(chart.points, key=lambda p: p[1][index] >= least) if fits]
+    widths = [chart.x(run[-1][0]) - chart.x(run[0][0]) for run in runs]
+    if not runs or max(widths) < width_of(name, SIZE) + 16:
+        return ""
+    run = runs[widths.index(max(widths))]
+    x = (chart.x(run[0][0]) + chart.x(run[-1][0])) / 2
+    edges = [chart.x(step) for step, _ in run]
+    low, high = (np.interp(x, edges, [sum(shares[:end]) for _, shares in run]) for end in (index, index + 1))
+    return _text(x, chart.y(float(low + high) / 2) + 4, name, "tm-label", "middle")
+
+
+def _realised(chart: _Chart) -> Iterator[str]:
+    """Draw the shares that steps draw as lines on those that are asked for: where they meet, both are the same."""
+    windows = realised(chart.plan)
+    for source in range(len(chart.plan.sources) - 1):
+        path, is_there = "", False
+        for first, end, shares in windows:
+            top, left = number(chart.y(sum(shares[: source + 1]))), number(chart.x(first))
+            move = f"V{top}" if is_there else f"M{left} {top}"
+            path, is_there = path + (f"{move}H{number(chart.x(end))}" if shares[source] else ""), shares[source] > 0
+        if path:
+            lines = "".join(f'<path d="{path}" class="{kind}"/>' for kind in ("tm-halo", "tm-got"))
+            yield _group("tm-realised", f"{chart.plan.sources[source]}: rows drawn", lines)
 
 
 def _epochs(epochs: float | None) -> str:
@@ -277,7 +342,7 @@ def _skipped(chart: _Chart) -> Iterator[str]:
             yield _group("tm-skip", title, *(_rect(x, TOP, wide, BOTTOM - TOP, paint) for paint in paints))
 
 
-def _axes(chart: _Chart) -> Iterator[str]:
+def _axes(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
     for percent in (0, 25, 50, 75, 100):
         y = chart.y(percent / 100)
         yield _line((LEFT, y), f"H{number(RIGHT)}", "tm-grid")
@@ -290,7 +355,9 @@ def _axes(chart: _Chart) -> Iterator[str]:
         x = min(chart.place(reached), WIDTH - 4 - width_of(f"{reached:,}", SIZE) / 2)
         yield _text(x, chart.axis + 18, f"{reached:,}", "tm-dim", "middle")
     yield _line((LEFT, chart.axis), f"H{number(RIGHT)}", "tm-edge")
-    yield _text((LEFT + RIGHT) / 2, chart.axis + 34, chart.by.removesuffix("s"), "tm-dim", "middle")
+    words = f"{chart.by.removesuffix('s')}; areas: shares asked for, lines: shares drawn"
+    words += "; marks on the axis: evals" if any(each.every or each.every_tokens for each in evals) else ""
+    yield _text((LEFT + RIGHT) / 2, chart.axis + 34, words, "tm-dim", "middle")
     turned = f'transform="translate(16 {number((TOP + BOTTOM) / 2)}) rotate(-90)" text-anchor="middle"'
     yield f'<text {turned} class="tm-dim">share of rows</text>'
 
@@ -300,9 +367,15 @@ def _stages(chart: _Chart) -> Iterator[str]:
         left, right = chart.x(stage.start_step), chart.x(stage.end_step)
         skipped = f", {stage.skipped_steps:,} of them skipped" if stage.skipped_steps else ""
         title = f"{stage.name}: steps {stage.start_step:,} to {stage.end_step:,}{skipped}, "
-        title += f"batch {stage.global_batch_size:,}, seq_len {stage.seq_len:,}"
+        title += f"batch {stage.global_batch_size:,}"
+        title += f" to {stage.last_batch_size:,}" if stage.last_batch_size != stage.global_batch_size else ""
+        title += f", seq_len {stage.seq_len:,}"
         title += f", lr_scale {stage.lr_scale:g}" if stage.lr_scale != 1 else ""
-        name = shortened(stage.name, SIZE, right - left - 10)
+        first, last = stage.global_batch_size, stage.last_batch_size
+        label = f"{stage.name}, batch {first:,}" + (f" to {last:,}" if last != first else "")
+        name = (
+            label if width_of(label, SIZE) <= right - left - 10 else shortened(stage.name, SIZE, right - left - 10)
+        )
         edge = _line((left, TOP - 18), f"V{number(BOTTOM)}", "tm-edge")
         yield _group("tm-stage", title, edge, _text(left + 5, TOP - 6, name) if name else "")
     yield _line((RIGHT, TOP - 18), f"V{number(BOTTOM)}", "tm-edge")
@@ -329,17 +402,36 @@ def _marks(chart: _Chart) -> Iterator[str]:
         yield _group("tm-event", text, line, circle, words)
 
 
+def _evals(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
+    """Mark when evals are made, above the axis."""
+    seen = [0, *accumulate(stage.tokens + stage.skipped_tokens for stage in chart.report.stages)]
+    for each in evals:
+        end, every = (chart.plan.steps, each.every) if each.every else (seen[-1], each.every_tokens)
+        if not every:
+            continue
+        times = np.arange(1, min(end // every, MARKS) + 1) * every
+        steps = times if each.every else np.interp(times, seen, chart.edges)
+        lines = "".join(_line((chart.x(step), chart.axis), "v-7", "tm-edge") for step in steps.tolist())
+        unit = "steps" if each.every else "tokens"
+        title = f"eval {each.name}: every {every:,} {unit}, {end // every:,} times"
+        yield _group(
+            "tm-eval",
+            title,
+            lines if end // every <= MARKS else _line((LEFT, chart.axis - 4), f"H{RIGHT:g}", "tm-edge"),
+        )
+
+
 def _legend(chart: _Chart) -> Iterator[str]:
     """Yield the sources with their shares, a line of the picture each."""
     sources, rows = chart.report.sources, chart.report.rows + chart.report.skipped_rows
     longest = max(width_of(source.name, SIZE) for source in sources)
-    columns = max(1, min(5, len(sources), int((RIGHT - LEFT) // (min(longest, 400) + 90))))
+    columns = max(1, min(5, len(sources), int((RIGHT - LEFT) // (min(longest, 400) + 170))))
     wide = (RIGHT - LEFT) / columns
     for first in range(0, len(sources), columns):
         line = ""
         for index, source in enumerate(sources[first : first + columns], first):
             x, y = LEFT + (index - first) * wide, chart.axis + 50 + LINE * (first // columns)
-            share = f"{source.drawn / rows:.1%}"
+            share = f"{source.drawn / rows:.1%}, {_epochs(source.epochs)}"
             name = shortened(source.name, SIZE, wide - 28 - width_of(share, SIZE))
             title = f"{source.name}: {source.drawn:,} of {rows:,} rows, {_epochs(source.epochs)}"
             box = _rect(x, y, 13, 13, f'rx="2" {_paint(index)}')
