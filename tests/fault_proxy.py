@@ -32,6 +32,8 @@ class Faults:
     """Faults are for objects with this in their names; latency is for all."""
     seed: int = 0
     requests: int = 0
+    rounds: int = 0
+    """Answers that the longest chain of requests waited for: each was sent after the one before it was answered."""
     bytes: int = 0
     """Of the bodies of reads of such objects."""
     changed: set[tuple[str, str | None]] = field(default_factory=set)
@@ -108,6 +110,7 @@ async def _converse(
             headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:]) if k}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             faults.requests += 1
+            chain = faults.rounds + 1
             touched = method == "GET" and faults.only in path
             if faults.latency:
                 await asyncio.sleep(faults.latency)
@@ -116,6 +119,7 @@ async def _converse(
                 writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
                 await writer.drain()
                 continue
+            faults.rounds = max(faults.rounds, chain)
             up_writer.write(head + body)
             await up_writer.drain()
             answer = await up_reader.readuntil(b"\r\n\r\n")

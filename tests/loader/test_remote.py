@@ -173,6 +173,16 @@ def test_requests_are_counted_and_told(make_both, object_server):
     assert loader.waited > 0
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_first_batch_waits_for_three_round_trips_whatever_the_stores(make_both, object_server, tmp_path, threads):
+    """Manifests and what page sums there are; offsets and page sums; ranges."""
+    faults = Faults(latency=0.3)
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        _, away = make_both(endpoint=endpoint, sums=True, remote=f'mirror = "{tmp_path}/new"\nlimit_bytes = 0')
+        next(iter(away.loader(micro_batch=4, threads=threads)))
+    assert faults.rounds == 3
+
+
 def test_never_more_than_the_horizon_is_held(make_both):
     horizon = 1 << 20
     _, away = make_both(remote=f"horizon_bytes = {horizon}", steps=120, edge=90)

@@ -506,17 +506,20 @@ class Loader:
     def _begun(self, begin: Callable[[Stage, int, int], B]) -> Iterator[tuple[B, int]]:
         """Yield blocks from where the loader stands on, in order, each with its number of micro-batches.
 
-        Those behind it have been begun by then, as many as the horizon holds: of stores on this machine none.
+        Those behind it have been begun by then, as many as the horizon holds: of stores on this machine none. While
+        the horizon fills, one goes out for every two that are begun, so that the first batch does not wait for it.
         """
         waiting: deque[tuple[B, int, int]] = deque()
         ahead = 0
-        for stage, first, count in self._runs(self.num_drawn):
+        for ordinal, (stage, first, count) in enumerate(self._runs(self.num_drawn)):
             size = count * self.part.micro_batch * self._row_bytes(stage)
             waiting.append((begin(stage, first, count), count, size))
             ahead += size
-            while waiting and ahead - waiting[0][2] >= self._horizon:
+            is_early = ordinal % 2 == 1
+            while waiting and (is_early or ahead - waiting[0][2] >= self._horizon):
                 block, number, size = waiting.popleft()
                 ahead -= size
+                is_early = False
                 yield block, number
         for block, number, _ in waiting:
             yield block, number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -154,8 +155,9 @@ class Run:
 
         stored = [source for source in self.config.sources if not source.live]
         maps = MapCache() if stored else None
-        stores = {
-            source.name: open_store(
+
+        def opened(source: SourceConfig) -> Store:
+            store = open_store(
                 self._store_places(source),
                 maps=maps,
                 dtype=source.dtype,
@@ -166,8 +168,15 @@ class Run:
                 remote=self.network,
                 verify_pages=source.verify_pages,
             )
-            for source in stored
-        }
+            for files in store.remotes:
+                files.bring_small()
+            return store
+
+        # Those in object storage beside one another: none waits for the round trips of those before it.
+        away = [source for source in stored if any(map(is_address, _places(source.store)))]
+        with ThreadPoolExecutor(max(1, len(away))) as pool:
+            found = dict(zip((source.name for source in away), pool.map(opened, away), strict=True))
+        stores = {source.name: found.get(source.name) or opened(source) for source in stored}
         _check_tokenizers(
             {name: store.manifest.tokenizer for name, store in stores.items()}
             | {name: rows.source.tokenizer.identity.to_json() for name, rows in self.live.items()}
@@ -186,7 +195,7 @@ class Run:
         """Return the store that an eval takes documents from, opened once; its ids must mean what the run's do."""
         if source.source is not None:
             return self.stores[source.source]
-        places = (source.store,) if isinstance(source.store, str) else source.store or ()
+        places = _places(source.store)
         if places not in self._eval_stores:
             from tokenmill.store import open_store
 
@@ -206,7 +215,7 @@ class Run:
         """What the stores in object storage share: requests, memory, counters; None where none is there."""
         evals = [source.store for config in self.config.evals for source in config.sources]
         stored = [*(source.store for source in self.config.sources), *evals]
-        paths = [path for each in stored for path in ([each] if isinstance(each, str) else each or ())]
+        paths = [path for each in stored for path in _places(each)]
         if not any(isinstance(self._place(path), str) for path in paths):
             return None
         from tokenmill.store.remote.fetch import Network
@@ -291,8 +300,7 @@ class Run:
     def _store_places(self, source: SourceConfig) -> list[Path | str]:
         """Return where the stores of a source are; text is prepared first, once."""
         if source.store is not None:
-            paths = [source.store] if isinstance(source.store, str) else source.store
-            return [self._place(path) for path in paths]
+            return [self._place(path) for path in _places(source.store)]
         from tokenmill.build.cached import cached_store
 
         recipe: str | dict[str, object] = "text"
@@ -606,6 +614,11 @@ def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
                     f"{store.path}: {key} must be {array.dtype} to be trained on, got {dtype}; "
                     "prepare the store again"
                 )
+
+
+def _places(store: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the paths and addresses of the stores of a source."""
+    return (store,) if isinstance(store, str) else store or ()
 
 
 def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:

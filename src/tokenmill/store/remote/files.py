@@ -13,11 +13,11 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -38,12 +38,10 @@ from tokenmill.store.layout import (
     read_manifest,
 )
 from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, Request, merged, part_of, sparse_map
-from tokenmill.store.remote.client import Address, Client, parse_address
+from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted
-
-if TYPE_CHECKING:
-    from tokenmill.store.sums import PageSums
+from tokenmill.store.sums import PageSums, read_sums, sums_file
 
 logger = logging.getLogger("tokenmill")
 NEAR_BYTES = 64 << 20
@@ -94,7 +92,14 @@ class RangeLoan:
 class RemoteFiles:
     """The files of one store in object storage."""
 
-    def __init__(self, address: Address, network: Network, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        address: Address,
+        network: Network,
+        folder: Path,
+        manifest: Manifest,
+        listings: dict[str, Future[list[ObjectInfo]]],
+    ) -> None:
         self.address = address
         self.network = network
         self.folder = folder
@@ -109,6 +114,8 @@ class RemoteFiles:
         self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
         self._sums: dict[str, PageSums | None] = {}
         self._listed: dict[str, dict[str, int]] = {}
+        self._listings = listings
+        """Folder -> what is in it, as it was asked for with the manifest."""
         self._indexes = {index_file(axis) for axis in axes_of(manifest.kind, manifest.keys)}
         for shard in manifest.shards:
             if shard.container is not None:
@@ -123,7 +130,7 @@ class RemoteFiles:
         part = info.files[name]
         if name in self._indexes:
             if not self._local(info, name).exists():
-                self._bring_indexes(shard, name)
+                self.bring_small(shard)
             return FileRequest(self._local(info, name), part.bytes)
         if info.container is None:
             place = f"{info.name}/{name}"
@@ -233,37 +240,22 @@ class RemoteFiles:
         if not self.has_sums:
             return None
         if name not in self._sums:
-            from tokenmill.store.sums import read_sums, sums_file
-
             number = self._numbers[name.partition("/")[0]]
             shard = self.manifest.shards[number]
             file = self.folder / sums_file(shard.name)
             if not file.exists():
-                self._bring_sums(number)
+                self.bring_small(number)
             self._sums.update(read_sums(file, shard) if file.exists() else {})
             self._sums.setdefault(name, None)
         return self._sums[name]
-
-    def _bring_sums(self, number: int) -> None:
-        """Copy the page sums of a shard, and with them those of the shards behind it, which will be wanted soon."""
-        listed = self.listed(SUMS_FOLDER)
-        jobs: list[tuple[str, int, int, Path, str | None]] = []
-        total = 0
-        for shard in self.manifest.shards[number:]:
-            name = f"{SUMS_FOLDER}/{shard.name}.bin"
-            total += listed.get(name, 0)
-            if jobs and total > NEAR_BYTES:
-                break
-            if name in listed:
-                jobs.append((name, 0, listed[name], self.folder / name, None))
-        self._copy(jobs)
 
     # Small files.
 
     def listed(self, folder: str) -> dict[str, int]:
         """Return the names and sizes of what is in a folder beside the shards; asked for once."""
         if folder not in self._listed:
-            found = Client(self.address, self.network.options).list(folder)
+            begun = self._listings.pop(folder, None)
+            found = begun.result() if begun else Client(self.address, self.network.options).list(folder)
             self.network.counters.requests += 1
             self._listed[folder] = {item.name: item.bytes for item in found}
         return self._listed[folder]
@@ -275,7 +267,7 @@ class RemoteFiles:
             size = self.listed(name.rpartition("/")[0]).get(name)
             if size is None:
                 return None
-            self._copy([(name, 0, size, file, None)])
+            self._copy([_Copy(name, 0, size, file)])
         return file
 
     def bring_origins(self, shard: str) -> None:
@@ -293,42 +285,49 @@ class RemoteFiles:
     def _local(self, shard: ShardInfo, name: str) -> Path:
         return self.folder / shard.name / name
 
-    def _bring_indexes(self, shard: int, name: str) -> None:
-        """Copy the index of a shard, and with it those of the shards behind it, which will be wanted soon."""
-        jobs: list[tuple[str, int, int, Path, str | None]] = []
+    def bring_small(self, number: int = 0) -> None:
+        """Copy offsets and page sums of a shard, and of those behind it, which will be wanted soon: all at once."""
+        sums = self.listed(SUMS_FOLDER) if self.has_sums else {}
+        jobs: list[_Copy] = []
         total = 0
-        for info in self.manifest.shards[shard:]:
-            part = info.files[name]
-            if jobs and total + part.bytes > NEAR_BYTES:
+        for shard in self.manifest.shards[number:]:
+            proof = sums_file(shard.name)
+            mine = [_Copy(proof, 0, sums[proof], self.folder / proof)] if proof in sums else []
+            for name in sorted(self._indexes & shard.files.keys()):
+                part = shard.files[name]
+                place = f"{shard.name}/{name}" if shard.container is None else shard.name
+                mine.append(_Copy(place, part.begin, part.bytes, self._local(shard, name), part.xxh3))
+            total += sum(job.bytes for job in mine)
+            if jobs and total > NEAR_BYTES:
                 break
-            total += part.bytes
-            if not self._local(info, name).exists():
-                place = f"{info.name}/{name}" if info.container is None else info.name
-                jobs.append((place, part.begin, part.bytes, self._local(info, name), part.xxh3))
+            jobs += mine
         self._copy(jobs)
 
-    def _copy(self, jobs: Sequence[tuple[str, int, int, Path, str | None]]) -> None:
-        """Copy parts (object, first byte, size) to files; one process of a machine does it, the others wait."""
+    def _copy(self, jobs: Sequence[_Copy]) -> None:
+        """Copy parts of objects to files; one process of a machine does it, the others wait."""
+        if all(job.file.exists() for job in jobs):
+            return
         with locked(self.folder):
-            missing = [job for job in jobs if not job[3].exists()]
+            missing = [job for job in jobs if not job.file.exists()]
             if missing:
-                Loop.current().start(gathered([self._copy_one(*job) for job in missing])).result()
+                Loop.current().start(gathered([self._copy_one(job) for job in missing])).result()
 
-    async def _copy_one(self, name: str, begin: int, size: int, file: Path, checksum: str | None) -> None:
+    async def _copy_one(self, job: _Copy) -> None:
+        file = job.file
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
         try:
             os.fchmod(descriptor, 0o644)
 
             async def part(at: int, stop: int) -> None:
-                data = await self.objects.get(name, at, stop)
-                os.pwrite(descriptor, data, at - begin)
+                data = await self.objects.get(job.name, at, stop)
+                os.pwrite(descriptor, data, at - job.begin)
 
-            await gathered([part(at, stop) for at, stop in split(begin, begin + size)])
+            await gathered([part(at, stop) for at, stop in split(job.begin, job.begin + job.bytes)])
             os.fsync(descriptor)
-            if checksum is not None and _digest(descriptor) != checksum:
+            if job.xxh3 is not None and _digest(descriptor) != job.xxh3:
                 raise StoreCorruptError(
-                    f"{self.address / name}: checksum must be {checksum}, got {_digest(descriptor)}; {WAY_OUT}"
+                    f"{self.address / job.name}: checksum must be {job.xxh3}, got {_digest(descriptor)}; {WAY_OUT}"
                 )
             os.replace(temporary, file)
             sync_folder(file.parent)
@@ -337,6 +336,18 @@ class RemoteFiles:
             raise
         finally:
             os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A part of an object that becomes a file of this machine."""
+
+    name: str
+    begin: int
+    bytes: int
+    file: Path
+    xxh3: str | None = None
+    """What its checksum must be; None: whoever reads it checks it."""
 
 
 def _digest(descriptor: int) -> str:
@@ -364,8 +375,11 @@ def open_remote(text: str, network: Network) -> tuple[RemoteFiles, Manifest]:
     """Read the manifest of the store at an address; it is asked for each time, and kept with what it lists."""
     options = network.options
     address = parse_address(text, options)
+    client = Client(address, options)
     try:
-        body = Client(address, options).get(MANIFEST)
+        with ThreadPoolExecutor(1) as pool:  # with it what is wanted next, for a round trip less
+            listings = {SUMS_FOLDER: pool.submit(client.list, SUMS_FOLDER)} if options.verify_pages else {}
+            body = client.get(MANIFEST)
     except StoreMissingError:
         raise StoreMissingError(
             f"{address}: a store must be an address with {MANIFEST} below it, got none; check the address, or "
@@ -386,4 +400,4 @@ def open_remote(text: str, network: Network) -> tuple[RemoteFiles, Manifest]:
         with locked(folder):
             write_atomically(folder / MANIFEST, body)
     manifest = read_manifest(folder)
-    return RemoteFiles(address, network, folder, manifest), manifest
+    return RemoteFiles(address, network, folder, manifest, listings), manifest
