@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.object_server import ObjectServer, make_bucket, missing_program, running_server
+from tests.object_server import (
+    AZURE_ACCOUNT,
+    AZURE_KEY,
+    ObjectServer,
+    make_bucket,
+    missing_program,
+    running_azurite,
+    running_server,
+)
 
 from tokenmill.store import StoreSpec, StoreWriter
 
@@ -167,6 +175,17 @@ def object_server(_object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch)
     for name, value in _object_server.environment.items():
         monkeypatch.setenv(name, value)
     return _object_server
+
+
+@pytest.fixture
+def azure(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the endpoint of a server that stands for Azure, with the credentials in the environment."""
+    if shutil.which("azurite-blob") is None:
+        pytest.skip("azurite-blob is not installed: npm install azurite")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+    with running_azurite(tmp_path_factory.mktemp("azure")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(autouse=True)

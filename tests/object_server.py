@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import formatdate
 from pathlib import Path
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 ACCESS_KEY = "tokenmill-tests"
 SECRET_KEY = "a-secret-that-must-not-be-seen-7Jq2"
 """Whoever finds it in a file or message has found a leak."""
 BUCKET = "mill"
+OPEN_BUCKET = "open"
+"""Whoever asks may read it, also one who signs requests as another cloud wants it."""
 SECONDS = 60
 
 
@@ -58,7 +63,8 @@ def running_server(folder: Path) -> Iterator[ObjectServer]:
         "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    anybody = {"name": "anonymous", "actions": [f"Read:{OPEN_BUCKET}", f"List:{OPEN_BUCKET}"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity, anybody]}))
     (folder / "data").mkdir()
     command = [
         *(str(program()), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder / 'data'}"),
@@ -106,6 +112,41 @@ def make_bucket(server: ObjectServer) -> None:
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of every Azurite; it is written in its manual."""
+
+
+@contextmanager
+def running_azurite(folder: Path) -> Iterator[str]:
+    """Run Azurite, which stands for Azure, with one empty container; give its endpoint.
+
+    To be installed by `npm install azurite`.
+    """
+    (port,) = free_ports(1)
+    options = ["--blobPort", str(port), "--location", str(folder), "--skipApiVersionCheck", "--silent"]
+    server = subprocess.Popen(["azurite-blob", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            time.sleep(0.1)
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        signed = "PUT" + "\n" * 12 + "".join(f"{name}:{value}\n" for name, value in headers.items())
+        signed += f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
+        proof = hmac.digest(b64decode(AZURE_KEY), signed.encode(), "sha256")
+        headers |= {"Authorization": f"SharedKey {AZURE_ACCOUNT}:{b64encode(proof).decode()}", "Content-Type": ""}
+        endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+        make = Request(f"{endpoint}/{BUCKET}?restype=container", b"", headers, method="PUT")
+        urlopen(make).close()
+        yield endpoint
+    finally:
+        server.kill()
+        server.wait()
 
 
 def free_ports(count: int) -> list[int]:

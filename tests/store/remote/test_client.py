@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.object_server import SECRET_KEY, free_ports
+from tests.object_server import BUCKET, SECRET_KEY, free_ports
 
 from tokenmill.errors import (
     MissingExtraError,
@@ -19,11 +19,14 @@ from tokenmill.store.remote.client import CHUNK_BYTES, Client, parse_address
 from tokenmill.types import RemoteOptions
 
 
-@pytest.fixture(params=["s3", "file"])
+@pytest.fixture(params=["s3", "file", "az"])
 def client(request, tmp_path, object_server):
-    """Return a client of an empty place, in a server or in a folder: the same code reads both."""
+    """Return a client of an empty place, in a server or in a folder: the same code reads all."""
     if request.param == "file":
         return Client(parse_address(f"file://{tmp_path}/place"))
+    if request.param == "az":
+        endpoint = request.getfixturevalue("azure")
+        return Client(parse_address(f"az://{BUCKET}/client?endpoint={endpoint}"))
     return Client(parse_address(object_server.address(f"client/{tmp_path.name}")))
 
 
@@ -36,7 +39,7 @@ def test_what_is_put_is_read_listed_and_removed(client):
     info = client.head("a/x.bin")
     assert (info.name, info.bytes, info.etag) == ("a/x.bin", len(body), etag)
     assert [item.name for item in client.list()] == ["a.bin", "a/x.bin"]
-    assert [item.name for item in client.list("a")] == ["a/x.bin"]
+    assert client.list("a") == [info]
     client.delete("a.bin")
     client.delete("nothing")
     assert [item.name for item in client.list()] == ["a/x.bin"]
@@ -121,3 +124,17 @@ def test_a_process_that_was_forked_is_told_so_and_does_not_hang(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", FORKED, f"file://{tmp_path}/place"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "place/x: a process must not be forked after object storage was used" in done.stdout
+
+
+ENDED = """
+import asyncio
+from tokenmill.store.remote.fetch import Loop, gathered
+
+Loop.current().start(gathered([asyncio.sleep(60) for _ in range(9)]))
+"""
+
+
+def test_a_process_that_ends_in_mid_fetch_ends_at_once_and_says_nothing():
+    command = [sys.executable, "-c", ENDED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert done.stderr == ""

@@ -158,6 +158,13 @@ class ObjectInfo:
     """Another one means other content."""
 
 
+def _info(meta: Any, name: str) -> ObjectInfo:  # noqa: ANN401 - what obstore tells of an object
+    etag = meta["e_tag"]
+    if etag and not etag.endswith('"'):  # Azure lists versions without the quotes that it has elsewhere
+        etag = f'"{etag}"'
+    return ObjectInfo(name=name, bytes=int(meta["size"]), etag=etag)
+
+
 class Client:
     """The objects below one address, by their names; safe for any number of threads.
 
@@ -196,18 +203,14 @@ class Client:
             meta = self._call(name, "read", lambda obs: obs.head(self.store, name))
         except StoreMissingError:
             return None
-        return ObjectInfo(name=name, bytes=int(meta["size"]), etag=meta["e_tag"])
+        return _info(meta, name)
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
         """Return all objects below a folder, at any depth, in the order of their names."""
 
         def look(obs: Any) -> list[ObjectInfo]:  # noqa: ANN401 - the module obstore
             chunks = obs.list(self.store, folder or None, chunk_size=1000)
-            return [
-                ObjectInfo(name=meta["path"], bytes=int(meta["size"]), etag=meta["e_tag"])
-                for chunk in chunks
-                for meta in chunk
-            ]
+            return [_info(meta, meta["path"]) for chunk in chunks for meta in chunk]
 
         return sorted(self._call(folder, "list", look), key=lambda item: item.name)
 

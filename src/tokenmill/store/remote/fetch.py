@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -96,11 +97,21 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def _stop(self) -> None:
-        if self.process == os.getpid():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(5)
-            if not self._thread.is_alive():
-                self.loop.close()
+        """Give up what is under way, when the process ends: nobody waits for it, and nobody is to hear of it."""
+        if self.process != os.getpid():
+            return
+        with suppress(TimeoutError):
+            self.start(self._give_up()).result(5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _give_up(self) -> None:
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1)
 
 
 class Network:
