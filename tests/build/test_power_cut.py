@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import threading
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ class Disk:
         self.names: dict[int, dict[str, tuple[int, bool]]] = {}
         self.held: list[int] = []
         self.cuts: list[dict[str, bytes | None]] = []
+        self.turn = threading.Lock()
         for folder in (root, *(path for path in root.rglob("*") if path.is_dir())):
             self.held.append(os.open(folder, os.O_RDONLY))  # as below
             self.take_folder(folder)
@@ -44,6 +46,10 @@ class Disk:
 
     def sync(self, descriptor: int) -> None:
         """Stand in for `os.fsync`; the moment after it is one at which the power may be cut."""
+        with self.turn:
+            self.take(descriptor)
+
+    def take(self, descriptor: int) -> None:
         # Kept open, so that no other file gets its number.
         self.held.append(os.dup(descriptor))
         found = os.fstat(descriptor)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +32,7 @@ import xxhash
 from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, content_digest, file_digest
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.store.durable import make_folder, sync_folder, write_atomically
+from tokenmill.store.durable import in_threads, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import (
     JOURNAL_FOLDER,
     MANIFEST,
@@ -46,7 +47,14 @@ from tokenmill.store.layout import (
     read_manifest,
 )
 from tokenmill.store.notes import origins_file, publish_origins
-from tokenmill.store.writer import check_file_sizes, check_sizes, clear, publish_shard, refuse_foreign_shards
+from tokenmill.store.writer import (
+    check_file_sizes,
+    check_sizes,
+    clear,
+    publish_shard,
+    refuse_foreign_shards,
+    sync_names,
+)
 from tokenmill.tables import as_json, read_table
 
 MAX_LISTED = 1000
@@ -248,8 +256,11 @@ class Journal:
         shutil.rmtree(gone, ignore_errors=True)
         with suppress(FileNotFoundError):
             os.rename(self.units, gone)
+        remove = partial(shutil.rmtree, ignore_errors=True)
+        for _ in in_threads(remove, list(gone.glob("*"))):
+            pass
         for folder in (gone, self.workers):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
         for job in self.folder.glob("job-*.json"):
             job.unlink()
 
@@ -290,15 +301,20 @@ class Journal:
                 _clear_store(self.out, route)
             write_signed(self.folder / PUBLISH, as_json(replace(publication, phase="move")))
         shards = {route: list(listed) for route, listed in publication.base.items()}
+        moves: list[tuple[UnitShards, str, int]] = []
         for unit in publication.units:
             for route, listed in unit.shards.items():
-                folder, store = route_folder(self.units / unit.key, route), self.out / route
-                make_folder(store)
                 there = shards.setdefault(route, [])
-                documents = sum(shard.documents for shard in listed)
-                publish_origins(folder, origins_file(store, len(there)), documents, unit.pieces)
-                for shard in listed:
-                    there.append(publish_shard(shard, folder, store, len(there)))
+                moves.append((unit, route, len(there)))
+                there.extend(listed)
+        for route in shards:
+            make_folder(self.out / route)
+        origins: list[Path] = []
+        for (_, route, first), (named, file) in zip(moves, in_threads(self._move, moves), strict=True):
+            shards[route][first : first + len(named)] = named
+            origins.extend(file)
+        for _ in in_threads(sync_folder, origins):
+            pass
         for route, there in shards.items():
             _write_manifest(self.out / route, route, publication, there)
         finished = replace(publication.ledger, routes=tuple(sorted(shards)))
@@ -309,6 +325,18 @@ class Journal:
         sync_folder(self.folder)
         (self.folder / PUBLISH).unlink()
         sync_folder(self.folder)
+
+    def _move(self, move: tuple[UnitShards, str, int]) -> tuple[list[ShardInfo], list[Path]]:
+        """Move the shards of a unit for one route into its store, from a number on.
+
+        Returns them under their new names, and the file of their origins, which is not synced yet.
+        """
+        unit, route, first = move
+        folder, store, listed = route_folder(self.units / unit.key, route), self.out / route, unit.shards[route]
+        file = origins_file(store, first)
+        noted = publish_origins(folder, file, sum(shard.documents for shard in listed), unit.pieces)
+        named = [publish_shard(shard, folder, store, first + number) for number, shard in enumerate(listed)]
+        return named, [file] if noted else []
 
     def _drop_scans(self, kept: Sequence[str]) -> None:
         """Remove what was found out of records for this build alone."""
@@ -322,7 +350,7 @@ class Journal:
 
 def _write_manifest(store: Path, route: str, publication: Publication, shards: Sequence[ShardInfo]) -> None:
     """Write the manifest of one store; its inputs say what each file gave to this store, not to the others."""
-    sync_folder(store)
+    sync_names(store)
     finished = publication.ledger
     inputs = []
     for file in finished.inputs[:MAX_INPUTS]:

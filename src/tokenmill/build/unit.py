@@ -106,7 +106,7 @@ def write_unit(
     try:
         with disk_errors_explained(unit, opened.folder):
             return _attempt(opened, unit, key, fates, tick)
-    except ValueError:  # of a file that was cleared away under it, as are all errors of ours
+    except Exception:  # a file that was cleared away under it may be missed anywhere
         known = unit_result(opened.folder, key)
         if known is None:
             raise

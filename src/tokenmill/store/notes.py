@@ -27,7 +27,7 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.durable import CheckedFile, make_folder, read_index, write_index, write_section
+from tokenmill.store.durable import CheckedFile, make_folder, read_index, write_footed, write_index, write_section
 from tokenmill.store.layout import (
     HASHES_FOLDER,
     ORIGINS_FOLDER,
@@ -146,14 +146,15 @@ def origins_file(store: Path, shard: int) -> Path:
     return store / ORIGINS_FOLDER / f"{shard:05d}.bin"
 
 
-def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[tuple[str, str, int]]) -> None:
+def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[tuple[str, str, int]]) -> bool:
     """Publish what was noted in the folder of a unit: pieces become files, lines are counted from their start.
 
     Of each piece, `pieces` says the name of its file, what is counted there, and how many lines stand before it.
-    It may be done twice; a unit that noted nothing gets nothing.
+    It may be done twice; a unit that noted nothing gets nothing, and False is returned. The file is neither synced
+    nor written under another name first: it is one among very many, and no manifest lists its shard yet.
     """
-    if not (folder / RUNS).exists():
-        return
+    if not os.path.exists(os.path.join(folder, RUNS)):
+        return False
     numbers = {
         kind: number for number, kind in enumerate(dict.fromkeys((name, counts) for name, counts, _ in pieces))
     }
@@ -161,7 +162,7 @@ def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[t
     begins = np.array([begin for _, _, begin in pieces], np.uint64)
 
     def resolved() -> Iterator[Uint8Array]:
-        for block in _blocks(folder / RUNS, _BLOCK * RUN.itemsize):
+        for block in _blocks(os.path.join(folder, RUNS), _BLOCK * RUN.itemsize):
             runs = block.view(RUN).copy()
             runs["line"] += begins[runs["input"]]
             runs["input"] = inputs[runs["input"]]
@@ -170,18 +171,18 @@ def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[t
     def write(out: BinaryIO) -> _OriginsFooter:
         sections = {RUNS: write_section(out, resolved())}
         for name in (ENDS, KEPT):
-            if (folder / name).exists():
-                sections[name] = write_section(out, _blocks(folder / name, _BLOCK << 4))
+            if os.path.exists(noted := os.path.join(folder, name)):
+                sections[name] = write_section(out, _blocks(noted, _BLOCK << 4))
         return _OriginsFooter(format=ORIGINS_FORMAT, inputs=tuple(numbers), documents=documents, sections=sections)
 
     make_folder(file.parent)
-    for left in file.parent.glob(f".tmp-{file.stem}-*"):
-        left.unlink()  # of a build that was killed here
-    write_index(file, write)
+    with open(file, "wb") as out:
+        write_footed(out, write)
+    return True
 
 
-def _blocks(file: Path, size: int) -> Iterator[Uint8Array]:
-    with file.open("rb") as stream:
+def _blocks(file: str, size: int) -> Iterator[Uint8Array]:
+    with open(file, "rb") as stream:
         while block := stream.read(size):
             yield np.frombuffer(block, np.uint8)
 

@@ -121,7 +121,7 @@ class StoreWriter:
             publish_shard(shard, self._series.folder, self.path, index)
             for index, shard in enumerate(self._series.finish())
         ]
-        sync_folder(self.path)
+        sync_names(self.path)
         manifest = Manifest(
             kind=self.spec.kind,
             keys=dict(self.spec.keys),
@@ -393,7 +393,7 @@ def check_file_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
 def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> ShardInfo:
     """Move a finished shard from a folder into the store under its number; done already is as good.
 
-    The store must hold no shard of another build under that number.
+    The store must hold no shard of another build under that number. Names are to be synced behind the last shard.
     """
     named = replace(shard, name=f"{layout.shard_name(index)}{'.h5' if shard.container else ''}")
     source, target = folder / shard.name, store / named.name
@@ -401,12 +401,21 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
     if hashes.exists():
         make_folder(store / layout.HASHES_FOLDER)
         os.rename(hashes, hashes_file(store, index))
-        sync_folder(store / layout.HASHES_FOLDER)
-    if source.exists():
+    try:
         os.rename(source, target)
-    elif not target.exists():
-        raise StoreCorruptError(f"{source}: a finished shard must be there, got nothing; start over with --rebuild")
+    except FileNotFoundError:
+        if not target.exists():
+            raise StoreCorruptError(
+                f"{source}: a finished shard must be there, got nothing; start over with --rebuild"
+            ) from None
     return named
+
+
+def sync_names(store: Path) -> None:
+    """Make the names of shards, and of what is noted of them, survive a power cut."""
+    for folder in (store / layout.HASHES_FOLDER, store / layout.ORIGINS_FOLDER, store):
+        if folder.is_dir():
+            sync_folder(folder)
 
 
 def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
