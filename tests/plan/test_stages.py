@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenmill.plan import Shuffle
-from tokenmill.plan.stages import rows_at
+from tokenmill.plan.stages import SOURCE, _draw, _ordinal_rows, rows_at
 
 SIZES = {"web": 101, "books": 37, "code": 64}
 STAGES = [
@@ -58,6 +58,18 @@ def test_a_change_of_seed_or_shuffle_loses_and_repeats_nothing(
         assert sorted(rows[begin : begin + size]) == list(range(size))
     counts = np.bincount(rows, minlength=size)
     assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 300, 513])
+def test_rows_drawn_together_are_those_of_one_permutation_each(make_plan, size):
+    """As many at once as it takes to have several passes, over several epochs of two sources."""
+    plan = make_plan({"a": size, "b": 77}, [(0, 60, {"a": 2, "b": 1})], steps=30)
+    stage = plan.stages[0]
+    steps, slots = np.repeat(np.arange(30), 60), np.tile(np.arange(60), 30)
+    sources, rows = rows_at(stage, steps, slots)
+    lines, ordinals = _draw(stage, steps, slots, rotate=True, ordinals=True)
+    assert np.array_equal(rows, _ordinal_rows(stage, lines, ordinals)[0])
+    assert np.array_equal(sources, stage.table[lines, SOURCE])
 
 
 def test_epochs_are_new_orders(make_plan):

@@ -18,7 +18,7 @@ import numpy as np
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.plan.mixture import draw
-from tokenmill.plan.shuffle import WINDOW, EpochOrder, Shuffle, derive, derived_key, shuffle_row
+from tokenmill.plan.shuffle import FULL, WINDOW, EpochOrder, Shuffle, derive, derived_key, permute_many, shuffle_row
 from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
@@ -463,6 +463,10 @@ class CountedRows(Rows, Protocol):
 # From steps to rows, and from rows back to steps: the kernels that join mixture and shuffle.
 
 
+_AT_ONCE = 256
+"""Rows that are shuffled at a time: what they take stays in the first cache of a processor."""
+
+
 def rows_at(
     stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool = True
 ) -> tuple[Int64Array, Int64Array]:
@@ -489,7 +493,8 @@ def _draw(
     found = stage.mixture.segments(first, last)
     nodes = found.nodes.reshape(-1, found.nodes.shape[2])
     shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin, int(ordinals))
-    _rows(steps, slots, shape, (found.starts, nodes, found.bases), stage.table, stage.keys, stage.rotation_key, out)
+    segments, room = (found.starts, nodes, found.bases), np.empty((4, min(steps.size, _AT_ONCE)), np.uint64)
+    _rows(steps, slots, shape, segments, (stage.table, stage.keys), stage.rotation_key, room, out)
     return out[0], out[1]
 
 
@@ -542,16 +547,17 @@ def _rows(
     slots: Int64Array,
     shape: tuple[int, int, int, int, int],
     segments: tuple[Int64Array, Int64Array, Int64Array],
-    table: Int64Array,
-    keys: Uint64Array,
+    sources: tuple[Int64Array, Uint64Array],
     rotation_key: np.uint64,
+    room: Uint64Array,
     out: Int64Array,
 ) -> None:
     start_step, batch, rotate, origin, ordinals = shape
     starts, nodes, bases = segments
+    table, keys = sources
     tree_nodes = nodes.shape[0] // starts.size
     turned_step = int64(-1)
-    turn = segment = int64(0)
+    turn = segment = waiting = int64(0)
     for i in range(steps.size):
         step, slot = steps[i], slots[i]
         if rotate:
@@ -569,28 +575,42 @@ def _rows(
         line, drawn = draw(position - starts[segment], nodes, segment * tree_nodes, tree_nodes)
         ordinal = table[line, CARRY] + bases[segment, line] + drawn
         out[0, i] = line if ordinals else table[line, SOURCE]
-        out[1, i] = ordinal if ordinals else _row_of(ordinal, line, table, keys)
+        if ordinals or table[line, SIZE] == 0:
+            out[1, i] = ordinal
+            continue
+        first, place, size, key, shift = _place_of(ordinal, line, table, keys)
+        mode = table[line, MODE + shift]
+        if mode != FULL or size == 1:
+            block, window = table[line, BLOCK_ROWS + shift], table[line, WINDOW_BLOCKS + shift]
+            out[1, i] = first + shuffle_row(place, size, key, mode, block, window)
+            continue
+        out[1, i] = first
+        room[0, waiting], room[1, waiting], room[2, waiting] = np.uint64(place), np.uint64(size), key
+        room[3, waiting] = np.uint64(i)
+        waiting += 1
+        if waiting == room.shape[1]:
+            permute_many(room, waiting, out[1])
+            waiting = int64(0)
+    permute_many(room, waiting, out[1])
 
 
 @inner
-def _row_of(ordinal: int, line: int, table: Int64Array, keys: Uint64Array) -> int:
-    """Return the row of a source that is drawn after so many others."""
+def _place_of(
+    ordinal: int, line: int, table: Int64Array, keys: Uint64Array
+) -> tuple[int, int, int, np.uint64, int]:
+    """Return where the row stands that a source gives after so many others.
+
+    That is: the first row of the epoch, its place in that, the rows of the epoch, its key, and by how many columns
+    its shuffle stands behind that of the stage in the table.
+    """
     size, rest = table[line, SIZE], table[line, REST]
-    if size == 0:
-        return ordinal
     first = int64(0)
     epoch = (ordinal - rest) // size
     place = ordinal - rest - epoch * size
     if ordinal < rest:
         first, size, epoch, place = size, rest, int64(-1), ordinal
     old = int64(epoch == table[line, OLD_EPOCH])
-    shift = old * (OLD_MODE - MODE)
-    mode, block, window = (
-        table[line, MODE + shift],
-        table[line, BLOCK_ROWS + shift],
-        table[line, WINDOW_BLOCKS + shift],
-    )
-    return first + shuffle_row(place, size, derive(keys[line, old], epoch), mode, block, window)
+    return first, place, size, derive(keys[line, old], epoch), old * (OLD_MODE - MODE)
 
 
 def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
@@ -610,7 +630,9 @@ def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
 @kernel
 def _source_rows(first: int, line: int, table: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
     for i in range(rows.size):
-        rows[i] = _row_of(first + i, line, table, keys)
+        begin, place, size, key, shift = _place_of(first + i, line, table, keys)
+        mode, block = table[line, MODE + shift], table[line, BLOCK_ROWS + shift]
+        rows[i] = begin + shuffle_row(place, size, key, mode, block, table[line, WINDOW_BLOCKS + shift])
 
 
 def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
