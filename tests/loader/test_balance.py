@@ -1,6 +1,7 @@
 """Rows dealt by what they cost."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import Layout, row_digests
-from tokenmill.loader.layout import deal
+from tokenmill.loader.layout import deal, group_edges
 from tokenmill.packing import costs as costs_module
 from tokenmill.packing.costs import cost_unit, count_costs, row_costs
 from tokenmill.run.run import Run
@@ -23,7 +24,7 @@ def balanced(run, balance="attention"):
 
 def shares(costs, ranks, micro_batch):
     """Return what each (rank, micro-batch) costs, of one line of costs."""
-    dealt = deal(np.array([costs]), ranks, micro_batch)[0]
+    dealt = deal(np.array([costs]), [0, ranks], micro_batch)[0]
     return np.array(costs)[dealt].reshape(ranks, -1, micro_batch).sum(axis=2)
 
 
@@ -35,9 +36,10 @@ def shares(costs, ranks, micro_batch):
 def test_every_row_is_dealt_once(cells, seed, top):
     ranks, batches, micro_batch = cells
     costs = np.random.default_rng(seed).integers(0, top + 1, (3, ranks * batches * micro_batch))
-    dealt = deal(costs, ranks, micro_batch)
-    assert np.array_equal(np.sort(dealt, axis=1), np.tile(np.arange(costs.shape[1]), (3, 1)))
-    assert np.array_equal(deal(costs[1:2], ranks, micro_batch)[0], dealt[1])
+    for edges in ([0, ranks], list(range(ranks + 1))):
+        dealt = deal(costs, edges, micro_batch)
+        assert np.array_equal(np.sort(dealt, axis=1), np.tile(np.arange(costs.shape[1]), (3, 1)))
+        assert np.array_equal(deal(costs[1:2], edges, micro_batch)[0], dealt[1])
 
 
 def test_the_dearest_rows_are_shared_out():
@@ -53,6 +55,48 @@ def test_a_deal_is_no_worse_than_taking_rows_in_order(seed, ranks, micro_batch):
     costs = np.random.default_rng(seed).pareto(1.1, 64).clip(0, 60).astype(int) * 1000
     dealt, planned = shares(costs.tolist(), ranks, micro_batch), costs.reshape(ranks, -1, micro_batch).sum(axis=2)
     assert dealt.max(axis=0).sum() <= planned.max(axis=0).sum()
+
+
+@pytest.mark.parametrize("shuffle", ["full", "window"])
+@pytest.mark.parametrize(
+    ("seq_len", "ranks", "sizes"),
+    [
+        (16, 5, {"full": [1, 2, 2]}),
+        (8192, 8, {"full": [8]}),
+        (8192, 67, {"full": [7, 7, 8, 7, 8, 7, 8, 7, 8]}),
+        (32768, 64, {"full": [16] * 4, "window": [8] * 8}),
+        (131072, 64, {"full": [64], "window": [8] * 8}),
+    ],
+)
+def test_a_rank_looks_at_the_rows_of_its_group_alone(make_run, shuffle, seq_len, ranks, sizes):
+    """Groups grow with the length of rows, and differ by one rank; rows that are read together stay together."""
+    stage = make_run().plan().stages[0]
+    spec = replace(stage.spec, seq_len=seq_len, shuffle=replace(stage.spec.shuffle, mode=shuffle))
+    edges = group_edges(replace(stage, spec=spec), ranks)
+    assert np.diff(edges).tolist() == sizes.get(shuffle, sizes["full"])
+
+
+@pytest.mark.parametrize("shuffle", ["full", "window"])
+def test_rows_stay_within_their_group(make_run, shuffle):
+    """[E1.a] A group has the rows that its ranks would take in order, and every rank finds its own of them."""
+    run = balanced(make_run(packing="best_fit", shuffle=shuffle))
+    plan, ranks = run.plan(), 6
+    edges = group_edges(plan.stage(3), ranks)
+    assert edges == [0, 2, 4, 6]
+    slots = np.stack([run.loader(rank=rank, world_size=ranks).slots(3) for rank in range(ranks)])
+    whole = deal(step_costs(plan, 3), edges, 1)[0]
+    assert slots.ravel().tolist() == whole.tolist()
+    for begin, end in pairwise(edges):
+        assert sorted(slots[begin:end].ravel().tolist()) == list(range(begin * 2, end * 2))
+
+
+def step_costs(plan, step):
+    """Return what the rows of a step cost, by slot, in one line."""
+    rows = plan.stage(step).rows
+    costs = [
+        int(count_costs(rows[plan.sources[s]], np.array([r]))[0]) for s, r in zip(*plan.rows(step), strict=True)
+    ]
+    return np.array([costs])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit"])

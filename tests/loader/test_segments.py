@@ -127,7 +127,11 @@ def test_costs_are_those_of_segments_with_what_fills_them_up(make_run):
 
 
 def partitioned(bounds, rank, size):
-    """Return what Transformer Engine's thd_get_partitioned_indices should give a rank; not checked by its code."""
+    """Return what Transformer Engine's thd_get_partitioned_indices gives a rank.
+
+    The rule of `thd_partition_indices_kernel` in its transformer_engine/common/fused_attn/context_parallel.cu, line
+    by line: sequences are divided by the number of ranks; a token of the second half comes from further behind.
+    """
     shares = np.array(bounds) // size
     places = []
     for token in range(shares[-1]):

@@ -5,7 +5,9 @@ Ranks take equal runs of the rows of a step, or what they are dealt by cost, so 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -51,7 +53,8 @@ class Layout:
     cut: str = "zigzag"
     """How a row is cut for `cp` of C members. `zigzag`: into 2 C chunks, of which member r gets the r-th from the
     head and the r-th from the tail, so that causal attention costs each the same; `contiguous`: into C chunks.
-    `segments`: each segment as zigzag cuts a row, meant for Transformer Engine; all must be multiples of 2 C."""
+    `segments`: each segment as zigzag cuts a row; all must be multiples of 2 C. It is what Transformer Engine's
+    `thd_get_partitioned_indices` gives (transformer_engine/common/fused_attn/context_parallel.cu)"""
     needs: str = "everything"
     """What the process needs of a batch: `everything`, `inputs` (no labels), `labels` (no inputs), or `nothing`:
     then batches are empty, and no store is read. What is left out is not read."""
@@ -212,44 +215,71 @@ class RankSlice:
 
 # The deal by cost
 #
-# The batch of a step is the same set of rows, whoever takes which. A micro-batch of a rank is a cell. Rows go,
-# dearest first, each to the cell with room that costs least so far. Cells go, dearest first, to the micro-batches
-# in turn, so that those of all ranks at one time are alike; and of these the dearest to the rank that has had
-# least.
+# The batch of a step is the same set of rows, whoever takes which. Neighbouring ranks are a group, which shares out
+# the rows that they would take in order; no rank looks at those of other groups, so what a deal costs it does not
+# grow with the number of ranks. A micro-batch of a rank is a cell. Rows go, dearest first, each to the cell with
+# room that costs least so far. Cells go, dearest first, to the micro-batches in turn, so that those of all ranks at
+# one time are alike; and of these the dearest to the rank that has had least.
 
+GROUP_RANKS = 8
+"""Ranks of a group: those of a machine, often. Under `shuffle = "window"` there are no more of them, so that a deal
+leaves rows near those that they are read with."""
 ROOM_BITS = 20
 ROOM = (1 << ROOM_BITS) - 1
 """Of the key of a cell that has room: how many rows it has. Before it stands what they cost."""
+_SLOT = (1 << 32) - 1
+_DEAREST = 65535
+"""What a row costs at most."""
+
+
+def group_edges(stage: Stage, ranks: int) -> list[int]:
+    """Return the first ranks of the groups that rows of a stage are dealt within, and the number of ranks.
+
+    Groups differ by one rank at most. To find and to order a row takes 65 ns for each rank of a group, to copy one
+    of 2,048 tokens 2 to 4 us: with these sizes a deal takes less than a twentieth of what copying does
+    (benchmarks/balance.py).
+    """
+    seq_len = stage.spec.seq_len
+    most = max(2, min(GROUP_RANKS, seq_len // 1024))
+    if not stage.by_block:
+        most = max(most, seq_len // 2048)
+    groups = -(-ranks // most)
+    return [group * ranks // groups for group in range(groups + 1)]
 
 
 class Dealer:
-    """Deals the steps of a plan; holds the costs of all rows that it has met."""
+    """Deals the steps of a plan to one rank; holds the costs of all rows that it has met."""
 
-    def __init__(self, ranks: int, micro_batch: int) -> None:
-        self._ranks, self._micro_batch = ranks, micro_batch
+    def __init__(self, part: RankSlice) -> None:
+        self._part = part
         self._costs: dict[int, tuple[StoredRows, RowCosts]] = {}
         self._last: tuple[int, int, Int64Array] | None = None
         """First step and end of what was dealt last, and how."""
 
     def slots(self, stage: Stage, index: Mapping[int, StoredRows], begin: int, end: int) -> Int64Array:
-        """Return the slots of the batches of some steps, a line each, in the order in which ranks take them."""
-        if self._last is not None and self._last[0] <= begin and end <= self._last[1]:
-            return self._last[2][begin - self._last[0] : end - self._last[0]]
-        dealt = deal(self.costs(stage, index, begin, end), self._ranks, self._micro_batch)
-        self._last = begin, end, dealt
-        return dealt
+        """Return the slots that the rank takes of the batches of some steps, a line each, in order."""
+        last = self._last  # another thread may set it meanwhile
+        if last is not None and last[0] <= begin and end <= last[1]:
+            return last[2][begin - last[0] : end - last[0]]
+        rank, rows = self._part.rank, self._part.rows(stage)
+        edges = group_edges(stage, self._part.world_size)
+        group = bisect_right(edges, rank) - 1
+        first, size = edges[group], edges[group + 1] - edges[group]
+        costs = self.costs(stage, index, range(begin, end), range(first * rows, (first + size) * rows))
+        dealt = deal(costs, [0, size], self._part.micro_batch)[:, (rank - first) * rows : (rank - first + 1) * rows]
+        self._last = begin, end, dealt + first * rows
+        return self._last[2]
 
-    def costs(self, stage: Stage, index: Mapping[int, StoredRows], begin: int, end: int) -> Int64Array:
-        """Return what the rows of the batches of some steps cost, a line each, by slot."""
-        slots = np.arange(stage.spec.global_batch_size)
-        steps = np.arange(begin, end)
-        sources, rows = rows_at(stage, np.repeat(steps, slots.size), np.tile(slots, steps.size))
+    def costs(self, stage: Stage, index: Mapping[int, StoredRows], steps: range, slots: range) -> Int64Array:
+        """Return what the rows at some slots of some steps cost, a line each step."""
+        lines, columns = np.arange(steps.start, steps.stop), np.arange(slots.start, slots.stop)
+        sources, rows = rows_at(stage, np.repeat(lines, columns.size), np.tile(columns, lines.size))
         present = distinct(sources).tolist()
         costs = np.empty(rows.size, np.int64)
         for source in present:
             chosen = sources == source if len(present) > 1 else slice(None)
             costs[chosen] = self._of(index[source]).of(rows[chosen])
-        return costs.reshape(steps.size, slots.size)
+        return costs.reshape(lines.size, columns.size)
 
     def _of(self, rows: StoredRows) -> RowCosts:
         if id(rows) not in self._costs:
@@ -257,17 +287,31 @@ class Dealer:
         return self._costs[id(rows)][1]
 
 
-def deal(costs: Int64Array, ranks: int, micro_batch: int) -> Int64Array:
+def deal(costs: Int64Array, edges: Sequence[int], micro_batch: int) -> Int64Array:
     """Return the slots of each line of costs in the order in which ranks take them, `micro_batch` at a time.
 
-    >>> deal(np.array([[1, 9, 2, 8]]), 2, 2).tolist(), deal(np.array([[1, 9, 2, 8]]), 2, 1).tolist()
+    `edges` are the first ranks of groups and the number of ranks; costs are of 16 bits.
+
+    >>> deal(np.array([[1, 9, 2, 8]]), [0, 2], 2).tolist(), deal(np.array([[1, 9, 2, 8]]), [0, 1, 2], 1).tolist()
     ([[1, 0, 3, 2]], [[1, 0, 3, 2]])
     """
+    rows = costs.shape[1] // edges[-1]
+    dealt = [
+        begin * rows + _deal(costs[:, begin * rows : end * rows], end - begin, micro_batch)
+        for begin, end in pairwise(edges)
+    ]
+    return np.concatenate(dealt, axis=1) if len(dealt) > 1 else dealt[0]
+
+
+def _deal(costs: Int64Array, ranks: int, micro_batch: int) -> Int64Array:
+    """Deal the rows of one group."""
     num_steps, num_rows = costs.shape
     cells = num_rows // micro_batch
-    dearest = np.argsort((65535 - costs).astype(np.uint16), axis=1, kind="stable")  # of 16 bits: by radix
+    # Dearest first, of equal ones that of the first slot: numbers without an equal are sorted fastest.
+    keys = np.sort((_DEAREST - costs << 32) + np.arange(num_rows), axis=1)
+    dearest = keys & _SLOT
     if micro_batch == 1:
-        members, loads = dearest, np.take_along_axis(costs, dearest, axis=1)
+        members, loads = dearest, _DEAREST - (keys >> 32)
         order = np.broadcast_to(np.arange(cells), loads.shape).copy()
     else:
         loads = np.empty((num_steps, cells), np.int64)

@@ -209,7 +209,7 @@ class Loader:
                 "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
                 "drawn; leave out balance, or live = true"
             )
-        self._dealer = Dealer(part.world_size, part.micro_batch) if part.balance else None
+        self._dealer = Dealer(part) if part.balance else None
         if self._drawn and not self.arrays:
             raise ConfigError(
                 'layout: needs = "nothing" is for stores, got live text, whose lanes stand where they were drawn '
@@ -445,7 +445,7 @@ class Loader:
         if self._dealer is None:
             return steps, slots
         dealt = self._dealer.slots(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
-        return steps, dealt[steps - steps[0], slots]
+        return steps, dealt[steps - steps[0], slots - self.part.rank * self.part.rows(stage)]
 
     def _sequences(
         self,

@@ -234,7 +234,7 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
     balance = run.config.run.balance
     if balance is None:
         return
-    from tokenmill.loader.layout import deal
+    from tokenmill.loader.layout import deal, group_edges
     from tokenmill.packing.costs import cost_unit, count_costs
 
     price = ATTENTION if isinstance(balance, str) else balance
@@ -255,7 +255,7 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
         costs = float(price.get("linear", 0)) * seq_len + unit * units.astype(np.float64)
         for ranks in _RANKS:
             if batch % ranks == 0:
-                dealt = np.take_along_axis(costs, deal(units, ranks, 1), axis=1)
+                dealt = np.take_along_axis(costs, deal(units, group_edges(part, ranks), 1), axis=1)
                 found = [waiting(order.reshape(steps.size, ranks, -1)) for order in (costs, dealt)]
                 yield Imbalance(stage=part.spec.name, ranks=ranks, in_order=found[0], dealt=found[1])
 

@@ -21,7 +21,7 @@ from tokenmill.loader.assemble import (
     record_type,
     segment_multiple,
 )
-from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal
+from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal, group_edges
 from tokenmill.packing.stored import StoredRows, is_stored
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
@@ -248,9 +248,10 @@ class StepDeal:
 def deal_step(run: Run, step: int, ranks: int, micro_batch: int) -> StepDeal:
     """Deal the rows of a step to ranks and micro-batches, in order and by cost."""
     stage, stored = _stored(run, step)
-    RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch).check(run.plan())
-    costs = Dealer(ranks, micro_batch).costs(stage, stored, step, step + 1)
-    orders = (np.arange(costs.size)[None], deal(costs, ranks, micro_batch))
+    part = RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch)
+    part.check(run.plan())
+    costs = Dealer(part).costs(stage, stored, range(step, step + 1), range(stage.spec.global_batch_size))
+    orders = (np.arange(costs.size)[None], deal(costs, group_edges(stage, ranks), micro_batch))
     in_order, dealt = (tuple(_members(costs[0], order[0], ranks, micro_batch)) for order in orders)
     return StepDeal(
         ranks=ranks,
