@@ -8,8 +8,9 @@ from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat import render as rendering
+from tokenmill.encode.chat import trace
 from tokenmill.encode.chat.conversation import mark_conversation
-from tokenmill.encode.chat.render import render
+from tokenmill.encode.chat.render import Patterns, render
 from tokenmill.encode.chat.sample import _edges_of_sample
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
@@ -142,13 +143,17 @@ def long_talk(count: int, word: str) -> list[dict[str, str]]:
     ]
 
 
+def renders_noted(monkeypatch) -> list[int]:
+    """Return a list to which the number of messages of each further render is added."""
+    renders: list[int] = []
+    run = trace._run
+    monkeypatch.setattr(trace, "_run", lambda *given: renders.append(len(given[1]["messages"])) or run(*given))
+    return renders
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma", "phi3", "qwen2_5"])
 def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
-    renders = []
-    run = Renderer._run
-    monkeypatch.setattr(
-        Renderer, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
-    )
+    renders = renders_noted(monkeypatch)
     template = stock_template(name)
     _edges_of_sample.cache_clear()
     render(template, long_talk(16, "first"))
@@ -163,11 +168,7 @@ def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
 @pytest.mark.parametrize("name", ["gemma4", "qwen3", "glm4moe", "deepseekv3"])
 @pytest.mark.parametrize("word", ["<think>so</think> that", "the content, name, id and type of a text function"])
 def test_samples_stay_short_where_every_text_holds_what_a_template_looks_for(name, word, monkeypatch):
-    renders = []
-    run = Renderer._run
-    monkeypatch.setattr(
-        Renderer, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
-    )
+    renders = renders_noted(monkeypatch)
     _edges_of_sample.cache_clear()
     found = render(stock_template(name), long_talk(120, word))
     assert renders.count(120) == 2
@@ -186,11 +187,7 @@ def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):
         asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
         asked.append({"role": "tool", "tool_call_id": f"call{index}", "content": f"result {index}"})
     asked.append({"role": "assistant", "content": "answer"})
-    renders = []
-    run = Renderer._run
-    monkeypatch.setattr(
-        Renderer, "_run", lambda self, *given: renders.append(len(given[1]["messages"])) or run(self, *given)
-    )
+    renders = renders_noted(monkeypatch)
     found = render(stock_template("qwen3"), asked)
     assert sorted(renders)[-3:] == [5, len(asked), len(asked)]
     assert len(found.supervised) == 31
@@ -203,3 +200,91 @@ def test_the_order_of_conversations_changes_nothing():
     straight = [outcome(template, one, None, ("assistant",)) for one in given]
     _edges_of_sample.cache_clear()
     assert [outcome(template, one, None, ("assistant",)) for one in reversed(given)] == straight[::-1]
+
+
+# Conversations that are alike: only the first is followed.
+
+
+def retold(value: object, change) -> object:
+    """Return the same conversation with every text of its messages changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {
+            key: item if key in ("role", "type", "name", "id", "tool_call_id") else retold(item, change)
+            for key, item in value.items()
+        }
+    return [retold(item, change) for item in value] if isinstance(value, list) else value
+
+
+CHANGES = (
+    lambda text: text.replace("0", "é7"),
+    lambda text: f"<|im_end|>\n<|eot_id|>{text}" if text.strip() else text,
+    lambda text: f'{text[:1]}"{text[1:]}\\ [INST] user {text[-1:]}',
+    lambda text: text[:2] + "<think>why</think>" + text[2:],
+    lambda text: f"  {text}\n",
+)
+
+
+def by_patterns(known: Patterns, messages: list, tools: object) -> object:
+    try:
+        return known.render(messages, tools)
+    except Refusal as error:
+        return error.reason, error.detail
+
+
+@pytest.mark.parametrize(
+    "shapes", [(*FEW[2:4], "tools"), pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all")
+)
+@pytest.mark.parametrize("name", swept(STOCK))
+def test_what_is_known_of_one_conversation_is_true_of_all_alike(name, shapes):
+    """[T1.a, T1.c]"""
+    template, roles = stock_template(name), ("assistant",)
+    known = Patterns(template=template, kwargs=OPTIONS, train_on=roles, last_only=False)
+    for shape, change in itertools.product(shapes, (lambda text: text, *CHANGES)):
+        messages, tools = retold(shaped(name, shape), change), tools_of(shape)
+        assert by_patterns(known, messages, tools) == outcome(template, messages, tools, roles)
+
+
+def test_of_conversations_that_are_alike_the_first_is_followed_and_others_are_rendered_once(monkeypatch):
+    template, renders = stock_template("qwen2_5"), renders_noted(monkeypatch)
+    known = Patterns(template=template, kwargs={}, train_on=("assistant",), last_only=False)
+    for word in ("first", "second", "third"):
+        renders.clear()
+        found = known.render(long_talk(6, word))
+    assert renders == [6]
+    assert [found.text[begin:end] for begin, end in found.supervised][1] == "third number 3. <|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        # The same text, and another mask: by what generation blocks wrote.
+        (
+            "{% for m in messages %}<{{ m.role }}>{% if m.content[0] == 'x' and m.role == 'assistant' %}"
+            "{{ m.content }}<end>{% else %}{% generation %}{{ m.content }}<end>{% endgeneration %}{% endif %}"
+            "{% endfor %}",
+            ("y", "xy"),
+        ),
+        # A text of which the length matters.
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content[:4] }}<end>{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}",
+            ("four", "more than four"),
+        ),
+        # A text that is a word of the template.
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ '' if m.content == 'none' else m.content }}<end>{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}",
+            ("some", "none"),
+        ),
+    ],
+    ids=("blocks", "length", "word"),
+)
+def test_a_text_that_matters_to_the_template_makes_a_conversation_unlike(source, texts):
+    """[T1.a]"""
+    template = ChatTemplate(source=source, where="test")
+    known = Patterns(template=template, kwargs={}, train_on=("assistant",), last_only=False)
+    for text in (*texts, *texts[::-1]):
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+        assert by_patterns(known, messages, None) == outcome(template, messages, None, ("assistant",))

@@ -25,6 +25,7 @@ SETTING = -1
 """The message of a character of the tools or options."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
+_REASONING = frozenset(REASONING)
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "text": ("content",),
@@ -32,7 +33,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "tool calls": ("tool_calls",),
 }
 _LABELS = frozenset(("name", "id", "type", "tool_call_id"))
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +109,8 @@ class MarkedConversation:
             return self._mark_string(value, owner, path)
         if value is None or isinstance(value, bool | int | float):
             return value
-        if depth > _MAX_DEPTH:
-            raise Refusal("not_json", f"values nested deeper than {_MAX_DEPTH} in {self.named(owner)}")
+        if depth > MAX_DEPTH:
+            raise Refusal("not_json", f"values nested deeper than {MAX_DEPTH} in {self.named(owner)}")
         if isinstance(value, Mapping):
             marked: dict[Tracked, Any] = {}
             for key, item in value.items():
@@ -181,7 +182,7 @@ def _has_text(value: object, depth: int = 0) -> bool:
     if not isinstance(value, Mapping | list | tuple):
         return value is not None
     items = [value[key] for key in value if key != "type"] if isinstance(value, Mapping) else value
-    return depth <= _MAX_DEPTH and any(_has_text(item, depth + 1) for item in items)
+    return depth <= MAX_DEPTH and any(_has_text(item, depth + 1) for item in items)
 
 
 # What a message says of its own training.
@@ -236,6 +237,8 @@ def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _with_reasoning(message: Message) -> Message:
+    if _REASONING.isdisjoint(message):
+        return message
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     if reasoning is None:
         return message

@@ -125,8 +125,7 @@ class GenerationBlock(Extension):
 
     def produced(self, caller: Callable[[], str]) -> str:
         """Return what the block wrote, marked where strings are tracked."""
-        text = caller()
-        return generated(text) if isinstance(self.environment, TrackedEnvironment) else text
+        return generated(caller())
 
 
 class _NoConstantFolding(CodeGenerator):

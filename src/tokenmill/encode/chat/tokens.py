@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
-from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.render import Patterns, Rendered, render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP
@@ -253,9 +253,12 @@ class ChatEncoder:
     """Whether BOS is put before a conversation whose template writes none. None: only before that of the built-in
     template, if texts start with it; of any other what it writes is all, as for transformers."""
     _controls: Controls = field(init=False, repr=False, compare=False)
+    _patterns: Patterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         template = self.template
+        patterns = Patterns(template=template, kwargs=self.kwargs, train_on=self.train_on, last_only=self.last_only)
+        object.__setattr__(self, "_patterns", patterns)
         controls = Controls(ids=self.tokenizer.special_ids, rules=template.strip_rules, where=template.where)
         object.__setattr__(self, "_controls", controls)
         identity = self.tokenizer.identity
@@ -332,14 +335,7 @@ class ChatEncoder:
         refused: dict[int, Refusal] = {}
         for index, conversation in enumerate(conversations):
             try:
-                rendered[index] = render(
-                    self.template,
-                    conversation.messages,
-                    tools=conversation.tools,
-                    kwargs=self.kwargs,
-                    train_on=self.train_on,
-                    last_only=self.last_only,
-                )
+                rendered[index] = self._patterns.render(conversation.messages, conversation.tools)
             except Refusal as error:
                 refused[index] = error
         ids: list[Uint32Array] = []

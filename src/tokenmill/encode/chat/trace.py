@@ -215,13 +215,32 @@ class Renderer:
 
     def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
         """Refuse if plain strings, which every other library renders with, give another text."""
-        names = self._names(len(self.conversation.messages), add_generation_prompt, str)
-        text = self._run(self.compiled.plain, {name: bare(value) for name, value in names.items()})
+        conversation = self.conversation
+        text = plain_text(
+            self.compiled,
+            self.where,
+            self.special_tokens,
+            bare(conversation.messages),
+            bare(conversation.tools),
+            bare(conversation.options),
+            add_generation_prompt,
+        )
         if text != trace.text:
             raise Refusal("changed", "the text is another one when its characters are followed")
 
     def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        rendered = self._run(self.compiled.tracked, self._names(num_messages, add_generation_prompt, authored))
+        conversation = self.conversation
+        names = _names(
+            self.where,
+            self.special_tokens,
+            conversation.messages[:num_messages],
+            conversation.tools,
+            conversation.options,
+            add_generation_prompt,
+            authored,
+        )
+        with seeking(self.sought):
+            rendered = _run(self.compiled.tracked, names)
         text = str.__str__(rendered)
         fragments: list[Fragment] = []
         generation: list[Range] = []
@@ -235,61 +254,19 @@ class Renderer:
                 generation.append((begin, at + size))
             origin = first & (GENERATION - 1)
             if origin:
-                string = self.conversation.string_of(origin)
-                owner = self.conversation.owners[string]
+                string = conversation.string_of(origin)
+                owner = conversation.owners[string]
                 fragments.append(Fragment(at, at + size, origin, step, string, owner))
                 of_message.setdefault(owner, []).append(fragments[-1])
             at += size
         return Trace(
-            conversation=self.conversation,
+            conversation=conversation,
             text=text,
             fragments=fragments,
             begins=[each.begin for each in fragments],
             of_message=of_message,
             generation=generation,
         )
-
-    def _names(self, num_messages: int, prompt: bool, own: Callable[[str], str]) -> dict[str, Any]:
-        """Return what the template may refer to; `own` makes a string the template's."""
-        conversation = self.conversation
-        return {
-            **{name: own(token) for name, token in self.special_tokens.items()},
-            "strftime_now": lambda form: own(self._now().strftime(form)),
-            **conversation.options,
-            "messages": conversation.messages[:num_messages],
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": prompt,
-        }
-
-    def _run(self, template: Template, names: dict[str, Any]) -> str:
-        with budget(), seeking(self.sought):
-            try:
-                with time_limit():
-                    return template.render(names)
-            except (Refusal, ConfigError):
-                raise
-            except MemoryError as error:
-                raise Refusal("too_large", "the template takes more memory than there is") from error
-            except Exception as error:
-                # A template may fail in any way that Python can; here it costs the record, not the job.
-                text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
-                raise Refusal("template_error", f"the template fails with {text}") from error
-
-    def _now(self) -> datetime:
-        given = self.conversation.options.get("now")
-        if given is None:
-            raise ConfigError(
-                f"chat template {self.where}: it writes today's date, and data must not depend on the clock, "
-                'got no date; give one among the options of the template: now = "2025-01-31"'
-            )
-        try:
-            return datetime.fromisoformat(str.__str__(given))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"chat template {self.where}: now must be a date in ISO form, got {given!r}; "
-                'write it as "2025-01-31"'
-            ) from error
 
     # Where a message begins and ends, as shown by other renders that stop before or behind it.
 
@@ -460,6 +437,70 @@ class Renderer:
             if prompt.strip() and (not after_assistant or longer.text.startswith(shorter.text)):
                 return prompt
         return None
+
+
+def plain_text(
+    compiled: Compiled,
+    where: str,
+    special_tokens: Mapping[str, str],
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    add_generation_prompt: bool,
+) -> str:
+    """Render a conversation with plain strings, as every other library does."""
+    return _run(compiled.plain, _names(where, special_tokens, messages, tools, options, add_generation_prompt, str))
+
+
+def _names(
+    where: str,
+    special_tokens: Mapping[str, str],
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    add_generation_prompt: bool,
+    own: Callable[[str], str],
+) -> dict[str, Any]:
+    """Return what a template may refer to; `own` makes a string the template's."""
+    return {
+        **{name: own(token) for name, token in special_tokens.items()},
+        "strftime_now": lambda form: own(_now(where, options).strftime(form)),
+        **options,
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+
+def _run(template: Template, names: dict[str, Any]) -> str:
+    with budget():
+        try:
+            with time_limit():
+                return template.render(names)
+        except (Refusal, ConfigError):
+            raise
+        except MemoryError as error:
+            raise Refusal("too_large", "the template takes more memory than there is") from error
+        except Exception as error:
+            # A template may fail in any way that Python can; here it costs the record, not the job.
+            text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
+            raise Refusal("template_error", f"the template fails with {text}") from error
+
+
+def _now(where: str, options: Mapping[str, Any]) -> datetime:
+    given = options.get("now")
+    if given is None:
+        raise ConfigError(
+            f"chat template {where}: it writes today's date, and data must not depend on the clock, "
+            'got no date; give one among the options of the template: now = "2025-01-31"'
+        )
+    try:
+        return datetime.fromisoformat(str.__str__(given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f'chat template {where}: now must be a date in ISO form, got {given!r}; write it as "2025-01-31"'
+        ) from error
 
 
 def _difference(longer: str, shorter: str) -> str:

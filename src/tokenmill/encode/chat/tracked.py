@@ -108,6 +108,22 @@ def _note(needle: object) -> None:
         _sought.get(set()).add(str.__str__(needle))
 
 
+# What generation blocks wrote of plain strings.
+
+_generated: ContextVar[list[str] | None] = ContextVar("what generation blocks wrote", default=None)
+
+
+@contextmanager
+def generating() -> Iterator[list[str]]:
+    """Give what the generation blocks of a render with plain strings write, in their order."""
+    texts: list[str] = []
+    token = _generated.set(texts)
+    try:
+        yield texts
+    finally:
+        _generated.reset(token)
+
+
 # Strings that are followed.
 
 Run: TypeAlias = tuple[int, int, int]
@@ -347,8 +363,13 @@ def runs_of(text: str) -> Sequence[Run]:
     return ((len(text), AUTHORED, 0),) if runs is None and text else runs or ()
 
 
-def generated(text: str) -> Tracked:
-    """Mark a text as written inside a generation block."""
+def generated(text: str) -> str:
+    """Mark a text as written inside a generation block; a plain one is told to `generating`."""
+    if type(text) is not Tracked:
+        texts = _generated.get()
+        if texts is not None:
+            texts.append(text)
+        return text
     return marked(
         text,
         [(size, first if first == UNKNOWN else first | GENERATION, step) for size, first, step in runs_of(text)],
