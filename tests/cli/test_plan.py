@@ -517,8 +517,7 @@ def test_the_page_holds_the_picture_the_tables_and_the_warnings(tokenmill, edite
     text, svg = page.read_text(encoding="utf-8"), picture.read_text(encoding="utf-8")
     assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     assert svg in text
-    bold = re.findall(r'^<span style="font-weight: bold">(.*?) *</span>$', text, re.MULTILINE)
-    assert bold == [
+    assert re.findall("<caption>(.*?)</caption>", text) == [
         *("Stages", "Mixture", "Sources", "Quarantined", "Fate of the tokens of an epoch"),
         "Reading and memory",
     ]

@@ -255,7 +255,7 @@ def test_reading_from_object_storage_is_counted_with_its_price(folder, open_site
     shown = site.api("remote")
     assert shown["counters"]["requests"] > 0
     assert shown["dollars"] == shown["counters"]["requests"] / 1000 * shown["prices"]["thousand_requests"]
-    planned = [(each["stage"], each["source"]) for each in shown["readings"] if each["is_planned"]]
+    planned = [(each["stage"], each["source"]) for each in shown["reading"]["readings"] if each["is_planned"]]
     assert planned == [("base", "books"), ("base", "web"), ("late", "books"), ("late", "web")]
     assert "Read by this page" in site.page("remote")
 

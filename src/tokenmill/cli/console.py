@@ -1,15 +1,12 @@
-"""How the command line reads and writes: shared options, tables and pages for people, JSON for programs."""
+"""How the command line reads and writes: shared options, tables for people, JSON for programs."""
 
 from __future__ import annotations
 
-import io
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +15,13 @@ import typer
 from rich import box, markup
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenmill.errors import ConfigError
 from tokenmill.tables import is_address
+from tokenmill.view.tables import Bar, Table, cell
+from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -37,7 +36,6 @@ errors = Console(stderr=True)
 
 MIN_NAME = 12
 """Names are not folded to less than so many characters."""
-PAGE_COLUMNS = 120
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
@@ -208,41 +206,16 @@ def show_error(message: str) -> None:
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def cell(value: object) -> str:
-    """Show a value: thousands with a comma, None as a dash.
-
-    >>> cell(1234567), cell(None), cell(0.5)
-    ('1,234,567', '–', '0.5')
-    """
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-
-
-def megabytes(count: int) -> str:
-    """Show a number of bytes.
-
-    >>> megabytes(1_500_000)
-    '1.5 MB'
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
-
-
 def printable(text: str) -> str:
     """Return a text that cannot speak to the terminal: no escape sequences, no bells, no reversed text."""
     return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else "→" if c == "\t" else "\ufffd" for c in text)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> RichTable:
     """Make a table; numbers stand to the right, other cells to the left, and none is read as markup."""
     lines = [list(row) for row in rows]
     heading = markup.escape(title)
-    filled = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    filled = RichTable(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
         # Names must not give way to numbers on a narrow terminal.
@@ -255,25 +228,36 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return filled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WideTable:
-    """A table of which no number is cut: several below each other where a console is too narrow for all columns."""
+def show_table(data: Table) -> None:
+    """Print a table, its texts such that they cannot speak to the terminal."""
+    rows = [[_shown(value) for value in row] for row in data.rows]
+    if data.folded:
+        console.print(table(data.title, data.columns, rows))
+    else:
+        console.print(WideTable(title=data.title, columns=data.columns, rows=rows, names=data.names))
 
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    names: int = 1
-    """The first columns, which may be folded and stand in every table; no word or number of the others is cut."""
+
+def _shown(value: object) -> object:
+    if isinstance(value, Bar):
+        return "█" * round(40 * value.share)
+    return printable(value) if isinstance(value, str) else value
+
+
+class WideTable(Table):
+    """A table of which no number is cut: several below each other where a console is too narrow for all columns.
+
+    The first columns may be folded and stand in every one.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield what a console prints."""
         yield from self.tables(options.max_width)
 
-    def tables(self, width: int) -> list[Table]:
+    def tables(self, width: int) -> list[RichTable]:
         """Return as many tables as it takes to fit a width."""
         texts = [[name, *(cell(row[index]) for row in self.rows)] for index, name in enumerate(self.columns)]
         least = [_least(column, folded=index < self.names) for index, column in enumerate(texts)]
-        fitting: list[Table] = []
+        fitting: list[RichTable] = []
         first = self.names
         while first < len(self.columns):
             last = first + 1
@@ -313,37 +297,6 @@ def _is_estimate(texts: Sequence[str]) -> bool:
 def _needed(widths: Sequence[int]) -> int:
     """Return the width of a table whose columns have these widths, with a blank and a line around each."""
     return sum(widths) + 3 * len(widths) - 1
-
-
-_PAGE_STYLE = """
-body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-pre { font: 13px/1.3 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }
-"""
-"""Beside the style of the page that `tokenmill view` shows."""
-
-
-def page(title: str, show: Callable[[Console], None], picture: str = "", below: str = "") -> str:
-    """Return what `show` prints, between an SVG picture and other HTML, as a page that needs nothing else."""
-    from tokenmill.view.pages import style
-
-    recorder = Console(
-        record=True,
-        file=io.StringIO(),
-        width=PAGE_COLUMNS,
-        force_terminal=True,
-        color_system="truecolor",
-        no_color=False,
-    )
-    show(recorder)
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    figure = f"<figure>{picture}</figure>\n" if picture else ""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width"><style>{style()}{_PAGE_STYLE}</style></head>\n'
-        f"<body><h1>{escape(title)}</h1>\n{figure}"
-        f"<pre>\n{recorder.export_html(code_format='{code}', inline_styles=True)}</pre>{below}</body></html>\n"
-    )
 
 
 def place(text: str) -> Path | str:

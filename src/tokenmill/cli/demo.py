@@ -102,14 +102,14 @@ def _prepare(folder: Path) -> None:
 
 
 def _plan(folder: Path) -> Run:
-    from tokenmill.cli.plan import tables
     from tokenmill.run.run import Run
+    from tokenmill.view.tables import plan_tables
 
     file = folder / "run.toml"
     file.write_text(RUN_TOML, encoding="utf-8")
     run = Run.from_toml(file)
-    for view in tables(run.report()):
-        ui.console.print(view)
+    for table in plan_tables(run.report()):
+        ui.show_table(table)
     return run
 
 

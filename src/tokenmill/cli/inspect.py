@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,9 +14,10 @@ from rich.text import Text
 
 from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError, MissingExtraError, StoreError
+from tokenmill.view.tables import fates, store_tables
 
 if TYPE_CHECKING:
-    from tokenmill.run.inspect import Audit, Example, StoreContents
+    from tokenmill.run.inspect import Example
     from tokenmill.run.run import Run
     from tokenmill.store import ForeignOptions, Store, VerifyReport
 
@@ -70,31 +70,21 @@ def inspect(
             decoder = ui.tokenizer_for(store, tokenizer)
             shown.append((name, inspect_store(store, decoder), examples(store, decoder, seed=seed)))
 
-    def show(console: Console, *, inputs: bool) -> None:
-        for name, store, texts in shown:
-            _show(console, name, store, inputs=inputs)
-            if not inputs:  # on a page they are drawn
-                _show_examples(console, texts)
-        if counted:
-            from tokenmill.cli.plan import fates
-
-            console.print(fates(counted))
-
     if html is not None:
-        from tokenmill.view.pages import examples_html
-        from tokenmill.view.picture import text_of
+        from tokenmill.view.pages import standalone, stores_html
 
-        texts = "".join(
-            f"<h2>Examples of {text_of(name)}</h2>{examples_html(each)}" for name, _, each in shown if each
-        )
-        title = f"tokenmill: {Path(path).absolute().name}"
-        text = ui.page(title, lambda recorder: show(recorder, inputs=True), below=texts)
-        html.write_text(text, encoding="utf-8")
+        body = stores_html(shown, None if counted is None else fates(counted))
+        html.write_text(standalone(f"tokenmill: {Path(path).absolute().name}", body), encoding="utf-8")
     if json:
         fates_of = {source.name: {"fates": source.fates} for source in counted.sources} if counted else {}
         ui.print_json({name: store.to_json() | fates_of.get(name, {}) for name, store, _ in shown})
         return
-    show(ui.console, inputs=False)
+    for name, contents, texts in shown:
+        for table in store_tables(name, contents, inputs=False):
+            ui.show_table(table)
+        _show_examples(ui.console, texts)
+    if counted is not None:
+        ui.show_table(fates(counted))
     if html is not None:
         ui.print_line(f"wrote {html}")
 
@@ -174,110 +164,6 @@ def _open_run(path: Path, options: ForeignOptions) -> Run:
         line = f"{name}: live text, {files:,} files of {size}, {rows.lanes:,} lanes, tokenized as it is read"
         ui.errors.print(line, highlight=False, soft_wrap=True)
     return run
-
-
-def _show(console: Console, name: str, store: StoreContents, *, inputs: bool) -> None:
-    console.print(ui.table(f"Store {name}", ("what", "value"), _facts(store)))
-    console.print(_supervision(store.audit))
-    for key, bins in store.lengths.items():
-        title = "Document lengths" if key == "sequence" else f"Lengths of {key}"
-        most = max(bins.values(), default=1)
-        bars = [(label, count, "█" * round(40 * count / most)) for label, count in bins.items()]
-        console.print(ui.table(title, ("tokens", "documents" if key == "sequence" else key, ""), bars))
-    if store.reasons:
-        title = f"{sum(each.records for each in store.reasons):,} skipped records, an example of each reason"
-        keys = ("reason", "records", "file", "line", "detail", "way_out")
-        _show_records(console, title, keys, [asdict(each) for each in store.reasons])
-    if store.notes:
-        notes = [asdict(each) for each in store.notes]
-        _show_records(console, "Notes of the build", ("name", "records", "meaning"), notes)
-    if inputs and store.inputs:
-        _show_records(console, "Input files", ("name", "documents", "tokens"), store.inputs)
-
-
-def _show_records(console: Console, title: str, keys: tuple[str, ...], records: Any) -> None:  # noqa: ANN401 - JSON
-    rows = [[record.get(key) for key in keys] for record in records]
-    shown = [[ui.printable(value) if isinstance(value, str) else value for value in row] for row in rows]
-    console.print(ui.table(title, keys, shown))
-
-
-def _facts(store: StoreContents) -> list[tuple[str, object]]:
-    counts = store.skipped.get("counts", {})
-    item = "document" if list(store.longest) == ["sequence"] else "record"
-    return [
-        ("kind", store.kind),
-        (f"{item}s", store.documents),
-        ("tokens", store.tokens),
-        (f"tokens a {item}", round(store.tokens / max(1, store.documents), 1)),
-        *(
-            ("longest document" if key == "sequence" else f"longest {key.removesuffix('s')}", longest)
-            for key, longest in store.longest.items()
-        ),
-        ("shards", f"{store.shards:,}, {ui.megabytes(store.bytes)}"),
-        ("arrays", ", ".join(f"{key} {dtype}" for key, dtype in store.keys.items())),
-        ("tokenizer", _tokenizer(store.tokenizer)),
-        ("BOS / EOS", f"{_placed(store, 'bos')} / {_placed(store, 'eos')}"),
-        ("recipe", _recipe(store.recipe)),
-        ("input files", len(store.inputs)),
-        ("skipped", ", ".join(f"{reason} {count:,}" for reason, count in counts.items()) or "none"),
-        ("fingerprint", store.fingerprint),
-    ]
-
-
-def _tokenizer(identity: Mapping[str, Any]) -> str:
-    from tokenmill.store.layout import GIVEN, UNKNOWN
-
-    kind, size, content = identity.get("kind", UNKNOWN), identity["vocab_size"], identity.get("content")
-    if kind == UNKNOWN:
-        return f"unknown, ids below {size:,}"
-    if kind == GIVEN:
-        return f"not named, {size:,} ids"
-    return f"{kind}, {size:,} ids" + (f", content {str(content)[:12]}" if content else "")
-
-
-def _recipe(recipe: Mapping[str, Any]) -> str:
-    if "imported" in recipe:
-        return f"imported from {recipe['imported']}"
-    if "name" in recipe:
-        fim = recipe.get("recipe", {}).get("fim")
-        cut = f", fill-in-the-middle {fim['rate']:g} (suffix first {fim['spm_rate']:g})" if fim else ""
-        return f"{recipe['name']}{cut}"
-    return f"{recipe['format']}, read in place" if recipe.get("format") else "none"
-
-
-def _placed(store: StoreContents, which: str) -> str:
-    """Say which id starts or ends documents, and whether it does; we did not add what others wrote."""
-    from tokenmill.run.inspect import has_chat_template
-
-    identity, recipe = store.tokenizer, store.recipe
-    number, added = identity.get(f"{which}_id"), identity.get(f"add_{which}")
-    if number is None:
-        return "none"
-    string = store.bos if which == "bos" else store.eos
-    named = f"id {number}" if string is None else f"{string!r} (id {number})"
-    if "name" not in recipe and ("imported" in recipe or "format" in recipe):
-        verb, end = ("starts", "start") if which == "bos" else ("ends", "end")
-        return f"{named}, {verb} every document" if added else f"{named}, not at the {end} of every document"
-    if has_chat_template(recipe):
-        begun = [audit for audit in store.audit if audit.with_bos is not None] if which == "bos" else []
-        if begun:
-            started, items = sum(audit.with_bos or 0 for audit in begun), sum(audit.audited for audit in begun)
-            return f"{named}, before {started:,} of {items:,} texts"
-        return f"{named}, {'added where no chat template is' if added else 'not added'}"
-    return f"{named}, {'added' if added else 'not added'}"
-
-
-def _supervision(audits: tuple[Audit, ...]) -> ui.WideTable:
-    rows = []
-    for audit in audits:
-        items = audit.items if audit.audited == audit.items else f"{audit.items:,} ({audit.audited:,} audited)"
-        masks = (audit.supervised_percent, audit.fully_masked_percent)
-        shares = (*masks, audit.truncated_percent, audit.without_eos_percent, audit.unended_turns_percent)
-        rounded = (None if share is None else round(share, 2) for share in shares)
-        rows.append((audit.key, items, *rounded, audit.turns))
-    measures = ("supervised %", "fully masked %", "truncated %", "without EOS %", "turns without end %", "turns")
-    columns = ("array", "rows", *measures)
-    return ui.WideTable(title="Supervision", columns=columns, rows=rows)
 
 
 def _show_examples(console: Console, examples: list[Example]) -> None:

@@ -11,10 +11,22 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from tokenmill.build.progress import BuildStatus
-from tokenmill.run.inspect import Audit, DocumentPart, Example
+from tokenmill.run.inspect import DocumentPart, Example, StoreContents
+from tokenmill.run.reading import ReadingReport
+from tokenmill.run.report import RunReport
 from tokenmill.run.run import Run
 from tokenmill.run.step import StepDeal, StepRow, Strip, StripToken
 from tokenmill.view.picture import COLOURS, text_of, timeline
+from tokenmill.view.tables import (
+    Bar,
+    Table,
+    bars,
+    cell,
+    plan_notes,
+    plan_tables,
+    reading_tables,
+    store_tables,
+)
 from tokenmill.view.views import (
     ArraysView,
     DiffView,
@@ -50,63 +62,95 @@ def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
     )
 
 
-def style() -> str:
-    """Return the style of all pages, for one that stands by itself."""
-    return (Path(__file__).parent / "static" / "style.css").read_text(encoding="utf-8")
-
-
 def problem(message: str) -> str:
     """Return the body of a page that says what is wrong, with the way out."""
     return f'<h1>This cannot be shown</h1><p class="problem" role="alert">{text_of(message)}</p>'
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, raw: Sequence[int] = ()) -> str:
-    """Return a table; numbers stand to the right. Columns of `raw` hold HTML."""
+class Html(str):
+    """A text that is HTML already; every other is escaped."""
+
+    __slots__ = ()
+
+
+STEP_COLUMNS = {"first step", "from step", "first repeat", "used up from step", "step"}
+"""Columns whose numbers lead to a step."""
+
+
+def table(data: Table, *, links: bool = False) -> str:
+    """Draw a table; numbers stand to the right. With links, those of steps lead to them."""
+    rows = [list(row) for row in data.rows]
+    numeric = [all(isinstance(row[at], int | float | None) for row in rows) for at in range(len(data.columns))]
+    kinds = [' class="number"' if rows and right else "" for right in numeric]
+    columns = list(zip(data.columns, kinds, strict=True))
     lines = [
         "<tr>"
         + "".join(
-            f"<td{_right(value)}>{value if place in raw else text_of(_cell(value))}</td>"
-            for place, value in enumerate(row)
+            f"<td{kind}>{_cell(name, value, links=links)}</td>"
+            for (name, kind), value in zip(columns, row, strict=True)
         )
         + "</tr>"
         for row in rows
     ]
-    head = "".join(f'<th scope="col">{text_of(column)}</th>' for column in columns)
-    body = "".join(lines) or f'<tr><td colspan="{len(columns)}">none</td></tr>'
+    head = "".join(f'<th scope="col"{kind}>{text_of(name)}</th>' for name, kind in columns)
+    body = "".join(lines) or f'<tr><td class="none" colspan="{len(data.columns)}">none</td></tr>'
     return (
-        f'<div class="scroll" tabindex="0"><table><caption>{text_of(title)}</caption>'
+        f'<div class="scroll" tabindex="0"><table><caption>{text_of(data.title)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _right(value: object) -> str:
-    return ' class="number"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+def _cell(column: str, value: object, *, links: bool) -> str:
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, Bar):
+        return (
+            '<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
+            f'<rect width="{100 * value.share:.2f}" height="1" class="c0"/></svg>'
+        )
+    if links and column in STEP_COLUMNS and isinstance(value, int):
+        return link("step", f"{value:,}", step=value)
+    return text_of(cell(value))
 
 
 def facts(items: Iterable[tuple[str, object]]) -> str:
     """Return names and values as a list."""
-    shown = "".join(f"<div><dt>{text_of(name)}</dt><dd>{text_of(_cell(value))}</dd></div>" for name, value in items)
+    shown = "".join(f"<div><dt>{text_of(name)}</dt><dd>{text_of(cell(value))}</dd></div>" for name, value in items)
     return f'<dl class="facts">{shown}</dl>'
 
 
-def bars(title: str, counts: Mapping[str, int]) -> str:
-    """Return counts as bars, with their numbers."""
-    most = max(counts.values(), default=1) or 1
-    drawn = [
-        f'<svg class="bar" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect width="{100 * count / most:.2f}" height="1" class="c0"/></svg>'
-        for count in counts.values()
-    ]
-    rows = [(name, count, bar) for (name, count), bar in zip(counts.items(), drawn, strict=True)]
-    return table(title, ("", "", ""), rows, raw=(2,))
+# Pages that stand by themselves
+
+
+def standalone(title: str, body: str) -> str:
+    """Return a page that needs nothing else and runs nothing, drawn as those of the server are."""
+    style = (Path(__file__).parent / "static" / "style.css").read_text(encoding="utf-8")
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text_of(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>\n'
+        f"<body><main><h1>{text_of(title)}</h1>\n{body}</main></body></html>\n"
+    )
+
+
+def plan_html(report: RunReport, reading: ReadingReport | None = None, *, links: bool = False) -> str:
+    """Draw all that `tokenmill plan` tells, below its picture."""
+    notes = "".join(
+        f"<p{' class=problem' * (kind == 'warning')}>{text_of(': '.join(filter(None, (kind, sentence))))}</p>\n"
+        for kind, sentence in plan_notes(report, reading)
+    )
+    shown = (*plan_tables(report), *(reading_tables(reading) if reading else ()))
+    return notes + "".join(table(each, links=links) for each in shown)
+
+
+def stores_html(shown: Sequence[tuple[str, StoreContents, Sequence[Example]]], fates: Table | None) -> str:
+    """Draw all that `tokenmill inspect` tells."""
+    parts = []
+    for name, contents, texts in shown:
+        parts += [table(each) for each in store_tables(name, contents, inputs=True)]
+        parts += [f"<h2>Examples of {text_of(name)}</h2>{examples_html(texts)}"] if texts else []
+    return "".join([*parts, *([table(fates)] if fates else [])])
 
 
 # Strips: the page is sent what to draw as numbers, and draws what is on the screen (static/app.js)
@@ -275,7 +319,7 @@ def _deal(deal: StepDeal) -> str:
         f"Ranks that wait for one another take {deal.waiting_in_order:.3f} of the mean in order, "
         f"{deal.waiting_dealt:.3f} dealt by cost."
     )
-    return f"{table(f'Who takes which rows, {how}', columns, lines)}<p>{waits}</p>"
+    return f"{table(Table(title=f'Who takes which rows, {how}', columns=columns, rows=lines))}<p>{waits}</p>"
 
 
 # Tokens as text
@@ -333,7 +377,8 @@ def arrays_page(view: ArraysView, run: Run) -> str:  # noqa: ARG001
     ]
     back = link("strip", f"slot {view.slot} of step {view.step:,}", step=view.step, slot=view.slot)
     turn = paging("arrays", view.first, shown, view.length, step=view.step, slot=view.slot)
-    return f"<h1>Arrays of {back}</h1>{turn}{table('As the loader delivers them', ('place', *names), rows)}"
+    numbers = Table(title="As the loader delivers them", columns=("place", *names), rows=rows)
+    return f"<h1>Arrays of {back}</h1>{turn}{table(numbers)}"
 
 
 def _no_text(why: str | None) -> str:
@@ -356,54 +401,13 @@ def timeline_page(view: TimelineView, run: Run) -> str:
     """Show shares, stages, edits and epochs over the whole run."""
     report = view.report
     picture = timeline(run.plan(), report, run.name, report.quarantined, report.evals, by=view.by)
-    choice = " ".join(f"<li>{link('timeline', f'by {by}', by=by)}</li>" for by in ("steps", "tokens"))
-    stages = [
-        (
-            link("step", text_of(stage.name), step=stage.start_step),
-            *(
-                stage.start_step,
-                stage.end_step,
-                stage.tokens,
-                stage.global_batch_size,
-                stage.seq_len,
-                stage.lr_scale,
-            ),
-        )
-        for stage in report.stages
-    ]
-    columns = ("stage", "from step", "to", "tokens", "batch", "seq_len", "lr_scale")
-    shares = [
-        (share.stage, share.source, share.asked, share.realised, share.realised_tokens, share.rows, share.epochs)
-        for share in report.shares
-    ]
-    sources = [
-        (
-            source.name,
-            source.drawn,
-            source.epochs,
-            source.first_repeat
-            if source.first_repeat is None
-            else link("step", f"{source.first_repeat:,}", step=source.first_repeat),
-            source.gone_from,
-        )
-        for source in report.sources
-    ]
-    evals = [
-        (each.name, ", ".join(each.sources), each.documents, each.rows, each.labels, each.every, each.every_tokens)
-        for each in report.evals
-    ]
-    named = ("eval", "sources", "documents", "rows", "labels", "every so many steps", "or tokens")
-    warned = "".join(f'<p class="problem">{text_of(warning)}</p>' for warning in report.warnings)
+    choice = " ".join(
+        f"<li>{link('timeline', f'by {by}', 'timeline' if by == view.by else '', by=by)}</li>"
+        for by in ("steps", "tokens")
+    )
     return (
-        f'<h1>Timeline</h1><ul class="choice">{choice}</ul><figure class="timeline">{picture}</figure>{warned}'
-        + table("Stages", columns, stages, raw=(0,))
-        + table(
-            "Shares asked and realised",
-            ("stage", "source", "asked", "realised", "of tokens", "rows", "epochs so far"),
-            shares,
-        )
-        + table("Sources", ("source", "rows drawn", "epochs", "first repeat", "used up from"), sources, raw=(3,))
-        + (table("Evals", named, evals) if evals else "")
+        f'<h1>Timeline</h1><ul class="choice">{choice}</ul>'
+        f'<figure class="timeline" tabindex="0">{picture}</figure>{plan_html(report, links=True)}'
     )
 
 
@@ -420,8 +424,9 @@ def packing_page(view: PackingView, run: Run) -> str:  # noqa: ARG001
         fill = {f"{10 * part}%": count for part, count in enumerate(packed.fill)}
         parts.append(
             f'<h2>{text_of(name)}</h2><div class="beside">'
-            f"{bars('Rows by how full they are', fill)}{bars('Spans a row', packed.spans)}"
-            f"{bars('Tokens a span', packed.lengths)}</div>"
+            f"{table(bars('Rows by how full they are', ('filled to', 'rows'), fill))}"
+            f"{table(bars('Spans a row', ('spans', 'rows'), packed.spans))}"
+            f"{table(bars('Tokens a span', ('tokens', 'spans'), packed.lengths))}</div>"
         )
     return "".join(parts)
 
@@ -449,22 +454,6 @@ def _balance(title: str, counts: Mapping[str, int], total: int) -> str:
 # Stores
 
 
-def audit_table(audits: Sequence[Audit]) -> str:
-    """Show how much is trained on."""
-    columns = ("array", "items", "audited", "trained %", "fully masked %", "truncated %", "without EOS %")
-    return table(
-        "Supervision",
-        columns,
-        [
-            (
-                *(a.key, a.items, a.audited, round(a.supervised_percent, 2)),
-                *(a.fully_masked_percent, a.truncated_percent, a.without_eos_percent),
-            )
-            for a in audits
-        ],
-    )
-
-
 def examples_html(shown: Sequence[Example]) -> str:
     """Show examples with what is trained on."""
     parts = []
@@ -487,13 +476,7 @@ def store_page(view: StoreView, run: Run | None) -> str:  # noqa: ARG001
         f"<li>{link('store', text_of(name), 'store' if name == view.name else '', source=name)}</li>"
         for name in view.names
     )
-    about = facts(
-        [
-            *(("kind", contents.kind), ("documents", contents.documents), ("tokens", contents.tokens)),
-            *(("shards", contents.shards), ("bytes", contents.bytes), ("BOS", contents.bos), ("EOS", contents.eos)),
-            ("fingerprint", contents.fingerprint),
-        ]
-    )
+    about, *tables = (table(each) for each in store_tables(view.name, contents, inputs=False))
     search = (
         f'<form action="document" class="controls"><input type="hidden" name="source" value="{text_of(view.name)}">'
         f'<label>Document <input name="document" type="number" min="0" max="{max(0, contents.documents - 1)}" '
@@ -501,19 +484,17 @@ def store_page(view: StoreView, run: Run | None) -> str:  # noqa: ARG001
     )
     listed = [
         (
-            link("document", f"{each.document:,}", source=view.name, document=each.document),
+            Html(link("document", f"{each.document:,}", source=view.name, document=each.document)),
             each.tokens,
-            each.text if each.text is not None else "–",
+            each.text,
         )
         for each in view.documents
     ]
-    lengths = "".join(bars(f"Tokens of {key}", counts) for key, counts in contents.lengths.items())
+    documents = Table(title="Documents", columns=("document", "tokens", "beginning"), rows=listed)
     return (
-        f'<h1>Store {text_of(view.name)}</h1><ul class="choice">{others}</ul>{about}'
-        f"{_no_text(view.no_text)}{search}"
+        f'<h1>Store {text_of(view.name)}</h1><ul class="choice">{others}</ul>{_no_text(view.no_text)}{search}'
         f"{paging('store', view.first, len(view.documents), contents.documents, source=view.name)}"
-        f"{table('Documents', ('document', 'tokens', 'beginning'), listed, raw=(0,))}"
-        f'{audit_table(contents.audit)}<div class="beside">{lengths}</div>{examples_html(view.examples)}'
+        f"{table(documents)}{examples_html(view.examples)}{''.join(tables)}{about}"
     )
 
 
@@ -528,8 +509,8 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
     )
     steps = [
         (
-            link("step", f"{use.step:,}", step=use.step),
-            link("strip", str(use.slot), step=use.step, slot=use.slot),
+            use.step,
+            Html(link("strip", str(use.slot), step=use.step, slot=use.slot)),
             use.row,
             ", ".join(f"{start}:{start + length}" for start, length in use.spans),
         )
@@ -538,7 +519,8 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
     seen = ""
     if view.in_run:
         title = f"Seen {view.num_uses:,} times" + ("" if view.num_uses == len(view.uses) else ", the first listed")
-        seen = table(title, ("step", "slot", "row", "tokens of the document"), steps, raw=(0, 1))
+        columns = ("step", "slot", "row", "tokens of the document")
+        seen = table(Table(title=title, columns=columns, rows=steps), links=True)
     turn = " ".join(
         link("document", words, source=view.source, document=other)
         for words, other in (("← before", document - 1), ("behind →", document + 1))
@@ -612,10 +594,11 @@ def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
             for words, way in (("← earlier", -1), ("later →", 1))
         )
         turn = f'<h2>Step {view.step:,}</h2><p class="turn">{before} {after}</p>'
+    why = Table(title="Why", columns=("where", "here", "there", "from step"), rows=changes)
     counted = f"{difference['differing_rows']:,} of {difference['compared_rows']:,} rows that were compared differ"
     return (
         f"<h1>{text_of(view.names[0])} and {text_of(view.names[1])}</h1>{choice}<p>{text_of(words)} "
-        f"{text_of(counted)}.</p>{table('Why', ('where', 'here', 'there', 'from step'), changes)}"
+        f"{text_of(counted)}.</p>{table(why, links=True)}"
         f'{turn}<div class="beside">{"".join(columns)}</div>'
     )
 
@@ -623,18 +606,10 @@ def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
 def remote_page(view: RemoteView, run: Run | None) -> str:  # noqa: ARG001
     """Show what is read from object storage."""
     counted = facts([*view.counters.items(), ("dollars", view.dollars)])
-    columns = ("stage", "source", "shuffle", "requests", "bytes", "mean request", "mirror needed", "seconds", "$")
-    rows = [
-        (
-            *(each.stage, each.source, f"{each.shuffle}{', as planned' if each.is_planned else ''}"),
-            *(each.requests, each.bytes, each.mean_request_bytes, each.mirror_bytes, each.seconds, each.dollars),
-        )
-        for each in view.readings
-    ]
+    planned = "".join(table(each) for each in reading_tables(view.reading)) if view.reading else ""
     return (
         f"<h1>Object storage</h1><h2>Read by this page</h2>{counted}"
-        f"{table('What the run will ask for', columns, rows) if rows else ''}"
-        "<p>Prices are those of S3 Standard in us-east-1, read from within its region.</p>"
+        f"{planned}<p>Prices are those of S3 Standard in us-east-1, read from within its region.</p>"
     )
 
 
@@ -669,7 +644,8 @@ def build_page(status: BuildStatus, run: Run | None) -> str:  # noqa: ARG001
     columns = ("worker", "unit", "bytes", "documents", "tokens", "state", "seconds since its last word")
     about = "" if status.exact else "<p>Documents and tokens are in proportion to some units.</p>"
     again = ' data-again="2"' if status.state in ("under way", "publishing") else ""
-    return f"<h1{again}>Build</h1>{facts(shown)}{about}{bar}{table('Workers', columns, workers)}"
+    listed = Table(title="Workers", columns=columns, rows=workers)
+    return f"<h1{again}>Build</h1>{facts(shown)}{about}{bar}{table(listed)}"
 
 
 PAGES: Mapping[str, Callable[[Any, Any], str]] = {

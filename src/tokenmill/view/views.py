@@ -20,7 +20,7 @@ from tokenmill.run.inspect import (
     tokenizer_of,
     why_no_texts,
 )
-from tokenmill.run.reading import Prices, Reading
+from tokenmill.run.reading import Prices, ReadingReport
 from tokenmill.run.report import RunReport
 from tokenmill.run.run import Run
 from tokenmill.run.step import (
@@ -176,8 +176,8 @@ class RemoteView:
     dollars: float
     """What these requests cost."""
     prices: Prices
-    readings: tuple[Reading, ...]
-    """What the run will ask for, by stage and source."""
+    reading: ReadingReport | None
+    """What the run will ask for, by stage and source; None of a store alone."""
 
 
 @dataclass(frozen=True)
@@ -471,8 +471,8 @@ def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: 
     prices = Prices()
     total = {name: sum(each.to_json()[name] for each in counters) for name in counters[0].to_json()}
     dollars = total["requests"] / 1000 * prices.thousand_requests + total["bytes"] / 1e9 * prices.gigabyte
-    readings = run.reading(prices=prices).readings if run is not None else ()
-    return RemoteView(counters=total, dollars=dollars, prices=prices, readings=tuple(readings))
+    reading = None if run is None else run.reading(prices=prices)
+    return RemoteView(counters=total, dollars=dollars, prices=prices, reading=reading)
 
 
 def build_view(opened: Opened, parameters: Parameters) -> BuildStatus:  # noqa: ARG001

@@ -1,0 +1,414 @@
+"""What a run, a store and object storage tell, as tables: the command line prints them, the page draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmill.plan.report import PlanReport, SourceShare, StageFacts
+    from tokenmill.run.inspect import Audit, StoreContents
+    from tokenmill.run.reading import ReadingReport
+    from tokenmill.run.report import Costs, EvalFacts, RunReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A title, the names of columns, and rows of values."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    names: int = 1
+    """The first columns, which say what a row is about."""
+    folded: bool = False
+    """Whether its texts may be folded on a narrow screen; else no word or number of it is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value that is drawn: how long it is, of the longest."""
+
+    share: float
+
+
+def cell(value: object) -> str:
+    """Show a value: thousands with a comma, None as a dash.
+
+    >>> cell(1234567), cell(None), cell(0.5)
+    ('1,234,567', '–', '0.5')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def megabytes(count: int) -> str:
+    """Show a number of bytes.
+
+    >>> megabytes(1_500_000)
+    '1.5 MB'
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+# Runs
+
+
+def plan_tables(report: RunReport) -> Iterator[Table]:
+    """Yield the report as tables; what no line says anything about has no column, and no table."""
+    yield _stages(report)
+    yield _mixture(report.shares)
+    yield _sources(report)
+    if report.quarantined:
+        yield Table(
+            title="Quarantined",
+            columns=("source", "from step", "documents", "tokens", "why"),
+            rows=[
+                (q.source, q.from_step, q.documents, q.tokens, q.reason or ("all of it" if q.whole else "–"))
+                for q in report.quarantined
+            ],
+        )
+    if report.evals:
+        yield _evals(report.evals)
+    yield fates(report)
+    audits = [(source, audit) for source, audits in report.supervision.items() for audit in audits]
+    if audits:
+        yield Table(
+            title="Supervision",
+            columns=("source", "array", "records", "supervised %", "fully masked %"),
+            rows=[
+                (source, a.key, a.items, _rounded(a.supervised_percent), _rounded(a.fully_masked_percent))
+                for source, a in audits
+            ],
+            names=2,
+        )
+    if report.imbalance:
+        yield Table(
+            title="Waiting of ranks: how often as long as without",
+            columns=("stage", "ranks", "rows in order", "rows dealt by cost"),
+            rows=[(i.stage, i.ranks, round(i.in_order, 3), round(i.dealt, 3)) for i in report.imbalance],
+        )
+    yield _costs(report.costs)
+
+
+def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Iterator[tuple[str, str]]:
+    """Yield what is said below the tables, a kind and a sentence each: warnings, history, totals."""
+    if reading is not None:
+        link, prices = reading.link, reading.prices
+        yield (
+            "object storage",
+            f"nodes {link.nodes}, {link.latency_ms:g} ms a request, {link.concurrency} at a time, "
+            f"{link.gbit:g} Gbit/s; {prices.thousand_requests:g} $ for 1,000 requests, {prices.gigabyte:g} $ a GB "
+            "(defaults: S3 Standard, read within its region)",
+        )
+    yield from (("warning", warning) for warning in report.warnings)
+    yield from (("history", line) for line in report.history)
+    if report.epochs is not None:
+        yield "", report.epochs.sentence(report.steps)
+    totals = f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens"
+    totals += f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
+    seconds = f"compiled in {report.costs.compile_seconds:.2f} s, about what a start takes"
+    yield "", f"plan {report.fingerprint}  {totals}, {seconds}"
+
+
+_DULL = {
+    "ramp until": None,
+    "tokens before": 0,
+    "lr_scale": 1,
+    "labels an input": 1,
+    "segments filled up to": 1,
+    "cut for its middle": None,
+    "lanes": None,
+    "held out": 0,
+    "every": None,
+    "used up from step": None,
+    "steps skipped": 0,
+    "rows skipped": 0,
+    "tokens skipped": 0,
+    "of them skipped": 0,
+}
+"""Columns that are left out where every line says only this."""
+
+
+def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names: int = 1) -> Table:
+    """Make a table of columns, each a header and cells."""
+    told = [(name, cells) for name, cells in columns if name not in _DULL or set(cells) != {_DULL[name]}]
+    rows = list(zip(*(cells for _, cells in told), strict=True))
+    return Table(title=title, columns=[name for name, _ in told], rows=rows, names=names)
+
+
+def _stages(report: RunReport) -> Table:
+    stages = report.stages
+    return _columns(
+        "Stages",
+        [
+            ("stage", [s.name for s in stages]),
+            ("first step", [s.start_step for s in stages]),
+            ("end step", [s.end_step for s in stages]),
+            ("ramp until", [s.ramp_end for s in stages]),
+            ("tokens before", [s.start_tokens for s in stages]),
+            ("batch", [_batch(s) for s in stages]),
+            ("seq_len", [s.seq_len for s in stages]),
+            ("labels an input", [report.horizon for _ in stages]),
+            ("segments filled up to", [report.segment_multiple for _ in stages]),
+            ("lr_scale", [s.lr_scale for s in stages]),
+            ("rows", [s.rows for s in stages]),
+            ("tokens", [s.tokens for s in stages]),
+            ("steps skipped", [s.skipped_steps for s in stages]),
+            ("rows skipped", [s.skipped_rows for s in stages]),
+            ("tokens skipped", [s.skipped_tokens for s in stages]),
+        ],
+    )
+
+
+def _batch(facts: StageFacts) -> int | str:
+    first, last = facts.global_batch_size, facts.last_batch_size
+    return first if first == last else f"{first:,} to {last:,}"
+
+
+def _mixture(shares: Sequence[SourceShare]) -> Table:
+    def figures(name: str) -> list[object]:
+        values = [(share, getattr(share, name)) for share in shares]
+        return [value if share.counted else f"about {value:,}" for share, value in values]
+
+    return _columns(
+        "Mixture",
+        [
+            ("stage", [s.stage for s in shares]),
+            ("source", [s.source for s in shares]),
+            ("asked %", [_rounded(100 * s.asked) for s in shares]),
+            ("got %", [_rounded(100 * s.realised) for s in shares]),
+            ("tokens asked %", [_rounded(100 * s.asked_tokens) for s in shares]),
+            ("tokens got %", [_rounded(100 * s.realised_tokens) for s in shares]),
+            ("rows", [s.rows for s in shares]),
+            ("labels", figures("trained")),
+            ("no label", figures("unlabelled")),
+            ("padding", figures("padding")),
+            ("epochs so far", [_rounded(s.epochs) for s in shares]),
+            ("rows skipped", [s.skipped_rows for s in shares]),
+        ],
+        names=2,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _sources(report: RunReport) -> Table:
+    sources = report.sources
+    return _columns(
+        "Sources",
+        [
+            ("source", [s.name for s in sources]),
+            ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
+            ("lanes", [s.lanes for s in sources]),
+            ("cut for its middle", [report.fim.get(s.name) for s in sources]),
+            ("rows drawn", [s.drawn for s in sources]),
+            ("of them skipped", [s.skipped for s in sources]),
+            ("epochs", [_rounded(s.epochs) for s in sources]),
+            ("first repeat", [s.first_repeat for s in sources]),
+            ("used up from step", [s.gone_from for s in sources]),
+        ],
+    )
+
+
+def _evals(evals: Sequence[EvalFacts]) -> Table:
+    return _columns(
+        "Evals",
+        [
+            ("eval", [e.name for e in evals]),
+            ("documents", [e.documents for e in evals]),
+            ("held out", [e.held_out for e in evals]),
+            ("rows", [e.rows for e in evals]),
+            ("seq_len", [e.seq_len for e in evals]),
+            ("labels", [e.labels for e in evals]),
+            ("every", [e.every if e.every_tokens is None else f"{e.every_tokens:,} tokens" for e in evals]),
+            ("trained on", [_trained_on(e) for e in evals]),
+        ],
+    )
+
+
+def _trained_on(facts: EvalFacts) -> str:
+    """Say of an eval which of its documents are trained on: none, so many, or what is not known."""
+    known = ", ".join(f"{o.documents:,} in {o.source}" for o in facts.overlaps if o.documents)
+    unknown = ", ".join(f"{o.source} not known" for o in facts.overlaps if o.unknown is not None)
+    return ", ".join(text for text in (known, unknown) if text) or "none"
+
+
+def fates(report: PlanReport) -> Table:
+    """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
+    return Table(
+        title="Fate of the tokens of an epoch",
+        columns=("source", "tokens", "= trained", "+ masked", "+ dropped", "why", "padding"),
+        rows=[
+            (
+                s.name,
+                s.fates.tokens,
+                s.fates.trained,
+                s.fates.masked,
+                sum(s.fates.dropped.values()),
+                ", ".join(f"{reason} {number:,}" for reason, number in s.fates.dropped.items()) or "–",
+                s.fates.padding,
+            )
+            for s in report.sources
+            if s.fates
+        ],
+    )
+
+
+def _costs(costs: Costs) -> Table:
+    most = max(costs.read_bytes_a_step, key=lambda name: costs.read_bytes_a_step[name])
+    about = "" if costs.read_bytes_exact else "about "
+    rows = [
+        ("read by the whole run", about + megabytes(costs.read_bytes), "tokens and masks, over all ranks"),
+        ("read by a step", about + megabytes(costs.read_bytes_a_step[most]), f"in stage {most}"),
+        ("row indexes in memory", megabytes(costs.index_bytes), "for each process"),
+    ]
+    if costs.mapped_index_bytes:
+        rows.append(("row indexes in files", megabytes(costs.mapped_index_bytes), "mapped, read as needed"))
+    rows.append(("kept ready by a loader", megabytes(costs.loader_bytes), "for each row of a micro-batch"))
+    return Table(title="Reading and memory", columns=("what", "bytes", "of"), rows=rows)
+
+
+def reading_tables(report: ReadingReport) -> Iterator[Table]:
+    """Yield what each stage asks of object storage, and what an epoch of each source does."""
+    lines = report.readings
+    told = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
+    names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", told)]
+    for title, parts in (
+        ("Object storage, a stage", [1.0] * len(lines)),
+        ("Object storage, an epoch", [max(1.0, r.epochs) for r in lines]),
+    ):
+        yield _columns(
+            title,
+            [
+                *names,
+                ("requests", [round(r.requests / part) for r, part in zip(lines, parts, strict=True)]),
+                ("bytes", [megabytes(round(r.bytes / part)) for r, part in zip(lines, parts, strict=True)]),
+                ("a request", [megabytes(round(r.mean_request_bytes)) for r in lines]),
+                ("mirror a node", [megabytes(r.mirror_bytes) if r.mirror_bytes else "–" for r in lines]),
+                ("hours", [_rounded(r.seconds / part / 3600) for r, part in zip(lines, parts, strict=True)]),
+                ("$", [_rounded(r.dollars / part) for r, part in zip(lines, parts, strict=True)]),
+            ],
+            names=3,
+        )
+
+
+# Stores
+
+
+def store_tables(name: str, store: StoreContents, *, inputs: bool) -> Iterator[Table]:
+    """Yield what is in a store as tables; with its input files, of which there may be many."""
+    yield Table(title=f"Store {name}", columns=("what", "value"), rows=_facts(store), folded=True)
+    yield supervision(store.audit)
+    for key, bins in store.lengths.items():
+        title = "Document lengths" if key == "sequence" else f"Lengths of {key}"
+        yield bars(title, ("tokens", "documents" if key == "sequence" else key), bins)
+    if store.reasons:
+        title = f"{sum(each.records for each in store.reasons):,} skipped records, an example of each reason"
+        keys = ("reason", "records", "file", "line", "detail", "way_out")
+        yield _records(title, keys, [asdict(each) for each in store.reasons])
+    if store.notes:
+        yield _records("Notes of the build", ("name", "records", "meaning"), [asdict(each) for each in store.notes])
+    if inputs and store.inputs:
+        yield _records("Input files", ("name", "documents", "tokens"), store.inputs)
+
+
+def bars(title: str, columns: Sequence[str], counts: Mapping[str, int]) -> Table:
+    """Return counts as bars, with their numbers."""
+    most = max(counts.values(), default=1) or 1
+    rows = [(name, count, Bar(count / most)) for name, count in counts.items()]
+    return Table(title=title, columns=(*columns, ""), rows=rows, folded=True)
+
+
+def _records(title: str, keys: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [[record.get(key) for key in keys] for record in records]
+    return Table(title=title, columns=keys, rows=rows, folded=True)
+
+
+def _facts(store: StoreContents) -> list[tuple[str, object]]:
+    counts = store.skipped.get("counts", {})
+    item = "document" if list(store.longest) == ["sequence"] else "record"
+    return [
+        ("kind", store.kind),
+        (f"{item}s", store.documents),
+        ("tokens", store.tokens),
+        (f"tokens a {item}", round(store.tokens / max(1, store.documents), 1)),
+        *(
+            ("longest document" if key == "sequence" else f"longest {key.removesuffix('s')}", longest)
+            for key, longest in store.longest.items()
+        ),
+        ("shards", f"{store.shards:,}, {megabytes(store.bytes)}"),
+        ("arrays", ", ".join(f"{key} {dtype}" for key, dtype in store.keys.items())),
+        ("tokenizer", _tokenizer(store.tokenizer)),
+        ("BOS / EOS", f"{_placed(store, 'bos')} / {_placed(store, 'eos')}"),
+        ("recipe", _recipe(store.recipe)),
+        ("input files", len(store.inputs)),
+        ("skipped", ", ".join(f"{reason} {count:,}" for reason, count in counts.items()) or "none"),
+        ("fingerprint", store.fingerprint),
+    ]
+
+
+def _tokenizer(identity: Mapping[str, Any]) -> str:
+    from tokenmill.store.layout import GIVEN, UNKNOWN
+
+    kind, size, content = identity.get("kind", UNKNOWN), identity["vocab_size"], identity.get("content")
+    if kind == UNKNOWN:
+        return f"unknown, ids below {size:,}"
+    if kind == GIVEN:
+        return f"not named, {size:,} ids"
+    return f"{kind}, {size:,} ids" + (f", content {str(content)[:12]}" if content else "")
+
+
+def _recipe(recipe: Mapping[str, Any]) -> str:
+    if "imported" in recipe:
+        return f"imported from {recipe['imported']}"
+    if "name" in recipe:
+        fim = recipe.get("recipe", {}).get("fim")
+        cut = f", fill-in-the-middle {fim['rate']:g} (suffix first {fim['spm_rate']:g})" if fim else ""
+        return f"{recipe['name']}{cut}"
+    return f"{recipe['format']}, read in place" if recipe.get("format") else "none"
+
+
+def _placed(store: StoreContents, which: str) -> str:
+    """Say which id starts or ends documents, and whether it does; we did not add what others wrote."""
+    from tokenmill.run.inspect import has_chat_template
+
+    identity, recipe = store.tokenizer, store.recipe
+    number, added = identity.get(f"{which}_id"), identity.get(f"add_{which}")
+    if number is None:
+        return "none"
+    string = store.bos if which == "bos" else store.eos
+    named = f"id {number}" if string is None else f"{string!r} (id {number})"
+    if "name" not in recipe and ("imported" in recipe or "format" in recipe):
+        verb, end = ("starts", "start") if which == "bos" else ("ends", "end")
+        return f"{named}, {verb} every document" if added else f"{named}, not at the {end} of every document"
+    if has_chat_template(recipe):
+        begun = [audit for audit in store.audit if audit.with_bos is not None] if which == "bos" else []
+        if begun:
+            started, items = sum(audit.with_bos or 0 for audit in begun), sum(audit.audited for audit in begun)
+            return f"{named}, before {started:,} of {items:,} texts"
+        return f"{named}, {'added where no chat template is' if added else 'not added'}"
+    return f"{named}, {'added' if added else 'not added'}"
+
+
+def supervision(audits: Sequence[Audit]) -> Table:
+    """Return how much of each array of token ids is trained on, and what of it is odd."""
+    rows = []
+    for audit in audits:
+        items = audit.items if audit.audited == audit.items else f"{audit.items:,} ({audit.audited:,} audited)"
+        masks = (audit.supervised_percent, audit.fully_masked_percent)
+        shares = (*masks, audit.truncated_percent, audit.without_eos_percent, audit.unended_turns_percent)
+        rounded = (None if share is None else round(share, 2) for share in shares)
+        rows.append((audit.key, items, *rounded, audit.turns))
+    measures = ("supervised %", "fully masked %", "truncated %", "without EOS %", "turns without end %", "turns")
+    columns = ("array", "rows", *measures)
+    return Table(title="Supervision", columns=columns, rows=rows)
