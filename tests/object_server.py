@@ -91,27 +91,28 @@ def running_server(folder: Path) -> Iterator[ObjectServer]:
 
 
 def make_bucket(server: ObjectServer) -> None:
-    """Make the bucket; the server is let a moment to find room for it."""
+    """Make the buckets; the server is let a moment to find room for them."""
     import obstore
     from obstore.store import S3Store
 
-    store = S3Store(
-        BUCKET,
-        endpoint=server.endpoint,
-        access_key_id=ACCESS_KEY,
-        secret_access_key=SECRET_KEY,
-        region="us-east-1",
-        client_options={"allow_http": True},
-    )
     end = time.monotonic() + SECONDS
-    while True:
-        try:
-            obstore.put(store, "ready", b"1")  # the first object makes the bucket
-            return
-        except Exception:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
+    for bucket in (BUCKET, OPEN_BUCKET):
+        store = S3Store(
+            bucket,
+            endpoint=server.endpoint,
+            access_key_id=ACCESS_KEY,
+            secret_access_key=SECRET_KEY,
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+        while True:
+            try:
+                obstore.put(store, "ready", b"1")  # the first object makes the bucket
+                break
+            except Exception:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
 
 AZURE_ACCOUNT = "devstoreaccount1"
