@@ -1,12 +1,20 @@
-"""Tokens a second, first batch and bytes a token from a real S3 server, with latency, against a local copy.
+"""Tokens a second, first batch and bytes a token from a real S3 server, with latency, beside others who read it.
 
     python benchmarks/remote.py [--tiny] [--json] [--latency 0 20 100] [--megatokens 20] [--steps 60]
+        [--peers PYTHON]
 
-One server (SeaweedFS, on this machine), one proxy before it that adds latency to every answer and counts, one
-store. Each way to read draws the rows of the same steps in a process of its own, after a step from disk that loads
-the kernels: tokenmill from disk, tokenmill from the server with pages proven and without, and one blocking request
-for every span of a row, as a loader does that reads exact ranges but does not work ahead; that one is stopped after
-ten seconds. Rates are those behind the first batch.
+One server (SeaweedFS, on this machine), one proxy before it that adds latency to every answer and counts, the same
+tokens for all. Each way to read draws batches of 32 rows of 2,048 tokens in a process of its own:
+
+- tokenmill from disk; from the server with pages proven, and without; with a mirror of a tenth of the store;
+- one blocking request for every span of a row, as a loader does that reads exact ranges but does not work ahead;
+- MosaicML Streaming and LitData from their own formats, with a cache of a tenth of the store, where `--peers` names
+  the Python of an environment that has them. Their files are a 64th of the store each, so that a cache holds six;
+  by default they are 64 MB, and more is read for a row. Mosaic shuffles fully by `naive`, and by its default
+  within blocks; LitData shuffles its files, and the rows within each: it has no full shuffle.
+
+Kernels are loaded and packages imported before the clock starts. Rates are those behind the first batch. Who is not
+ready after twenty seconds is stopped, and what it has drawn by then is told.
 """
 
 from __future__ import annotations
@@ -18,21 +26,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-
-from tests.fault_proxy import Faults, fault_proxy  # noqa: E402
-from tests.object_server import make_bucket, missing_program, running_server  # noqa: E402
-
-from tokenmill.run.run import Run  # noqa: E402
-from tokenmill.store import StoreSpec, StoreWriter, verify  # noqa: E402
-from tokenmill.store.remote.client import Client, parse_address  # noqa: E402
-
-SEQ_LEN = 2048
+SEQ_LEN, BATCH, SECONDS = 2048, 32, 20
+FILES = 64
+"""Into how many files the peers cut the store."""
 RUN = """
 [run]
 steps = {steps}
@@ -52,6 +55,8 @@ store = "{store}"
 
 def make_store(path: Path, tokens: int) -> None:
     """Write a store of random ids with log-normal documents."""
+    from tokenmill.store import StoreSpec, StoreWriter, verify
+
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(400), 1.2, tokens // 700).astype(np.int64), 1, 100_000)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -65,55 +70,226 @@ def make_store(path: Path, tokens: int) -> None:
     verify(path, add_page_sums=True)
 
 
-def draw(file: str) -> dict[str, float]:
-    """Draw all batches of a run: seconds to the first batch, and tokens a second behind it."""
-    Run.from_toml(Path(file).with_name("warm.toml")).loader(micro_batch=32)[0]
-    began = time.perf_counter()
-    loader = Run.from_toml(file).loader(micro_batch=32, arrays=("input_ids", "labels"))
+# What is measured: each in a process of its own.
+
+
+def timed(batches: Iterator[int], began: float, cpu: float) -> dict[str, float]:
+    """Draw batches, given as their tokens: seconds to the first, tokens a second behind it, CPU-seconds."""
     first, tokens = 0.0, 0
-    for batch in loader:
+    for size in batches:
         first = first or time.perf_counter() - began
-        tokens += batch["input_ids"].size
-    counted = loader.network.counters.to_json() if loader.network else {}
-    return {"first": first, "rate": _rate(tokens, first, began), "tokens": tokens, **counted}
+        tokens += size
+        if time.perf_counter() - began > SECONDS and tokens > size:
+            break
+    rate = (tokens - BATCH * SEQ_LEN) / (time.perf_counter() - began - first)
+    return {"first": first, "rate": rate, "tokens": tokens, "cpu": time.process_time() - cpu}
 
 
-def _rate(tokens: int, first: float, began: float) -> float:
-    """Return the tokens a second of all steps but the first."""
-    return (tokens - 32 * SEQ_LEN) / (time.perf_counter() - began - first)
+def draw(file: str) -> dict[str, float]:
+    """Draw all batches of a run."""
+    from tokenmill.run.run import Run
+
+    Run.from_toml(Path(file).with_name("warm.toml")).loader(micro_batch=BATCH)[0]
+    began, cpu = time.perf_counter(), time.process_time()
+    loader = Run.from_toml(file).loader(micro_batch=BATCH, arrays=("input_ids", "labels"))
+    found = timed((batch["input_ids"].size for batch in loader), began, cpu)
+    return {**found, **(loader.network.counters.to_json() if loader.network else {})}
 
 
 def draw_one_by_one(file: str) -> dict[str, float]:
     """Read the rows of a run by one blocking request a span, as soon as they are needed."""
-    began = time.perf_counter()
+    from tokenmill.run.run import Run
+    from tokenmill.store.remote.client import Client
+
+    began, cpu = time.perf_counter(), time.process_time()
     run = Run.from_toml(file)
     plan, store = run.plan(), run.stores["web"]
     objects = Client(store.remotes[0].address)
-    first, tokens, read = 0.0, 0, 0
-    for step in range(plan.steps):
-        spans = plan.stages[0].rows["web"].spans(plan.rows(step)[1])
-        for shard, token, length in zip(spans.shard, spans.token, spans.length, strict=True):
-            name = f"{store.manifest.shards[shard].name}/sequence.bin"
-            read += len(objects.get_range(name, 2 * int(token), 2 * int(token + length)))
-        first = first or time.perf_counter() - began
-        tokens += 32 * SEQ_LEN
-        if step and time.perf_counter() - began > 10:
-            break
-    return {"first": first, "rate": _rate(tokens, first, began), "tokens": tokens, "bytes": read}
+
+    def batches() -> Iterator[int]:
+        for step in range(plan.steps):
+            spans = plan.stages[0].rows["web"].spans(plan.rows(step)[1])
+            for shard, token, length in zip(spans.shard, spans.token, spans.length, strict=True):
+                name = f"{store.manifest.shards[shard].name}/sequence.bin"
+                objects.get_range(name, 2 * int(token), 2 * int(token + length))
+            yield BATCH * SEQ_LEN
+
+    return timed(batches(), began, cpu)
 
 
-def child(kind: str, file: str) -> None:
-    print(json.dumps(draw(file) if kind == "draw" else draw_one_by_one(file)))
+def write_mosaic(rows: np.ndarray, out: str) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=out, columns={"ids": "bytes"}, size_limit=rows.nbytes // FILES) as writer:
+        for row in rows:
+            writer.write({"ids": row.tobytes()})
 
 
-def measure(kind: str, text: str, folder: Path) -> dict[str, float]:
-    file = folder / "run.toml"
-    file.write_text(text)
-    command = [sys.executable, "-W", "ignore", __file__, "--child", kind, str(file)]
+def draw_mosaic(address: str, endpoint: str, cache: str, limit: int, way: str) -> dict[str, float]:
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    os.environ["S3_ENDPOINT_URL"] = endpoint
+    began, cpu = time.perf_counter(), time.process_time()
+    dataset = StreamingDataset(
+        remote=address, local=cache, cache_limit=limit, shuffle=True, batch_size=BATCH, shuffle_algo=way
+    )
+    batches = DataLoader(dataset, BATCH, collate_fn=lambda rows: len(rows) * SEQ_LEN)
+    return timed(iter(batches), began, cpu)
+
+
+def _each(row: np.ndarray) -> np.ndarray:
+    return row
+
+
+def write_lit(rows: np.ndarray, out: str) -> None:
+    from litdata import optimize
+
+    optimize(_each, list(rows), out, chunk_size=len(rows) // FILES, num_workers=1, verbose=False)
+
+
+def draw_lit(address: str, endpoint: str, cache: str, limit: int, _way: str) -> dict[str, float]:
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    os.environ["AWS_ALLOW_HTTP"] = "true"
+    began, cpu = time.perf_counter(), time.process_time()
+    options = {"endpoint_url": endpoint, "region_name": "us-east-1"}
+    dataset = StreamingDataset(address, cache, shuffle=True, storage_options=options, max_cache_size=limit)
+    batches = StreamingDataLoader(dataset, batch_size=BATCH, collate_fn=lambda rows: len(rows) * SEQ_LEN)
+    return timed(iter(batches), began, cpu)
+
+
+PEERS = {
+    "MosaicML Streaming, naive": ("streaming", write_mosaic, draw_mosaic, "naive"),
+    "MosaicML Streaming, py1e": ("streaming", write_mosaic, draw_mosaic, "py1e"),
+    "LitData": ("litdata", write_lit, draw_lit, "files"),
+}
+
+
+def child(kind: str, arguments: list[str]) -> None:
+    """Do one thing in a process of its own, and print what was found."""
+    if kind in ("draw", "one"):
+        print(json.dumps((draw if kind == "draw" else draw_one_by_one)(*arguments)))
+        return
+    module, write, read, way = PEERS[arguments[0]]
+    __import__(module)
+    if kind == "write":
+        tokens = np.load(arguments[1], mmap_mode="r")
+        rows = tokens[: tokens.size // (SEQ_LEN + 1) * (SEQ_LEN + 1)].reshape(-1, SEQ_LEN + 1)
+        write(np.ascontiguousarray(rows), arguments[2])
+    else:
+        address, endpoint, cache, limit = arguments[1:]
+        print(json.dumps(read(address, endpoint, cache, int(limit), way)))
+
+
+def in_child(*arguments: str, python: str = sys.executable) -> dict[str, float]:
+    """Return what a child printed, or why it failed."""
+    command = [python, "-W", "ignore", __file__, "--child", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
+        raise RuntimeError(f"{arguments} ended with {done.returncode}: {done.stderr}")
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+
+
+# The whole.
+
+
+class Bench:
+    """A server with one store, and the lines that were measured."""
+
+    def __init__(self, folder: Path, tokens: int, steps: int, peers: str | None) -> None:
+        from tests.object_server import running_server
+
+        self.folder, self.steps, self.peers, self.lines = folder, steps, peers, []
+        make_store(folder / "web", tokens)
+        self.limit = sum(file.stat().st_size for file in (folder / "web").rglob("sequence.bin")) // 10
+        (folder / "server").mkdir()
+        self.running = running_server(folder / "server")
+
+    def upload(self, name: str) -> None:
+        from tokenmill.store.remote.client import Client, parse_address
+
+        client = Client(parse_address(self.server.address(name)))
+        for file in sorted((self.folder / name).rglob("*")):
+            if file.is_file():
+                client.put(str(file.relative_to(self.folder / name)), file)
+
+    def run(self, latencies: list[int]) -> None:
+        from tests.object_server import make_bucket
+
+        with self.running as self.server:
+            make_bucket(self.server)
+            os.environ.update(self.server.environment)
+            self.upload("web")
+            for packing, shuffle in (
+                ("concat", "full"),
+                ("concat", "block"),
+                ("best_fit", "full"),
+                ("best_fit", "window"),
+            ):
+                self.run_packing(packing, shuffle, latencies)
+            self.run_peers(latencies)
+
+    def measure(self, line: dict[str, object], latency: int, only: str, *arguments: str, **options: str) -> None:
+        """Measure one way to read; `{endpoint}` in its arguments is that of a proxy with a latency."""
+        from tests.fault_proxy import Faults, fault_proxy
+
+        faults = Faults(latency=latency / 1000, only=only)
+        with fault_proxy(self.server.endpoint, faults) as endpoint:
+            if arguments[0] in ("draw", "one"):
+                (self.folder / "run.toml").write_text(arguments[1].replace("{endpoint}", endpoint))
+                arguments = (arguments[0], str(self.folder / "run.toml"))
+            found = in_child(*(each.replace("{endpoint}", endpoint) for each in arguments), **options)
+        served = {"served_bytes": faults.bytes, "served_requests": faults.requests}
+        self.lines.append({**line, "latency_ms": latency, **found, **served})
+
+    def run_packing(self, packing: str, shuffle: str, latencies: list[int]) -> None:
+        window = "window_blocks = 2" if shuffle in ("window", "block") else ""
+        base = {"steps": self.steps, "packing": packing, "shuffle": shuffle, "more": window}
+        local = RUN.format(**base, verify="true", remote="", store=self.folder / "web")
+        (self.folder / "warm.toml").write_text(local)
+        line = {"packing": packing, "shuffle": shuffle}
+        self.measure({**line, "way": "local copy"}, 0, "/", "draw", local)  # compiles kernels
+        self.lines.pop()
+        self.measure({**line, "way": "local copy"}, 0, "/", "draw", local)
+        place = self.server.address("web", "{endpoint}")
+        for latency in latencies:
+            # (way, how it is drawn, whether pages are proven, what the mirror may hold)
+            ways = [
+                ("proven pages", "draw", "true", 0),
+                ("exact bytes", "draw", "false", 0),
+                ("one request at a time", "one", "false", 0),
+                ("mirror of a tenth", "draw", "true", self.limit),
+            ]
+            if shuffle in ("window", "block"):
+                ways = [("mirror", "draw", "true", 10 * self.limit)]
+            for way, kind, verified, limit in ways:
+                # A folder of its own, so that each brings small files anew.
+                remote = f'mirror = "{self.folder}/mirror-{len(self.lines)}"\nlimit_bytes = {limit}'
+                text = RUN.format(**base, verify=verified, remote=remote, store=place)
+                self.measure({**line, "way": way}, latency, "sequence.bin", kind, text)
+
+    def run_peers(self, latencies: list[int]) -> None:
+        tokens = np.concatenate(
+            [np.fromfile(each, np.uint16) for each in sorted(self.folder.glob("web/*/sequence.bin"))]
+        )
+        np.save(self.folder / "tokens.npy", tokens)
+        for peer, (module, _, _, way) in PEERS.items():
+            python = self.peers or sys.executable
+            looked = subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False)
+            if looked.returncode:
+                self.lines.append({"way": peer, "skipped": f"{module} cannot be imported by {python}"})
+                continue
+            if not (self.folder / module).exists():
+                in_child("write", peer, str(self.folder / "tokens.npy"), str(self.folder / module), python=python)
+                self.upload(module)
+            line = {"packing": "concat", "shuffle": "full" if way == "naive" else way, "way": peer}
+            address = self.server.address(module).partition("?")[0]
+            for latency in latencies:
+                cache = f"{self.folder}/cache-{len(self.lines)}"
+                arguments = ("read", peer, address, "{endpoint}", cache, str(self.limit))
+                self.measure(line, latency, module, *arguments, python=python)
 
 
 def main() -> None:
@@ -123,64 +299,37 @@ def main() -> None:
     parser.add_argument("--latency", type=int, nargs="*", default=[0, 20, 100])
     parser.add_argument("--megatokens", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--child", nargs=2)
+    parser.add_argument("--peers", help="the Python of an environment with mosaicml-streaming and litdata")
+    parser.add_argument("--child", nargs="+")
     options = parser.parse_args()
     if options.child:
-        child(*options.child)
+        child(options.child[0], options.child[1:])
         return
+    from tests.object_server import missing_program
+
     if missing_program():
         print(json.dumps({"skipped": missing_program()}))
         return
     tokens, steps = (1_000_000, 2) if options.tiny else (options.megatokens * 1_000_000, options.steps)
-    latencies = [0] if options.tiny else options.latency
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_store(folder / "web", tokens)
-        (folder / "server").mkdir()
-        with running_server(folder / "server") as server:
-            make_bucket(server)
-            os.environ.update(server.environment)
-            client = Client(parse_address(server.address("web")))
-            for file in sorted((folder / "web").rglob("*")):
-                if file.is_file():
-                    client.put(str(file.relative_to(folder / "web")), file)
-            for packing, shuffle in (("concat", "full"), ("best_fit", "full"), ("best_fit", "window")):
-                window = "window_blocks = 2" if shuffle == "window" else ""
-                base = {"steps": steps, "packing": packing, "shuffle": shuffle, "more": window}
-                local = RUN.format(**base, verify="true", remote="", store=folder / "web")
-                (folder / "warm.toml").write_text(local)
-                measure("draw", local, folder)  # compiles kernels
-                found = measure("draw", local, folder)
-                rows.append({"packing": packing, "shuffle": shuffle, "way": "local copy", "latency_ms": 0, **found})
-                for latency in latencies:
-                    faults = Faults(latency=latency / 1000, only="sequence.bin")
-                    with fault_proxy(server.endpoint, faults) as endpoint:
-                        address = server.address("web", endpoint)
-                        mirror = f'mirror = "{folder}/mirror-{len(rows)}"' if shuffle == "window" else ""
-                        ways = [
-                            ("proven pages", "draw", "true", mirror),
-                            ("exact bytes", "draw", "false", mirror),
-                            ("one request at a time", "one", "false", ""),
-                        ]
-                        for way, kind, verified, remote in ways if shuffle == "full" else ways[:1]:
-                            faults.bytes = faults.requests = 0
-                            text = RUN.format(**base, verify=verified, remote=remote, store=address)
-                            found = measure(kind, text, folder)
-                            line = {"packing": packing, "shuffle": shuffle, "way": way, "latency_ms": latency}
-                            served = {"served_bytes": faults.bytes, "served_requests": faults.requests}
-                            rows.append({**line, **found, **served})
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), tokens, steps, options.peers)
+        bench.run([0] if options.tiny else options.latency)
     if options.json:
-        print(json.dumps(rows))
+        print(json.dumps(bench.lines))
         return
-    columns = ("first s", "Mtok/s", "bytes/token", "requests/row")
-    print(f"{'packing':9} {'shuffle':7} {'way':22} {'ms':>4} " + " ".join(f"{name:>12}" for name in columns))
-    for row in rows:
-        each = row.get("served_bytes", 0) / row["tokens"]
-        asked = row.get("served_requests", 0) / (row["tokens"] / SEQ_LEN)
-        figures = (row["first"], row["rate"] / 1e6, each, asked)
-        line = f"{row['packing']:9} {row['shuffle']:7} {row['way']:22} {row['latency_ms']:4d} "
-        print(line + " ".join(f"{figure:12.2f}" for figure in figures))
+    columns = ("first s", "Mtok/s", "bytes/token", "requests/row", "CPU s/Mtok")
+    print(f"{'packing':9} {'shuffle':7} {'way':26} {'ms':>4} " + " ".join(f"{name:>12}" for name in columns))
+    for line in bench.lines:
+        if "skipped" in line:
+            print(f"{line['way']}: {line['skipped']}")
+            continue
+        asked = line["served_requests"] / (line["tokens"] / SEQ_LEN)
+        each, cpu = line["served_bytes"] / line["tokens"], line["cpu"] / line["tokens"] * 1e6
+        figures = (line["first"], line["rate"] / 1e6, each, asked, cpu)
+        print(
+            f"{line['packing']:9} {line['shuffle']:7} {line['way']:26} {line['latency_ms']:4d} "
+            + " ".join(f"{figure:12.2f}" for figure in figures)
+        )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tokenmill.errors import StoreCorruptError, StoreUnreachableError
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, verify
 from tokenmill.store.remote.client import Client, parse_address
+from tokenmill.store.remote.fetch import read_counters
 from tokenmill.store.remote.upload import upload
 
 RUN = """
@@ -172,6 +174,19 @@ def test_a_mirror_of_any_size_does_not_change_them(make_both, tmp_path, limit):
     assert digests(Run.from_toml(tmp_path / "away.toml"), world_size=2)[0] == expected
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit", "padded"])
+@pytest.mark.parametrize("limit", [None, 0, 8192, 60_000])
+def test_no_packing_world_threads_or_mirror_changes_them(make_both, tmp_path, packing, limit):
+    """[N1.a]"""
+    for world_size in (1, 2, 4):
+        for threads in (0, 1, 4):
+            line = "" if limit is None else f"limit_bytes = {limit}"
+            remote = f'mirror = "{tmp_path}/mirror-{world_size}-{threads}"\n{line}'
+            local, away = make_both(packing=packing, remote=remote, edits=EDITS)
+            assert digests(away, world_size=world_size, threads=threads)[0] == digests(local)[0]
+
+
 def test_full_shuffle_reads_exactly_the_bytes_of_its_rows(make_both, object_server):
     """[N1.b]"""
     faults = Faults(only="sequence.bin")
@@ -199,6 +214,19 @@ def test_requests_are_counted_and_told(make_both, object_server):
     assert loader.waited > 0
 
 
+def test_others_can_look_at_the_counters_of_a_run_that_trains(make_both, tmp_path, monkeypatch):
+    _, away = make_both(remote=f'mirror = "{tmp_path}/mirror"')
+    away.loader()[0]  # looks at a step and does not train
+    assert read_counters(away.network.folder) == []
+    monkeypatch.setattr("tokenmill.store.remote.fetch.NOTE_SECONDS", 0.0)
+    _, loader = digests(away)
+    (noted,) = read_counters(tmp_path / "mirror")
+    assert noted.stores == tuple(store.where for store in (away.stores["books"], away.stores["web"]))
+    assert noted.counters == loader.network.counters
+    assert noted.process == os.getpid()
+    assert noted.is_running
+
+
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_first_batch_waits_for_three_round_trips_whatever_the_stores(make_both, object_server, tmp_path, threads):
     """Manifests and what page sums there are; offsets and page sums; ranges."""
@@ -219,12 +247,13 @@ def test_never_more_than_the_horizon_is_held(make_both):
     assert horizon // 2 < most <= horizon + horizon // 4  # and a block that was waited for
 
 
-def test_no_descriptor_is_left_open(make_both, tmp_path):
-    _, away = make_both(remote=f'mirror = "{tmp_path}/mirror"\nlimit_bytes = 30000', steps=200, edge=150)
+def test_no_descriptor_is_left_open_in_ten_thousand_batches(make_both, tmp_path):
+    remote = f'mirror = "{tmp_path}/mirror"\nlimit_bytes = 30000'
+    _, away = make_both(remote=remote, steps=2600, edge=2550)
     loader = away.loader(micro_batch=4)
     counts = []
     for number, _ in enumerate(loader):
-        if number in (100, 790):
+        if number in (100, 10_390):
             counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1] <= counts[0] + 2
 
@@ -354,15 +383,19 @@ def test_records_are_those_of_a_local_copy(tmp_path, object_server, tokenizer_id
     assert found[0] == found[1]
 
 
-def test_a_server_that_never_answers_ends_the_run_within_the_deadline(make_both, object_server):
+@pytest.mark.parametrize(
+    ("faults", "kind"), [({"errors": 1.0}, "status (429|5)"), ({"stalled": 1.0, "stall": 30.0}, "a time-out")]
+)
+def test_a_server_that_never_answers_ends_the_run_within_the_deadline(make_both, object_server, faults, kind):
     """[N1.c]"""
-    faults = Faults(errors=1.0, only="sequence.bin")
-    with fault_proxy(object_server.endpoint, faults) as endpoint:
+    with fault_proxy(object_server.endpoint, Faults(**faults, only="sequence.bin")) as endpoint:
         _, away = make_both(endpoint=endpoint, remote="deadline = 1.0")
+        began = time.monotonic()
         with pytest.raises(
-            StoreUnreachableError, match=r"sequence.bin: bytes \d+:\d+ must be read within 1 s, got status (429|5)"
+            StoreUnreachableError, match=rf"sequence.bin: bytes \d+:\d+ must be read within 1 s, got {kind}"
         ):
             digests(away)
+    assert time.monotonic() - began < 15  # on a busy machine; 30 if it had waited
 
 
 def test_an_object_that_is_overwritten_ends_the_run_with_its_name(make_both, object_server, tmp_path):

@@ -199,23 +199,22 @@ def expected_lines(loader):
 
 
 @pytest.mark.slow
-def test_two_processes_share_what_one_of_them_fetched(make_run, object_server, tmp_path):
+def test_two_runs_share_what_one_of_them_fetched(make_run, object_server, tmp_path):
     faults = Faults(latency=0.01, only="sequence.bin")
     with fault_proxy(object_server.endpoint, faults) as endpoint:
-        make_run(endpoint=endpoint, remote=f'mirror = "{tmp_path}/mirror"', epochs=1)
         environment = {**os.environ, **object_server.environment}
-        command = [
-            sys.executable,
-            "-c",
-            DRAW,
-            str(tmp_path / "away.toml"),
-            "0",
-        ]  # the same rank twice: all is shared
-        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+        both, local = [], []
+        for packing in ("concat", "best_fit"):
+            make_run(packing=packing, endpoint=endpoint, remote=f'mirror = "{tmp_path}/mirror"', epochs=1)
+            for name in ("away", "local"):
+                (tmp_path / f"{name}.toml").rename(tmp_path / f"{packing}-{name}.toml")
+            command = [sys.executable, "-c", DRAW, str(tmp_path / f"{packing}-away.toml"), "0"]
+            both.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+            run = Run.from_toml(tmp_path / f"{packing}-local.toml")
+            local.append(run.loader(rank=0, world_size=2, micro_batch=2))
         lines = [process.communicate(timeout=120)[0].splitlines() for process in both]
-    local = Run.from_toml(tmp_path / "local.toml").loader(rank=0, world_size=2, micro_batch=2)
-    assert lines[0][:-1] == lines[1][:-1] == expected_lines(local)
-    pages = set().union(*blocks_of(local))
+    assert [each[:-1] for each in lines] == [expected_lines(loader) for loader in local]
+    pages = set().union(*(page for loader in local for page in blocks_of(loader)))
     assert faults.bytes <= 1.02 * len(pages) * PAGE
 
 

@@ -393,6 +393,8 @@ def open_remote(text: str, network: Network) -> tuple[RemoteFiles, Manifest]:
             f"{address}: there must be a folder for its small files, got none that can be written to; name one as "
             "mirror under [remote]"
         )
+    network.folder = place
+    network.stores.add(str(address))
     known = xxhash.xxh3_128_hexdigest(f"{address} {address.endpoint}".encode() + body)
     folder = place / f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
