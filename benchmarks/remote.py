@@ -10,8 +10,8 @@ tokens for all. Each way to read draws batches of 32 rows of 2,048 tokens in a p
 - one blocking request for every span of a row, as a loader does that reads exact ranges but does not work ahead;
 - MosaicML Streaming and LitData from their own formats, with a cache of a tenth of the store, where `--peers` names
   the Python of an environment that has them. Their files are a 64th of the store each, so that a cache holds six;
-  by default they are 64 MB, and more is read for a row. Mosaic shuffles fully by `naive`, and by its default
-  within blocks; LitData shuffles its files, and the rows within each: it has no full shuffle.
+  by default they are 64 MB, and more is read for a row. Mosaic shuffles fully (`naive`); LitData shuffles its
+  files, and the rows within each: it has no full shuffle.
 
 Kernels are loaded and packages imported before the clock starts. Rates are those behind the first batch. Who is not
 ready after twenty seconds is stopped, and what it has drawn by then is told.
@@ -125,14 +125,14 @@ def write_mosaic(rows: np.ndarray, out: str) -> None:
             writer.write({"ids": row.tobytes()})
 
 
-def draw_mosaic(address: str, endpoint: str, cache: str, limit: int, way: str) -> dict[str, float]:
+def draw_mosaic(address: str, endpoint: str, cache: str, limit: int) -> dict[str, float]:
     from streaming import StreamingDataset
     from torch.utils.data import DataLoader
 
     os.environ["S3_ENDPOINT_URL"] = endpoint
     began, cpu = time.perf_counter(), time.process_time()
     dataset = StreamingDataset(
-        remote=address, local=cache, cache_limit=limit, shuffle=True, batch_size=BATCH, shuffle_algo=way
+        remote=address, local=cache, cache_limit=limit, shuffle=True, batch_size=BATCH, shuffle_algo="naive"
     )
     batches = DataLoader(dataset, BATCH, collate_fn=lambda rows: len(rows) * SEQ_LEN)
     return timed(iter(batches), began, cpu)
@@ -148,10 +148,11 @@ def write_lit(rows: np.ndarray, out: str) -> None:
     optimize(_each, list(rows), out, chunk_size=len(rows) // FILES, num_workers=1, verbose=False)
 
 
-def draw_lit(address: str, endpoint: str, cache: str, limit: int, _way: str) -> dict[str, float]:
+def draw_lit(address: str, endpoint: str, cache: str, limit: int) -> dict[str, float]:
     from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming import downloader
 
-    os.environ["AWS_ALLOW_HTTP"] = "true"
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # as nothing else lets its fast path reach this server
     began, cpu = time.perf_counter(), time.process_time()
     options = {"endpoint_url": endpoint, "region_name": "us-east-1"}
     dataset = StreamingDataset(address, cache, shuffle=True, storage_options=options, max_cache_size=limit)
@@ -160,8 +161,7 @@ def draw_lit(address: str, endpoint: str, cache: str, limit: int, _way: str) -> 
 
 
 PEERS = {
-    "MosaicML Streaming, naive": ("streaming", write_mosaic, draw_mosaic, "naive"),
-    "MosaicML Streaming, py1e": ("streaming", write_mosaic, draw_mosaic, "py1e"),
+    "MosaicML Streaming": ("streaming", write_mosaic, draw_mosaic, "full"),
     "LitData": ("litdata", write_lit, draw_lit, "files"),
 }
 
@@ -171,7 +171,7 @@ def child(kind: str, arguments: list[str]) -> None:
     if kind in ("draw", "one"):
         print(json.dumps((draw if kind == "draw" else draw_one_by_one)(*arguments)))
         return
-    module, write, read, way = PEERS[arguments[0]]
+    module, write, read, _ = PEERS[arguments[0]]
     __import__(module)
     if kind == "write":
         tokens = np.load(arguments[1], mmap_mode="r")
@@ -179,7 +179,7 @@ def child(kind: str, arguments: list[str]) -> None:
         write(np.ascontiguousarray(rows), arguments[2])
     else:
         address, endpoint, cache, limit = arguments[1:]
-        print(json.dumps(read(address, endpoint, cache, int(limit), way)))
+        print(json.dumps(read(address, endpoint, cache, int(limit))))
 
 
 def in_child(*arguments: str, python: str = sys.executable) -> dict[str, float]:
@@ -275,7 +275,7 @@ class Bench:
             [np.fromfile(each, np.uint16) for each in sorted(self.folder.glob("web/*/sequence.bin"))]
         )
         np.save(self.folder / "tokens.npy", tokens)
-        for peer, (module, _, _, way) in PEERS.items():
+        for peer, (module, _, _, shuffle) in PEERS.items():
             python = self.peers or sys.executable
             looked = subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False)
             if looked.returncode:
@@ -284,7 +284,7 @@ class Bench:
             if not (self.folder / module).exists():
                 in_child("write", peer, str(self.folder / "tokens.npy"), str(self.folder / module), python=python)
                 self.upload(module)
-            line = {"packing": "concat", "shuffle": "full" if way == "naive" else way, "way": peer}
+            line = {"packing": "concat", "shuffle": shuffle, "way": peer}
             address = self.server.address(module).partition("?")[0]
             for latency in latencies:
                 cache = f"{self.folder}/cache-{len(self.lines)}"
