@@ -186,7 +186,7 @@ def measure(name: str, corpus: Path, tokenizer: str, work: Path) -> dict[str, fl
 
 
 def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
-    from tokenmill.build import build, engines
+    from tokenmill.build import build
     from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit, sample_texts
     from tokenmill.encode.engines import trusted
 
@@ -201,7 +201,7 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     # it does, in the middle of the measurement.
     second, _ = trusted(tokenizer, sample=sample_texts(files, "text"))
     kept = []  # closing a tokenizer takes time too, and also once a build
-    open_first, run_first = build._open_tokenizer, engines.WorkerPool.run
+    open_first, run_first = build._open_tokenizer, build.WorkerPool.run
     settle_first, publish_first = build.settle_recipe, build._publish
 
     def timed_open(*arguments: Any) -> Any:
@@ -224,7 +224,7 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
                     second.encode(batch)
             yield result
 
-    build._open_tokenizer, engines.WorkerPool.run = timed_open, take_turns  # type: ignore[method-assign]
+    build._open_tokenizer, build.WorkerPool.run = timed_open, take_turns  # type: ignore[method-assign]
     build.settle_recipe, build._publish = timed_settle, timed_publish
     whole = Stopwatch()
     with whole:

@@ -98,7 +98,7 @@ class CheckedFile:
         self._bytes = saved.bytes if saved else 0
         self._stream: io.FileIO | None = None
         if saved is None:
-            path.open("xb").close()
+            self._stream = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
             return
         if not path.is_file() or path.stat().st_size < saved.bytes:
             raise StoreCorruptError(
@@ -127,12 +127,17 @@ class CheckedFile:
             self._stream.close()
             self._stream = None
 
-    def sync(self) -> FileInfo:
-        """Make it durable, and return its size and checksum so far."""
-        self.close()
-        with open(self._path, "ab") as stream:
-            os.fsync(stream.fileno())
+    @property
+    def info(self) -> FileInfo:
+        """Its size and checksum so far."""
         return FileInfo(bytes=self._bytes, xxh3=self._hash.hexdigest())
+
+    def sync(self) -> FileInfo:
+        """Make it durable and close it; return its size and checksum so far."""
+        with self._stream or open(self._path, "ab") as stream:
+            os.fsync(stream.fileno())
+        self._stream = None
+        return self.info
 
     def read_back(self, dtype: np.dtype[Any], count: int) -> AnyArray:
         """Map the first `count` numbers of the file, of which there is one at least."""
@@ -168,8 +173,13 @@ def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def write_footed(out: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
     """Write the bytes of an index and its footer to a file that is open."""
-    footer = msgspec.json.encode(write(out))
-    out.write(footer + len(footer).to_bytes(8, "little") + xxhash.xxh3_64_digest(footer))
+    out.write(footer_bytes(write(out)))
+
+
+def footer_bytes(footer: object) -> bytes:
+    """Return what stands behind the bytes of an index: its footer, the size and the checksum of that."""
+    encoded = msgspec.json.encode(footer)
+    return encoded + len(encoded).to_bytes(8, "little") + xxhash.xxh3_64_digest(encoded)
 
 
 def write_section(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:

@@ -27,7 +27,15 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.durable import CheckedFile, make_folder, read_index, write_footed, write_index, write_section
+from tokenmill.store.durable import (
+    CheckedFile,
+    footer_bytes,
+    make_folder,
+    read_index,
+    write_footed,
+    write_index,
+    write_section,
+)
 from tokenmill.store.layout import (
     HASHES_FOLDER,
     ORIGINS_FOLDER,
@@ -351,25 +359,39 @@ def hashes_file(store: Path, shard: int) -> Path:
     return store / HASHES_FOLDER / f"{shard:05d}.bin"
 
 
-def write_shard_hashes(file: Path, shard: ShardInfo, blocks: Iterator[Uint64Array]) -> None:
-    """Write the hashes of the documents of a shard, given in blocks."""
+class HashWriter:
+    """Writes the hashes of the documents of a shard while it is written; new, or from a checkpoint on."""
 
-    def write(out: Any) -> _HashesFooter:  # noqa: ANN401 - a binary stream
-        section = write_section(out, (block.astype("<u8", copy=False).view(np.uint8) for block in blocks))
-        sections = {HASHES: section}
-        return _HashesFooter(format=HASHES_FORMAT, documents=shard.documents, of=_made_of(shard), sections=sections)
+    def __init__(self, file: Path, saved: FileInfo | None = None) -> None:
+        self._file = CheckedFile(file, saved)
 
-    write_index(file, write)
+    def append(self, hashes: Uint64Array) -> None:
+        """Add the hashes of some documents."""
+        self._file.write(hashes.astype("<u8", copy=False))
+
+    def close_file(self) -> None:
+        """Keep no file open until more is appended."""
+        self._file.close()
+
+    def sync(self) -> FileInfo:
+        """Make all hashes so far durable; return what it takes to go on from here."""
+        return self._file.sync()
+
+    def finish(self, shard: ShardInfo) -> None:
+        """Say behind the hashes which shard they are of, and make all of it durable."""
+        section = (0, self._file.info.bytes, self._file.info.xxh3)
+        self._file.write(np.frombuffer(footer_bytes(_hashes_footer(shard, section)), np.uint8))
+        self._file.sync()
+
+
+def _hashes_footer(shard: ShardInfo, section: tuple[int, int, str]) -> _HashesFooter:
+    return _HashesFooter(
+        format=HASHES_FORMAT, documents=shard.documents, of=_made_of(shard), sections={HASHES: section}
+    )
 
 
 def _made_of(shard: ShardInfo) -> dict[str, str]:
     return {name: info.xxh3 for name, info in shard.files.items()}
-
-
-Offsets = Callable[[str, int, int], Int64Array]
-"""(axis, first item, end) -> where these items start in the values, and where the last one ends."""
-Values = Callable[[str, int, int], AnyArray]
-"""(key, first value, end) -> these values."""
 
 
 def compute_hashes(store: Store, shard: int) -> Iterator[Uint64Array]:
@@ -384,40 +406,25 @@ def hash_documents(store: Store, begin: int, end: int) -> Uint64Array:
 
 
 def _compute(store: Store, records: range) -> Iterator[Uint64Array]:
-    manifest = store.manifest
-    yield from hash_blocks(
-        (manifest.kind, store.keys, manifest.tokenizer),
-        records,
-        store.offsets,
-        lambda key, a, b: store.fetch(a, b, key),
-    )
-
-
-def hash_blocks(
-    spec: tuple[str, Sequence[str], Mapping[str, Any]], records: range, offsets_of: Offsets, values_of: Values
-) -> Iterator[Uint64Array]:
-    """Yield the hashes of records, read in blocks of bounded size; `spec` is kind, keys and tokenizer."""
-    kind, keys, tokenizer = spec
+    """Yield the hashes of documents, read in blocks of bounded size."""
+    kind, keys = store.manifest.kind, layout.token_keys(store.keys)
     begin, count = records.start, _RECORDS
     while begin < records.stop:
         end = min(begin + count, records.stop)
         starts: dict[str, Int64Array] = {}
-        for key in layout.token_keys(keys):
-            axis, items = layout.axis_of(kind, key), (begin, end)
+        for axis in dict.fromkeys(layout.axis_of(kind, key) for key in keys):
+            items = (begin, end)
             if axis == "responses":
-                starts["groups"] = offsets_of("groups", begin, end)
+                starts["groups"] = store.offsets("groups", begin, end)
                 items = int(starts["groups"][0]), int(starts["groups"][-1])
-            starts[axis] = offsets_of(axis, *items) if items[1] > items[0] else np.zeros(1, np.int64)
+            starts[axis] = store.offsets(axis, *items) if items[1] > items[0] else np.zeros(1, np.int64)
         tokens = sum(int(s[-1] - s[0]) for axis, s in starts.items() if axis != "groups")
         if tokens > _TOKENS and end - begin > 1:
             count = max(1, (end - begin) // 2)
             continue
-        values = {
-            key: values_of(key, int(starts[axis][0]), int(starts[axis][-1]))
-            for key in layout.token_keys(keys)
-            for axis in (layout.axis_of(kind, key),)
-        }
-        yield hash_records(kind, tokenizer, values, {axis: s - s[0] for axis, s in starts.items()})
+        spans = {key: starts[layout.axis_of(kind, key)] for key in keys}
+        values = {key: store.fetch(int(span[0]), int(span[-1]), key) for key, span in spans.items()}
+        yield hash_records(kind, store.manifest.tokenizer, values, {axis: s - s[0] for axis, s in starts.items()})
         begin, count = end, min(2 * count, _RECORDS)
 
 
@@ -479,10 +486,18 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
         except StoreCorruptError:
             missing = True
         if missing:
-            write_shard_hashes(hashes_file(store.path, number), shard, compute_hashes(store, number))
+            _write_shard_hashes(store, number)
             added += 1
         progress(shard.tokens)
     return added
+
+
+def _write_shard_hashes(store: Store, shard: int) -> None:
+    def write(out: BinaryIO) -> _HashesFooter:
+        blocks = (block.astype("<u8", copy=False).view(np.uint8) for block in compute_hashes(store, shard))
+        return _hashes_footer(store.manifest.shards[shard], write_section(out, blocks))
+
+    write_index(hashes_file(store.path, shard), write)
 
 
 def _shard_place(store: Store, shard: int) -> Path | None:

@@ -20,7 +20,7 @@ from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.durable import CheckedFile, Lease, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
-from tokenmill.store.notes import hash_blocks, hashes_file, write_shard_hashes
+from tokenmill.store.notes import HashWriter, hash_records, hashes_file
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
@@ -145,6 +145,8 @@ class _Checkpoint:
     """Those that are finished."""
     open: ShardInfo | None
     """The one that is being written, with the sizes and checksums of its files so far."""
+    hashes: FileInfo | None
+    """The hashes of its documents so far."""
 
 
 class ShardSeries:
@@ -188,8 +190,8 @@ class ShardSeries:
 
     def checkpoint(self) -> dict[str, Any]:
         """Make all that was written durable, and return, as JSON, what `reopen` needs to go on from here."""
-        opened = self._open.sync() if self._open else None
-        checkpoint: dict[str, Any] = as_json(_Checkpoint(shards=tuple(self.shards), open=opened))
+        opened, hashes = (self._open.sync(), self._open.hashes.sync()) if self._open else (None, None)
+        checkpoint: dict[str, Any] = as_json(_Checkpoint(shards=tuple(self.shards), open=opened, hashes=hashes))
         return checkpoint
 
     @classmethod
@@ -203,14 +205,16 @@ class ShardSeries:
         series.shards = list(saved.shards)
         for shard in series.shards:
             check_sizes(folder / shard.name, shard)
+            if not (hashes := _hashes_beside(folder / shard.name)).exists():
+                raise StoreCorruptError(f"{hashes}: must be there to go on, got nothing; the unit is done again")
         # Shards that were begun after the checkpoint go.
         first_later = len(series.shards) + (saved.open is not None)
         for child in folder.glob("*"):
-            number = child.name.removesuffix(".h5")
+            number = child.name.partition(".")[0]  # of its folder or file, and of its hashes
             if number.isdigit() and int(number) >= first_later:
                 _remove(child)
         if saved.open is not None:
-            series._open = _ShardWriter(folder / str(len(series.shards)), spec, saved.open)
+            series._open = _ShardWriter(folder / str(len(series.shards)), spec, saved.open, saved.hashes)
         return series
 
     def _token_starts(self, offsets: Mapping[str, Int64Array]) -> Int64Array:
@@ -249,7 +253,9 @@ class _ShardWriter:
     before `sync` or `commit`. An array `position_ids` that is not given is numbered through the shard.
     """
 
-    def __init__(self, folder: Path, spec: StoreSpec, saved: ShardInfo | None = None) -> None:
+    def __init__(
+        self, folder: Path, spec: StoreSpec, saved: ShardInfo | None = None, hashes: FileInfo | None = None
+    ) -> None:
         self.folder = folder
         self.spec = spec
         self.documents = saved.documents if saved else 0
@@ -259,6 +265,7 @@ class _ShardWriter:
             folder.mkdir(parents=True)
         names = [*map(layout.key_file, spec.keys), *map(layout.index_file, spec.axes)]
         self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
+        self.hashes = HashWriter(_hashes_beside(folder), hashes)
 
     @property
     def tokens(self) -> int:
@@ -276,12 +283,14 @@ class _ShardWriter:
             starts = offsets[axis]
             self._files[layout.index_file(axis)].write((starts[:-1] + size).astype(layout.OFFSET_DTYPE, copy=False))
             self._sizes[axis] = (items + starts.size - 1, size + int(starts[-1]))
+        self.hashes.append(hash_records(self.spec.kind, self.spec.tokenizer, values, offsets))
         self.documents += _num_records(offsets)
 
     def close_files(self) -> None:
         """Keep no file open until more is appended."""
         for file in self._files.values():
             file.close()
+        self.hashes.close_file()
 
     def sync(self) -> ShardInfo:
         """Make all that was written durable, and return what is known of the shard so far."""
@@ -302,22 +311,8 @@ class _ShardWriter:
             file.write(layout.anchors_of(file.read_back(layout.OFFSET_DTYPE, items + 1)))
         shard = self.sync()
         sync_folder(self.folder)
-        self._write_hashes(shard)
+        self.hashes.finish(shard)
         return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
-
-    def _write_hashes(self, shard: ShardInfo) -> None:
-        """Write the hashes of its documents beside it, read back in blocks from what was just written."""
-
-        def read(name: str, dtype: np.dtype[Any], begin: int, end: int) -> AnyArray:
-            return np.fromfile(self.folder / name, dtype, end - begin, offset=begin * dtype.itemsize)
-
-        blocks = hash_blocks(
-            (self.spec.kind, tuple(self.spec.keys), self.spec.tokenizer),
-            range(shard.documents),
-            lambda axis, a, b: read(layout.index_file(axis), layout.OFFSET_DTYPE, a, b + 1).astype(np.int64),
-            lambda key, a, b: read(layout.key_file(key), np.dtype(self.spec.keys[key]), a, b),
-        )
-        write_shard_hashes(_hashes_beside(self.folder), shard, blocks)
 
     def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
         axis = layout.axis_of(self.spec.kind, _POSITIONS)
