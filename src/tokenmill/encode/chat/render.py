@@ -177,8 +177,7 @@ def find_ranges(renderer: Renderer, trained: Sequence[int]) -> tuple[Range, ...]
     ranges = _block_ranges(trace, by_block) if by_block else []
     for index in trained:
         if index not in by_block:
-            begin, end = _turn_range(renderer, trace, index)
-            ranges += [(begin, end)] if begin < end else []
+            ranges += [both for both in _turn_ranges(renderer, trace, index) if both[0] < both[1]]
     ranges = _merged(ranges)
     _prove(trace, ranges, set(trained))
     return tuple(ranges)
@@ -237,6 +236,28 @@ def _block_owner(trace: Trace, begin: int, end: int) -> int:
     return owners.pop()
 
 
+_RESULTS = ("tool", "function", "ipython", "observation")
+
+
+def _turn_ranges(renderer: Renderer, trace: Trace, index: int) -> list[Range]:
+    """Return what of a message has to be produced: twice where a template writes its text behind the results."""
+    own = trace.own_range(index)
+    if own is None or all(each.owner == index for each in trace.within(*own)):
+        return [_turn_range(renderer, trace, index)]
+    # So it is if the template writes the same when the text beside the calls is a message of its own.
+    conversation, given = trace.conversation, trace.conversation.given
+    roles = conversation.roles
+    behind = next((at for at in range(index + 1, len(roles)) if roles[at] not in _RESULTS), len(roles))
+    if behind > index + 1 and {"text", "tool calls"} <= {*conversation.parts_of(index)}:
+        calls = {**given[index], "content": ""}
+        text = {"role": roles[index], "content": given[index]["content"]}
+        parted = renderer.of([*given[:index], calls, *given[index + 1 : behind], text, *given[behind:]])
+        other = parted.try_trace(len(roles) + 1, False)
+        if other is not None and other.text == trace.text:
+            return [_turn_range(parted, other, at) for at in (index, behind)]
+    raise Refusal("interleaved", f"{conversation.named(index)} in parts, with others between them")
+
+
 def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     """Return from where to where a message has to be produced, its end of turn included."""
     conversation = trace.conversation
@@ -249,8 +270,6 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
         begin = renderer.empty_turn(trace, index)
         return begin, begin + len(_closing(trace, renderer.closings(index, None), index, begin))
     first, after = own
-    if any(each.owner != index for each in trace.within(first, after)):
-        raise Refusal("interleaved", f"{conversation.named(index)} in parts, with others between them")
     # What a sample shows counts where the render has the same; else renders of the conversation itself decide.
     known = edges_by_sample(renderer, index)
     begin, end = first, None

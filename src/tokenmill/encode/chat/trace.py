@@ -14,7 +14,16 @@ from jinja2.environment import Template
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.tracked import GENERATION, UNKNOWN, authored, budget, runs_of, seeking, time_limit
+from tokenmill.encode.chat.tracked import (
+    GENERATION,
+    UNKNOWN,
+    Tracked,
+    authored,
+    budget,
+    runs_of,
+    seeking,
+    time_limit,
+)
 from tokenmill.errors import ConfigError
 
 Range: TypeAlias = tuple[int, int]
@@ -355,7 +364,7 @@ class Renderer:
         shared = _shared(tail, between)
         if not tail[:shared].strip() and not self._without_ends(tail):
             return [tail]
-        opening = self._of([further]).try_trace(1, False)
+        opening = self.of([further]).try_trace(1, False)
         header = opening.text[: opening.begins[0]] if opening and opening.fragments else ""
         size = len(between) - _shared_end(header, between)
         # A conversation may begin with what ends a turn too: with a system prompt of the template.
@@ -375,12 +384,12 @@ class Renderer:
         asks = self.conversation.roles[index] == "user"
         roles = ("tool", "user") if given[index].get("tool_calls") else ("assistant",) if asks else ("user",)
         for further in ({"role": role, "content": content} for role in roles):
-            between = self._of([*given, further])._between(index, after)
+            between = self.of([*given, further])._between(index, after)
             if between is not None:
                 return further, between
         return {}, None
 
-    def _of(self, messages: Sequence[Message]) -> Renderer:
+    def of(self, messages: Sequence[Message]) -> Renderer:
         """Return a renderer of other messages with the same template, tools and options."""
         own = self.conversation
         roles = [message["role"] for message in messages]
@@ -484,7 +493,9 @@ def _run(template: Template, names: dict[str, Any]) -> str:
             raise Refusal("too_large", "the template takes more memory than there is") from error
         except Exception as error:
             # A template may fail in any way that Python can; here it costs the record, not the job.
-            text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'")
+            text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(
+                f"{Tracked.__module__}.Tracked", "str"
+            )
             raise Refusal("template_error", f"the template fails with {text}") from error
 
 
