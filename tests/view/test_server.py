@@ -318,3 +318,10 @@ def test_chats_and_groups_have_every_view(tmp_path, open_site, recipe, records, 
     parts = site.api("document?document=2")["contents"]["parts"]
     spelled = ["".join(s for s, t in zip(p["strings"], p["trained"], strict=True) if t) for p in parts]
     assert trained in [text.removesuffix("<|eos|>") for text in spelled]
+    turns = [
+        (turn["role"], "".join(part["strings"][turn["first"] : turn["end"]]))
+        for part in parts
+        for turn in (part["turns"] or {"turns": ()})["turns"]
+    ]
+    assert turns == ([("user", "question 2"), ("assistant", "answer 2")] if recipe == "chat" else [])
+    assert [f"<b>{role}</b>" in site.page("document?document=2") for role, _ in turns] == [True] * len(turns)

@@ -97,12 +97,13 @@ def _inspect_document(
     path: Path | str, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
 ) -> None:
     from tokenmill.run.inspect import inspect_document
+    from tokenmill.run.turns import template_of
     from tokenmill.store import open_store
 
     if isinstance(path, Path) and _is_run(path):
         raise ConfigError(f"--document: must be given with a store, got the run {path}; name the store of a source")
     store = open_store(path, **asdict(options))
-    found = inspect_document(store, document, ui.tokenizer_for(store, tokenizer))
+    found = inspect_document(store, document, ui.tokenizer_for(store, tokenizer), template=template_of(store))
     if json:
         ui.print_json(found.to_json())
         return
@@ -112,11 +113,16 @@ def _inspect_document(
     if found.rewards is not None:
         ui.print_line(f"rewards: {', '.join(map(str, found.rewards))}")
     for part in found.parts:
-        columns = ("token", "id", "text", "mask", "trained")
+        turns = part.turns.turns if part.turns else ()
+        roles = {place: turn.role for turn in turns for place in range(turn.first, turn.end)}
+        columns = ("token", "id", "text", "mask", "trained", *(["says"] if turns else []))
         nothing = [None] * len(part.ids)
         strings, masks, controls = part.strings or nothing, part.mask or nothing, part.control or nothing
         lines = [
-            (place, number, _token(text, bool(control)), mask, "yes" if trained else "no")
+            (
+                *(place, number, _token(text, bool(control)), mask, "yes" if trained else "no"),
+                *([roles.get(place, "template")] if turns else []),
+            )
             for place, (number, text, control, mask, trained) in enumerate(
                 zip(part.ids, strings, controls, masks, part.trained, strict=True)
             )

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tokenmill.encode import NOTES, WAYS_OUT
+from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.files import kind_of, spec_of_copy
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
+from tokenmill.run.turns import Turns, find_turns
 from tokenmill.store import Origin, Store
 from tokenmill.store.layout import TOKENIZER_FOLDER, token_keys
 from tokenmill.tables import as_json
@@ -571,6 +573,8 @@ class DocumentPart:
     """Whether each is a label: the first token of a document never is."""
     length: int
     """How many tokens it has, also where not all of them are shown."""
+    turns: Turns | None
+    """Who says what, of those that are shown; None where no chat template tells it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -590,11 +594,18 @@ class DocumentContents:
 
 
 def inspect_document(
-    store: Store, document: int, tokenizer: Tokenizer | None = None, *, first: int = 0, count: int | None = None
+    store: Store,
+    document: int,
+    tokenizer: Tokenizer | None = None,
+    *,
+    first: int = 0,
+    count: int | None = None,
+    template: ChatTemplate | None = None,
 ) -> DocumentContents:
-    """Look at one document: where it came from, its tokens and its masks.
+    """Look at one document: where it came from, its tokens and its masks, and who says what in a chat.
 
-    Of each of its arrays the tokens from the `first` on, `count` at most; None for all.
+    Of each of its arrays the tokens from the `first` on, `count` at most; None for all. `template` is the one that
+    a chat was made with, see `template_of`.
     """
     origin = store.origin(document)
     parts: list[DocumentPart] = []
@@ -603,7 +614,7 @@ def inspect_document(
         if axis == "responses":
             item, end = store.offsets("groups", document, document + 1).tolist()
         parts += [
-            _part(store, key, store.offsets(axis, each, each + 1), tokenizer, (first, count))
+            _part(store, key, store.offsets(axis, each, each + 1), tokenizer, (first, count), template)
             for each in range(item, end)
         ]
     rewards = np.asarray(store.fetch_record(document, "rewards")).tolist() if "rewards" in store.keys else None
@@ -617,7 +628,12 @@ def inspect_document(
 
 
 def _part(
-    store: Store, key: str, offsets: Int64Array, tokenizer: Tokenizer | None, shown: tuple[int, int | None]
+    store: Store,
+    key: str,
+    offsets: Int64Array,
+    tokenizer: Tokenizer | None,
+    shown: tuple[int, int | None],
+    template: ChatTemplate | None,
 ) -> DocumentPart:
     whole = int(offsets[1] - offsets[0])
     first, last = min(shown[0], whole), whole if shown[1] is None else min(shown[0] + shown[1], whole)
@@ -628,12 +644,15 @@ def _part(
     trained = _trained(store, key, np.array([begin, end]))
     if first and trained.size:  # the first token of what is shown is not the first of the document
         trained[0] = key != "prompts" and (mask is None or bool(mask[0]))
+    strings = tuple(tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)) if tokenizer else None
+    frame = [_string_of(store.manifest.tokenizer.get(name), tokenizer) for name in ("bos_id", "eos_id")]
     return DocumentPart(
         key=key,
         ids=tuple(ids.tolist()),
-        strings=tuple(tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)) if tokenizer else None,
+        strings=strings,
         control=tuple(np.isin(ids, list(tokenizer.special_ids.values())).tolist()) if tokenizer else None,
         mask=None if mask is None else tuple(mask),
         trained=tuple(trained.tolist()),
         length=whole,
+        turns=find_turns(template, strings, frame) if template and strings else None,
     )

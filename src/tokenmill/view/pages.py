@@ -325,25 +325,33 @@ def _deal(deal: StepDeal) -> str:
 # Tokens as text
 
 
-def tokens_html(tokens: Sequence[tuple[str, bool, bool, str, bool]]) -> str:
-    """Return tokens as text: (text, trained, control, what is said of it, whether a document begins) of each."""
+ShownToken = tuple[str, bool, bool, str, bool]
+"""Text, whether it is trained, whether it is a control token, what is said of it, whether a span begins there."""
+TOKENS_LEGEND = (
+    '<p class="legend"><span class="k t">trained</span> <span class="k">not trained</span> '
+    '<span class="k c">control token</span> <span class="k first">a span begins</span></p>'
+)
+
+
+def tokens_html(tokens: Sequence[ShownToken]) -> str:
+    """Return tokens as text."""
+    return f'{TOKENS_LEGEND}<pre class="tokens">{_spelled(tokens)}</pre>'
+
+
+def _spelled(tokens: Sequence[ShownToken]) -> str:
     parts = []
     for text, trained, control, about, begins in tokens:
         kinds = f"k{' t' if trained else ''}{' c' if control else ''}{' first' if begins else ''}"
         shown = text_of(text.replace("\n", "⏎\n")) or "∅"
         parts.append(f'<span class="{kinds}" title="{text_of(about)}">{shown}</span>')
-    legend = (
-        '<p class="legend"><span class="k t">trained</span> <span class="k">not trained</span> '
-        '<span class="k c">control token</span></p>'
-    )
-    return f'{legend}<pre class="tokens">{"".join(parts)}</pre>'
+    return "".join(parts)
 
 
 def strip_page(view: StripView, run: Run) -> str:  # noqa: ARG001
     """Show one strip of a row, token by token."""
     strip, controls = view.tokens, set(view.controls)
 
-    def line(token: StripToken) -> tuple[str, bool, bool, str, bool]:
+    def line(token: StripToken) -> ShownToken:
         state = "trained" if token.trained else "not trained"
         about = f"id {token.id}, document {token.document}, position {token.position}, {state}"
         text = f"{token.id} " if token.text is None else token.text
@@ -389,8 +397,8 @@ def paging(view: str, first: int, shown: int, total: int, **parameters: object) 
     """Return links to what stands before and behind what is shown."""
     if shown >= total:
         return ""
-    before = link(view, "← before", first=max(0, first - shown), **parameters) if first else ""
-    after = link(view, "behind →", first=first + shown, **parameters) if first + shown < total else ""
+    before = link(view, "← previous", first=max(0, first - shown), **parameters) if first else ""
+    after = link(view, "next →", first=first + shown, **parameters) if first + shown < total else ""
     return f'<p class="turn">{first:,} to {first + shown - 1:,} of {total:,} {before} {after}</p>'
 
 
@@ -518,21 +526,28 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
     ]
     seen = ""
     if view.in_run:
-        title = f"Seen {view.num_uses:,} times" + ("" if view.num_uses == len(view.uses) else ", the first listed")
+        title = f"Seen {view.num_uses:,} time{'s' * (view.num_uses != 1)}" + (
+            "" if view.num_uses == len(view.uses) else ", the first listed"
+        )
         columns = ("step", "slot", "row", "tokens of the document")
         seen = table(Table(title=title, columns=columns, rows=steps), links=True)
     turn = " ".join(
         link("document", words, source=view.source, document=other)
-        for words, other in (("← before", document - 1), ("behind →", document + 1))
+        for words, other in (("← previous", document - 1), ("next →", document + 1))
         if 0 <= other < view.num_documents
     )
     longest = max((part.length for part in contents.parts), default=0)
     shown = max((len(part.ids) for part in contents.parts), default=0)
     pages = paging("document", view.first, shown, longest, source=view.source, document=document)
     back = link("store", text_of(view.source), source=view.source)
+    unknown = _no_text(
+        "Who says what cannot be told: the chat template is neither built in nor kept with the tokenizer."
+        if view.no_roles
+        else None
+    )
     return (
         f'<h1>Document {document:,} of {back}</h1><p class="turn">{turn}</p>'
-        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{seen}{pages}"
+        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{unknown}{seen}{pages}"
         f'<div class="beside">{parts}</div>'
     )
 
@@ -540,16 +555,39 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
 def _part(
     part: DocumentPart, view: DocumentView, controls: set[int], rewards: Sequence[float] | None, place: int
 ) -> str:
-    """Show one array of a document: tokens as text, with what is said of each."""
+    """Show one array of a document: tokens as text, with what is said of each, by who says it."""
     strings = part.strings or [f"{number} " for number in part.ids]
+    cuts = {start for use in view.uses for start, _ in use.spans if start}
     tokens = [
-        (text, trained, number in controls, f"id {number}, position {view.first + at}", False)
+        (
+            text,
+            trained,
+            number in controls,
+            f"id {number}, position {view.first + at}, {'trained' if trained else 'not trained'}",
+            view.first + at in cuts,
+        )
         for at, (text, number, trained) in enumerate(zip(strings, part.ids, part.trained, strict=True))
     ]
     first = next(at for at, each in enumerate(view.contents.parts) if each.key == part.key)
     reward = f", reward {rewards[place - first]:g}" if rewards and part.key == "responses" else ""
     heading = f"{part.key}{reward}: {part.length:,} tokens, {sum(part.trained):,} of those shown trained"
-    return f"<section><h2>{text_of(heading)}</h2>{tokens_html(tokens)}</section>"
+    body = tokens_html(tokens)
+    if part.turns is not None:
+        said, before = [], 0
+        for turn in part.turns.turns:
+            said.append(_said("", tokens[before : turn.first]) + _said(turn.role, tokens[turn.first : turn.end]))
+            before = turn.end
+        note = "" if part.turns.proven else " (the template had more to write than these messages, such as tools)"
+        body = f"{TOKENS_LEGEND}<p>Who says what, as the chat template writes it{note}:</p>{''.join(said)}"
+        body += _said("", tokens[before:])
+    return f"<section><h2>{text_of(heading)}</h2>{body}</section>"
+
+
+def _said(role: str, tokens: Sequence[ShownToken]) -> str:
+    """Show the words of a message, or what the template wrote between two."""
+    name = f"<b>{text_of(role)}</b>" if role else "<small>template</small>"
+    kind = "said" if role else "said written"
+    return f'<div class="{kind}">{name}<pre class="tokens">{_spelled(tokens)}</pre></div>' if tokens else ""
 
 
 # Two runs

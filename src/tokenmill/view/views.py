@@ -15,6 +15,7 @@ from tokenmill.run.inspect import (
     DocumentContents,
     StoreContents,
     examples,
+    has_chat_template,
     inspect_document,
     inspect_store,
     tokenizer_of,
@@ -36,6 +37,7 @@ from tokenmill.run.step import (
     inspect_strip,
     row_arrays,
 )
+from tokenmill.run.turns import template_of
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, is_ours, stores_below
 from tokenmill.store.remote.client import parse_address
@@ -145,6 +147,8 @@ class DocumentView:
     num_uses: int
     in_run: bool
     no_text: str | None
+    no_roles: bool
+    """Whether it is a chat whose template is not at hand, so that nobody knows who says what."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +239,11 @@ class Opened:
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizer of each store, None where it is not at hand; opened once."""
         return {name: tokenizer_of(store) for name, store in self.stores.items()}
+
+    @cached_property
+    def templates(self) -> dict[str, Any]:
+        """The chat template of each store, None where it has none, or it is not at hand."""
+        return {name: template_of(store) for name, store in self.stores.items()}
 
     @cached_property
     def report(self) -> RunReport:
@@ -402,7 +411,9 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
     return DocumentView(
         source=name,
         num_documents=store.num_documents,
-        contents=inspect_document(store, document, tokenizer, first=first, count=MAX_TOKENS),
+        contents=inspect_document(
+            store, document, tokenizer, first=first, count=MAX_TOKENS, template=opened.templates[name]
+        ),
         first=first,
         controls=_controls(tokenizer),
         uses=tuple(
@@ -417,6 +428,7 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
         num_uses=len(uses),
         in_run=opened.run is not None,
         no_text=None if tokenizer else why_no_texts(store),
+        no_roles=has_chat_template(store.manifest.recipe) and opened.templates[name] is None,
     )
 
 

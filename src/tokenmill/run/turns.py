@@ -1,0 +1,160 @@
+"""Who says what in a stored chat: read off its tokens, by what the template of the recipe writes around each role.
+
+A store keeps tokens and masks, and the digest of its chat template. Where that is at hand (built in, or with the
+tokenizer), some conversations are rendered to learn what it writes before and behind the words of each role. The
+turns that are found are proven by rendering them again.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+from tokenmill.encode.chat.render import render
+from tokenmill.encode.chat.template import ChatTemplate, load_template
+from tokenmill.encode.files import spec_of_copy
+from tokenmill.errors import TokenmillError
+from tokenmill.fingerprint import digest
+from tokenmill.store import Store
+from tokenmill.store.layout import TOKENIZER_FOLDER
+
+SAMPLES = (
+    ("user", "assistant", "user", "assistant", "user", "assistant"),
+    ("system", "user", "assistant", "user", "assistant"),
+    ("system", "system", "user", "user", "assistant", "assistant", "system", "assistant", "user"),
+    ("user", "assistant", "tool", "assistant", "user", "assistant"),
+)
+"""Conversations that show what stands around the words of each role; a template need not take them all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """The words of one message."""
+
+    role: str
+    first: int
+    """Its first token, and the one behind its last."""
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """The messages of a text, in order; what stands between them was written by the template."""
+
+    turns: tuple[Turn, ...]
+    proven: bool
+    """Whether the template writes this very text for these messages; else it had more to write, such as tools."""
+
+
+def template_of(store: Store) -> ChatTemplate | None:
+    """Return the chat template that a store was made with; None if it has none, or it is not at hand any more."""
+    known = store.manifest.recipe.get("recipe", {}).get("chat_template")
+    if not isinstance(known, dict):
+        return None
+    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
+    for tokenizer in (*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))):
+        for spec in ("chatml", "tokenizer"):
+            try:
+                template = load_template(spec, tokenizer=tokenizer)
+            except (TokenmillError, OSError):
+                continue
+            if digest(template.source) == known.get("content"):
+                return template
+    return None
+
+
+def find_turns(template: ChatTemplate, strings: Sequence[str], frame: Sequence[str | None] = ()) -> Turns | None:
+    """Find the messages of a text that is given token by token; None where the template shows none.
+
+    `frame` are BOS and EOS, which the tokenizer may have put around it.
+    """
+    text = "".join(strings)
+    found = list(_spans(text, _wrappings(template.source, template.where, tuple(template.special_tokens.items()))))
+    if not found:
+        return None
+    messages = [{"role": role, "content": text[begin:end]} for role, begin, end in found]
+    bare = {text, *(text.removeprefix(bos or "") for bos in frame[:1])}
+    bare |= {each.removesuffix(eos or "") for each in bare for eos in frame[1:]}
+    begins = list(accumulate(map(len, strings), initial=0))[:-1]
+    turns = [
+        Turn(role=role, first=bisect_left(begins, begin), end=bisect_left(begins, end))
+        for role, begin, end in found
+    ]
+    return Turns(turns=tuple(turns), proven=any(_is_rendered(template, messages, each) for each in bare))
+
+
+def _is_rendered(template: ChatTemplate, messages: Sequence[dict[str, str]], text: str) -> bool:
+    for prompt in (False, True):
+        try:
+            if render(template, messages, add_generation_prompt=prompt).text == text:
+                return True
+        except TokenmillError:
+            continue
+    return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wrapping:
+    """What a template writes before and behind the words of a role."""
+
+    role: str
+    header: str
+    footer: str
+
+
+def _spans(text: str, wrappings: Sequence[_Wrapping]) -> Iterator[tuple[str, int, int]]:
+    """Yield role, begin and end of the words of each message."""
+    place = 0
+    while True:
+        starts = [(text.find(each.header, place), -len(each.header), each) for each in wrappings]
+        starts = [start for start in starts if start[0] >= 0]
+        if not starts:
+            return
+        begin, less, chosen = min(starts, key=lambda start: start[:2])
+        begin -= less
+        ends = [text.find(each, begin) for each in (chosen.footer, *(other.header for other in wrappings)) if each]
+        end = min((end for end in ends if end >= 0), default=len(text))
+        yield chosen.role, begin, end
+        place = max(end, begin)
+
+
+@lru_cache(maxsize=16)
+def _wrappings(source: str, where: str, special_tokens: tuple[tuple[str, str], ...]) -> tuple[_Wrapping, ...]:
+    """Learn what a template writes around each role: what is common to all places where it stands."""
+    template = ChatTemplate(source=source, where=where, special_tokens=dict(special_tokens))
+    before: dict[str, list[str]] = {}
+    behind: dict[str, list[str]] = {}
+    for roles in SAMPLES:
+        words = [f"W{number}q{number}W" for number in range(len(roles))]
+        try:
+            text = render(
+                template, [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+            ).text
+        except TokenmillError:
+            continue
+        places = [text.find(word) for word in words]
+        if min(places) < 0 or places != sorted(places):
+            continue
+        ends = [0, *(place + len(word) for place, word in zip(places, words, strict=True))]
+        for role, (end, begin) in zip(roles, zip(ends, places, strict=False), strict=False):
+            before.setdefault(role, []).append(text[end:begin])
+        for role, (end, begin) in zip(roles, zip(ends[1:], [*places[1:], len(text)], strict=True), strict=True):
+            behind.setdefault(role, []).append(text[end:begin])
+    learnt = [
+        _Wrapping(
+            role=role,
+            header=_common_start([each[::-1] for each in leads])[::-1],
+            footer=_common_start(behind[role]),
+        )
+        for role, leads in before.items()
+    ]
+    return tuple(each for each in learnt if len(each.header.strip()) > 1)
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    return os.path.commonprefix(list(texts))  # noqa: RUF071 - characters are meant
