@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -193,6 +194,63 @@ def work(folder):
         "same_class": adapter.TokenmillDataLoader is adapter.TokenmillDataLoader,
     }
     (folder / "answers.json").write_text(json.dumps(answers))
+    torch.distributed.destroy_process_group()
+
+
+class Scores(torch.nn.Module):
+    """A model of two tables, which knows the token before and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = torch.nn.Embedding(300, 8), torch.nn.Linear(8, 300)
+
+    def forward(self, inputs, **_):
+        return self.out(self.table(inputs))
+
+
+class Noted:
+    """Keeps what a validator tells, where its processor of metrics would want a GPU."""
+
+    def __init__(self):
+        self.losses, self.ntokens_since_last_log = [], 0
+
+    def log_validation(self, loss, step):
+        self.losses.append((step, loss))
+
+
+def validate(folder, rank, world_size):
+    """Run torchtitan's own validator for two rounds as one of several ranks; write the losses that it logs."""
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.validate import Validator
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.tools import utils
+
+    utils.device_type = parallel_dims.device_type = "cpu"  # it takes a machine without a GPU for one with
+    store = torch.distributed.FileStore(str(folder / f"ranks-{world_size}"), world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dims = ParallelDims(dp_replicate=1, dp_shard=world_size, cp=1, tp=1, pp=1, ep=1, world_size=world_size)
+    dims.build_mesh()
+    loader = adapter.TokenmillDataLoader.Config(config_file=str(folder / "run.toml"), eval="held")
+    noted = Noted()
+    validator = Validator(
+        Validator.Config(enable=True, steps=-1, dataloader=loader),
+        parallelism=ParallelismConfig(),
+        dp_world_size=world_size,
+        dp_rank=rank,
+        tokenizer=None,
+        parallel_dims=dims,
+        loss_fn=CrossEntropyLoss(CrossEntropyLoss.Config()),
+        validation_context=nullcontext,
+        metrics_processor=noted,
+        seq_len=16,
+        local_batch_size=2,
+    )
+    model = Scores()
+    for step in (1, 2):
+        validator.validate([model], step)
+    (folder / f"losses-{rank}-{world_size}.json").write_text(json.dumps(noted.losses))
     torch.distributed.destroy_process_group()
 
 
@@ -492,10 +550,6 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
         _ = adapter.Lodaer
 
 
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))
-
-
 def test_the_validator_is_given_every_row_of_an_eval_once_in_every_round(folder, answers):
     rounds = [answers["evaluated"][f"{rank} of 3"] for rank in range(3)]
     assert all(first == second for first, second in rounds)
@@ -509,3 +563,32 @@ def test_the_validator_is_given_every_row_of_an_eval_once_in_every_round(folder,
     assert len(rows) % 6 == 0
     assert all(label == -100 for row in labels[len(alone) :] for label in row)
     assert answers["some"] == 2
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("torchtitan", "torchdata", "tyro", "spmd_types", "triton")),
+    reason="torchtitan's validator imports all that torchtitan does: torchdata, tyro, spmd_types, triton, ...",
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torchtitans_own_validator_logs_the_exact_mean_in_every_round(folder, world_size):
+    """With steps=-1, where the rows of 3 ranks do not divide: no hang, no batch lost, the same in each round."""
+    command = [sys.executable, __file__, str(folder), str(world_size)]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(world_size)]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0] * world_size
+    model, total, labels = Scores(), 0.0, 0
+    for batch in Run.from_toml(folder / "run.toml").evals["held"].loader():
+        inputs, targets = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
+        scores = model(inputs)[0].detach()
+        total += float(torch.nn.functional.cross_entropy(scores, targets[0], reduction="sum"))
+        labels += int((targets >= 0).sum())
+    for rank in range(world_size):
+        losses = json.loads((folder / f"losses-{rank}-{world_size}.json").read_text())
+        assert losses == [[1, losses[0][1]], [2, losses[0][1]]]
+        assert losses[0][1] == pytest.approx(total / labels, rel=1e-6)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        validate(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[2]))
+    else:
+        work(Path(sys.argv[1]))
