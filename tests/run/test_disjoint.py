@@ -68,8 +68,12 @@ def test_documents_that_are_trained_on_are_counted_and_named_with_their_first_st
     assert overlap.by_content == 2
     assert [(shared.document, shared.trained) for shared in overlap.first] == [(0, 8), (2, 9)]
     assert [shared.step for shared in overlap.first] == [run.plan().when("web", n)[0].step for n in (8, 9)]
-    assert "eval 'val': 2 of its 5 documents are among those of 'web', which is trained on: 0 is document 8" in str(
-        run.report().warnings
+    (warning,) = (text for text in run.report().warnings if "'val'" in text)
+    steps = [shared.step for shared in overlap.first]
+    assert "2 of its 5 documents are among those of 'web', which is trained on: " in warning
+    assert (
+        f"0 is document 8 there, at step {steps[0]} first, 2 is document 9 there, at step {steps[1]} first; "
+        in warning
     )
 
 

@@ -318,12 +318,16 @@ def _overlap_warnings(evals: Sequence[EvalFacts]) -> Iterator[str]:
         for overlap in item.overlaps:
             where = f"eval {item.name!r}"
             if overlap.documents:
-                first = overlap.first[0]
-                step = "which no step comes to" if first.step is None else f"at step {first.step:,} first"
+                shown = [
+                    f"{shared.document} is document {shared.trained} there, "
+                    + ("which no step comes to" if shared.step is None else f"at step {shared.step:,} first")
+                    for shared in overlap.first
+                ]
+                more = " and so on" if overlap.documents > len(shown) else ""
                 yield (
                     f"{where}: {overlap.documents:,} of its {item.documents:,} documents are among those of "
-                    f"{overlap.source!r}, which is trained on: {first.document} is document {first.trained} there, "
-                    f"{step}; hold them out by source and documents, or quarantine them from step 0"
+                    f"{overlap.source!r}, which is trained on: {', '.join(shown)}{more}; hold them out by source "
+                    "and documents, or quarantine them from step 0"
                 )
             if overlap.unknown is not None:
                 yield (
