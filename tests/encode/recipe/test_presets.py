@@ -119,6 +119,47 @@ def test_a_label_of_kto_is_the_reward_of_a_group_of_one(label, reward):
     assert done.values["rewards"].tolist() == [reward]
 
 
+KTO = {"instruction": "Add.", "output": "4", "kto_tag": True}
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+
+
+def test_a_kto_tag_of_llama_factory_is_a_reward_too():
+    done = encode("kto", {**KTO, "input": "2 2"})
+    assert (text_of(done, "prompts"), text_of(done, "responses")) == ("<|bos|>Add.\n2 2", "4<|eos|>")
+    assert done.values["rewards"].tolist() == [1.0]
+    done = encode(chatml("kto"), {**KTO, "system": "Be short.", "history": [["1 1", "2"]]})
+    begin = said("system", "Be short.") + said("user", "1 1") + said("assistant", "2") + said("user", "Add.")
+    assert text_of(done, "prompts").removeprefix("<|bos|>") == begin + "<|im_start|>assistant\n"
+    assert trained(done, "responses", "masks") == "4<|im_end|>"
+    done = encode(chatml("kto"), {"conversations": SHAREGPT, "kto_tag": False})
+    assert (trained(done, "responses", "masks"), done.values["rewards"].tolist()) == ("Hello.<|im_end|>", [0.0])
+    done = encode(chatml("kto"), {"conversations": SHAREGPT[:1], "kto_tag": False})
+    assert [refused.reason for refused in done.refused] == ["not_messages"]
+
+
+ALPACA = {"instruction": "And 3?", "input": "", "output": "Three."}
+
+
+def test_the_history_of_alpaca_is_said_and_trained_before_the_instruction():
+    record = {**ALPACA, "system": "Count.", "history": [["1?", "One."], ["2?", "Two."]]}
+    done = encode(chatml("instruction"), record)
+    assert text_of(done).removeprefix("<|bos|>") == "".join(
+        said(role, text)
+        for role, text in (
+            ("system", "Count."), ("user", "1?"), ("assistant", "One."), ("user", "2?"), ("assistant", "Two."),
+            ("user", "And 3?"), ("assistant", "Three."),
+        )
+    )  # fmt: skip
+    assert trained(done) == "One.<|im_end|>Two.<|im_end|>Three.<|im_end|>"
+    assert encode(chatml("instruction"), {**record, "history": [["1?"]]}).refused[0].reason == "not_messages"
+
+
+@pytest.mark.parametrize("beside", [{"system": "Count."}, {"history": [["1?", "One."]]}])
+def test_texts_without_a_chat_template_do_not_drop_what_stands_beside_them(beside):
+    assert encode("instruction", {**ALPACA, **beside}).refused[0].reason == "no_template"
+    assert encode("instruction", {**ALPACA, "system": "", "history": []}).refused == ()
+
+
 def test_names_of_fields_keys_and_roles_are_those_of_the_record():
     names = {
         "fields": {"messages": "dialog"},

@@ -368,20 +368,26 @@ def test_only_one_bare_text_field_is_left_to_the_fast_path():
     assert [load_recipe(name).text_field for name in PRESETS] == ["text", *[None] * (len(PRESETS) - 1)]
 
 
+BESIDE = ("system", "history")
+
+
 def test_the_fields_are_all_that_a_record_may_need():
     assert {name: load_recipe(name).fields for name in PRESETS} == {
         "text": ("text",),
         "chat": ("messages", "system", "conversations", "tools"),
         "instruction": (
             *("prompt", "response", "completion", "instruction", "input", "output", "context"),
-            *("question", "answer"),
+            *("question", "answer", *BESIDE),
         ),
-        "completion": ("prompt", "completion", "tools", "system"),
-        "dpo": ("prompt", "chosen", "rejected", "tools", "system"),
-        "pairs": ("conversations", "chosen", "rejected", "instruction", "input", "tools", "system"),
-        "prompts": ("prompt", "tools", "system"),
-        "kto": ("prompt", "completion", "label", "tools", "system"),
-        "grpo": ("prompt", "responses", "rewards", "tools", "system"),
+        "completion": ("prompt", "completion", "tools", *BESIDE),
+        "dpo": ("prompt", "chosen", "rejected", "tools", *BESIDE),
+        "pairs": ("conversations", "chosen", "rejected", "instruction", "input", "tools", *BESIDE),
+        "prompts": ("prompt", "tools", *BESIDE),
+        "kto": (
+            *("prompt", "completion", "label", "conversations", "kto_tag", "messages"),
+            *("instruction", "input", "output", "tools", *BESIDE),
+        ),
+        "grpo": ("prompt", "responses", "rewards", "tools", *BESIDE),
     }
     inner = changed(TEXT, ("input", "sections", 0, "field"), "meta.text")
     assert load_recipe(changed(inner, ("preprocessing", "domain_key"), "meta.source")).fields == ("meta",)

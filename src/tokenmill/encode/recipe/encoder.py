@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.recipe.extract import (
+    HISTORY,
     SYSTEM,
     Message,
     PlainItems,
@@ -23,6 +24,7 @@ from tokenmill.encode.recipe.extract import (
     choose,
     look_up,
     tools_of,
+    with_history,
     with_system,
 )
 from tokenmill.encode.recipe.recipe import DTYPES, Recipe
@@ -429,6 +431,8 @@ class RecordEncoder:
         record, reader = reading.record, reading.reader
         if isinstance(reader, Refusal):
             raise reader
+        if not reader.template:
+            reader.refuse_turns(record)
         if self.recipe.kind == "grpo":
             self._add_group(batch, index, reading, reader)
             return
@@ -447,8 +451,11 @@ class RecordEncoder:
         prompts, responses = reader.sources["prompts"], reader.sources["responses"]
         rewards = reader.sources["rewards"].numbers(record)
         if reader.template:
-            answers = responses.answers(record)
-            prompt = self._with_system(batch, index, prompts.messages(record), reading)
+            if responses.sections[0][1] == prompts.sections[0][1]:
+                asked, answers = prompts.parted(record)
+            else:
+                asked, answers = prompts.messages(record), responses.answers(record)
+            prompt = self._with_system(batch, index, asked, reading)
             batch.conversations[ANSWERS] += [
                 (index, self._conversation([*prompt, *answer], record)) for answer in answers
             ]
@@ -473,10 +480,12 @@ class RecordEncoder:
         batch.rewards[index] = []
 
     def _with_system(self, batch: _Batch, index: int, messages: list[Message], reading: Reading) -> list[Message]:
-        """Put the field `system` of a record before its messages, and note it; else what the recipe lets it say."""
+        """Put the fields `history` and `system` before messages, and note the latter; else what the recipe says."""
         reader = reading.reader
         if isinstance(reader, Refusal):
             return messages
+        if reader.has_history(reading.record):
+            messages = with_history(messages, reading.record[HISTORY])
         whole = with_system(messages, reading.record.get(SYSTEM)) if reader.reads_system else messages
         if len(whole) > len(messages):
             batch.notes.setdefault("system_field", set()).add(index)

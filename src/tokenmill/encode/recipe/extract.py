@@ -15,6 +15,8 @@ from tokenmill.errors import nearest
 
 SYSTEM = "system"
 """Field that says what the system says, beside messages: it is read whether or not a recipe names it."""
+HISTORY = "history"
+"""Field with the turns before the text of a user, as LLaMA-Factory has it; it is read as `system` is."""
 Record: TypeAlias = Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
@@ -100,6 +102,20 @@ def with_system(messages: list[Message], text: object) -> list[Message]:
     if "".join(texts_of(messages[0])) != text:
         raise Refusal("two_systems", f"field {SYSTEM!r} has {text[:40]!r}, the first message another text")
     return messages
+
+
+def with_history(messages: list[Message], turns: object) -> list[Message]:
+    """Put the turns of the field `history`, pairs of question and answer, before messages, behind their system."""
+    if not turns:
+        return messages
+    earlier: list[Message] = []
+    for index, pair in enumerate(turns if isinstance(turns, Sequence) and not isinstance(turns, str) else [turns]):
+        is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise Refusal("not_messages", f"{HISTORY}[{index}] is no question and answer, but {_kind_name(pair)}")
+        earlier += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    at = 1 if messages[0]["role"] == "system" else 0
+    return [*messages[:at], *earlier, *messages[at:]]
 
 
 def joined(before: list[Message], more: list[Message], is_text: bool) -> list[Message]:
@@ -241,6 +257,16 @@ class SourceReader:
             messages = joined(messages, more, isinstance(value, str))
         return messages
 
+    def parted(self, record: Record) -> tuple[list[Message], list[list[Message]]]:
+        """Return the messages before the answer that a conversation ends with, and that answer alone."""
+        *asked, answer = self.messages(record)
+        if answer["role"] != "assistant" or not asked:
+            field = self.sections[0][0].field
+            raise Refusal(
+                "not_messages", f"field {field!r} does not end with an answer, but with {answer['role']!r}"
+            )
+        return asked, [[answer]]
+
     def answers(self, record: Record) -> list[list[Message]]:
         """Return the messages of every element of the one field."""
         section, _ = self.sections[0]
@@ -308,6 +334,8 @@ class VariantReader:
     sources: Mapping[str, SourceReader]
     reads_system: bool
     """Whether the field `system` is put before messages, as no section of the variant has it."""
+    asked: tuple[str, ...] | None
+    """Path of the field with the text of a user, before which the field `history` stands; None: there is none."""
     needs_text: bool
     """Whether a record without any text has nothing to train on.
 
@@ -319,13 +347,28 @@ class VariantReader:
         """Work it out."""
         once = {section.field: (section, listed, section.path) for section, listed in variant.sections()}
         adds_text = any(section.prefix or section.suffix for section, _ in variant.sections())
+        asked = [section.path for section, _ in variant.sections() if section.role == "user"]
         return cls(
             template=variant.template,
             fields=tuple(once.values()),
             sources={name: SourceReader.of(recipe, source) for name, source in variant.sources.items()},
             reads_system=variant.template and SYSTEM not in once,
+            asked=asked[0] if asked and HISTORY not in once else None,
             needs_text=recipe.kind != "seq" and not variant.template and not adds_text,
         )
+
+    def has_history(self, record: Record) -> bool:
+        """Say whether turns stand before the text of a user."""
+        return bool(record.get(HISTORY)) and self.asked is not None and isinstance(look_up(record, self.asked), str)
+
+    def refuse_turns(self, record: Record) -> None:
+        """Refuse a record of plain texts with a system or earlier turns, which only a chat template can write."""
+        system = record.get(SYSTEM) if self.asked is not None else None
+        beside = (
+            SYSTEM if isinstance(system, str) and system.strip() else HISTORY if self.has_history(record) else ""
+        )
+        if beside and not any(section.field == beside for section, _, _ in self.fields):
+            raise Refusal("no_template", f"field {beside!r} stands beside texts, which have no place for it")
 
     def content(self, record: Record) -> str | None:
         """Return the texts of all fields, each once, a line each; None if one is of a wrong kind, or all empty."""
@@ -338,6 +381,8 @@ class VariantReader:
                 lines += texts_of(value)
         if self.reads_system:
             lines += texts_of(record.get(SYSTEM))
+        if self.has_history(record):
+            lines += texts_of(record[HISTORY])
         text = "\n".join(lines)
         return None if self.needs_text and not text else text
 

@@ -198,8 +198,12 @@ class Recipe:
     def fields(self) -> tuple[str, ...]:
         """Top-level fields of a record that it may need, in order of first mention."""
         paths = [section.field for variant in self.variants for section, _ in variant.sections()]
-        system = "system" if self.template else None  # stands beside messages, named or not
-        paths += [name for name in (self.tools_field, system, self.preprocessing.domain_key) if name is not None]
+        # What stands beside messages, or beside the text of a user, named or not.
+        asks = any(section.role == "user" for variant in self.variants for section, _ in variant.sections())
+        system, history = "system" if self.template or asks else None, "history" if asks else None
+        paths += [
+            name for name in (self.tools_field, system, history, self.preprocessing.domain_key) if name is not None
+        ]
         tops = (path.split(".")[0] for path in paths)
         return tuple(dict.fromkeys(self.names.fields.get(name, name) for name in tops))
 
@@ -751,21 +755,29 @@ def _shared_pair(prompt: list[dict[str, object]], *, template: bool) -> dict[str
 
 
 def _group(
-    *, template: bool, responses: str = "responses", rewards: str = "rewards", listed: bool = True
+    *,
+    template: bool,
+    prompt: Sequence[str] = ("prompt",),
+    responses: str = "responses",
+    rewards: str = "rewards",
+    listed: bool = True,
 ) -> dict[str, object]:
+    asked = [
+        {"field": field, "action": "mask", "role": "user", "template": template, **({"prefix": "\n"} if at else {})}
+        for at, field in enumerate(prompt)
+    ]
+    answer = {"field": responses, "action": "train", "role": "assistant", "template": template}
     return {
         "sources": {
-            "prompts": {
-                "sections": [{"field": "prompt", "action": "mask", "role": "user", "template": template}],
-            },
-            "responses": {
-                "sections": [{"field": responses, "action": "train", "role": "assistant", "template": template}],
-                "list_field": listed,
-                "mask_key": "masks",
-            },
+            "prompts": {"sections": asked},
+            "responses": {"sections": [answer], "list_field": listed, "mask_key": "masks"},
             "rewards": {"sections": [{"field": rewards, "action": "value"}]},
         }
     }
+
+
+def _labelled(prompt: Sequence[str], response: str, label: str, *, template: bool) -> dict[str, object]:
+    return _group(template=template, prompt=prompt, responses=response, rewards=label, listed=False)
 
 
 _PROMPT = {"field": "prompt", "action": "mask", "role": "user"}
@@ -853,8 +865,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "input": {
             "tools_field": "tools",
             "variants": [
-                _group(template=template, responses="completion", rewards="label", listed=False)
-                for template in (False, True)
+                _labelled(["prompt"], "completion", "label", template=False),
+                _labelled(["prompt"], "completion", "label", template=True),
+                _labelled(["conversations"], "conversations", "kto_tag", template=True),
+                _labelled(["messages"], "messages", "kto_tag", template=True),
+                _labelled(["instruction", "input"], "output", "kto_tag", template=False),
+                _labelled(["instruction"], "output", "kto_tag", template=False),
             ],
         },
         "mask": _ROLES,
