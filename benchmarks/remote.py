@@ -14,7 +14,7 @@ tokens for all. Each way to read draws batches of 32 rows of 2,048 tokens in a p
   files, and the rows within each: it has no full shuffle.
 
 Kernels are loaded and packages imported before the clock starts. Rates are those behind the first batch. Who is not
-ready after twenty seconds is stopped, and what it has drawn by then is told.
+ready after ten seconds is stopped, and what it has drawn by then is told.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-SEQ_LEN, BATCH, SECONDS = 2048, 32, 20
+SEQ_LEN, BATCH, SECONDS = 2048, 32, 10
 FILES = 64
 """Into how many files the peers cut the store."""
 RUN = """

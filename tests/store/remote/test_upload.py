@@ -35,7 +35,7 @@ def files_of(folder):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.relative_to(folder).parts[0] not in (".rows", ".prepare")
+        if path.is_file() and path.relative_to(folder).parts[0] != ".prepare"
     }
 
 
@@ -49,12 +49,15 @@ def test_every_file_of_a_store_arrives(make_store, place):
     (path / ".tokenizer").mkdir()
     (path / ".tokenizer" / "vocab.json").write_bytes(b"words")
     (path / ".rows").mkdir()
-    (path / ".rows" / "index").write_bytes(b"made anew by readers")
+    (path / ".rows" / "index.rows").write_bytes(b"which readers need not build")
+    (path / ".rows" / ".index.rows.lock").write_bytes(b"")
+    (path / ".rows" / ".tmp-index").write_bytes(b"left by a build")
     (path / ".tmp-lease").write_bytes(b"left by a build")
     told = []
     report = upload(path, place, progress=lambda done, total: told.append((done, total)))
     files = files_of(path)
-    del files[".tmp-lease"]
+    for name in (".tmp-lease", ".rows/.index.rows.lock", ".rows/.tmp-index"):
+        del files[name]
     assert objects_of(place) == files
     assert (report.files, report.sent_files) == (len(files), len(files))
     assert report.bytes == report.sent_bytes == sum(map(len, files.values()))

@@ -19,7 +19,6 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
 from tokenmill.store.layout import (
     JOURNAL_FOLDER,
     MANIFEST,
-    ROWS_FOLDER,
     SUMS_FOLDER,
     WAY_OUT,
     Manifest,
@@ -35,8 +34,6 @@ from tokenmill.types import RemoteOptions
 THREADS = 8
 """Files that are on their way at a time; the parts of a large one are, too."""
 _BLOCK = 8 << 20
-_LEFT_OUT = (ROWS_FOLDER, JOURNAL_FOLDER)
-"""Folders of a store that readers make anew, or do not need."""
 Progress = Callable[[int, int], None]
 """Told the bytes that are there and proven, and all there are."""
 
@@ -135,7 +132,10 @@ def _another(place: str) -> StoreExistsError:
 
 
 def _files(path: Path, manifest: Manifest) -> Iterator[_File]:
-    """Yield the files that a reader needs, those of shards as the manifest lists them."""
+    """Yield the files that a reader needs: those of shards as the manifest lists them, and what lies beside them.
+
+    Row indexes go along: a node fetches one in less time than it takes to build it.
+    """
     for shard in manifest.shards:
         if shard.container is not None:
             yield _File(name=shard.name, bytes=shard.container.bytes, xxh3=shard.container.xxh3)
@@ -145,10 +145,12 @@ def _files(path: Path, manifest: Manifest) -> Iterator[_File]:
     for folder, folders, names in os.walk(path):
         top = Path(folder) == path
         folders[:] = sorted(
-            name for name in folders if not (top and (name in _LEFT_OUT or is_shard_name(name) or _is_left(name)))
+            name
+            for name in folders
+            if not (top and (name == JOURNAL_FOLDER or is_shard_name(name) or _is_left(name)))
         )
         for name in sorted(names):
-            if top and (name == MANIFEST or is_shard_name(name) or _is_left(name)):
+            if _is_left(name) or (top and (name == MANIFEST or is_shard_name(name))):
                 continue
             file = Path(folder) / name
             yield _File(
@@ -157,8 +159,8 @@ def _files(path: Path, manifest: Manifest) -> Iterator[_File]:
 
 
 def _is_left(name: str) -> bool:
-    """Whether a name is of what a build that was killed may leave."""
-    return name.startswith(".tmp-")
+    """Whether a name is of what builders leave: locks, and what was not finished."""
+    return name.startswith(".tmp-") or name.endswith(".lock")
 
 
 def _bring(client: Client, path: Path, file: _File, size: int | None) -> bool:
