@@ -326,6 +326,14 @@ def test_a_store_without_page_sums_works_and_says_so(make_both, caplog):
     assert sum("has no page sums" in line for line in caplog.messages) == 2  # once a store
 
 
+def test_a_shard_without_page_sums_is_named(make_both, object_server, tmp_path, caplog):
+    local, away = make_both(sums=True)
+    Client(parse_address(object_server.address(f"{tmp_path.name}/web"))).delete(".sums/shard-00001.bin")
+    assert digests(away)[0] == digests(local)[0]
+    (line,) = [line for line in caplog.messages if "has no page sums" in line]
+    assert f"{tmp_path.name}/web/shard-00001: has no page sums" in line
+
+
 def test_with_page_sums_whole_pages_are_read_and_no_more(make_both, object_server):
     """[N1.b]"""
     faults = Faults(only="sequence.bin")

@@ -41,9 +41,13 @@ from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, 
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted
-from tokenmill.store.sums import PageSums, read_sums, sums_file
+from tokenmill.store.sums import PageSums, files_of, read_sums, sums_file
 
 logger = logging.getLogger("tokenmill")
+_NO_SUMS = (
+    "%s: has no page sums, so what arrives is known by its size and version alone; `tokenmill verify "
+    "--add-page-sums` adds them"
+)
 NEAR_BYTES = 64 << 20
 """Indexes of neighbouring shards that are brought together, so that their requests run beside one another."""
 
@@ -228,11 +232,7 @@ class RemoteFiles:
         is_asked = SUMS_FOLDER in self._listed
         found = bool(self.listed(SUMS_FOLDER))
         if not found and not is_asked:
-            logger.warning(
-                "%s: has no page sums, so what arrives is known by its size and version alone; `tokenmill verify "
-                "--add-page-sums` adds them",
-                self.address,
-            )
+            logger.warning(_NO_SUMS, self.address)
         return found
 
     def sums_of(self, name: str) -> PageSums | None:
@@ -245,8 +245,11 @@ class RemoteFiles:
             file = self.folder / sums_file(shard.name)
             if not file.exists():
                 self.bring_small(number)
-            self._sums.update(read_sums(file, shard) if file.exists() else {})
-            self._sums.setdefault(name, None)
+            if file.exists():
+                self._sums.update(read_sums(file, shard))
+            else:
+                logger.warning(_NO_SUMS, self.address / shard.name)
+                self._sums.update(dict.fromkeys(files_of(shard)))
         return self._sums[name]
 
     # Small files.
