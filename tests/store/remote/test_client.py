@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.fault_proxy import Faults, fault_proxy
 from tests.object_server import BUCKET, SECRET_KEY, free_ports
 
 from tokenmill.errors import (
@@ -16,6 +17,7 @@ from tokenmill.errors import (
     StoreUnreachableError,
 )
 from tokenmill.store.remote.client import CHUNK_BYTES, Client, parse_address
+from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered
 from tokenmill.types import RemoteOptions
 
 
@@ -124,6 +126,23 @@ def test_a_process_that_was_forked_is_told_so_and_does_not_hang(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", FORKED, f"file://{tmp_path}/place"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "place/x: a process must not be forked after object storage was used" in done.stdout
+
+
+def test_a_second_request_is_raced_against_one_that_hangs(object_server, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenmill.store.remote.fetch.SLOWEST_START", 0.2)
+    body = bytes(range(256)) * 20
+    Client(parse_address(object_server.address(tmp_path.name))).put("x.bin", body)
+    with fault_proxy(object_server.endpoint, Faults(stalled=0.5, stall=20.0)) as endpoint:
+        network = Network(RemoteOptions(deadline=6.0))
+        objects = RemoteObjects(parse_address(object_server.address(tmp_path.name, endpoint)), network)
+        parts = [None] * 20
+
+        async def bring(number):
+            parts[number] = bytes(await objects.get("x.bin", 256 * number, 256 * (number + 1)))
+
+        Loop.current().start(gathered([bring(number) for number in range(20)])).result()
+    assert b"".join(parts) == body
+    assert 0 < network.counters.raced <= 20 + network.counters.retries
 
 
 ENDED = """
