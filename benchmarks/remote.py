@@ -7,7 +7,7 @@ One server (SeaweedFS, on this machine), one proxy before it that adds latency t
 tokens for all. Each way to read draws batches of 32 rows of 2,048 tokens in a process of its own:
 
 - tokenmill from disk; from the server with pages proven, and without; with a mirror of a tenth of the store;
-- one blocking request for every span of a row, as a loader does that reads exact ranges but does not work ahead;
+- one blocking request for every piece of a row, as a loader does that reads exact ranges but does not work ahead;
 - MosaicML Streaming and LitData from their own formats, with a cache of a tenth of the store, where `--peers` names
   the Python of an environment that has them. Their files are a 64th of the store each, so that a cache holds six;
   by default they are 64 MB, and more is read for a row. Mosaic shuffles fully (`naive`); LitData shuffles its
@@ -109,9 +109,13 @@ def draw_one_by_one(file: str) -> dict[str, float]:
     def batches() -> Iterator[int]:
         for step in range(plan.steps):
             spans = plan.stages[0].rows["web"].spans(plan.rows(step)[1])
-            for shard, token, length in zip(spans.shard, spans.token, spans.length, strict=True):
+            # Documents of a row that are neighbours at rest are one range.
+            follows = (spans.shard[1:] == spans.shard[:-1]) & (spans.token[1:] == (spans.token + spans.length)[:-1])
+            heads = np.flatnonzero(np.concatenate([[True], ~follows]))
+            sizes = np.add.reduceat(spans.length, heads)
+            for shard, token, size in zip(spans.shard[heads], spans.token[heads], sizes, strict=True):
                 name = f"{store.manifest.shards[shard].name}/sequence.bin"
-                objects.get_range(name, 2 * int(token), 2 * int(token + length))
+                objects.get_range(name, 2 * int(token), 2 * int(token + size))
             yield BATCH * SEQ_LEN
 
     return timed(batches(), began, cpu)
@@ -263,10 +267,11 @@ class Bench:
                 ("mirror of a tenth", "draw", "true", self.limit),
             ]
             if shuffle in ("window", "block"):
-                ways = [("mirror", "draw", "true", 10 * self.limit)]
+                ways = [("mirror", "draw", "true", None)]
             for way, kind, verified, limit in ways:
                 # A folder of its own, so that each brings small files anew.
-                remote = f'mirror = "{self.folder}/mirror-{len(self.lines)}"\nlimit_bytes = {limit}'
+                remote = f'mirror = "{self.folder}/mirror-{len(self.lines)}"'
+                remote += "" if limit is None else f"\nlimit_bytes = {limit}"
                 text = RUN.format(**base, verify=verified, remote=remote, store=place)
                 self.measure({**line, "way": way}, latency, "sequence.bin", kind, text)
 

@@ -78,7 +78,7 @@ class _Part:
     """Of the data, and of the table, whose locks are its own."""
     missing: list[tuple[int, int]] = field(default_factory=list)
     """Runs of pages that are not here."""
-    kept: Int64Array | None = None
+    kept: frozenset[int] | None = None
     """Those of them that are worth their room; None: all."""
 
 
@@ -96,7 +96,9 @@ class PageTable:
                     os.ftruncate(descriptor, length)  # a new one, or one that was cut: holes count as absent
             finally:
                 os.close(descriptor)
-        mapped = np.memmap(table, np.uint8, "r+", shape=(5 * self.pages,)) if self.pages else np.empty(0, np.uint8)
+        mapped = np.empty(0, np.uint8)
+        if self.pages:  # as a plain array, of which a part is had in less time
+            mapped = np.memmap(table, np.uint8, "r+", shape=(5 * self.pages,)).view(np.ndarray)
         self.state: Uint8Array = mapped[4 * self.pages :]
         self.again: Uint32Array = mapped[: 4 * self.pages].view("<u4")
 
@@ -257,11 +259,12 @@ class Mirror:
         """Write pages that were fetched, unless they are not worth their room."""
         if not self._keeps:
             return
-        worth = np.ones(end - first, np.bool_)
+        runs = [(0, end - first)]
         if part.kept is not None:
-            worth = np.isin(np.arange(first, end), part.kept)
+            worth = [page in part.kept for page in range(first, end)]
+            runs = runs if all(worth) else _runs(worth) if any(worth) else []
         try:
-            for at, stop in _runs(worth):
+            for at, stop in runs:
                 block = data[at * PAGE_BYTES : stop * PAGE_BYTES]
                 os.pwrite(part.descriptors[0], block.data, (first + at) * PAGE_BYTES)
                 # Only now: who dies before leaves nothing to trust.
@@ -294,7 +297,7 @@ class Mirror:
             self._write_used(used + int(np.count_nonzero(worth)) * PAGE_BYTES)
         edges = np.cumsum([0, *(each.size for each in pages)])
         for number, part in enumerate(parts):
-            part.kept = pages[number][worth[edges[number] : edges[number + 1]]]
+            part.kept = frozenset(pages[number][worth[edges[number] : edges[number + 1]]].tolist())
 
     def _evict(self, new: Uint32Array) -> tuple[int, BoolArray]:
         """Let the pages go that are needed again last, of those here and those that come.
@@ -392,14 +395,13 @@ def _table_of(file: Path) -> Path:
 
 def _parts(state: Uint8Array, first: int, end: int) -> list[tuple[int, int]]:
     """Return pages `first` to `end` as runs that are each here or each absent, none longer than a request."""
-    absent = state[first:end] == ABSENT
-    most = MAX_REQUEST_BYTES // PAGE_BYTES
-    return [
-        (first + at, first + min(at + most, stop))
-        for wanted in (absent, ~absent)
-        for begin, stop in _runs(wanted)
-        for at in range(begin, stop, most)
-    ]
+    pages = state[first:end].tobytes()  # a few, nearly always all alike: numpy would take ten times as long
+    num_absent, most = pages.count(ABSENT), MAX_REQUEST_BYTES // PAGE_BYTES
+    runs = [(0, len(pages))]
+    if num_absent not in (0, len(pages)):
+        absent = np.frombuffer(pages, np.uint8) == ABSENT
+        runs = [*_runs(absent), *_runs(~absent)]
+    return [(first + at, first + min(at + most, stop)) for begin, stop in runs for at in range(begin, stop, most)]
 
 
 def _runs(chosen: Any) -> list[tuple[int, int]]:  # noqa: ANN401 - flags
