@@ -19,12 +19,28 @@ A message reads: where: rule, got value; way out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_SECRETS = re.compile(r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)""")
+"""What stands before the host of an address, also where `Path` has taken a slash from it, or a key has slashes."""
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose addresses have neither users nor passwords.
+
+    >>> without_secrets("s3://KEY:SEC/RET@bucket/a: no file, got https://me:SECRET@host:80/b@c")
+    's3://bucket/a: no file, got https://host:80/b@c'
+    """
+    return _SECRETS.sub(r"\1", text) if "@" in text else text
+
 
 class TokenmillError(Exception):
-    """Base of all errors that tokenmill raises on purpose."""
+    """Base of all errors that tokenmill raises on purpose; what they say has no secrets in it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(TokenmillError, ValueError):

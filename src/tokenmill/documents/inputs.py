@@ -135,7 +135,7 @@ def find_files(
     if not found:
         others = f"{len(passed_over)} others" if passed_over else "no file at all"
         raise DocumentError(
-            f"{', '.join(_shown(item) for item in given)}: must hold files that end in {_known()}, "
+            f"{', '.join(given)}: must hold files that end in {_known()}, "
             f"got {others}; fix the path, convert or rename the files, or say their format"
         )
     folder = os.path.commonpath([os.path.dirname(path) for path in found])
@@ -181,9 +181,7 @@ def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]
 def _expand(item: str) -> Iterator[tuple[str, bool]]:
     """Yield (path, whether it was named itself and not found in a folder)."""
     if "://" in item:
-        raise DocumentError(
-            f"{_shown(item)}: must be a path on this machine, got an address; download the files first"
-        )
+        raise DocumentError(f"{item}: must be a path on this machine, got an address; download the files first")
     item = os.path.expanduser(item)
     if os.path.isfile(item):
         yield item, True
@@ -239,11 +237,6 @@ def _is_text(path: str, suffix: str) -> bool:
 
 def _known() -> str:
     return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {', '.join(COMPRESSIONS)})"
-
-
-def _shown(item: str) -> str:
-    """Return an input as messages may show it: an address may carry a password before the host."""
-    return re.sub(r"(?<=://)[^/@]*@", "", item)
 
 
 # Hugging Face datasets as the Arrow files that they are made of.

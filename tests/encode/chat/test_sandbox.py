@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import resource
 import signal
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from jinja2.exceptions import SecurityError
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat import trace, tracked
@@ -173,6 +176,10 @@ def test_the_language_is_that_of_jinja(source, text):
     assert rendered(source) == text
 
 
+KEEP = (
+    "{% set n = namespace(a=none) %}{% set y = 'Ω' * 1000000 %}"
+    "{% for i in range(99999) %}{% set n.a = namespace(p=n.a, v=y ~ i) %}{% endfor %}"
+)
 ROUNDS = "{% for i in range(99999) %}BODY{% endfor %}"
 SLOW = {
     "sum": "{{ range(99999) | sum }}",
@@ -186,6 +193,30 @@ SLOW = {
     "slice": "{{ ('a' * 1000000)[::-1] | length }}",
     "groupby": "{{ ([{'a': 1}] * 9999) | groupby('a') | length }}",
 }
+GROWTH = [
+    *("{{ l | join | length }}", "{{ l | map('string') | join | length }}", "{{ ''.join(l | map('string')) }}"),
+    *("{{ ([{'a': y}] * 999) | join('', attribute='a') }}", "{{ (l ~ '') | length }}", "{{ l }}"),
+    *("{{ l | string | length }}", "{{ l | upper }}", "{{ l | trim }}", "{{ l | safe }}", "{{ l | tojson }}"),
+    *("{{ ('a' * 999) | replace(old='a', new=y) }}", "{{ (10 ** 999) | replace('0', y) }}"),
+    *("{{ ('a' * 999).replace('a', y, 900) }}", "{{ (('a' * 999) | safe).replace('a', y) }}"),
+    *("{{ ('a' | safe).join(l) }}", "{{ l | replace('a', y) }}", "{{ '%r' % l }}", "{{ raise_exception(l) }}"),
+    *("{% macro m() %}{% for x in l %}{{ y }}{% endfor %}{% endmacro %}{{ m() | length }}", "{{ {}[l].x }}"),
+    *("{{ namespace(a=l) }}", "{{ namespace(a=l) | upper }}", "{{ dict(a=l).values() }}", "{{ [namespace(a=l)] }}"),
+    *("{% set z %}{% for x in l %}{{ y }}{% endfor %}{% endset %}{{ z | length }}", "{{ l | sum(start=[y]) }}"),
+    *(
+        "{% for x in l %}{{ y }}{% endfor %}",
+        "{% filter upper %}{% for x in l %}{{ y }}{% endfor %}{% endfilter %}",
+    ),
+    "{{ ([range(99999) | list] * 999) | sum(start=[]) | length }}",
+]
+"""Texts and lists that would be huge, of a long text `y` and a list `l` of it."""
+KEPT = [
+    *("y | list", "y.split('Ω')", "y.split()", "y.splitlines()", "y[1:]", "y | upper", "y.lower()", "y.strip('Ω')"),
+    *("y.removeprefix('Ω')", "y.partition('n')", "y ~ i", "y + 'b'", "'%s' % y", "y | reverse", "y | trim('Ω')"),
+    *("l.copy()", "l[:]", "l | sort", "l | list", "cycler(*l).items", "dict(a=l | list)"),
+    *("{}.fromkeys(l)", "l | map('string') | list", "{'a': l}.copy()", "namespace(x=l | reverse | list)"),
+]
+"""What takes memory, if it is kept again and again."""
 LARGE = [
     "{% set n = namespace(c=[1]) %}{% for i in range(60) %}{% set n.c = cycler(n.c, n.c).items %}{% endfor %}"
     "{{ n.c == n.c[0] }}",
@@ -196,6 +227,14 @@ LARGE = [
     "{% set a = 'x' * 100000 %}{{ (['x' * 1000] * 1000) | map('replace', 'x', a) | list | length }}",
     "{% set n = namespace(a='xx') %}{% for i in range(60) %}{% set n.a = ''.join([n.a, n.a]) %}{% endfor %}",
     "{% set n = namespace(a='xx') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    *("{% set y = 'a' * 4000000 %}{% set l = [y] * 1000 %}" + growth for growth in GROWTH),
+    *(
+        "{% set y = 'Ω\n' * 1000000 %}{% set l = range(9999) | list %}{% set n = namespace(a=none) %}"
+        "{% for i in range(9999) %}{% set n.a = namespace(p=n.a, v=KEPT) %}{% endfor %}".replace("KEPT", kept)
+        for kept in KEPT
+    ),
+    "{% set l = range(9999) | list %}{{ ([l] * 9999).count(range(9999) | list) }}",
+    "{{ 5 | round(-99999999) }}",
     "{{ ('1' * 4000000) | float }}",
     "{{ '%*d' % (999999999, 1) }}",
 ]
@@ -204,18 +243,18 @@ LARGE = [
 @pytest.mark.parametrize("kind", ["tracked", "plain"])
 @pytest.mark.parametrize("source", [*(ROUNDS.replace("BODY", body) for body in SLOW.values()), *LARGE, *BOMBS])
 def test_limits_hold_in_both_environments_whatever_a_template_does(source, kind, monkeypatch):
-    """A template can tell whether its strings are tracked, and do its work where they are not [S.c]."""
+    """A template can tell whether its strings are tracked, and do its work where they are not [S.c].
+
+    The limit of the system, which stops what nobody has thought of, is out of the way.
+    """
+    monkeypatch.setattr(tracked, "MAX_BYTES", 8 << 30)
     monkeypatch.setattr(tracked, "MAX_SECONDS", 0.2)
     template = getattr(compiled(source, "test"), kind)
     tracemalloc.start()
     begin = time.process_time()
     try:
-        with (
-            pytest.raises((Refusal, OverflowError, TypeError, RecursionError)),
-            budget(100_000),
-            tracked.time_limit(),
-        ):
-            template.render(messages=MESSAGES)
+        with pytest.raises((Refusal, OverflowError, TypeError, RecursionError, SecurityError)), budget(100_000):
+            tracked.limited(lambda: template.render(messages=MESSAGES))
         assert tracemalloc.get_traced_memory()[1] < 300 << 20
     finally:
         tracemalloc.stop()
@@ -234,3 +273,24 @@ def test_the_timer_of_a_program_and_its_handler_are_left_as_they_were():
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+UNCOUNTED = {
+    "time": "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": KEEP,
+}
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+@pytest.mark.parametrize("what", ["time", "memory"])
+def test_time_and_memory_of_a_record_are_limited_whatever_the_steps_say(what, thread, monkeypatch):
+    """As where an operation takes more than is counted for it; the error names the template [S.c]."""
+    monkeypatch.setattr(tracked, "MAX_SECONDS", 0.05 if what == "time" else 60)
+    monkeypatch.setattr(tracked, "MAX_BYTES", 64 << 20)
+    monkeypatch.setattr(trace, "budget", partial(budget, 1 << 40))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with ThreadPoolExecutor(1) as pool:
+        run = partial(rendered, UNCOUNTED[what])
+        with pytest.raises(Refusal, match=r"more than (0.05 s of the processor|64 MB of memory): test$"):
+            run() if thread == "main" else pool.submit(run).result()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before

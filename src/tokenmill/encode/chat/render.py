@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from tokenmill.encode.chat.sample import edges_by_sample
 from tokenmill.encode.chat.sandbox import Compiled, compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Range, Renderer, Trace, plain_text
-from tokenmill.encode.chat.tracked import generating, runs_of
+from tokenmill.encode.chat.tracked import generating, limited, runs_of
 from tokenmill.encode.tokenizer import surrogate_in
 
 
@@ -91,8 +92,10 @@ def _best_form(
                 special_tokens=template.special_tokens,
                 conversation=conversation,
             )
-            form = _rendered(renderer, add_generation_prompt, train_on, last_only)
+            form = limited(partial(_rendered, renderer, add_generation_prompt, train_on, last_only))
         except Refusal as error:
+            if error.reason in _LIMITS:
+                raise Refusal(error.reason, f"{error.detail}: {template.where}") from error
             if error.reason in _IN_ANY_FORM:
                 raise
             refused.append(error)
@@ -107,6 +110,8 @@ def _best_form(
     return min(forms, key=lambda form: form.unsaid), None
 
 
+_LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
+"""Why a template is refused, which is named then."""
 _FAILS: Mapping[str, int] = {"missing": 1, "untracked": 2, "template_error": 2}
 _IN_ANY_FORM = frozenset(
     (
@@ -117,8 +122,6 @@ _IN_ANY_FORM = frozenset(
         "not_json",
         "not_unicode",
         "no_trained_message",
-        "too_many_steps",
-        "too_slow",
     )
 )
 """Why a conversation is refused in whatever form a template is given it."""

@@ -20,11 +20,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.tracked import (
+    LONG,
     MAX_STEPS,
     Tracked,
     authored,
+    between,
     charge,
     charge_size,
+    charge_text,
     generated,
     join,
     text_of,
@@ -45,17 +48,19 @@ _UNSAFE_OF_STRINGS = frozenset(
 )
 _OF_DICTS = frozenset(dir(dict))
 _READING_DICTS = frozenset(("get", "items", "keys", "values"))
-_CHARGED_FILTERS = (
-    *("dictsort", "float", "groupby", "int", "items", "join", "list", "map", "max", "min", "reject", "rejectattr"),
-    *("replace", "reverse", "select", "selectattr", "sort", "sum", "tojson", "unique"),
-)
-"""Those that go through all of what they are given."""
+_AT_ONCE = frozenset(("abs", "count", "d", "default", "first", "last", "length"))
+"""Filters that do not go through what they are given; all others are counted."""
+_OF_TEXTS = frozenset(("replace", "safe", "string", "title", "tojson"))
+"""Filters that write what they are given as a text."""
 _MAX_WIDTH = 64
 """Of white space in JSON."""
 _MAX_DIGITS = 4096
 """Of a string that becomes a number, which takes time by their square."""
-_ITEMS, _BLOCK = 16, 4096
-"""Items, and characters, that are looked through in one step."""
+_CONTAINERS = frozenset((list, tuple, dict))
+_ITEMS = 16
+"""Items that are looked through in one step; characters: `LONG`."""
+_MAX_PRECISION = 400
+"""Places that a number is rounded to; more than a float has."""
 _MAX_BITS = 4096
 """Size of the numbers that a template may make."""
 
@@ -164,6 +169,16 @@ class _LimitedCode(_NoConstantFolding):
         visit(node, frame)
         self.write(")")
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.copied(")
+        self.visit(node.node, frame)
+        self.write(")[")
+        self.visit(node.arg, frame)
+        self.write("]")
+
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         # To compare with a constant takes no time; to look for one in something does.
         searches = any(operand.op in ("in", "notin") for operand in node.ops)
@@ -197,8 +212,10 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         )
         self._safe: dict[tuple[type, str], bool] = {}
         self.filters = {name: self.filters[name] for name in _FILTERS}
-        self.filters["tojson"] = _plain_json
-        self._charge_filters()
+        self._set_filters(**self.filters | {"tojson": _plain_json, "join": self._join, "sum": self._sum})
+        self.filters |= {name: _by_method(name) for name in ("capitalize", "lower", "upper")}
+        self.filters["trim"] = _by_method("strip")
+        self.finalize = self.text
         self.filters["counted"] = Counted
         self.globals = {name: self.globals[name] for name in _GLOBALS}
         self.globals["raise_exception"] = _raise
@@ -220,6 +237,8 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
                 return obj[argument]
             if argument not in _OF_DICTS:
                 return self.undefined(obj=obj, name=argument)
+        if type(argument) in _CONTAINERS:
+            charge_text(argument)  # what is not there is named
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
@@ -229,6 +248,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         if key not in self._safe:
             self._safe[key] = (
                 not (isinstance(obj, str) and attr in _UNSAFE_OF_STRINGS)
+                and attr != "fromkeys"
                 and not isinstance(obj, int | float | bytes)
                 and super().is_safe_attribute(obj, attr, value)
             )
@@ -244,16 +264,39 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
             loop.iter.set_environment(self)
         return tree
 
-    def _charge_filters(self) -> None:
-        for name in _CHARGED_FILTERS:
-            self.filters[name] = _charged(self.filters[name])
+    def _set_filters(self, **filters: Callable[..., Any]) -> None:
+        self.filters |= {name: each if name in _AT_ONCE else _charged(name, each) for name, each in filters.items()}
 
     @staticmethod
-    def joined(values: Iterable[object]) -> str:
+    def text(value: object) -> str:
+        """Return what a template prints for a value."""
+        if type(value) is str:
+            return value
+        charge_text(value)
+        return str(value)
+
+    @classmethod
+    def joined(cls, values: Iterable[object]) -> str:
         """Do what the operator `~` does."""
-        parts = [str(value) for value in values]
+        return cls.concat(map(cls.text, values))
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Lay strings end to end: all that a template, a macro or a block has written."""
+        parts = list(parts)
         charge_size(sum(map(len, parts)), len(parts))
         return "".join(parts)
+
+    def _join(self, value: Iterable[object], d: str = "", attribute: str | int | None = None) -> str:
+        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
+        return self.joined(between(self.text(d), items))
+
+    def _sum(self, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:  # noqa: ANN401
+        if isinstance(start, str):
+            raise TypeError("sum() can't sum strings")
+        for item in iterable if attribute is None else map(make_attrgetter(self, attribute), iterable):
+            start = self.call_binop(None, "+", start, item)
+        return start
 
     @staticmethod
     def formatted(form: str, values: object) -> str:
@@ -264,10 +307,20 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
     def weighed(value: Any) -> Any:  # noqa: ANN401 - given back as it is
         """Count what it takes to look through a value."""
         if isinstance(value, str):
-            if len(value) > _BLOCK:
-                charge(len(value) // _BLOCK)
+            if len(value) > LONG:
+                charge(len(value) // LONG)
         elif isinstance(value, list | tuple | Mapping):
             charge(1 + _num_items(value) // _ITEMS)
+        return value
+
+    @staticmethod
+    def copied(value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count what a copy of a string, list or tuple takes, or of a part of it."""
+        if isinstance(value, str):
+            if len(value) > LONG:
+                charge_size(len(value))
+        elif isinstance(value, list | tuple):
+            charge(len(value))
         return value
 
     @staticmethod
@@ -282,18 +335,27 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
         Methods of values, which `getattr` let pass, are called without detours.
         """
-        charge(16)
-        if type(obj) is BuiltinMethodType or (type(obj) is MethodType and type(obj.__self__) is Tracked):
-            if type(obj.__self__) is str:
-                charge_size(len(obj.__self__))
-                if obj.__name__ in ("replace", "join"):
-                    _charge_made(obj.__name__, obj.__self__, args)
+        charge(16 + len(args))
+        for arg in args:
+            if type(arg) in _CONTAINERS:
+                charge(len(arg))
+        if type(obj) is BuiltinMethodType or (type(obj) is MethodType and isinstance(obj.__self__, str)):
+            owner = obj.__self__
+            if isinstance(owner, str):
+                self.copied(owner)
+                if obj.__name__ == "join" and args and not isinstance(args[0], str | list | tuple | Mapping):
+                    args = (list(Counted(args[0])), *args[1:])
+                if type(owner) is not Tracked:
+                    _charge_made(obj.__name__, owner, args)
+            elif isinstance(owner, list | tuple | Mapping):
+                looked_for = _num_items(args[0]) if args and isinstance(args[0], list | tuple | Mapping) else 0
+                charge(len(owner) * (1 + looked_for // _ITEMS) if obj.__name__ not in _READING_DICTS else 1)
             for name in ("_loop_vars", "_block_vars"):  # which jinja adds for those that take the context
                 kwargs.pop(name, None)
             return obj(*args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
+    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
         """Add, multiply, raise or format, if the result is not huge."""
         if operator == "+" and type(left) is Tracked and type(right) is Tracked:
             return join((left, right))
@@ -339,29 +401,18 @@ class TrackedEnvironment(PlainEnvironment):
     """A sandbox in which all strings are tracked, and all work is counted."""
 
     code_generator_class = _Code
+    text = staticmethod(text_of)
     concat = staticmethod(join)
 
     def __init__(self) -> None:
         super().__init__()
         self.literals: list[Tracked] = []
-        self.finalize = text_of
-        self.filters |= {"tojson": tojson, "string": text_of, "safe": text_of, "join": self._join}
-        self._charge_filters()
-
-    @staticmethod
-    def joined(values: Iterable[object]) -> Tracked:
-        """Do what the operator `~` does."""
-        return join(map(text_of, values))
+        self._set_filters(tojson=tojson, string=text_of, safe=text_of)
 
     @staticmethod
     def formatted(form: str, values: object) -> str:
         """Do what the operator `%` does."""
         return (form if isinstance(form, Tracked) else Tracked(form)) % values
-
-    def _join(self, value: Iterable[object], d: str = "", attribute: str | int | None = None) -> Tracked:
-        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
-        separator = text_of(d)
-        return separator.join(text_of(item) for item in items)
 
 
 class Counted:
@@ -395,28 +446,58 @@ def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  
     return total
 
 
-def _charged(function: Callable[..., Any]) -> Callable[..., Any]:
+def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter that counts what it goes through before it does."""
     place = 1 if hasattr(function, "jinja_pass_arg") else 0
-    name = function.__name__.removeprefix("do_").removeprefix("sync_do_")
+    makes_text = name in _OF_TEXTS
 
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
         value = args[place]
-        if isinstance(value, str | list | tuple | Mapping):
+        if isinstance(value, str):
+            if len(value) > LONG or name in ("list", "replace"):
+                _charge_filter(name, value, args[place + 1 :], kwargs)
+        elif makes_text:
+            _charge_filter(name, PlainEnvironment.text(value), args[place + 1 :], kwargs)
+        elif isinstance(value, list | tuple | Mapping):
             PlainEnvironment.weighed(value)
-        elif isinstance(value, Iterable) and not isinstance(value, Undefined) and name != "tojson":
+            charge(len(value))
+        elif isinstance(value, Iterable) and not isinstance(value, Undefined):
             args = (*args[:place], iter(Counted(value)), *args[place + 1 :])
-        if name in ("int", "float") and isinstance(value, str) and len(value) > _MAX_DIGITS:
-            raise Refusal("too_large", f"the template makes a number of {len(value)} characters")
-        if name == "replace" and type(value) is str:
-            _charge_made(name, value, args[place + 1 :])
+        elif name == "round":
+            precision = kwargs.get("precision", *args[place + 1 : place + 2] or (0,))
+            if abs(precision) > _MAX_PRECISION:
+                raise Refusal("too_large", f"the template rounds to {precision} places")
         result = function(*args, **kwargs)
-        if type(result) is str:
+        if type(result) is str and len(result) > LONG:
             charge_size(len(result))
         return result
 
     return charged
+
+
+def _by_method(name: str) -> Callable[..., Any]:
+    """Return the filter that calls a method of a text; what is none is written as one first."""
+
+    def filter_(value: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        if not isinstance(value, str):
+            value = PlainEnvironment.text(value)
+        elif len(value) > LONG:
+            charge_size(len(value))
+        return getattr(value, name)(*args, **kwargs)
+
+    return filter_
+
+
+def _charge_filter(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Count what a filter makes of a text, before it does."""
+    if name == "list":
+        charge(len(text))
+    elif name == "replace":
+        _charge_made(name, text, [kwargs.get(key, *args[at : at + 1]) for at, key in enumerate(("old", "new"))])
+    elif name in ("int", "float") and len(text) > _MAX_DIGITS:
+        raise Refusal("too_large", f"the template makes a number of {len(text)} characters")
+    charge(len(text) // LONG)
 
 
 def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
@@ -427,6 +508,10 @@ def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
     elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
         count = text.count(args[0]) if args[0] else len(text) + 1
         charge_size(len(text) + count * max(0, len(args[1]) - len(args[0])))
+    elif name in ("split", "rsplit", "splitlines"):
+        # A part takes more memory than its characters do.
+        given = args[0] if name != "splitlines" and args and isinstance(args[0], str) and args[0] else None
+        charge(text.count(given) if given else len(text) // 2)
 
 
 def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict`
@@ -435,7 +520,7 @@ def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - a
 
 
 def _raise(message: object) -> NoReturn:
-    raise TemplateError(str(message))
+    raise TemplateError(PlainEnvironment.text(message))
 
 
 def _plain_json(

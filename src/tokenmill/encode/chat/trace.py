@@ -20,9 +20,9 @@ from tokenmill.encode.chat.tracked import (
     Tracked,
     authored,
     budget,
+    limited,
     runs_of,
     seeking,
-    time_limit,
 )
 from tokenmill.errors import ConfigError
 
@@ -75,6 +75,8 @@ ENDS_OF_TURN = (
 """What models write to end a turn."""
 
 
+_MAX_DATE_CHARS = 4096
+"""Of what says how a date is written, which may ask for 256 times as much."""
 _KEPT_TRACES = 16
 """Renders of parts of a conversation: all of them would take memory by the square of its length."""
 
@@ -473,7 +475,7 @@ def _names(
     """Return what a template may refer to; `own` makes a string the template's."""
     return {
         **{name: own(token) for name, token in special_tokens.items()},
-        "strftime_now": lambda form: own(_now(where, options).strftime(form)),
+        "strftime_now": lambda form: own(_now(where, options).strftime(form[:_MAX_DATE_CHARS])),
         **options,
         "messages": messages,
         "tools": tools,
@@ -485,12 +487,9 @@ def _names(
 def _run(template: Template, names: dict[str, Any]) -> str:
     with budget():
         try:
-            with time_limit():
-                return template.render(names)
-        except (Refusal, ConfigError):
+            return limited(lambda: template.render(names))
+        except (Refusal, ConfigError, MemoryError):
             raise
-        except MemoryError as error:
-            raise Refusal("too_large", "the template takes more memory than there is") from error
         except Exception as error:
             # A template may fail in any way that Python can; here it costs the record, not the job.
             text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(

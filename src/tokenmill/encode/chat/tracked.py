@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 from tokenmill.encode import Refusal
+
+try:
+    import resource
+except ImportError:  # on Windows, which has no limits of this kind
+    resource = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 # How much work a template may do for one render.
 
@@ -21,34 +31,49 @@ MAX_STEPS = 2_000_000
 """Loop rounds and blocks of 256 characters that one render may take; a call counts as 16."""
 MAX_CHARS = 1 << 24
 """Characters that one string of a render may have."""
+LONG = 4096
+"""Characters from which on a string counts wherever it is copied or looked through."""
 
 MAX_SECONDS = 10.0
-"""That one render may take: steps are not all alike, and nothing that is counted bounds all of them."""
+"""Of the processor that one record may take: steps are not all alike, and nothing that is counted bounds all."""
+MAX_BYTES = 1 << 30
+"""Of memory that one record may take, beyond what the process has."""
 killable = False
 """Whether this process may be ended by the system where a render does not stop: so in workers of a build."""
+_STEPS_BETWEEN = 1 << 15
+"""Two looks at the time and the memory that a render takes; most end before the first."""
 
-_left: ContextVar[list[int]] = ContextVar("steps left")
+_left: ContextVar[list[int]] = ContextVar("steps to the next look, and behind it")
+_begun: ContextVar[tuple[float, int]] = ContextVar("seconds of the processor, and bytes, before a record")
 
 
 @contextmanager
 def budget(steps: int = MAX_STEPS) -> Iterator[None]:
     """Give a render so many steps; nothing is counted outside of one."""
-    token = _left.set([steps])
+    token = _left.set([min(steps, _STEPS_BETWEEN), max(0, steps - _STEPS_BETWEEN)])
     try:
         yield
     finally:
         _left.reset(token)
 
 
-@contextmanager
-def time_limit() -> Iterator[None]:
-    """Refuse a render that takes too long, whatever it does; in the main thread, as timers speak to that alone.
+def limited(work: Callable[[], T]) -> T:
+    """Do what a record takes; refuse one that takes too long or too much memory, whatever a template does for it.
 
-    Python cannot stop in the middle of one long operation: in a worker of a build the system ends the process then.
+    In the main thread the system sees to it, as timers speak to that alone. Python cannot stop in the middle of one
+    long operation: in a worker of a build the system ends the process then. Other threads look themselves.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
+    if _begun.get(None) is not None:
+        return work()
+    looks = threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer")
+    token = _begun.set((time.thread_time(), _memory(_RESIDENT) or 0) if looks else (math.inf, 1 << 62))
+    try:
+        return work() if looks else _in_time(work)
+    finally:
+        _begun.reset(token)
+
+
+def _in_time(work: Callable[[], T]) -> T:
     before = signal.signal(signal.SIGVTALRM, _stop)
     # Of the processor's time, so that it is the same under load. Again and again, as what a template calls may take
     # the first error for another.
@@ -57,7 +82,7 @@ def time_limit() -> Iterator[None]:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
     try:
-        yield
+        return _in_memory(work)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if killable:
@@ -67,8 +92,60 @@ def time_limit() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, left, interval)
 
 
+_used = {"process": 0, "bytes": 0, "records": 0}
+"""The process that last asked what memory it has, how much that was, and for how many records it counts still."""
+
+
+def _in_memory(work: Callable[[], T], again: bool = False) -> T:
+    """Do something while the system gives this process `MAX_BYTES` more and no further."""
+    if _used["process"] != os.getpid() or not _used["records"] or again:
+        # To ask takes longer than to set a limit.
+        _used.update(process=os.getpid(), bytes=_memory(_DATA) or 0, records=64)
+    _used["records"] -= 1
+    used = _used["bytes"]
+    if not used:
+        return work()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    lowered = min(soft % (1 << 64), used + MAX_BYTES)  # no limit is -1
+    resource.setrlimit(resource.RLIMIT_DATA, (lowered, hard))
+    try:
+        return work()
+    except MemoryError as error:
+        refusal = _too_much_memory()
+        refusal.__cause__ = error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    if again:
+        raise refusal
+    return _in_memory(work, again=True)  # what is known of its memory may be old
+
+
+_RESIDENT, _DATA = 1, 5
+"""Columns of `/proc/self/statm`: pages in memory, and pages that count for the limit."""
+
+
+def _memory(column: int) -> int | None:
+    """Return bytes that this process has; None where the system does not say."""
+    try:
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:  # no Linux
+        return None
+    try:
+        return int(os.read(statm, 256).split()[column]) * resource.getpagesize()
+    finally:
+        os.close(statm)
+
+
+def _too_much_memory() -> Refusal:
+    return Refusal("too_large", f"the template takes more than {MAX_BYTES >> 20} MB of memory")
+
+
+def _too_slow() -> Refusal:
+    return Refusal("too_slow", f"the template takes more than {MAX_SECONDS:g} s of the processor")
+
+
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise Refusal("too_slow", f"the template takes more than {MAX_SECONDS:g} s of the processor")
+    raise _too_slow()
 
 
 def charge(steps: int = 1) -> None:
@@ -78,7 +155,22 @@ def charge(steps: int = 1) -> None:
     if left is not None:
         left[0] -= steps
         if left[0] < 0:
-            raise Refusal("too_many_steps", "the template takes more steps than a render may")
+            _look(left)
+
+
+def _look(left: list[int]) -> None:
+    """Go on with the budget, if there is some left, unless the record has taken too much."""
+    steps = min(left[1], _STEPS_BETWEEN - left[0])
+    left[0] += steps
+    left[1] -= steps
+    if left[0] < 0:
+        raise Refusal("too_many_steps", "the template takes more steps than a render may")
+    begun = _begun.get(None)
+    if begun is not None:
+        if time.thread_time() - begun[0] > MAX_SECONDS:
+            raise _too_slow()
+        if (_memory(_RESIDENT) or 0) - begun[1] > MAX_BYTES:
+            raise _too_much_memory()
 
 
 def charge_size(num_chars: int, num_parts: int = 0) -> None:
@@ -86,6 +178,30 @@ def charge_size(num_chars: int, num_parts: int = 0) -> None:
     if num_chars > MAX_CHARS:
         raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
     charge(1 + num_parts + num_chars // 256)
+
+
+_SCALARS = (bool, int, float, type(None))
+
+
+def charge_text(value: object) -> None:
+    """Take the cost of writing a value as a text, before it is written: all strings in it, however deep.
+
+    What could have a text of any length, as an object with values of its own, is refused.
+    """
+    from jinja2 import Undefined  # late: conversations are marked where no template is opened
+
+    open_, num_chars = [value], 0
+    while open_:
+        inner = open_.pop()
+        if isinstance(inner, str):
+            num_chars += len(inner)
+        elif isinstance(inner, list | tuple | Mapping):
+            charge(1 + len(inner))
+            items = [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
+            open_ += [item for item in items if not isinstance(item, _SCALARS)]
+        elif not isinstance(inner, (*_SCALARS, Undefined)):
+            raise TypeError(f"a template may not print a {type(inner).__name__}")
+    charge_size(num_chars)
 
 
 # What a template looks for in texts.
@@ -181,6 +297,8 @@ class Tracked(str):
 
     def __mul__(self, count: SupportsIndex) -> Tracked:
         charge_size(len(self) * max(0, count.__index__()))
+        if self._runs is None:
+            return marked(str.__mul__(self, count), None)
         return join([self] * count.__index__())
 
     __rmul__ = __mul__
@@ -192,6 +310,7 @@ class Tracked(str):
             values = (values,)
         pieces = [self[match.start() : match.end()] for match in re.finditer(r"%[%s]|[^%]+|%", self)]
         if any(piece[0] == "%" and piece not in ("%s", "%%") for piece in pieces):
+            charge_text(values)
             return str.__mod__(self, values)
         left = list(values)
         if sum(piece == "%s" for piece in pieces) != len(left):
@@ -290,11 +409,11 @@ class Tracked(str):
         charge_size(len(self) + times * max(0, len(new) - len(old)))
         if not old:
             return str.replace(self, old, new, count)
-        return join(_between(new, self.split(old, count)))
+        return join(between(new, self.split(old, count)))
 
     def join(self, values: Iterable[str], /) -> Tracked:
         """As of `str`."""
-        return join(_between(self, values))
+        return join(between(self, values))
 
     lower = _cased(str.lower)
     upper = _cased(str.upper)
@@ -322,6 +441,8 @@ for _name in ("__contains__", "find", "rfind", "index", "rindex", "count", "star
 
 def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
     """Return a tracked string; None marks all of it as the template's own."""
+    if len(text) > LONG:
+        charge_size(len(text))
     self = str.__new__(Tracked, text)
     self._runs = runs
     return self
@@ -419,7 +540,8 @@ def _cut(runs: Sequence[Run], begin: int, end: int) -> Sequence[Run]:
     return cut
 
 
-def _between(separator: str, values: Iterable[str]) -> Iterator[str]:
+def between(separator: str, values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values with a separator between them."""
     for index, value in enumerate(values):
         if index:
             yield separator
@@ -427,8 +549,6 @@ def _between(separator: str, values: Iterable[str]) -> Iterator[str]:
 
 
 # JSON and Python text of values, with the characters of the strings inside followed.
-
-_SCALARS = (bool, int, float, type(None))
 
 
 def authored(text: str) -> Tracked:
