@@ -3,11 +3,11 @@
     python tools/fuzz.py [--seconds N] [--seed N] [--target NAME ...] [--json]
     make fuzz
 
-Targets: stores and row indexes, manifests, inputs of every format, tokenizers, chat templates, configs, states, and
-random runs that are resumed. Every case must end with the right tokens or with an error of ours. What fails it: a
-crash, a hang, an access out of bounds (kernels are compiled with bounds checks), an exception that is none of ours,
-memory above a bound, a wrong token. Cases run in a process of their own, so that a crash is counted as well; each
-is named by target and number, and `--target NAME --case NUMBER` runs it again.
+Targets: stores, forged row indexes, manifests, token files of other projects, inputs of every format, tokenizers,
+chat templates, configs, states, and random runs that are resumed. Every case must end with the right tokens or with
+an error of ours. What fails it: a crash, a hang, an access out of bounds (kernels are compiled with bounds checks),
+an exception that is none of ours, memory above a bound, a wrong token. Cases run in a process of their own, so that
+a crash is counted as well; each is named by target and number, and `--target NAME --case NUMBER` runs it again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -33,6 +34,7 @@ from pathlib import Path
 
 MEMORY_BYTES = 4 << 30
 CASE_SECONDS = 60
+"""Of the processor, by which a case that does not end is told from a busy machine; of the clock ten times that."""
 ROUND_CASES = 40
 """Cases of one target that a process runs before the next one has its turn."""
 ODD = (None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -0.5, "", "x", "../..", "\x1b[31m", [], {}, [1], {"a": 1})
@@ -42,11 +44,28 @@ steps = {steps}
 global_batch_size = {batch}
 seq_len = {seq_len}
 packing = "{packing}"
+split = "{split}"
 seed = {seed}
+shuffle = "{shuffle}"
 [[sources]]
 name = "web"
 store = "web"
 """
+TWO_SOURCES = """
+[[sources]]
+name = "chat"
+{chat}
+[[stages]]
+name = "first"
+start_step = 0
+weights = {{ web = {share}, chat = {rest} }}
+[[stages]]
+name = "second"
+start_step = {change}
+seq_len = {later_len}
+weights = {{ web = {rest}, chat = {share} }}
+"""
+ALL_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
 
 
 def damaged(data: bytes, dice: random.Random) -> bytes:
@@ -104,16 +123,29 @@ class Bench:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in self.texts)
         (folder / "web.jsonl").write_text(lines)
         tm.prepare(folder / "web.jsonl", out=folder / "web", tokenizer="bytes", workers=1, progress=False)
+        chats = [
+            {"messages": [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[-40:]}]}
+            for text in self.texts
+            if text.strip()
+        ]
+        (folder / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+        demo = str(Path(tm.__file__).parent / "demo" / "tokenizer")
+        options = tm.PrepareOptions(chat_template="chatml", on_error="skip")
+        how = {"recipe": "chat", "workers": 1, "progress": False, "options": options}
+        tm.prepare(folder / "chat.jsonl", out=folder / "chat", tokenizer=demo, **how)
         self.np, self.tm = np, tm
         self.write_run()
         self.batches = self.draw()
+        self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         self.clean = folder.with_name("clean")
         shutil.copytree(folder, self.clean)
 
     def write_run(self, **values: object) -> None:
         """Write the config of a run."""
-        known = {"steps": 6, "batch": 4, "seq_len": 24, "packing": "best_fit", "seed": 1}
-        (self.folder / "run.toml").write_text(RUN.format(**known | values))
+        known = {"steps": 6, "batch": 4, "seq_len": 24, "packing": "best_fit", "seed": 1, "shuffle": "full"}
+        known["split"] = "truncate_start" if values.get("packing") == "padded" else "allow"
+        text = (RUN + TWO_SOURCES if "share" in values else RUN).format(**known | values)
+        (self.folder / "run.toml").write_text(text)
 
     def draw(self, **options: object) -> list[dict[str, bytes]]:
         """Return all batches of the run."""
@@ -151,6 +183,69 @@ def attack_stores(bench: Bench, dice: random.Random) -> None:
         verify(bench.folder / "web")
         # What verify lets pass must be what was written.
         assert bench.draw() == bench.batches, "a wrong token"
+
+
+def attack_indexes(bench: Bench, dice: random.Random) -> None:
+    """Forge a row index, checksums and all, or damage offsets and masks under one, and draw all arrays."""
+    from tokenmill.packing import rows
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.loader.test_hostile import forged
+
+    rows.IN_MEMORY_DOCUMENTS = 0
+    bench.reset()
+    packing = dice.choice(("best_fit", "bos_best_fit", "concat", "padded"))
+    bench.write_run(packing=packing, seed=dice.randrange(99))
+    config = bench.folder / "run.toml"
+    config.write_text(config.read_text().replace('"web"', '"chat"'))
+    loader = bench.tm.Run.from_toml(config).loader(micro_batch=4, threads=0, arrays=ALL_ARRAYS)
+    whole = [{name: array.tobytes() for name, array in batch.items()} for batch in loader]
+    store = bench.folder / "chat"
+    indexes = sorted((store / ".rows").glob("[!.]*.rows"))
+    forge = bool(indexes) and dice.random() < 0.5
+    file = dice.choice(indexes if forge else sorted(store.glob("*/*.bin")))
+    data = file.read_bytes()
+    changed = forged(data, bench.np.random.default_rng(dice.randrange(1 << 30))) if forge else damaged(data, dice)
+    if forge:
+        file.unlink()
+        file.write_bytes(changed)
+    else:
+        with file.open("r+b") as out:
+            out.write(changed)
+            out.truncate(len(changed))
+    try:
+        run = bench.tm.Run.from_toml(config)
+        again = run.loader(micro_batch=4, threads=0, arrays=ALL_ARRAYS)
+        list(again)
+        loader.seek(0)
+        list(loader)
+        run.plan().what(1)
+        run.plan().when("chat", document=3)
+        run.report()
+    finally:
+        file.write_bytes(data)
+        if forge:
+            file.unlink()
+        fresh = bench.tm.Run.from_toml(config).loader(micro_batch=4, threads=0, arrays=ALL_ARRAYS)
+        assert [{name: array.tobytes() for name, array in batch.items()} for batch in fresh] == whole, (
+            "a wrong token"
+        )
+
+
+def attack_foreign(bench: Bench, dice: random.Random) -> None:
+    """Damage a token file of another project, and read it in place."""
+    from tokenmill.store.foreign.export import EXPORTS
+
+    with tempfile.TemporaryDirectory(dir=bench.folder.parent) as name:
+        folder = Path(name) / "export"
+        bench.tm.export_store(
+            bench.folder / "web", out=folder, format=dice.choice(sorted({*EXPORTS} - {"parquet"}))
+        )
+        file = dice.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+        file.write_bytes(damaged(file.read_bytes(), dice))
+        options = {"vocab_size": 300, "eos_id": 256, "dtype": "uint16"} if dice.random() < 0.3 else {}
+        store = bench.tm.open_store(folder, **options)
+        store.fetch(0, min(store.num_tokens, 1 << 20), "sequence")
 
 
 def attack_manifests(bench: Bench, dice: random.Random) -> None:
@@ -236,30 +331,89 @@ def attack_tokenizers(bench: Bench, dice: random.Random) -> None:
 
 TEMPLATE_PARTS = (
     *("{% for m in messages %}", "{{ m.content }}", "{% endfor %}", "{{ m.role }}", "{{ messages | tojson }}"),
-    *(
-        "{% set x = range(99999) | list %}",
-        "{{ x | sum }}",
-        "{{ x == x }}",
-        "{% set x = x + x %}",
-        "{{ x | sort }}",
-    ),
-    *("{% set y = 'ab' * 9999 %}", "{% set y = y ~ y %}", "{{ y | length }}", "{{ y | replace('a', y) | length }}"),
+    *("{% set x = x + x %}", "{% set y = y ~ y %}", "{% set n.a = namespace(p=n.a, v=y ~ 1) %}", "{{ f(0) }}"),
     *("{% if add_generation_prompt %}", "{% endif %}", "{{ messages[0].__class__ }}", "{{ 9 ** 9 ** 9 }}"),
-    *("{% macro f(n) %}", "{{ f(n + 1) }}", "{% endmacro %}", "{{ f(0) }}", "{{ '%9999999d' % 1 }}", "<|im_end|>"),
+    *("{% macro f(n) %}", "{{ f(n + 1) }}", "{% endmacro %}", "{{ '%9999999d' % 1 }}", "<|im_end|>"),
+    *("{% set z %}", "{% endset %}", "{% filter upper %}", "{% endfilter %}", "{% generation %}"),
+    *("{% endgeneration %}", "{% for i in range(9999) %}", "{% set n.a = [n.a, n.a] %}"),
 )
+VALUES = (
+    "x",
+    "y",
+    "x * 99",
+    "[y] * 99",
+    "messages",
+    "messages[0].content",
+    "dict(a=y)",
+    "range(99999)",
+    "n",
+    "12",
+    "''",
+)
+FILTERS = (
+    *("abs", "capitalize", "count", "default(x)", "dictsort", "first", "float", "groupby('role')", "int", "items"),
+    *("join", "join(y)", "last", "length", "list", "lower", "map('upper')", "map('list')", "max", "min", "reverse"),
+    *("replace('a', y)", "replace(old='a', new=y)", "round(-9999)", "safe", "select", "sort", "string", "sum"),
+    *("sum(start=[])", "title", "tojson", "tojson(indent=9)", "trim", "unique", "upper", "selectattr('role')"),
+)
+METHODS = (
+    "split('a')",
+    "split()",
+    "replace('a', y)",
+    "join(x)",
+    "count(x)",
+    "copy()",
+    "items()",
+    "splitlines()",
+    "[1:]",
+)
+OPERATIONS = ("+", "*", "~", "==", "in", "%", "<")
 
 
-def attack_templates(_bench: Bench, dice: random.Random) -> None:
-    """Run a template of random parts."""
+def expression(dice: random.Random, depth: int) -> str:
+    """Return a random expression of templates."""
+    if not depth:
+        return dice.choice(VALUES)
+    inner = expression(dice, depth - 1)
+    kind = dice.randrange(3)
+    if kind == 0:
+        return f"({inner}) | {dice.choice(FILTERS)}"
+    if kind == 1:
+        method = dice.choice(METHODS)
+        return f"({inner}){'' if method.startswith('[') else '.'}{method}"
+    return f"({inner}) {dice.choice(OPERATIONS)} ({expression(dice, depth - 1)})"
+
+
+def attack_templates(bench: Bench, dice: random.Random) -> None:
+    """Run a template of random parts and expressions, in both environments, as either could be told apart."""
     from tokenmill.encode import Refusal
     from tokenmill.encode.chat.render import render
+    from tokenmill.encode.chat.sandbox import compiled
     from tokenmill.encode.chat.template import ChatTemplate
+    from tokenmill.encode.chat.tracked import budget, limits
 
-    source = "".join(dice.choices(TEMPLATE_PARTS, k=dice.randrange(1, 12)))
+    parts = dice.choices(TEMPLATE_PARTS, k=dice.randrange(1, 8))
+    for _ in range(dice.randrange(1, 6)):
+        written = f"{{{{ {expression(dice, dice.randrange(1, 5))} }}}}"
+        if dice.random() < 0.3:
+            written = f"{{% set {dice.choice('xy')} = {expression(dice, 2)} %}}"
+        parts.insert(dice.randrange(len(parts) + 1), written)
+    source = "{% set n = namespace(a='a') %}{% set x = range(9999) | list %}{% set y = 'ab' * 99999 %}" + "".join(
+        parts
+    )
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     template = ChatTemplate(source=source, where="fuzz", special_tokens={"eos_token": "</s>"})
     with suppress(Refusal):
         render(template, messages, kwargs={})
+    plain = compiled(source, "fuzz").plain
+    try:
+        with budget(), limits():
+            plain.render(messages=messages)
+    except Exception as error:
+        if isinstance(error, AssertionError | MemoryError):
+            raise
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert peak < bench.peak + (5 << 28), f"{peak >> 20} MB of memory"
 
 
 def attack_configs(bench: Bench, dice: random.Random) -> None:
@@ -298,31 +452,44 @@ def attack_states(bench: Bench, dice: random.Random) -> None:
 def attack_runs(bench: Bench, dice: random.Random) -> None:
     """Draw a random run straight, and in parts by other ranks; the batches must be the same."""
     bench.reset()
-    packing = dice.choice(("best_fit", "concat", "bos_best_fit"))
-    batch = dice.choice((2, 4, 8))
-    values = {"steps": dice.randrange(2, 9), "batch": batch, "seq_len": dice.randrange(8, 64), "packing": packing}
-    bench.write_run(**values, seed=dice.randrange(1 << 30))
+    batch = dice.choice((4, 8))
+    steps = dice.randrange(4, 12)
+    values = {
+        "steps": steps,
+        "batch": batch,
+        "seq_len": dice.randrange(8, 64),
+        "packing": dice.choice(("best_fit", "concat", "bos_best_fit", "padded")),
+        "shuffle": dice.choice(("full", "block", "none")),
+        "seed": dice.randrange(1 << 30),
+    }
+    if dice.random() < 0.7:
+        share = dice.randrange(1, 99)
+        values |= {"share": share / 100, "rest": (100 - share) / 100, "change": dice.randrange(1, steps)}
+        values["later_len"] = dice.choice((values["seq_len"], dice.randrange(8, 64)))
+        live = 'documents = ["web.jsonl"]\ntokenizer = "bytes"\nlive = true\nlanes = 4\nwindow_bytes = 2000'
+        values["chat"] = live if dice.random() < 0.5 else 'store = "web2"'
+        shutil.copytree(bench.folder / "web", bench.folder / "web2")
+    bench.write_run(**values)
     run = bench.tm.Run.from_toml(bench.folder / "run.toml")
     straight = [one["input_ids"].tobytes() for one in run.loader(micro_batch=batch, threads=0)]
-    world, parts, state = dice.choice((1, 2)), [], None
+    world, parts, states = dice.choice((1, 2, 4)), [], None
     while len(parts) < len(straight):
-        steps = dice.randrange(1, 4)
-        ranks = []
+        count, world, ranks, ended = dice.randrange(1, 4), dice.choice((1, 2, 4)), [], []
         for rank in range(world):
-            loader = run.loader(
-                rank=rank, world_size=world, micro_batch=batch // world, threads=dice.choice((0, 1))
-            )
-            if state is not None:
-                loader.load_state_dict(state)
+            threads = dice.choice((0, 1))
+            loader = run.loader(rank=rank, world_size=world, micro_batch=batch // world, threads=threads)
+            if states is not None:
+                loader.load_state_dict(states)
             ranks.append([])
             for one in loader:
                 ranks[-1].append(one["input_ids"].tobytes())
-                if len(ranks[-1]) == steps:
+                if len(ranks[-1]) == count:
                     break
-            last = loader.state_dict()
-        state = last
+            ended.append(json.loads(json.dumps(loader.state_dict())))
+        from tokenmill.loader.state import merge_states
+
+        states = merge_states(ended) if "live" in ended[0] else ended[0]
         parts += [b"".join(pieces) for pieces in zip(*ranks, strict=True)]
-        world = dice.choice((1, 2))
     assert parts == straight, "a wrong token"
 
 
@@ -345,6 +512,7 @@ def serve(target: str, seed: int, first: int, count: int) -> None:
         for case in range(first, first + count):
             print(json.dumps({"case": case}), flush=True)
             begin, outcome = time.monotonic(), "fine"
+            signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)  # which ends the process
             try:
                 ATTACKS[target](bench, random.Random(f"{target} {seed} {case}"))
             except TokenmillError:
@@ -362,7 +530,7 @@ def run_round(target: str, seed: int, first: int, count: int) -> tuple[Counter[s
     findings = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     try:
-        out, errors = process.communicate(timeout=CASE_SECONDS + 2 * count)
+        out, errors = process.communicate(timeout=10 * CASE_SECONDS + 2 * count)
     except subprocess.TimeoutExpired:
         process.kill()
         out, errors = process.communicate()

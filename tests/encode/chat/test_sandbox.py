@@ -253,8 +253,9 @@ def test_limits_hold_in_both_environments_whatever_a_template_does(source, kind,
     tracemalloc.start()
     begin = time.process_time()
     try:
-        with pytest.raises((Refusal, OverflowError, TypeError, RecursionError, SecurityError)), budget(100_000):
-            tracked.limited(lambda: template.render(messages=MESSAGES))
+        errors = (Refusal, OverflowError, TypeError, RecursionError, SecurityError)
+        with pytest.raises(errors), budget(100_000), tracked.limits():
+            template.render(messages=MESSAGES)
         assert tracemalloc.get_traced_memory()[1] < 300 << 20
     finally:
         tracemalloc.stop()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from tokenmill.encode.chat.sample import edges_by_sample
 from tokenmill.encode.chat.sandbox import Compiled, compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Range, Renderer, Trace, plain_text
-from tokenmill.encode.chat.tracked import generating, limited, runs_of
+from tokenmill.encode.chat.tracked import generating, limits, runs_of
 from tokenmill.encode.tokenizer import surrogate_in
 
 
@@ -92,7 +91,8 @@ def _best_form(
                 special_tokens=template.special_tokens,
                 conversation=conversation,
             )
-            form = limited(partial(_rendered, renderer, add_generation_prompt, train_on, last_only))
+            with limits():
+                form = _rendered(renderer, add_generation_prompt, train_on, last_only)
         except Refusal as error:
             if error.reason in _LIMITS:
                 raise Refusal(error.reason, f"{error.detail}: {template.where}") from error
@@ -415,7 +415,7 @@ class Patterns:
     _sought: set[str] = field(default_factory=lambda: {"</think>"}, repr=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        """Do as `render` does."""
+        """Do as `render` does, within the limits that the caller has set."""
         template = compiled(self.template.source, self.template.where)
         given = with_reasoning(messages)
         shape = _Shape(words=template.words, sought=self._sought)

@@ -281,9 +281,9 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         return cls.concat(map(cls.text, values))
 
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:
+    def concat(pieces: Iterable[str]) -> str:
         """Lay strings end to end: all that a template, a macro or a block has written."""
-        parts = list(parts)
+        parts = list(pieces)
         charge_size(sum(map(len, parts)), len(parts))
         return "".join(parts)
 

@@ -17,6 +17,7 @@ from tokenmill.encode.chat.render import Patterns, Rendered, render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP
+from tokenmill.encode.chat.tracked import limits
 from tokenmill.encode.tokenizer import Tokenizer, join, split
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
@@ -333,11 +334,13 @@ class ChatEncoder:
         """
         rendered: dict[int, Rendered] = {}
         refused: dict[int, Refusal] = {}
-        for index, conversation in enumerate(conversations):
-            try:
-                rendered[index] = self._patterns.render(conversation.messages, conversation.tools)
-            except Refusal as error:
-                refused[index] = error
+        with limits() as start:
+            for index, conversation in enumerate(conversations):
+                start()
+                try:
+                    rendered[index] = self._patterns.render(conversation.messages, conversation.tools)
+                except Refusal as error:
+                    refused[index] = error
         ids: list[Uint32Array] = []
         masks: list[Uint8Array] = [np.empty(0, np.uint8)]
         results = encode_all(list(rendered.values()), self.tokenizer, self._controls)

@@ -20,9 +20,9 @@ from tokenmill.encode.chat.tracked import (
     Tracked,
     authored,
     budget,
-    limited,
     runs_of,
     seeking,
+    too_much_memory,
 )
 from tokenmill.errors import ConfigError
 
@@ -487,9 +487,11 @@ def _names(
 def _run(template: Template, names: dict[str, Any]) -> str:
     with budget():
         try:
-            return limited(lambda: template.render(names))
-        except (Refusal, ConfigError, MemoryError):
+            return template.render(names)
+        except (Refusal, ConfigError):
             raise
+        except MemoryError as error:
+            raise too_much_memory() from error
         except Exception as error:
             # A template may fail in any way that Python can; here it costs the record, not the job.
             text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(

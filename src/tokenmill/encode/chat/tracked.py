@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias
 
 from tokenmill.encode import Refusal
 
@@ -22,8 +22,6 @@ try:
     import resource
 except ImportError:  # on Windows, which has no limits of this kind
     resource = None  # type: ignore[assignment]
-
-T = TypeVar("T")
 
 # How much work a template may do for one render.
 
@@ -44,7 +42,7 @@ _STEPS_BETWEEN = 1 << 15
 """Two looks at the time and the memory that a render takes; most end before the first."""
 
 _left: ContextVar[list[int]] = ContextVar("steps to the next look, and behind it")
-_begun: ContextVar[tuple[float, int]] = ContextVar("seconds of the processor, and bytes, before a record")
+_begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and bytes, before a record")
 
 
 @contextmanager
@@ -57,67 +55,69 @@ def budget(steps: int = MAX_STEPS) -> Iterator[None]:
         _left.reset(token)
 
 
-def limited(work: Callable[[], T]) -> T:
-    """Do what a record takes; refuse one that takes too long or too much memory, whatever a template does for it.
+@contextmanager
+def limits() -> Iterator[Callable[[], None]]:
+    """Refuse records that take too long or too much memory, whatever a template does; gives what starts the next.
 
     In the main thread the system sees to it, as timers speak to that alone. Python cannot stop in the middle of one
     long operation: in a worker of a build the system ends the process then. Other threads look themselves.
     """
     if _begun.get(None) is not None:
-        return work()
-    looks = threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer")
-    token = _begun.set((time.thread_time(), _memory(_RESIDENT) or 0) if looks else (math.inf, 1 << 62))
+        yield lambda: None
+        return
+    in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    begun = [math.inf, 1 << 62]
+    token = _begun.set(begun)
     try:
-        return work() if looks else _in_time(work)
+        if in_main:
+            with _limits_of_system() as start:
+                yield start
+        else:
+
+            def start_here() -> None:
+                begun[:] = time.thread_time(), _memory(_RESIDENT) or 0
+
+            start_here()
+            yield start_here
+    except MemoryError as error:
+        raise too_much_memory() from error
     finally:
         _begun.reset(token)
 
 
-def _in_time(work: Callable[[], T]) -> T:
+@contextmanager
+def _limits_of_system() -> Iterator[Callable[[], None]]:
     before = signal.signal(signal.SIGVTALRM, _stop)
-    # Of the processor's time, so that it is the same under load. Again and again, as what a template calls may take
-    # the first error for another.
     left, interval = signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if killable:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
+    records = 0
+
+    def start() -> None:
+        nonlocal records
+        # Of the processor's time, so that it is the same under load. Again and again, as what a template calls may
+        # take the first error for another.
+        signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
+        if killable:
+            signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
+        # To ask for the memory takes longer than some renders, and is needed only where much of it is kept.
+        used = 0 if records % 8 else _memory(_DATA) or 0
+        if used:
+            resource.setrlimit(resource.RLIMIT_DATA, (min(soft % (1 << 64), used + MAX_BYTES), hard))
+        records += 1
+
     try:
-        return _in_memory(work)
+        start()
+        yield start
     finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if killable:
             signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGVTALRM, before)
         if left:
             signal.setitimer(signal.ITIMER_VIRTUAL, left, interval)
-
-
-_used = {"process": 0, "bytes": 0, "records": 0}
-"""The process that last asked what memory it has, how much that was, and for how many records it counts still."""
-
-
-def _in_memory(work: Callable[[], T], again: bool = False) -> T:
-    """Do something while the system gives this process `MAX_BYTES` more and no further."""
-    if _used["process"] != os.getpid() or not _used["records"] or again:
-        # To ask takes longer than to set a limit.
-        _used.update(process=os.getpid(), bytes=_memory(_DATA) or 0, records=64)
-    _used["records"] -= 1
-    used = _used["bytes"]
-    if not used:
-        return work()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    lowered = min(soft % (1 << 64), used + MAX_BYTES)  # no limit is -1
-    resource.setrlimit(resource.RLIMIT_DATA, (lowered, hard))
-    try:
-        return work()
-    except MemoryError as error:
-        refusal = _too_much_memory()
-        refusal.__cause__ = error
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    if again:
-        raise refusal
-    return _in_memory(work, again=True)  # what is known of its memory may be old
 
 
 _RESIDENT, _DATA = 1, 5
@@ -136,7 +136,8 @@ def _memory(column: int) -> int | None:
         os.close(statm)
 
 
-def _too_much_memory() -> Refusal:
+def too_much_memory() -> Refusal:
+    """Return the error of a record whose render takes too much."""
     return Refusal("too_large", f"the template takes more than {MAX_BYTES >> 20} MB of memory")
 
 
@@ -170,7 +171,7 @@ def _look(left: list[int]) -> None:
         if time.thread_time() - begun[0] > MAX_SECONDS:
             raise _too_slow()
         if (_memory(_RESIDENT) or 0) - begun[1] > MAX_BYTES:
-            raise _too_much_memory()
+            raise too_much_memory()
 
 
 def charge_size(num_chars: int, num_parts: int = 0) -> None:
