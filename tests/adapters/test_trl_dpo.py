@@ -129,6 +129,33 @@ def test_a_resumed_training_has_the_losses_of_one_that_never_stopped(run, tmp_pa
     assert again == straight
 
 
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_an_eval_of_pairs_has_the_loss_of_trl_on_its_own_data(run, tmp_path, precomputed):
+    class Own(trl.DPOTrainer):
+        def _precompute_ref_logps(self, dataset, *_):
+            return dataset  # has them already
+
+    def evaluated(kind, **data):
+        values = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "report_to": "none"}
+        values |= {"use_cpu": True, "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False}
+        trainer = kind(
+            model=tiny_model(0),
+            args=trl.DPOConfig(output_dir=str(tmp_path), precompute_ref_log_probs=precomputed, **values),
+            processing_class=tokenizer(),
+            **({} if precomputed else {"ref_model": tiny_model(1)}),
+            **data,
+        )
+        return trainer.evaluate() | trainer.state.log_history[-1]
+
+    names = ["prompt", "chosen", "rejected"] + (["ref_chosen_logps", "ref_rejected_logps"] if precomputed else [])
+    pairs = datasets.Dataset.from_list([{name: pair[name] for name in names} for pair in PAIRS])
+    own = evaluated(Own, train_dataset=pairs, eval_dataset=pairs)
+    found = evaluated(DPOTrainer, train_dataset=run, eval_dataset=run.folder / "pairs")
+    assert found["eval_pairs"] == len(PAIRS)  # 30: the last batch of 4 has two
+    assert abs(found["eval_loss"] - own["eval_loss"]) < 1e-5
+    assert found["eval_rewards/accuracies"] == pytest.approx(own["eval_rewards/accuracies"])
+
+
 @pytest.mark.parametrize("pad_to", ["row", "batch"])
 def test_a_batch_has_the_chosen_sides_then_the_rejected_ones(run, pad_to):
     columns = ("ref_chosen_logps", "ref_rejected_logps")

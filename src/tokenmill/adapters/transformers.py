@@ -162,11 +162,9 @@ class LoaderTrainer(transformers.Trainer):
         if isinstance(train_dataset, Run) and train_dataset.epochs is not None:
             self._data.epochs = train_dataset.epochs.epochs
         evals = _evals_of(eval_dataset, train_dataset)
-        if evals and "labels" not in self._arrays:
-            raise ConfigError(
-                "eval_dataset: must be a dataset of its own where pairs are trained on, got an eval of sequences; "
-                "pass a datasets.Dataset, which TRL evaluates on"
-            )
+        if evals:
+            self._check_evals(args)
+        self._has_evals = bool(evals)
         # Some look into their datasets while they are made: they get a row of nothing.
         super().__init__(
             model=model,
@@ -212,40 +210,58 @@ class LoaderTrainer(transformers.Trainer):
         evals = _evals_of(data, self.train_dataset)
         if not evals:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
+        was_training = self.model.training
+        self.model.train(False)
         metrics: dict[str, float] = {}
         for name, item in evals.items():
             metrics |= self._evaluate_on(item, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
         self.log(metrics)
+        self.model.train(was_training)
         self.control: TrainerControl = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
 
     def _evaluate_on(self, item: Eval, prefix: str) -> dict[str, float]:
-        """Return the mean loss over all labels of an eval, over all ranks."""
+        """Return the mean loss over all that an eval counts, over all ranks."""
         args, began = self.args, time.perf_counter()
         loader = item.loader(
-            rank=args.process_index, world_size=args.world_size, micro_batch=args.eval_batch_size, arrays=ARRAYS
+            rank=args.process_index,
+            world_size=args.world_size,
+            micro_batch=args.eval_batch_size,
+            arrays=self._arrays,
+            columns=self._columns(args),
         )
-        was_training = self.model.training
-        self.model.train(False)
         total = torch.zeros(2, dtype=torch.float64, device=args.device)
         for batch in loader:
-            labels = int((batch["labels"] != IGNORE).sum())
-            if labels:  # the rows that fill the last batch have none
-                inputs = self._prepare_inputs(to_transformers(to_torch(batch), flat=self._data.flat))
+            tensors, count = self._counted_rows(to_torch(batch))
+            if count:  # the rows that fill the last batch have nothing
                 with torch.no_grad(), self.compute_loss_context_manager():
-                    # The same loss as in training: its mean over the labels of the batch, by their number.
-                    loss = self.model(**inputs, use_cache=False).loss
-                total += torch.tensor([float(loss) * labels, labels], dtype=torch.float64, device=args.device)
-        self.model.train(was_training)
-        summed, labels = self.accelerator.reduce(total, reduction="sum").tolist()
+                    loss = float(self._eval_loss(tensors))
+                total += torch.tensor([loss * count, count], dtype=torch.float64, device=args.device)
+        summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         seconds = time.perf_counter() - began
         return {
-            f"{prefix}_loss": summed / max(labels, 1),
-            f"{prefix}_labels": int(labels),
+            f"{prefix}_loss": summed / max(count, 1),
+            f"{prefix}_{self._counts}": int(count),
             f"{prefix}_runtime": round(seconds, 4),
         }
+
+    _counts = "labels"
+    """What a loss is the mean over."""
+
+    def _check_evals(self, args: TrainingArguments) -> None:
+        """Refuse arguments with which it cannot evaluate on evals."""
+
+    def _counted_rows(self, tensors: Tensors) -> tuple[Tensors, int]:
+        """Return the rows of a batch that have something to say, and how much the loss is the mean over."""
+        return tensors, int((tensors["labels"] != IGNORE).sum())
+
+    def _eval_loss(self, tensors: Tensors) -> torch.Tensor:
+        """Return the same loss as in training: its mean over the labels of the batch."""
+        inputs = self._prepare_inputs(to_transformers(tensors, flat=self._data.flat))
+        loss: torch.Tensor = self.model(**inputs, use_cache=False).loss
+        return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ANN401 - theirs
         """Make the scheduler of the learning rate: the one that follows tokens, if there is one."""

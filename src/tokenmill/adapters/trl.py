@@ -14,6 +14,7 @@ import trl
 
 from tokenmill.adapters.torch import Tensors
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData
+from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -62,6 +63,8 @@ class SFTTrainer(LoaderTrainer, trl.SFTTrainer):
 class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
     """TRL's DPOTrainer whose `train_dataset` is a run over stores of pairs, or a loader of one.
 
+    `eval_dataset` may be an eval of the run, or a store: its loss is TRL's, the mean over all pairs.
+
     With `precompute_ref_log_probs=True` what a reference model says of a pair comes from the store, which keeps the
     fields `ref_chosen_logps` and `ref_rejected_logps`; no reference model is needed then.
     """
@@ -77,7 +80,24 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
         return datasets.Dataset.from_dict({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]})
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:  # noqa: ANN401 - TRL's own
-        """Leave the data as it is: the store has them; of an `eval_dataset` TRL computes them."""
-        if name == "train":
+        """Leave the data as it is: stores have them; of another `eval_dataset` TRL computes them."""
+        if name == "train" or self._has_evals:
             return dataset
         return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    _counts = "pairs"
+
+    def _check_evals(self, args: TrainingArguments) -> None:
+        if args.world_size > 1:
+            raise ConfigError(
+                f"eval_dataset: pairs of a store are evaluated by one process, got {args.world_size}; pass a "
+                "datasets.Dataset, which TRL evaluates on, or evaluate apart"
+            )
+
+    def _counted_rows(self, tensors: Tensors) -> tuple[Tensors, int]:
+        is_pair = tensors["chosen_len"] > 0
+        return {name: tensor[is_pair] for name, tensor in tensors.items()}, int(is_pair.sum())
+
+    def _eval_loss(self, tensors: Tensors) -> torch.Tensor:
+        loss: torch.Tensor = self.compute_loss(self.model, self._prepare_inputs(to_preference(tensors)))
+        return loss

@@ -386,8 +386,8 @@ class Block(ABC):
         kept = []
         for source, row in zip(self.sources[chosen].tolist(), self._row_ids[chosen], strict=True):
             rows = self._index[source]
-            document = int(rows.spans(row.reshape(1)).document[0])
-            kept.append(rows.store.origin(document).kept)
+            documents = rows.spans(row.reshape(1)).document  # none in a row that only fills a batch
+            kept.append(rows.store.origin(int(documents[0])).kept if documents.size else {})
         return {name: _column([each.get(name) for each in kept]) for name in names}
 
     def release(self) -> None:

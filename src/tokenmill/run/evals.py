@@ -232,12 +232,14 @@ class Eval:
         threads: int = 1,
         prefetch: int = 8,
         arrays: Sequence[str] | None = None,
+        columns: Sequence[str] = (),
     ) -> EvalLoader:
         """Return the batches of one rank: as many on every rank, the same whenever they are asked for.
 
         The n-th batches of all ranks, rank by rank, are the next rows of the eval; behind the last stand rows
         without labels. `num_loss_tokens` counts the labels of the n-th batches of all ranks together, so that
         losses summed over batches and ranks, divided by its sum over batches, are the mean over all labels.
+        `columns` are fields that its stores keep of records.
         """
         layout = find_layout(layout, rank, world_size)
         plan = self.plan(layout.dp[1] * micro_batch)
@@ -245,6 +247,8 @@ class Eval:
             usual, written = usual_arrays(plan), self.run.config.run.arrays
             sequences = "labels" in usual
             arrays = (*dict.fromkeys((*written, "num_loss_tokens")),) if sequences else usual
+        if columns:
+            self.run.check_columns(columns, arrays, {part.name: part.store for part in self.parts})
         return EvalLoader(
             plan,
             RankSlice(layout=layout, micro_batch=micro_batch),
@@ -254,6 +258,7 @@ class Eval:
                 prefetch=prefetch,
                 positions=self.run.config.run.positions,
                 horizon=self.run.config.run.horizon,
+                columns=tuple(columns),
             ),
         )
 

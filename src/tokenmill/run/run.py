@@ -481,7 +481,7 @@ class Run:
         plan = self.plan()
         arrays = arrays or self._arrays(plan)
         if columns:
-            self._check_columns(columns, arrays)
+            self.check_columns(columns, arrays, self.stores)
         if layout.leads:
             self._record(plan)
             self._warn_of_long_records()
@@ -503,9 +503,10 @@ class Run:
             explain=lambda made_by, step: self._explain(plan, made_by, step),
         )
 
-    def _check_columns(self, columns: Sequence[str], arrays: Sequence[str]) -> None:
+    @staticmethod
+    def check_columns(columns: Sequence[str], arrays: Sequence[str], stores: Mapping[str, Store]) -> None:
         """Refuse columns that a store does not keep, or whose rows are no records."""
-        for name, store in self.stores.items():
+        for name, store in stores.items():
             if store.manifest.kind not in RECORD_TYPES:
                 raise ConfigError(
                     f"columns: rows must be records to have some, got {name!r} of {store.manifest.kind}; leave it"
