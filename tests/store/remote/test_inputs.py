@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tests.object_server import SECRET_KEY
@@ -132,3 +133,13 @@ def test_a_long_copy_that_nobody_watches_says_how_far_it_is(place, tmp_path, mon
     monkeypatch.setattr("tokenmill.store.remote.inputs.LINE_SECONDS", 0.0)
     copy_inputs(below(place, "a.jsonl"), tmp_path / "here", is_known=is_known)
     assert "inputs are copied from object storage: 0 of 0 MB" in caplog.text
+
+
+@pytest.mark.usefixtures("corpus")
+def test_inputs_that_do_not_fit_the_disk_are_refused_before_any_is_copied(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(
+        DocumentError, match=r"must have room for [\d,]+ bytes of inputs .*got 1,000 free.*--staging"
+    ):
+        copy_inputs(place, tmp_path / "here", is_known=is_known)
+    assert not list((tmp_path / "here").rglob("*.jsonl"))

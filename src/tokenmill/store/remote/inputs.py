@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -90,6 +91,12 @@ def _copied(
         missing = [info for info in objects if not _is_here(here, info, known)]
         total = sum(info.bytes for info in objects)
         done = total - sum(info.bytes for info in missing)
+        free = shutil.disk_usage(here).free
+        if total - done > free:
+            raise DocumentError(
+                f"{here}: must have room for {total - done:,} bytes of inputs that are copied there, got {free:,} "
+                "free; prepare fewer of them at a time, or name a larger disk (--staging)"
+            )
         progress(done, total)
         with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-inputs") as executor:
             try:
