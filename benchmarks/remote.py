@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -175,8 +176,11 @@ def child(kind: str, arguments: list[str]) -> None:
     if kind in ("draw", "one"):
         print(json.dumps((draw if kind == "draw" else draw_one_by_one)(*arguments)))
         return
+    from peers import torchvision_or_stand_in
+
     module, write, read, _ = PEERS[arguments[0]]
-    __import__(module)
+    with torchvision_or_stand_in() if module == "streaming" else nullcontext():
+        __import__(module)
     if kind == "write":
         tokens = np.load(arguments[1], mmap_mode="r")
         rows = tokens[: tokens.size // (SEQ_LEN + 1) * (SEQ_LEN + 1)].reshape(-1, SEQ_LEN + 1)
@@ -282,9 +286,9 @@ class Bench:
         np.save(self.folder / "tokens.npy", tokens)
         for peer, (module, _, _, shuffle) in PEERS.items():
             python = self.peers or sys.executable
-            looked = subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False)
-            if looked.returncode:
-                self.lines.append({"way": peer, "skipped": f"{module} cannot be imported by {python}"})
+            look = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+            if subprocess.run([python, "-c", look], check=False).returncode:
+                self.lines.append({"way": peer, "skipped": f"{module} is not installed for {python}"})
                 continue
             if not (self.folder / module).exists():
                 in_child("write", peer, str(self.folder / "tokens.npy"), str(self.folder / module), python=python)
