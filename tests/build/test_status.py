@@ -13,6 +13,7 @@ import pytest
 
 import tokenmill as tm
 from tokenmill.build.progress import build_status
+from tokenmill.errors import DocumentError
 
 SLOW = """
 import sys, time
@@ -60,11 +61,14 @@ def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
     assert running.units_done >= 3, [each.state for each in seen]
     assert running.state == "under way"
     assert running.units > running.units_done
+    assert running.units_under_way <= 1
     assert running.input_bytes == corpus.stat().st_size
     assert [each.units_done for each in seen] == sorted(each.units_done for each in seen)
     assert running.exact
     assert 0 < running.documents < 4000
-    assert running.workers[0].state == "at work"
+    (worker,) = running.workers
+    assert (worker.state, worker.unit_bytes) == ("at work", 4096)
+    assert max(each.bytes_a_second or 0 for status in seen for each in status.workers) > 0
     killed = build_status(out)
     assert {worker.state for worker in killed.workers} <= {"ended"}  # none where it was between two units
     assert killed.units_left_over <= 1
@@ -78,3 +82,18 @@ def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
         options=tm.PrepareOptions(chunk_bytes=4096),
     )
     assert build_status(out).state == "finished"
+
+
+def test_a_unit_that_fails_is_told_as_failed_until_it_is_done(corpus, tmp_path):
+    whole = corpus.read_text(encoding="utf-8")
+    corpus.write_text(whole + "no record\n", encoding="utf-8")
+    options = tm.PrepareOptions(chunk_bytes=4096)
+    out = tmp_path / "store"
+    with pytest.raises(DocumentError, match="must be one JSON object"):
+        tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False, options=options)
+    status = build_status(out)
+    assert (len(status.failed), status.units_left_over) == (1, 0)
+    assert next(iter(status.failed.values())).startswith(f"{corpus}: json, unexpected character")
+    corpus.write_text(whole, encoding="utf-8")
+    tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False, options=options)
+    assert build_status(out).failed == {}

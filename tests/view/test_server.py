@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -253,11 +254,24 @@ def test_reading_from_object_storage_is_counted_with_its_price(folder, open_site
     site = open_site(path)
     assert site.api("step?step=3") == open_site(folder / "run.toml").api("step?step=3")
     shown = site.api("remote")
-    assert shown["counters"]["requests"] > 0
-    assert shown["dollars"] == shown["counters"]["requests"] / 1000 * shown["prices"]["thousand_requests"]
+    price = shown["prices"]["thousand_requests"] / 1000
+    assert shown["training"] == []
+    assert shown["page"]["counters"]["requests"] > 0
+    assert (
+        shown["dollars"] == shown["page"]["dollars"] == pytest.approx(shown["page"]["counters"]["requests"] * price)
+    )
     planned = [(each["stage"], each["source"]) for each in shown["reading"]["readings"] if each["is_planned"]]
     assert planned == [("base", "books"), ("base", "web"), ("late", "books"), ("late", "web")]
-    assert "Read by this page" in site.page("remote")
+    assert "No process that trains has noted" in site.page("remote")
+    # A process that trains is seen by its notes.
+    run = tm.Run.from_toml(path)
+    assert len(list(run.loader(threads=1, micro_batch=4))) == 16
+    (reader,) = site.api("remote")["training"]
+    assert reader["counters"] == as_json(run.network.counters.to_json())
+    assert reader["dollars"] == pytest.approx(reader["counters"]["requests"] * price)
+    assert str(os.getpid()) in reader["name"]
+    assert reader["is_running"]
+    assert "at work" in site.page("remote")
 
 
 def test_a_store_in_object_storage_is_opened_by_its_address(folder, open_site):

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tokenmill.build.journal import BUILD, PUBLISH, SIZE, BuildSize, Journal, UnitResult, unit_result
-from tokenmill.build.unit import read_worker_file, read_worker_files
+from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
 from tokenmill.documents import Unit
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store.durable import has_ended
@@ -220,6 +220,12 @@ class WorkerStatus:
     """Of its input."""
     documents: int
     tokens: int
+    unit_bytes: int
+    """Of all the input of its unit."""
+    bytes_a_second: float | None
+    """Of input, in this unit; None where that is not known yet."""
+    seconds_left: float | None
+    """Until its unit is done, at that rate."""
     silent_seconds: float
     """Since its last word."""
     state: Literal["at work", "silent", "ended"]
@@ -235,8 +241,11 @@ class BuildStatus:
     units: int | None
     """That there are; None before they have been counted."""
     units_done: int
+    units_under_way: int
+    failed: dict[str, str]
+    """Units whose last attempt failed -> why. They are tried again by the next start of the build."""
     units_left_over: int
-    """Units that were begun and are not done, and that no worker is at: they failed, or were killed."""
+    """Other units that were begun and are not done, and that no worker is at: their worker was killed."""
     input_bytes: int | None
     documents: int
     """Of finished units."""
@@ -270,6 +279,7 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
     workers = tuple(_workers(journal, now)) if begun else ()
     busy = {worker.unit for worker in workers if worker.state == "at work"}
     attempts = {name.removeprefix(".tmp-").split("-")[0] for name in names if name.startswith(".tmp-")}
+    failed = {key: why for key, why in _failed(journal.workers) if key not in done} if begun else {}
     size = _size(journal)
     seconds = max((_changed(journal.units / name) for name in read[-1:]), default=begun) - begun if begun else 0.0
     left = None
@@ -277,10 +287,12 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
         left = seconds * (size.units - len(done)) / len(done)
     return BuildStatus(
         path=str(journal.out),
-        state=_state(journal, begun=bool(begun), busy=bool(busy) or now - begun < SILENT_SECONDS),
+        state=_state(journal, begun=bool(begun), busy=bool(busy) or (not failed and now - begun < SILENT_SECONDS)),
         units=None if size is None else size.units,
         units_done=len(done),
-        units_left_over=len(attempts - busy),
+        units_under_way=len(busy.difference(done)),
+        failed=failed,
+        units_left_over=len(attempts - busy - failed.keys()),
         input_bytes=None if size is None else size.bytes,
         documents=round(sum(result.counts.documents for result in results) * scale),
         tokens=round(sum(result.counts.tokens for result in results) * scale),
@@ -325,21 +337,32 @@ def _size(journal: Journal) -> BuildSize | None:
     return None
 
 
+def _failed(workers: Path) -> Iterator[tuple[str, str]]:
+    for name in sorted(_names(workers)):
+        if name.endswith(FAILED):
+            with suppress(OSError):
+                why = (workers / name).read_text(encoding="utf-8", errors="replace")
+                yield name.removesuffix(FAILED), why
+
+
 def _workers(journal: Journal, now: float) -> Iterator[WorkerStatus]:
     for name in sorted(_names(journal.workers)):
         path = journal.workers / name
         found = read_worker_file(path)
         if found is None:
             continue
-        key, position, documents, tokens = found
         silent = max(0.0, now - _changed(path))
         ended = has_ended(name.rpartition("-")[0])
+        rate = 1000 * found.bytes / found.milliseconds if found.milliseconds > 0 else None
         yield WorkerStatus(
             name=name,
-            unit=key,
-            bytes=position,
-            documents=documents,
-            tokens=tokens,
+            unit=found.key,
+            bytes=found.position,
+            documents=found.documents,
+            tokens=found.tokens,
+            unit_bytes=found.unit_bytes,
+            bytes_a_second=rate,
+            seconds_left=(found.unit_bytes - found.position) / rate if rate else None,
             silent_seconds=silent,
             state="ended" if ended else "silent" if silent > SILENT_SECONDS else "at work",
         )

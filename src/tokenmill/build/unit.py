@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,7 +61,9 @@ TEXT_KEY = "sequence"
 MAX_KEPT = 1000
 """Characters of a field that is kept."""
 SECONDS_BETWEEN_NOTES = 0.2
-_PROGRESS = struct.Struct("<32s3q")
+_PROGRESS = struct.Struct("<32s6q")
+FAILED = ".failed"
+"""Ends the name of a file beside those of workers: the key of a unit, and why it failed."""
 _CHECKPOINT = "checkpoint-2.json"
 """The number changes with the batches that a unit is read in: a checkpoint says after how many it was made."""
 
@@ -106,22 +108,30 @@ def write_unit(
     try:
         with disk_errors_explained(unit, opened.folder):
             return _attempt(opened, unit, key, fates, tick)
-    except Exception:  # a file that was cleared away under it may be missed anywhere
+    except Exception as error:  # a file that was cleared away under it may be missed anywhere
         known = unit_result(opened.folder, key)
         if known is None:
+            _note_failure(opened, key, str(error))
             raise
         shutil.rmtree(attempts_at(opened.folder, key), ignore_errors=True)
         return known
 
 
+def _note_failure(opened: OpenJob, key: str, why: str) -> None:
+    """Leave word of a unit that failed for who looks at the build; where it cannot be left, nothing is lost."""
+    with suppress(OSError):
+        (opened.folder.parent / WORKERS / f"{key}{FAILED}").write_text(why[:1000], encoding="utf-8")
+
+
 def _attempt(
     opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
 ) -> UnitResult:
-    progress = WorkerFile(opened.folder.parent / WORKERS)
+    (opened.folder.parent / WORKERS / f"{key}{FAILED}").unlink(missing_ok=True)
     writer = UnitWriter(opened.folder, key, len(unit.pieces), opened.spec, keeps=bool(opened.keep))
     with closing(writer):
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
+        progress = WorkerFile(opened.folder.parent / WORKERS, unit.bytes, resumed=done > 0)
         for number, batch in enumerate(read_unit(unit, opened.reading)):
             if number < done:
                 continue  # before the checkpoint that this unit goes on from
@@ -131,6 +141,8 @@ def _attempt(
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
             if any(opened.stop or bad.reason == TOO_LONG for bad in counts.bad):
+                bad = counts.bad[-1]
+                _note_failure(opened, key, f"{unit.pieces[bad.piece].file.path}: {bad.reason}, {bad.detail}")
                 return UnitResult(key=key, counts=counts, shards={}, finished=False)
             for run in batch.runs:
                 counts.lines[run.piece] += run.num_lines
@@ -718,9 +730,12 @@ class WorkerFile:
     A worker has one, whatever it does, so that nobody has to look for units under way among thousands.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, unit_bytes: int, *, resumed: bool) -> None:
         self._path = folder / f"{this_process()}-{threading.get_native_id()}"
+        self._unit_bytes = unit_bytes
         self._last = 0.0
+        self._first = None if resumed else (time.monotonic(), 0)
+        """Since when it works at the unit, and from where on: if a checkpoint was before, both are noted first."""
 
     def note(self, key: str, position: int, counts: UnitCounts) -> None:
         """Say how far a unit is, if the last time is a while ago; where it cannot be said, nothing is lost."""
@@ -728,15 +743,33 @@ class WorkerFile:
         if now - self._last < SECONDS_BETWEEN_NOTES:
             return
         self._last = now
+        self._first = self._first or (now, position)
+        took = (round(1000 * (now - self._first[0])), position - self._first[1])
+        told = (key.encode(), position, counts.documents, counts.tokens, self._unit_bytes, *took)
         with suppress(OSError):
-            self._path.write_bytes(_PROGRESS.pack(key.encode(), position, counts.documents, counts.tokens))
+            self._path.write_bytes(_PROGRESS.pack(*told))
 
 
-def read_worker_file(path: Path) -> tuple[str, int, int, int] | None:
-    """Return the unit that a worker is at, and the bytes of input, documents and tokens it has done."""
+class WorkerNote(NamedTuple):
+    """What a worker says of its unit."""
+
+    key: str
+    position: int
+    """Bytes of input that are done, and documents and tokens of them."""
+    documents: int
+    tokens: int
+    unit_bytes: int
+    """Of all its input."""
+    milliseconds: int
+    """For which it has worked at it, and the bytes that were done in them."""
+    bytes: int
+
+
+def read_worker_file(path: Path) -> WorkerNote | None:
+    """Return what a worker says of the unit that it is at."""
     try:
-        key, position, documents, tokens = _PROGRESS.unpack(path.read_bytes())
-        return key.decode(), position, documents, tokens
+        key, *numbers = _PROGRESS.unpack(path.read_bytes())
+        return WorkerNote(key.decode(), *numbers)
     except (OSError, struct.error, UnicodeDecodeError):
         return None
 
@@ -748,7 +781,7 @@ def read_worker_files(folder: Path) -> dict[str, tuple[int, int, int]]:
         for entry in os.scandir(folder):
             told = read_worker_file(Path(entry.path))
             if told is not None:
-                found[told[0]] = max(found.get(told[0], (0, 0, 0)), told[1:])
+                found[told.key] = max(found.get(told.key, (0, 0, 0)), told[1:4])
     return found
 
 

@@ -22,6 +22,7 @@ from tokenmill.view.tables import (
     Table,
     bars,
     cell,
+    megabytes,
     plan_notes,
     plan_tables,
     reading_tables,
@@ -643,47 +644,94 @@ def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
 
 def remote_page(view: RemoteView, run: Run | None) -> str:  # noqa: ARG001
     """Show what is read from object storage."""
-    counted = facts([*view.counters.items(), ("dollars", view.dollars)])
+    names = [name for name in view.page.counters if name != "waited"]
+    rows = [
+        (
+            *(each.name, "at work" if each.is_running else "ended", round(each.seconds, 1)),
+            *(megabytes(int(each.counters[name])) if name in BYTES else each.counters[name] for name in names),
+            *(round(each.counters["waited"], 1), round(each.dollars, 6), round(each.silent_seconds, 1)),
+        )
+        for each in (*view.training, view.page)
+    ]
+    columns = ("who", "state", "seconds", *names, "seconds waited", "$ so far", "seconds since its last word")
+    nobody = '<p class="empty">No process that trains has noted what it reads yet; one does so every 5 s.</p>'
     planned = "".join(table(each) for each in reading_tables(view.reading)) if view.reading else ""
+    again = ' data-again="5"' if any(each.is_running for each in view.training) else ""
     return (
-        f"<h1>Object storage</h1><h2>Read by this page</h2>{counted}"
-        f"{planned}<p>Prices are those of S3 Standard in us-east-1, read from within its region.</p>"
+        f"<h1{again}>Object storage</h1>{'' if view.training else nobody}"
+        f"{table(Table(title='Read so far', columns=columns, rows=rows))}"
+        f"<p>All of it cost {view.dollars:.6f} $ so far: {view.prices.thousand_requests:g} $ for 1,000 requests, "
+        f"{view.prices.gigabyte:g} $ a GB, as S3 Standard has it, read within its region.</p>{planned}"
     )
+
+
+BYTES = {"bytes", "hits", "evicted"}
+"""Counters that are numbers of bytes."""
 
 
 def build_page(status: BuildStatus, run: Run | None) -> str:  # noqa: ARG001
     """Show how far a build is; the page asks again by itself while it is under way."""
+    rates = [each.bytes_a_second for each in status.workers if each.state == "at work" and each.bytes_a_second]
     shown = [
         ("state", status.state),
         ("units done", status.units_done),
         ("of", status.units),
-        ("left over", status.units_left_over),
+        ("failed", len(status.failed)),
+        ("left over by killed workers", status.units_left_over),
         ("documents", status.documents),
         ("tokens", status.tokens),
-        ("MB of text a second", status.text_bytes / 1e6 / status.seconds if status.seconds > 0 else None),
-        ("seconds so far", round(status.seconds, 1)),
-        ("seconds left, about", None if status.seconds_left is None else round(status.seconds_left, 1)),
+        ("now", f"{megabytes(round(sum(rates)))}/s of input" if rates else None),
+        (
+            "so far",
+            f"{megabytes(round(status.text_bytes / status.seconds))}/s of text" if status.seconds > 0 else None,
+        ),
+        ("time so far", duration(status.seconds)),
+        ("time left, about", duration(status.seconds_left)),
         *((f"left out: {reason}", count) for reason, count in status.skipped.items()),
     ]
-    counts = {"done": status.units_done, "to do": max(0, (status.units or 0) - status.units_done)}
+    counts = {
+        "done": status.units_done,
+        "under way": status.units_under_way,
+        "failed": len(status.failed),
+        "left over": status.units_left_over,
+    }
+    counts["to do"] = max(0, (status.units or 0) - sum(counts.values()))
     bar = _balance("Units", counts, sum(counts.values())) if status.units else ""
     workers = [
         (
-            each.name,
-            each.unit[:12],
-            each.bytes,
-            each.documents,
-            each.tokens,
-            each.state,
-            round(each.silent_seconds, 1),
+            *(each.name, each.state, each.unit[:12], Bar(each.bytes / max(each.unit_bytes, 1))),
+            f"{megabytes(each.bytes)} of {megabytes(each.unit_bytes)}",
+            f"{megabytes(round(each.bytes_a_second))}/s" if each.bytes_a_second else None,
+            *(duration(each.seconds_left), each.documents, each.tokens, duration(each.silent_seconds)),
         )
         for each in status.workers
     ]
-    columns = ("worker", "unit", "bytes", "documents", "tokens", "state", "seconds since its last word")
+    columns = (
+        *("worker", "state", "unit", "", "of its unit", "rate", "left of its unit"),
+        *("documents", "tokens", "since its last word"),
+    )
+    failed = [(key[:12], why) for key, why in status.failed.items()]
     about = "" if status.exact else "<p>Documents and tokens are in proportion to some units.</p>"
     again = ' data-again="2"' if status.state in ("under way", "publishing") else ""
-    listed = Table(title="Workers", columns=columns, rows=workers)
-    return f"<h1{again}>Build</h1>{facts(shown)}{about}{bar}{table(listed)}"
+    tables = [Table(title="Workers", columns=columns, rows=workers)]
+    tables += [
+        Table(title="Units that failed; the same command tries them again", columns=("unit", "why"), rows=failed)
+    ]
+    return f"<h1{again}>Build</h1>{facts(shown)}{about}{bar}{''.join(map(table, tables if failed else tables[:1]))}"
+
+
+def duration(seconds: float | None) -> str | None:
+    """Show how long something takes.
+
+    >>> duration(5.0), duration(3700.0), duration(None)
+    ('5.0 s', '1 h 2 min', None)
+    """
+    if seconds is None:
+        return None
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 PAGES: Mapping[str, Callable[[Any, Any], str]] = {

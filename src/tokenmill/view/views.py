@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,12 +42,15 @@ from tokenmill.run.turns import template_of
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, is_ours, stores_below
 from tokenmill.store.remote.client import parse_address
+from tokenmill.store.remote.fetch import Counters, read_counters
 
 DOCUMENTS_A_PAGE = 50
 AUDITED_ITEMS = 1 << 14
 """Documents whose lengths and masks are looked at, so that a page takes no longer for a larger store."""
 EXCERPT_TOKENS = 40
 NUMBERS_A_PAGE = 512
+MAX_READERS = 256
+"""Processes that train, listed at most."""
 MAX_USES = 1000
 """Steps that see a document, listed at most."""
 
@@ -172,13 +176,30 @@ class DiffView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteView:
-    """What is read from object storage: by this page so far, and by the run as a whole."""
+class Reader:
+    """A process that reads from object storage, and what came of it so far."""
 
+    name: str
+    """Host and process; `this page`."""
+    is_running: bool
+    seconds: float
+    """For which it has read."""
+    silent_seconds: float
+    """Since it noted this."""
     counters: Mapping[str, int | float]
-    """Of this page since it was opened; a training run has its own, `tokenmill batches --json` shows them."""
     dollars: float
-    """What these requests cost."""
+    """What its requests cost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteView:
+    """What is read from object storage: by processes that train, by this page, and by the run as a whole."""
+
+    training: tuple[Reader, ...]
+    """Those that read the same stores, the latest first: of this machine, and others that share the folder."""
+    page: Reader
+    dollars: float
+    """What all of these cost together, so far."""
     prices: Prices
     reading: ReadingReport | None
     """What the run will ask for, by stage and source; None of a store alone."""
@@ -192,6 +213,9 @@ class Opened:
     """A string is an address in object storage."""
     other: Path | None = None
     """Config of a run that this one is compared with."""
+
+    since: float = field(default_factory=time.time)
+    """When it was opened, in seconds since 1970."""
 
     @property
     def name(self) -> str:
@@ -472,19 +496,49 @@ def _side(run: Run, step: int) -> StepContents | str:
 def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: ARG001
     """Show what is read from object storage, and what it costs."""
     run = opened.run
-    counters = [run.network.counters] if run is not None and run.network is not None else []
+    networks = [run.network] if run is not None and run.network is not None else []
     if run is None:
-        counters = [files.network.counters for store in opened.stores.values() for files in store.remotes]
-    if not counters:
+        networks = [files.network for store in opened.stores.values() for files in store.remotes]
+    if not networks:
         raise ConfigError(
             f"{opened.path}: must name a store in object storage for this view, got local ones; "
             "`tokenmill plan --remote` tells what they would cost there"
         )
-    prices = Prices()
-    total = {name: sum(each.to_json()[name] for each in counters) for name in counters[0].to_json()}
-    dollars = total["requests"] / 1000 * prices.thousand_requests + total["bytes"] / 1e9 * prices.gigabyte
-    reading = None if run is None else run.reading(prices=prices)
-    return RemoteView(counters=total, dollars=dollars, prices=prices, reading=reading)
+    prices, now = Prices(), time.time()
+    noted = {
+        (each.host, each.process): each
+        for network in networks
+        for each in (read_counters(network.folder) if network.folder else [])
+        if not network.stores or network.stores.intersection(each.stores)
+    }
+    training = tuple(
+        _reader(
+            f"{each.host}, process {each.process}", [each.counters], prices, each.is_running, each.began, each.noted
+        )
+        for each in list(noted.values())[:MAX_READERS]
+    )
+    page = _reader("this page", [network.counters for network in networks], prices, True, opened.since, now)
+    return RemoteView(
+        training=training,
+        page=page,
+        dollars=page.dollars + sum(each.dollars for each in training),
+        prices=prices,
+        reading=None if run is None else run.reading(prices=prices),
+    )
+
+
+def _reader(
+    name: str, counters: Sequence[Counters], prices: Prices, is_running: bool, began: float, noted: float
+) -> Reader:
+    total = {key: sum(each.to_json()[key] for each in counters) for key in counters[0].to_json()}
+    return Reader(
+        name=name,
+        is_running=is_running,
+        seconds=max(0.0, noted - began),
+        silent_seconds=max(0.0, time.time() - noted),
+        counters=total,
+        dollars=total["requests"] / 1000 * prices.thousand_requests + total["bytes"] / 1e9 * prices.gigabyte,
+    )
 
 
 def build_view(opened: Opened, parameters: Parameters) -> BuildStatus:  # noqa: ARG001
