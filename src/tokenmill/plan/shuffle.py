@@ -242,14 +242,19 @@ def _turn(key: np.uint64, size: int, mode: int) -> int:
 
 
 @kernel
-def _window_begins(starts: Int64Array, key: np.uint64) -> Int64Array:
-    """Return where each window begins when they are read in a shuffled order, and the end."""
-    begins = np.empty_like(starts)
-    begins[0] = 0
+def _window_order(starts: Int64Array, key: np.uint64) -> Int64Array:
+    """Return, in two lines, the windows in the order in which they are read, and where each begins then.
+
+    The last column is the end of both.
+    """
+    order = np.empty((2, starts.size), np.int64)
+    order[1, 0] = 0
+    order[0, starts.size - 1] = starts.size - 1
     for slot in range(starts.size - 1):
         window = permute(slot, starts.size - 1, derive(key, -2))
-        begins[slot + 1] = begins[slot] + starts[window + 1] - starts[window]
-    return begins
+        order[0, slot] = window
+        order[1, slot + 1] = order[1, slot] + starts[window + 1] - starts[window]
+    return order
 
 
 @inner
@@ -273,9 +278,10 @@ def _group(slot: int, num_windows: int, num_groups: int) -> int:
 
 @kernel
 def _rows_of_windows(
-    places: Int64Array, starts: Int64Array, begins: Int64Array, key: np.uint64, num_groups: int
+    places: Int64Array, starts: Int64Array, order: Int64Array, key: np.uint64, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
     """Return the row at each place, and where it would stand if the windows were read one after another."""
+    windows, begins = order[0], order[1]
     rows, arranged = np.empty_like(places), np.empty_like(places)
     num_windows = starts.size - 1
     for i in range(places.size):
@@ -284,14 +290,15 @@ def _rows_of_windows(
         count = begins[(group + 1) * num_windows // num_groups] - first
         arranged[i] = first + permute(places[i] - first, count, derive(key, group))
         slot = _run_of(begins, arranged[i])
-        rows[i] = starts[permute(slot, num_windows, derive(key, -2))] + arranged[i] - begins[slot]
+        rows[i] = starts[windows[slot]] + arranged[i] - begins[slot]
     return rows, arranged
 
 
 @kernel
 def _places_in_windows(
-    rows: Int64Array, starts: Int64Array, begins: Int64Array, key: np.uint64, num_groups: int
+    rows: Int64Array, starts: Int64Array, order: Int64Array, key: np.uint64, num_groups: int
 ) -> Int64Array:
+    begins = order[1]
     places = np.empty_like(rows)
     num_windows = starts.size - 1
     for i in range(rows.size):
@@ -347,11 +354,15 @@ class EpochOrder:
 
     @cached_property
     def _windows(self) -> tuple[Int64Array, Int64Array, np.uint64, int] | None:
-        """What kernels need where blocks are packing windows: 16 bytes for each of them."""
+        """What kernels need where blocks are packing windows: 24 bytes for each of them."""
         if self.numbers[0] != WINDOW or self.starts is None:
             return None
-        begins = _window_begins(self.starts, self.key)
-        return self.starts, begins, self.key, -(-(begins.size - 1) // self.numbers[2])
+        return (
+            self.starts,
+            _window_order(self.starts, self.key),
+            self.key,
+            -(-(self.starts.size - 1) // self.numbers[2]),
+        )
 
     def rows(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the rows at some places, and the place that each would have if blocks were read one by one."""
@@ -371,7 +382,7 @@ class EpochOrder:
         if self._windows is None:
             group = block_rows * window_blocks
             return min(self.size, (place // group + 1) * group) if mode >= BLOCK else self.size
-        _, begins, _, groups = self._windows
-        windows = begins.size - 1
+        starts, (_, begins), _, groups = self._windows
+        windows = starts.size - 1
         slot = int(np.searchsorted(begins, place, side="right")) - 1
         return int(begins[(((slot + 1) * groups - 1) // windows + 1) * windows // groups])

@@ -240,6 +240,11 @@ class Stage:
     def _orders(self) -> dict[tuple[int, int], EpochOrder]:
         return {}
 
+    @cached_property
+    def _last_batches(self) -> dict[bytes, tuple[Int64Array, Int64Array, Int64Array]]:
+        """The whole batches that were computed last, by steps: a rank asks for its own rows, and for costs."""
+        return {}
+
     def order(self, line: int, epoch: int) -> EpochOrder:
         """Return the order of one epoch of a source, known by its line of the table; -1 is the rest."""
         found = self._orders.get((line, epoch))
@@ -501,27 +506,39 @@ def _draw(
 def _rows_in_windows(
     stage: Stage, steps: Int64Array, slots: Int64Array, rotate: bool
 ) -> tuple[Int64Array, Int64Array]:
-    """Return what `rows_at` does where some rows are ordered by packing windows: batch by batch, whole."""
+    """Return what `rows_at` does where an epoch is in the order of packing windows; by block, batches are whole."""
+    if not stage.by_block:
+        lines, ordinals = _draw(stage, steps, slots, rotate=rotate, ordinals=True)
+        return stage.table[lines, SOURCE], _ordinal_rows(stage, lines, ordinals)[0]
     batches, index = np.unique(steps, return_inverse=True)
-    lines, ordinals = _batches(stage, batches, rotate)
+    key = bytes([rotate]) + batches.tobytes()
+    kept = stage._last_batches.get(key)
+    if kept is None:
+        kept = _batches(stage, batches, rotate)
+        stage._last_batches.clear()
+        stage._last_batches[key] = kept
+    lines, _, rows = kept
     chosen = index * stage.spec.global_batch_size + slots
-    lines, ordinals = lines[chosen], ordinals[chosen]
-    return stage.table[lines, SOURCE], _ordinal_rows(stage, lines, ordinals)[0]
+    return stage.table[lines[chosen], SOURCE], rows[chosen]
 
 
-def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int64Array, Int64Array]:
-    """Return (line of the table, ordinal of the row) of whole batches.
+def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return (line of the table, ordinal of the row, row) of whole batches of a stage that is ordered by block.
 
-    The mixture says which slots a source has; where a stage is ordered by block, the rows that it draws for a step
-    stand in them by block. A rank takes a slice of the batch: a share of every source, and few blocks of it.
+    The mixture says which slots a source has; the rows that it draws for a step stand in them by block. A rank has
+    a slice of the batch: a share of every source, and few blocks of it.
     """
     batch = stage.spec.global_batch_size
     each = np.repeat(steps, batch)
     lines, ordinals = _draw(stage, each, np.tile(np.arange(batch), steps.size), rotate=rotate, ordinals=True)
-    if stage.by_block:
-        _, arranged = _ordinal_rows(stage, lines, ordinals)
-        ordinals[np.lexsort((lines, each))] = ordinals[np.lexsort((arranged, lines, each))]
-    return lines, ordinals
+    rows, arranged = _ordinal_rows(stage, lines, ordinals)
+    if len(stage.names) == 1:
+        order = np.argsort(arranged.reshape(-1, batch), axis=1) + np.arange(0, each.size, batch)[:, None]
+        ordinals, rows = ordinals[order.ravel()], rows[order.ravel()]
+    else:
+        places, order = np.lexsort((lines, each)), np.lexsort((arranged, lines, each))
+        ordinals[places], rows[places] = ordinals[order], rows[order]
+    return lines, ordinals, rows
 
 
 def _ordinal_rows(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -673,7 +690,7 @@ def _slots_by_block(stage: Stage, line: int, steps: Int64Array, ordinals: Int64A
     some = max(1, _SOME_ROWS // batch)
     for first in range(0, batches.size, some):
         group = batches[first : first + some]
-        lines, drawn = _batches(stage, group)
+        lines, drawn, _ = _batches(stage, group)
         mine = np.flatnonzero(lines == line)
         mine = mine[np.argsort(drawn[mine])]
         asked = np.flatnonzero((steps >= group[0]) & (steps <= group[-1]))
