@@ -7,6 +7,7 @@ from tokenmill.packing.packers import MAX_DOCUMENTS
 from tokenmill.run.reading import Link, Prices, report_reading
 from tokenmill.run.run import Run
 from tokenmill.store.layout import PAGE_BYTES
+from tokenmill.store.remote.upload import upload
 
 LENGTHS = np.random.default_rng(3).integers(1, 9, 4 * MAX_DOCUMENTS).tolist()
 
@@ -39,6 +40,25 @@ def test_requests_of_a_full_shuffle_are_the_ranges_that_its_rows_need(make_store
     heads = [1 for shard, number in wanted if (shard, number - 1) not in wanted]
     assert (reading.requests, reading.bytes) == (len(heads), len(wanted) * page)
     assert (reading.rows, reading.counted_rows) == (256, 256)
+
+
+@pytest.mark.parametrize(("packing", "shuffle"), [("best_fit", "full"), ("concat", "full"), ("concat", "block")])
+def test_what_is_told_is_what_a_loader_asks_for(make_store, tmp_path, packing, shuffle):
+    """With a horizon that holds a part of the store, as it is with stores that are worth it."""
+    make_store("web", np.random.default_rng(3).integers(1, 300, 3000).tolist())
+    upload(tmp_path / "web", f"file://{tmp_path}/away")
+    sources = [{"name": "web", "store": f"file://{tmp_path}/away"}]
+    table = {"steps": 50, "global_batch_size": 64, "seq_len": 127, "packing": packing, "shuffle": shuffle}
+    tables = {"run": {**table, "window_blocks": 2}, "sources": sources, "remote": {"horizon_bytes": 1 << 22}}
+    run = Run(config=parse_config(tables), folder=tmp_path)
+    reading = by_shuffle(run.reading())[shuffle]
+    before = run.network.counters.to_json()
+    list(run.loader(micro_batch=4))
+    asked = run.network.counters
+    assert reading.requests == pytest.approx(
+        asked.requests - before["requests"], rel=0.25
+    )  # its first blocks are small
+    assert reading.bytes == pytest.approx(asked.bytes - before["bytes"], rel=0.25)  # its first blocks are small
 
 
 def test_window_shuffle_asks_for_whole_windows_and_nodes_share_few(make_store, tmp_path):

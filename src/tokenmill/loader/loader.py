@@ -41,6 +41,7 @@ from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array
 
 if TYPE_CHECKING:
+    from tokenmill.store import Store
     from tokenmill.store.remote.fetch import Network
 
 T = TypeVar("T")
@@ -525,14 +526,8 @@ class Loader:
             yield block, number
 
     def _row_bytes(self, stage: Stage) -> int:
-        """Return about how many bytes of memory a row takes that is not on this machine: whole pages."""
-        sizes = [0]
-        for rows in self._stored(stage).values() if self._horizon else ():
-            store = rows.store
-            width = sum(store.dtype(key).itemsize for key in store.keys)
-            spans = 1 + stage.row_slots * store.num_documents // max(1, store.num_tokens)
-            sizes.append(stage.row_slots * width + spans * len(store.keys) * PAGE_BYTES)
-        return max(sizes)
+        stores = [rows.store for rows in self._stored(stage).values()] if self._horizon else ()
+        return max((held_bytes(store, stage.row_slots) for store in stores), default=0)
 
     def _num_batches(self, stage: Stage) -> int:
         """Return how many micro-batches the steps of a stage have; those that are skipped have none."""
@@ -545,8 +540,8 @@ class Loader:
         # Of records every array is mapped.
         files = sum(s.num_shards * (len(s.keys) if record_type(stage) else 1) for s in stores.values())
         crowded = any(files > store.maps.limit // 2 for store in stores.values())
-        most = self._horizon // max(1, 4 * self._row_bytes(stage)) if self._horizon else BLOCK_ROWS
-        return max(1, min(BLOCK_ROWS // 8 if crowded else BLOCK_ROWS, BLOCK_TOKENS // stage.row_slots, most))
+        most = block_rows(stage.row_slots, self._row_bytes(stage), self._horizon)
+        return min(BLOCK_ROWS // 8, most) if crowded else most
 
     def _notice_fork(self) -> None:
         """Go on in a process that was forked: threads stayed behind, and with them the locks that they held."""
@@ -569,6 +564,19 @@ def usual_arrays(plan: Plan) -> tuple[str, ...]:
     """Return what a loader of a plan delivers if nobody says otherwise."""
     kind = record_type(plan.stages[0])
     return LoaderOptions().arrays if kind is None else RECORD_ARRAYS[kind]
+
+
+def held_bytes(store: Store, row_slots: int) -> int:
+    """Return about how many bytes of memory a row takes that is not on this machine: whole pages."""
+    width = sum(store.dtype(key).itemsize for key in store.keys)
+    spans = 1 + row_slots * store.num_documents // max(1, store.num_tokens)
+    return row_slots * width + spans * len(store.keys) * PAGE_BYTES
+
+
+def block_rows(row_slots: int, row_bytes: int, horizon: int) -> int:
+    """Return how many rows a block has at most; where a horizon bounds what is held in memory, a quarter of it."""
+    most = horizon // max(1, 4 * row_bytes) if horizon else BLOCK_ROWS
+    return max(1, min(BLOCK_ROWS, BLOCK_TOKENS // row_slots, most))
 
 
 class _Batches(Iterator[Batch]):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError
-from tokenmill.loader.loader import BLOCK_ROWS, BLOCK_TOKENS
+from tokenmill.loader.loader import block_rows, held_bytes
 from tokenmill.packing.stored import LOSS_MASK, StoredRows, is_stored
 from tokenmill.plan.shuffle import EpochOrder, Shuffle
 from tokenmill.plan.stages import Stage
@@ -133,7 +133,13 @@ def report_reading(
     """
     link, prices = link or Link(), prices or Prices()
     verify = run.config.remote.verify_pages if verify_pages is None else verify_pages
-    counting = _Counting(link=link, prices=prices, page=PAGE_BYTES if verify else 1, whole=whole)
+    counting = _Counting(
+        link=link,
+        prices=prices,
+        page=PAGE_BYTES if verify else 1,
+        whole=whole,
+        horizon=run.config.remote.horizon_bytes,
+    )
     readings: dict[tuple[str, str, str], Reading] = {}
     for stage in run.plan().stages:
         if stage.spec.skipped is not None:
@@ -168,6 +174,8 @@ class _Counting:
     page: int
     """What is read as a whole, in bytes."""
     whole: tuple[str, ...]
+    horizon: int
+    """Bytes that a loader asks for ahead, of which a block takes a quarter."""
 
     def reading(self, stage: Stage, name: str, rows: StoredRows, mode: str) -> Reading:
         """Return what one shuffle of a source asks for in a stage."""
@@ -212,7 +220,9 @@ class _Counting:
         A node has a part of every batch; which rows of it does not matter here, but for `window`.
         """
         order, drawn = self._order(stage, name, rows, shuffle)
-        block = max(1, min(BLOCK_ROWS, BLOCK_TOKENS // stage.row_slots, -(-drawn // self.link.nodes)))
+        most = block_rows(stage.row_slots, held_bytes(rows.store, stage.row_slots), self.horizon)
+        share = stage.draws[name] / sum(stage.draws.values())
+        block = max(1, min(round(most * share), -(-drawn // self.link.nodes)))
         begins = range(0, drawn, block)
         for begin in begins[:: max(1, len(begins) // _SAMPLES)]:
             found = order.rows(np.arange(begin, min(begin + block, drawn)))[0]
