@@ -10,12 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.build.clusters import CHATS, bad_records, build, write_bad, write_corpus
+from tests.build.clusters import CHATS, bad_records, build, digest_of, write_bad, write_corpus
 
 from tokenmill.build import PrepareOptions, plan_units, prepare, run_part
 from tokenmill.build.engines import MAX_IN_FLIGHT, run_by
@@ -244,49 +245,87 @@ def test_the_scripts_of_the_guide_do_every_part(corpus, tmp_path, system):
     assert report.resumed_units == (units if system == "slurm" else 2)
 
 
-# Ray.
+# Systems that listen on all interfaces, in a network of their own.
 
 
 def in_a_network_of_its_own(command, folder, **environment):
-    """Run a command with no network but a loopback of its own: Ray listens on all interfaces."""
+    """Run a command with no network but a loopback of its own."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
-        pytest.skip("needs unshare and ip, to keep Ray off the network")
-    script = 'ip link set lo up && exec "$@"'
-    probe = subprocess.run(["unshare", "-n", "sh", "-c", script, "sh", "true"], capture_output=True, check=False)
+        pytest.skip("needs unshare and ip, to keep daemons off the network")
+    probe = subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True, check=False)
     if probe.returncode:
-        pytest.skip(f"needs the right to a network namespace, to keep Ray off the network: {probe.stderr.decode()}")
-    return subprocess.run(
-        ["unshare", "-n", "sh", "-c", script, "sh", *command],
+        pytest.skip(f"needs the right to a network namespace, to keep daemons off the network: {probe.stderr}")
+    done = subprocess.run(
+        ["unshare", "-n", *command],
         capture_output=True,
         text=True,
         check=False,
         cwd=folder,
-        env={**os.environ, "RAY_TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment},
     )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
-def run_on_ray(corpus, kills):
+@pytest.fixture
+def short_path(tmp_path):
+    """Give the test's own folder under a short path: sockets have paths of 107 bytes at most."""
+    link = Path(tempfile.mkdtemp(prefix="tm-"))
+    link.rmdir()
+    link.symlink_to(tmp_path)
+    yield link
+    link.unlink()
+
+
+@pytest.mark.slow
+def test_an_array_of_real_slurm_makes_the_same_store(corpus, wanted, tmp_path, short_path):
+    """[D1.a] With the script of the guide; twice, as records are hashed first."""
+    root = os.environ.get("SLURM_ROOT")
+    if root is None:
+        pytest.skip("needs SLURM_ROOT, a folder with Debian's packages of Slurm unpacked: tests/build/slurm.sh")
+    out = tmp_path / "out"
+    planned = plan_units(corpus / "in", out=out, tokenizer=TOKENIZER_DIR, recipe="chat", options=CHATS)
+    (tmp_path / "prepare.sbatch").write_text(script_of("prepare.sbatch"))
+    (tmp_path / "daemons").mkdir()
+    submit = """
+        array() { sbatch --parsable --array=0-3 --cpus-per-task=1 --output=%x-%A-%a.log "$@" prepare.sbatch; }
+        first=$(array)
+        second=$(array --dependency=afterany:$first)
+        sbatch --wait --dependency=afterany:$second --output=/dev/null --wrap true
+        cat prepare-*.log
+        squeue --noheader
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = Path(__file__).with_name("slurm.sh")
+    command = ["timeout", "200", "bash", script, root, short_path / "daemons", "bash", "-c", submit]
+    told = in_a_network_of_its_own(command, tmp_path, STORE=str(out), PATH=path)
+    assert len(list(tmp_path.glob("prepare-*.log"))) == 8, told
+    assert (tmp_path / "out" / ".prepare" / "units.jsonl").exists()
+    report = prepare(corpus / "in", out=out, tokenizer=TOKENIZER_DIR, recipe="chat", options=CHATS, progress=False)
+    assert report.resumed_units == report.units == planned.units, told
+    assert digest_of(out) == wanted
+
+
+# Ray.
+
+
+def run_on_ray(corpus, folder, kills):
     pytest.importorskip("ray")
-    # Sockets have paths of 107 bytes at most, and those of pytest are long.
-    folder = Path("/tmp") / f"tm-{os.getpid()}"
-    folder.mkdir()
-    try:
-        for name in ("in", "bad.jsonl"):
-            (folder / name).symlink_to(corpus / name)
-        command = [sys.executable, Path(__file__).with_name("clusters.py"), folder, str(kills)]
-        done = in_a_network_of_its_own(command, folder)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    for name in ("in", "bad.jsonl"):
+        (folder / name).symlink_to(corpus / name)
+    command = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    command += [sys.executable, Path(__file__).with_name("clusters.py"), folder, str(kills)]
+    told = in_a_network_of_its_own(command, folder, RAY_TMPDIR=str(folder))
+    assert (folder.resolve() / "ray").is_dir()  # its temporary folders
+    return json.loads(told.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_ray_makes_the_same_store_on_one_node_and_two_with_workers_and_raylets_killed(
-    corpus, wanted, wanted_of_bad
+    corpus, wanted, wanted_of_bad, short_path
 ):
     """[C1.a, D1.a] Lost work is done again by Ray; a bad record is not, and is told as everywhere."""
-    told = run_on_ray(corpus, 2)
+    told = run_on_ray(corpus, short_path, 2)
     assert (told["one node"], told["two nodes"], told["nodes"]) == (wanted, wanted, 2)
     assert told["killed"] == ["worker", "raylet"]
     assert set(told["digests"]) == {wanted}
@@ -297,9 +336,9 @@ def test_ray_makes_the_same_store_on_one_node_and_two_with_workers_and_raylets_k
 
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
-def test_ray_makes_the_same_store_through_many_kills(corpus, wanted):
+def test_ray_makes_the_same_store_through_many_kills(corpus, wanted, short_path):
     """[C1.a, D1.a]"""
-    told = run_on_ray(corpus, 60)
+    told = run_on_ray(corpus, short_path, 60)
     assert len(told["killed"]) == 60
     assert {"worker", "raylet"} == set(told["killed"])
     assert set(told["digests"]) == {wanted}

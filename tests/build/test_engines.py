@@ -1,12 +1,16 @@
 """What runs units: killed, interrupted, paused; nothing is left running and nothing wrong is left behind."""
 
+import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -17,7 +21,8 @@ from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.engines import LocalExecutor
 from tokenmill.build.journal import unit_result
 from tokenmill.build.tasks import Task, read_answer, run_unit
-from tokenmill.errors import StoreError, StoreMissingError
+from tokenmill.build.unit import read_worker_file
+from tokenmill.errors import ConfigError, StoreError, StoreMissingError, WorkerLostError
 from tokenmill.store import read_manifest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
@@ -86,7 +91,7 @@ def is_gone(pid):
 
 def amid_work(process, store):
     """Wait until a build has begun to write units, and return its workers."""
-    wait_for(lambda: list((store / ".prepare" / "units").glob(".tmp-*")) or process.poll() is not None)
+    wait_for(lambda: list((store / ".prepare" / "units").glob(".tmp-*/*")) or process.poll() is not None)
     assert process.poll() is None
     return wait_for(lambda: children_of(process.pid))
 
@@ -97,12 +102,16 @@ def amid_work(process, store):
         ("worker", signal.SIGKILL, "got an end by SIGKILL (the system does this when memory runs out)"),
         ("parent", signal.SIGINT, "KeyboardInterrupt"),
         ("parent", signal.SIGKILL, ""),
+        ("parent of a stuck worker", signal.SIGTERM, ""),
     ],
 )
 def test_killed_build_leaves_no_process_and_no_store(start, tmp_path, victim, sign, message):
     """The next start needs no clean-up [C1.d]."""
     process = start()
     workers = amid_work(process, tmp_path / "store")
+    if victim == "parent of a stuck worker":
+        attempts = (tmp_path / "store" / ".prepare" / "units").glob(".tmp-*/*")
+        os.kill(next(int(attempt.name.split("-")[1]) for attempt in attempts), signal.SIGSTOP)
     os.kill(workers[0] if victim == "worker" else process.pid, sign)
     _, shown = process.communicate(timeout=30)
     assert process.returncode != 0
@@ -122,6 +131,60 @@ def test_build_after_a_killed_one_gives_the_same_bytes_and_runs_the_script_once(
     assert (tmp_path / "log").read_text() == "once "
     prepare(corpus, out=tmp_path / "straight", workers=1, options=PrepareOptions(chunk_bytes=1 << 20))
     assert files_of(tmp_path / "store") == files_of(tmp_path / "straight")
+
+
+# Units that make no progress.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "deduplicate"), [("local", True), ("processes", False)])
+def test_a_unit_whose_worker_is_stuck_is_told_of_and_ends_the_build_in_time(
+    tmp_path, monkeypatch, capfd, engine, deduplicate
+):
+    """Which unit, and for how long; what its worker was at is done when the build goes on."""
+    monkeypatch.setattr("tokenmill.build.engines.STALL_SECONDS", 1)
+    corpus = write_file(tmp_path / "input.jsonl", some_texts(2000) * 20)
+    options = PrepareOptions(chunk_bytes=1 << 20, deduplicate=deduplicate)
+    journal = tmp_path / "store" / ".prepare"
+    stopped = []
+
+    def stop_a_worker(_):
+        for worker in [] if stopped else journal.glob("workers/*"):
+            pid = int(worker.name.split("-")[1])
+            os.kill(pid, signal.SIGSTOP)
+            noted = read_worker_file(worker)
+            if noted is None or any((journal / place / noted[0]).exists() for place in ("units", "scans")):
+                os.kill(pid, signal.SIGCONT)  # it was between two units
+            else:
+                stopped.append(pid)
+                break
+
+    with ExitStack() as stack:
+        given = {"workers": 2}
+        if engine == "processes":
+            given = {"executor": stack.enter_context(ProcessPoolExecutor(2, multiprocessing.get_context("spawn")))}
+        stack.callback(lambda: [os.kill(pid, signal.SIGKILL) for pid in stopped if not is_gone(pid)])
+        stuck = r"input\.jsonl, unit \d+ from byte [\d,]+ on: "
+        with pytest.raises(WorkerLostError, match=rf"{stuck}.* within 5 s, got none for 5 s; see"):
+            prepare(
+                corpus,
+                out=tmp_path / "store",
+                options=options,
+                unit_timeout=5,
+                progress=False,
+                on_progress=stop_a_worker,
+                **given,
+            )
+    assert stopped
+    assert re.search(stuck + "no progress for 1 s; --unit-timeout", capfd.readouterr().err)
+    report = prepare(corpus, out=tmp_path / "store", workers=1, progress=False, options=options)
+    straight = prepare(corpus, out=tmp_path / "straight", workers=1, progress=False, options=options)
+    assert report.fingerprint == straight.fingerprint
+
+
+def test_a_timeout_must_be_a_number_of_seconds(tmp_path):
+    with pytest.raises(ConfigError, match=r"unit_timeout: must be more than 0 seconds, got 0; leave it out"):
+        prepare(write_file(tmp_path / "a.jsonl", ["a"]), out=tmp_path / "store", unit_timeout=0)
 
 
 # Two attempts at one unit.

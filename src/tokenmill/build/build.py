@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.build.engines import Executor, LocalExecutor, run_by
+from tokenmill.build.engines import Executor, LocalExecutor, UnitWatch, run_by
 from tokenmill.build.job import (
     Job,
     MapIdentity,
@@ -30,6 +30,7 @@ from tokenmill.build.job import (
 )
 from tokenmill.build.journal import (
     MAX_LISTED,
+    WORKERS,
     Build,
     FinishedBuild,
     Journal,
@@ -43,7 +44,7 @@ from tokenmill.build.journal import (
     unit_result,
 )
 from tokenmill.build.progress import Look, Progress, Show, shown_progress, warn
-from tokenmill.build.staged import local_inputs, stage
+from tokenmill.build.staged import build_remote
 from tokenmill.build.tasks import Task, cut_build, drop_others, missing_scans, run_task, write_job_file, write_tasks
 from tokenmill.build.unit import LEFT_OUT, MapRecord, OpenJob
 from tokenmill.documents import (
@@ -164,6 +165,7 @@ def prepare(  # noqa: PLR0913 - the front door
     on_progress: Callable[[Progress], None] | None = None,
     options: PrepareOptions | None = None,
     staging: str | os.PathLike[str] | None = None,
+    unit_timeout: float | None = None,
 ) -> PrepareReport:
     """Turn files of text or records into the store `out`, a folder or an address such as `s3://bucket/path`.
 
@@ -185,6 +187,9 @@ def prepare(  # noqa: PLR0913 - the front door
     A store for an address is built in the folder `staging`, on a disk that all workers see and that has room for
     it, uploaded, and removed there. By default that is `.tokenmill/staging` where this process runs.
 
+    A unit that makes no progress for a minute is told of; `unit_timeout` is after how many seconds it ends the
+    build, whatever runs it. What is done by then stays done.
+
     On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
     `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
     """
@@ -198,16 +203,13 @@ def prepare(  # noqa: PLR0913 - the front door
         progress=progress,
         on_progress=on_progress,
         options=PrepareOptions() if options is None else options,
+        unit_timeout=unit_timeout,
     )
     items = [inputs] if isinstance(inputs, str) or not isinstance(inputs, Sequence) else inputs
     if not any(is_address(path) for path in (out, *items)):
         return build(inputs, out=out, rebuild=rebuild)
     show = partial(shown_progress, shown=progress, on_progress=on_progress)
-    copies = local_inputs(items, staging, options, show)
-    if not is_address(out):
-        return build(copies, out=out, rebuild=rebuild)
-    staged = stage(str(out), staging, rebuild=rebuild)
-    return staged.publish(build(copies, out=staged.folder, rebuild=False), show)
+    return build_remote(build, items, out, staging, options, show, rebuild=rebuild)
 
 
 def _build_store(  # noqa: PLR0913 - what stands behind the front door
@@ -223,10 +225,12 @@ def _build_store(  # noqa: PLR0913 - what stands behind the front door
     progress: bool | None,
     on_progress: Callable[[Progress], None] | None,
     options: PrepareOptions,
+    unit_timeout: float | None,
 ) -> PrepareReport:
     """Build a store, or add to it, in a folder."""
     begin = time.monotonic()
     check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
+    check_timeout(unit_timeout)
     num_workers = num_workers_of(workers, executor)
     mapped = None if map is None else identify(map)
     if mapped is not None and not is_importable(mapped):
@@ -237,7 +241,7 @@ def _build_store(  # noqa: PLR0913 - what stands behind the front door
     result, job, opened = None, setting.job, setting.opened
     with begun_build(setting, rebuild=rebuild) as (build, lease):
         if build.files:
-            with WorkerPool(job, opened, num_workers, executor) as pool:
+            with WorkerPool(job, opened, num_workers, executor, unit_timeout) as pool:
                 result = run_build(build, pool, show)
             lease.check()
             _publish(build, result, job, opened, setting.warning)
@@ -280,6 +284,15 @@ def num_workers_of(workers: int | None, executor: Executor | None) -> int:
     if workers < 1:
         raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
     return workers
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Refuse what is no number of seconds."""
+    check_types(unit_timeout=(seconds, int | float | None))
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(
+            f"unit_timeout: must be more than 0 seconds, got {seconds}; leave it out to wait for ever"
+        )
 
 
 def _one_worker(mapped: MapIdentity, workers: int | None, executor: Executor | None) -> int:
@@ -408,8 +421,16 @@ class WorkerPool:
     Nothing that it started outlives the `with` block. An executor of the user's stays open.
     """
 
-    def __init__(self, job: Job, opened: OpenJob, num_workers: int, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        opened: OpenJob,
+        num_workers: int,
+        executor: Executor | None = None,
+        unit_timeout: float | None = None,
+    ) -> None:
         self.job = job
+        self._unit_timeout = unit_timeout
         self.opened = opened
         self._num_workers = num_workers
         self._executor = executor
@@ -433,9 +454,9 @@ class WorkerPool:
             job = msgspec.json.encode(self.job)
             if not getattr(self._executor, "sends_once", False):
                 job = write_job_file(Path(self.job.folder).parent, job)
-            return run_by(self._executor, job, tasks, tick)
+            return run_by(self._executor, job, tasks, tick, self._watch())
         num_workers = min(self._num_workers, len(tasks))
-        if num_workers <= 1:
+        if num_workers <= 1 and self._unit_timeout is None:
             return (run_task(self.opened, task, tick) for task in tasks)
         return self.run_in_processes(tasks, num_workers, tick)
 
@@ -445,7 +466,10 @@ class WorkerPool:
         """Run tasks in so many processes, those of an earlier call first."""
         self._processes = self._processes or LocalExecutor()
         self._processes.grow(num_workers)
-        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick)
+        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick, self._watch())
+
+    def _watch(self) -> UnitWatch:
+        return UnitWatch(Path(self.job.folder).with_name(WORKERS), self._unit_timeout)
 
 
 def run_scans(journal: Journal, tasks: Sequence[Task], pool: WorkerPool, show: Show) -> None:
@@ -472,7 +496,7 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
     done = {
         task.key: msgspec.json.encode(known) for task in tasks if (known := unit_result(journal.units, task.key))
     }
-    look = Look(journal)
+    look = Look(journal, {task.key for task in tasks})
     with show("prepare", sum(unit.bytes for unit in cut.units), look) as tick:
         answers = pool.run([task for task in tasks if task.key not in done], tick)
         for task in tasks:

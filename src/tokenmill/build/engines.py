@@ -16,11 +16,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -30,13 +32,17 @@ import msgspec
 
 from tokenmill.build.job import ONE_CORE
 from tokenmill.build.journal import UnitResult
+from tokenmill.build.progress import warn
 from tokenmill.build.tasks import Task, read_answer, run_unit
+from tokenmill.build.unit import read_worker_files
 from tokenmill.encode.chat import tracked
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError
 
 TICK_SECONDS = 0.2
 MAX_IN_FLIGHT = 4096
 """Units that an engine has been given and not done: it may have as many workers, and its queue stays short."""
+STALL_SECONDS = 60.0
+"""After how long without progress a unit is told of; then each time that has doubled."""
 
 
 class UnitFuture(Protocol):
@@ -59,14 +65,71 @@ class Executor(Protocol):
         """Have a function called with these arguments, later and elsewhere."""
 
 
+class UnitWatch:
+    """Watches units that are under way, and tells of those that make no progress, whatever engine runs them.
+
+    It goes by the files in which workers note how far they are. Of one that a worker has been given and has noted
+    nothing of, only the workers of this machine know that it was begun.
+    """
+
+    def __init__(self, folder: Path, timeout: float | None) -> None:
+        """After `timeout` seconds without progress a unit ends the build; None: never."""
+        self._folder = folder
+        self._folder.mkdir(exist_ok=True)
+        self._timeout = timeout
+        self._before = read_worker_files(folder)
+        """Of workers of an earlier try."""
+        self._seen: dict[str, tuple[object, float, float]] = {}
+        """Key -> its last note, since when there is no other, and after how many seconds that is told next."""
+        self._next = 0.0
+
+    def look(self, tasks: Iterable[Task], is_running: Callable[[str], bool]) -> None:
+        """Look at units under way, if the last time is a while ago."""
+        begin = time.monotonic()
+        if begin < self._next:
+            return
+        notes = read_worker_files(self._folder)
+        now = time.monotonic()
+        self._next = now + max(TICK_SECONDS, 50 * (now - begin))
+        seen, self._seen = self._seen, {}
+        for task in tasks:
+            note = notes.get(task.key)
+            if note == self._before.get(task.key) and not is_running(task.key):
+                continue
+            last, since, telling = seen.get(task.key, (note, now, STALL_SECONDS))
+            if last != note:
+                since, telling = now, STALL_SECONDS
+            silent = now - since
+            if self._timeout is not None and silent > self._timeout:
+                raise WorkerLostError(
+                    f"{_named(task)}: a unit must make progress within {self._timeout:g} s, got none for "
+                    f"{silent:.0f} s; see what its worker is at, and run again: it goes on from there"
+                )
+            if silent > telling:
+                telling *= 2
+                warn(f"{_named(task)}: no progress for {silent:.0f} s; --unit-timeout ends a build that is stuck")
+            self._seen[task.key] = note, since, telling
+
+
+def _named(task: Task) -> str:
+    """Return a unit by its file, and where it begins there."""
+    first = task.unit.pieces[0]
+    return f"{first.file.path}, unit {task.unit.index + 1} from byte {first.begin:,} on"
+
+
 def run_by(
-    executor: Executor, job: bytes, tasks: Sequence[Task], tick: Callable[[], None]
+    executor: Executor,
+    job: bytes,
+    tasks: Sequence[Task],
+    tick: Callable[[], None],
+    watch: UnitWatch | None = None,
 ) -> Iterator[UnitResult | None]:
     """Have tasks done by an engine; yield the results in their order, and raise the first error in order.
 
     None waits for an earlier one that takes long. After an error those behind it are called off, and however this
     ends all that are under way; what cannot be called off is done in vain at worst.
     """
+    is_running = getattr(executor, "is_running", lambda _: False)
     waiting = deque(tasks)
     under_way: dict[str, UnitFuture] = {}
     asked: dict[str, UnitFuture] = {}
@@ -95,6 +158,8 @@ def run_by(
                         waiting.clear()  # all of them come after it
                         _call_off(under_way[other] for other in under_way if places[other] > places[key])
                 tick()
+                if watch is not None:
+                    watch.look((tasks[places[key]] for key in under_way), lambda key: is_running(under_way[key]))
             answer = answers.pop(task.key)
             if isinstance(answer, TokenmillError):
                 raise answer
@@ -164,6 +229,10 @@ class LocalExecutor:
         future: Future[bytes] = Future()
         self._waiting.put((job, task, future))
         return future
+
+    def is_running(self, future: Future[bytes]) -> bool:
+        """Say whether a worker has been given a unit and not answered."""
+        return future.running()
 
     def close(self) -> None:
         """End all workers: killed, not asked, as a unit may be an hour's work."""

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.build import WorkerPool, bad_record, begun_build, num_workers_of, run_scans
+from tokenmill.build.build import WorkerPool, bad_record, begun_build, check_timeout, num_workers_of, run_scans
 from tokenmill.build.job import Job, PrepareOptions, RecipeSpec, identify, is_importable, open_job, open_setting
 from tokenmill.build.journal import UNITS, Journal, UnitResult, unit_result
 from tokenmill.build.progress import Look, Progress, Show, shown_progress
@@ -263,6 +263,7 @@ def run_part(
     progress: bool | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     staging: str | os.PathLike[str] | None = None,
+    unit_timeout: float | None = None,
     asked: Mapping[str, Any] | None = None,
 ) -> PartReport:
     """Do the units of a part that have no result yet, of a list that `plan_units` wrote to `out`.
@@ -275,6 +276,7 @@ def run_part(
     journal = Journal(_folder_of(out, staging).expanduser())
     index, parts = parse_part(part)
     num_workers = num_workers_of(workers, None)
+    check_timeout(unit_timeout)
     show = partial(shown_progress, shown=progress, on_progress=on_progress)
     units = _list_for(journal, asked)
     phase: Phase = "published"
@@ -283,7 +285,7 @@ def run_part(
     results: list[UnitResult] = []
     if units is not None:
         job = msgspec.json.decode(read_job_file(units.head.job), type=Job)
-        with WorkerPool(job, open_job(job), num_workers) as pool:
+        with WorkerPool(job, open_job(job), num_workers, unit_timeout=unit_timeout) as pool:
             if units.head.phase == "hash":
                 units = _hash_part(journal, units, units.tasks(index, parts), pool, show)
             phase, tasks = units.head.phase, units.tasks(index, parts)

@@ -168,8 +168,8 @@ class Look:
     time, however slow the file system is and however many they are.
     """
 
-    def __init__(self, journal: Journal, wanted: Container[str] | None = None) -> None:
-        """Of units under way, those whose keys are `wanted` count; None for all."""
+    def __init__(self, journal: Journal, wanted: Container[str]) -> None:
+        """Of units under way, those whose keys are `wanted` count."""
         self._folder = journal.workers
         self._wanted = wanted
         self._folder.mkdir(exist_ok=True)
@@ -192,11 +192,7 @@ class Look:
             self._ahead = read_worker_files(self._folder)
             now = time.monotonic()
             self._next = now + 50 * (now - begin)
-        ahead = [
-            place
-            for key, place in self._ahead.items()
-            if key not in self._counted and (self._wanted is None or key in self._wanted)
-        ]
+        ahead = [place for key, place in self._ahead.items() if key not in self._counted and key in self._wanted]
         position, documents, tokens = map(sum, zip(self._done, *ahead, strict=True))
         return position, documents, tokens
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Address, Client, parse_address
 from tokenmill.store.remote.inputs import copy_inputs
 from tokenmill.store.remote.upload import upload
-from tokenmill.tables import path_of
+from tokenmill.tables import is_address, path_of
 
 if TYPE_CHECKING:
     from tokenmill.build.build import PrepareReport
@@ -57,6 +57,24 @@ class Staged:
                 stores.append(replace(store, path=sent.address))
         shutil.rmtree(self.folder)
         return replace(report, path=str(self.address), stores=stores)
+
+
+def build_remote(
+    build: Callable[..., PrepareReport],
+    inputs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    staging: str | os.PathLike[str] | None,
+    options: PrepareOptions | None,
+    show: Show,
+    *,
+    rebuild: bool,
+) -> PrepareReport:
+    """Have a store built of which the inputs, or the place that it goes to, are in object storage."""
+    copies = local_inputs(inputs, staging, options, show)
+    if not is_address(out):
+        return build(copies, out=out, rebuild=rebuild)
+    staged = stage(str(out), staging, rebuild=rebuild)
+    return staged.publish(build(copies, out=staged.folder, rebuild=False), show)
 
 
 def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) -> Staged:

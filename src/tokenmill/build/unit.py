@@ -132,6 +132,8 @@ def _attempt(
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
         progress = WorkerFile(opened.folder.parent / WORKERS, unit.bytes, resumed=done > 0)
+        if not done:
+            progress.note(key, 0, counts)
         for number, batch in enumerate(read_unit(unit, opened.reading)):
             if number < done:
                 continue  # before the checkpoint that this unit goes on from
@@ -269,12 +271,15 @@ def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -
         make_folder(scans)
         # Two attempts may be under way at once; they give the same.
         writer = f"-{this_process()}-{secrets.token_hex(4)}"
-        write_parts_atomically(scans / key, _with_checksum(_hashes(opened, unit, tick)), writer=writer)
+        write_parts_atomically(scans / key, _with_checksum(_hashes(opened, unit, key, tick)), writer=writer)
 
 
-def _hashes(opened: OpenJob, unit: Unit, tick: Callable[[], None]) -> Iterator[bytes]:
-    chosen = opened.chosen
+def _hashes(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> Iterator[bytes]:
+    chosen, counts = opened.chosen, UnitCounts(lines=[])
+    progress = WorkerFile(opened.folder.parent / WORKERS, unit.bytes, resumed=False)
+    progress.note(key, 0, counts)
     for batch in read_unit(unit, opened.reading):
+        progress.note(key, min(batch.position, unit.bytes), counts)
         documents = _Documents(opened, batch)
         records = documents.records or repeat(None)
         yield b"".join(

@@ -105,6 +105,9 @@ def prepare(
         int | None, typer.Option(help="How many times its size a file may hold of text. Default: 256.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
+    unit_timeout: Annotated[
+        float | None, typer.Option(help="Seconds without progress of a unit that end the build; default: none do.")
+    ] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
     storage_format: Annotated[str | None, typer.Option(help="bin, or h5 for HDF5.")] = None,
     bos_token: Annotated[
@@ -192,12 +195,13 @@ def prepare(
     try:
         if part is not None:
             asked = asked_for(inputs, tokenizer, recipe, options) if inputs else None
-            report = run_part(out, part, workers=workers, staging=staging, asked=asked)
+            report = run_part(out, part, workers=workers, staging=staging, unit_timeout=unit_timeout, asked=asked)
         elif plan_only:
             report = plan_units(inputs or [], out=out, rebuild=rebuild, **how)
         else:
             with _executor(engine, address, workers) as executor:
-                report = build(inputs or [], out=out, workers=workers, executor=executor, rebuild=rebuild, **how)
+                how |= {"workers": workers, "executor": executor, "unit_timeout": unit_timeout}
+                report = build(inputs or [], out=out, rebuild=rebuild, **how)
     except KeyboardInterrupt:
         ui.errors.print("interrupted: run the same command again, and it goes on from here", style="bold yellow")
         raise typer.Exit(130) from None
