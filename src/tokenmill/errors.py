@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from unicodedata import category
 
 _SECRETS = re.compile(r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)""")
 """What stands before the host of an address, also where `Path` has taken a slash from it, or a key has slashes."""
@@ -34,6 +35,17 @@ def without_secrets(text: str) -> str:
     's3://bucket/a: no file, got https://host:80/b@c'
     """
     return _SECRETS.sub(r"\1", text) if "@" in text else text
+
+
+def harmless(text: str) -> str:
+    r"""Return a text that cannot speak to a terminal: no escape sequences, no reversed text; and without secrets.
+
+    >>> harmless("a\x1b[31m b\u202e").count("\ufffd")
+    2
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in "\n\t" or category(c) == "Zs" else "\ufffd" for c in text)
+    return without_secrets(text)
 
 
 class TokenmillError(Exception):

@@ -31,7 +31,7 @@ from typing import (
 
 import msgspec
 
-from tokenmill.errors import ConfigError, TokenmillError, nearest
+from tokenmill.errors import ConfigError, TokenmillError, nearest, without_secrets
 
 T = TypeVar("T")
 MAX_NUMBER = 1 << 40
@@ -273,11 +273,21 @@ def is_address(path: object) -> bool:
     return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
+def check_public(path: str) -> None:
+    """Refuse an address with a user or a password, also where a path is wanted: it would be written to disk."""
+    if " " not in path and without_secrets(path) != path:
+        raise ConfigError(
+            f"{path}: an address must have no user and no password, got one; leave it out, credentials are taken "
+            "from the environment"
+        )
+
+
 def path_of(name: str, value: object) -> str:
     """Return a path as a string; what is none is refused."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(path, str) or not path:
         raise ConfigError(f"{name}: must be a path, got {value!r}; give a string or a pathlib.Path")
+    check_public(path)
     return path
 
 

@@ -17,7 +17,7 @@ import msgspec
 from tokenmill.build.journal import BUILD, PUBLISH, SIZE, BuildSize, Journal, UnitResult, unit_result
 from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
 from tokenmill.documents import Unit
-from tokenmill.errors import StoreCorruptError
+from tokenmill.errors import StoreCorruptError, harmless
 from tokenmill.store.durable import has_ended
 
 _SECONDS_BETWEEN = 0.2
@@ -52,11 +52,12 @@ def warn(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True).print(Text(f"warning: {message}", style="bold yellow"), soft_wrap=True)
+    text = Text(harmless(f"warning: {message}"), style="bold yellow")
+    Console(stderr=True).print(text, soft_wrap=True)
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
+    sys.stderr.write(harmless(line) + "\n")
     sys.stderr.flush()
 
 

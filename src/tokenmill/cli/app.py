@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -15,6 +15,7 @@ from tokenmill.cli.inspect import inspect, verify, view
 from tokenmill.cli.plan import diff, fork, plan
 from tokenmill.cli.prepare import export, import_, prepare, upload
 from tokenmill.errors import TokenmillError
+from tokenmill.tables import check_public
 
 
 def warm(json: ui.AsJson = False) -> None:
@@ -62,8 +63,11 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Run the command line; an error of ours, or of a path, is one message and not a traceback."""
+    ui.take_over()
     try:
-        app()
+        for argument in sys.argv[1:]:
+            check_public(argument)
+        code = app(standalone_mode=False)
     except TokenmillError as error:
         _fail(str(error))
     except BrokenPipeError:
@@ -73,6 +77,26 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: the system must allow its use, got {error.strerror}; fix the path or its rights")
+
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        _refuse_usage(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public name for it
+    """Say which argument is wrong; a command without any shows its help."""
+    message = error.format_message()
+    if not message or error.__class__.__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        context = getattr(error, "ctx", None)
+        hint = f"; see {context.command_path} --help" if context is not None else ""
+        ui.show_error(f"{message.rstrip('.')}{hint}")
+    sys.exit(error.exit_code)
 
 
 def _fail(message: str) -> NoReturn:

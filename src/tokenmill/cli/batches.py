@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from tokenmill.cli import console as ui
-from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.errors import ConfigError, ResumeError, harmless
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
@@ -97,7 +97,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *,
         if json:
             facts = {"step": step, "stage": stage.spec.name, "tokens": tokens, "trained": trained}
             line = msgspec.json.encode(facts | ({"digest": made} if digest else {})).decode()
-        sys.stdout.write(line + "\n")
+        sys.stdout.write((ui.escaped(line) if json else harmless(line)) + "\n")
         if state:
             sys.stdout.flush()
             write_atomically(state.absolute(), msgspec.json.encode(_state(loaders)))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
+from unicodedata import category
 
 import msgspec
 import typer
-from rich import box, markup
+from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, harmless, without_secrets
 from tokenmill.tables import is_address
 from tokenmill.view.tables import Bar, Table, cell
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
@@ -31,8 +36,46 @@ if TYPE_CHECKING:
     from tokenmill.run.run import Run
     from tokenmill.store import Store
 
-console = Console()
-errors = Console(stderr=True)
+
+class Screen(Console):
+    """Prints all that people read: no text in it is markup or an emoji code, or speaks to a terminal."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - as of `Console`
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render something; its texts are made harmless, what styles and moves is rich's own."""
+        for segment in super().render(renderable, options):
+            shown = segment.control or segment.text.isprintable()
+            yield segment if shown else segment._replace(text=harmless(segment.text))
+
+
+console = Screen()
+errors = Screen(stderr=True)
+
+
+class _Told(logging.Handler):
+    """Prints what is logged, as Python does where nobody has said how."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        errors.print(Text(without_secrets(self.format(record))), soft_wrap=True, highlight=False)
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    errors.print(Text(without_secrets(text.rstrip())), soft_wrap=True, highlight=False)
+
+
+def take_over() -> None:
+    """Have all that reaches the terminal printed here: log lines, warnings of Python, errors that are bugs."""
+    logging.basicConfig(handlers=[_Told(logging.WARNING)], format="%(message)s")
+    logging.captureWarnings(True)
+    sys.excepthook = _show_traceback
+    threading.excepthook = lambda lost: _show_traceback(
+        lost.exc_type, lost.exc_value or lost.exc_type(), lost.exc_traceback
+    )
+
 
 MIN_NAME = 12
 """Names are not folded to less than so many characters."""
@@ -143,9 +186,9 @@ def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.fields[of]}"),
+        TextColumn("{task.fields[of]}", markup=False),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=errors, transient=True) as bar:
@@ -164,7 +207,7 @@ def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[
 def busy(what: str) -> Iterator[None]:
     """Say on stderr that a command is at work whose end nobody knows: on a terminal at once, else every 30 s."""
     if errors.is_terminal:
-        with errors.status(what):
+        with errors.status(Text(what)):
             yield
         return
     done, begin = threading.Event(), time.monotonic()
@@ -185,25 +228,37 @@ def busy(what: str) -> Iterator[None]:
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
     """Write a value as indented JSON and nothing else."""
     text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)
-    sys.stdout.write(text.decode() + "\n")
+    sys.stdout.write(escaped(text.decode()) + "\n")
+
+
+def escaped(text: str) -> str:
+    r"""Return JSON or TOML whose strings say the same and do not speak to a terminal, nor name a secret.
+
+    >>> print(escaped('["\x9b1m \u202e"]'))
+    ["\u009b1m \u202e"]
+    """
+    if not text.isprintable():
+        odd = {c for c in text if category(c) in ("Cc", "Cf", "Zl", "Zp") and c != "\n" and c <= "\uffff"}
+        text = text.translate({ord(c): f"\\u{ord(c):04x}" for c in odd})
+    return without_secrets(text)
 
 
 def print_native(translation: Translation) -> None:
     """Write a config as native TOML and nothing else, so that it can go to a file."""
     from tokenmill.config.run import to_toml
 
-    sys.stdout.write(to_toml(translation.tables))
+    sys.stdout.write(escaped(to_toml(translation.tables)))
 
 
 def print_line(line: str) -> None:
     """Write a line as it is: no markup, no colours, not broken."""
-    console.print(Text(line), soft_wrap=True, highlight=False)
+    console.print(Text(without_secrets(line)), soft_wrap=True, highlight=False)
 
 
 def show_error(message: str) -> None:
     """Write what is wrong to stderr."""
-    errors.print("error:", style="bold red", end=" ")
-    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    text = Text.assemble(("error:", "bold red"), " ", without_secrets(message))
+    errors.print(text, highlight=False, soft_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -214,8 +269,7 @@ def printable(text: str) -> str:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> RichTable:
     """Make a table; numbers stand to the right, other cells to the left, and none is read as markup."""
     lines = [list(row) for row in rows]
-    heading = markup.escape(title)
-    filled = RichTable(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    filled = RichTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
         # Names must not give way to numbers on a narrow terminal.

@@ -75,7 +75,7 @@ def demo(
         ui.console.print(ui.table("Proved", ("claim", "how", "result"), rows))
         if out is not None:
             hint = f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`"
-            ui.console.print(hint, highlight=False, markup=False, soft_wrap=True)
+            ui.console.print(hint, highlight=False, soft_wrap=True)
 
 
 def _prepare(folder: Path) -> None:
@@ -83,7 +83,7 @@ def _prepare(folder: Path) -> None:
     from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
 
     rows = []
-    with ui.console.status("preparing the bundled corpus (the first run also compiles the kernels) ..."):
+    with ui.console.status(Text("preparing the bundled corpus (the first run also compiles the kernels) ...")):
         for kind in KINDS:
             report = prepare(
                 CORPUS_DIR / f"{kind}.jsonl",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from tokenmill.cli import console as ui
@@ -287,12 +286,12 @@ def _to_json(report: VerifyReport) -> dict[str, object]:
 
 
 def _show_verified(report: VerifyReport) -> None:
-    ui.console.print(
-        f"[bold green]ok[/]  {escape(str(report.path))}: {report.files} files in {report.shards} shards, "
+    text = (
+        f"  {report.path}: {report.files} files in {report.shards} shards, "
         f"{ui.megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
-        f"{'' if report.format == 'tokenmill' else report.format + ': '}{escape(report.checked)}",
-        soft_wrap=True,
+        f"{'' if report.format == 'tokenmill' else report.format + ': '}{report.checked}"
     )
+    ui.console.print(Text.assemble(("ok", "bold green"), text), soft_wrap=True)
 
 
 def view(

@@ -31,6 +31,7 @@ from tokenmill.store.foreign.open import SIDECAR
 from tokenmill.store.layout import UNKNOWN, token_keys
 from tokenmill.store.reader import Store, open_store
 from tokenmill.store.writer import import_h5py
+from tokenmill.tables import path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 POSITIONS = "position_ids"
@@ -100,7 +101,7 @@ def export_store(
     if format not in EXPORTS:
         known = tuple(EXPORTS)
         raise ConfigError(f"format: must be one of {', '.join(known)}, got {format!r}; {nearest(format, known)}")
-    store, target = open_store(path, **asdict(options or ForeignOptions())), Path(out)
+    store, target = open_store(path, **asdict(options or ForeignOptions())), Path(path_of("out", out))
     keys, notes = _chosen_keys(store, format, drop_masks=drop_masks)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise StoreExistsError(
