@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -162,6 +163,10 @@ class Loop:
             await asyncio.wait(tasks, timeout=1)
 
 
+_ordinals = count()
+"""Of the runs of this process."""
+
+
 class Network:
     """What the stores of a run share."""
 
@@ -176,6 +181,7 @@ class Network:
         """Where the small files of its stores are, and their mirror; what was counted is noted there."""
         self.stores: set[str] = set()
         """Addresses of the stores that were opened."""
+        self._ordinal = next(_ordinals)
         self._began, self._next_note = time(), 0.0
         self._trains = False
         """Whether somebody read ahead: who looks at a step alone notes nothing."""
@@ -243,7 +249,7 @@ class Network:
             stores=tuple(sorted(self.stores)),
             counters=self.counters,
         )
-        file = place / f"{host}-{os.getpid()}.json"
+        file = place / f"{host}-{os.getpid()}-{self._ordinal}.json"
         with suppress(OSError):
             if not place.is_dir():
                 place.mkdir(parents=True, exist_ok=True)
