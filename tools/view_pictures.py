@@ -8,6 +8,7 @@ Needs playwright and a chromium that the system has.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import signal
@@ -18,13 +19,30 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+import tokenmill as tm
+from tokenmill.cli.demo import KINDS, RUN_TOML
+from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
+
 SHOTS = {
-    "view-step": ("step?step=45&world_size=2", 1100, 620),
-    "view-strip": ("strip?step=0&slot=1", 1100, 420),
-    "view-timeline": ("timeline", 1100, 620),
-    "view-document": ("document?source=prose&document=3", 1100, 620),
+    "view-step": ("step?step=45", 1100, 560, "light"),
+    "view-strip": ("strip?step=0&slot=1", 1100, 420, "light"),
+    "view-timeline": ("timeline", 1100, 620, "light"),
+    "view-document": ("document?source=prose&document=3", 1100, 560, "light"),
+    "view-chat": ("with/chat.toml/document?document=1", 1100, 560, "dark"),
+    "view-narrow": ("step?step=41", 400, 760, "dark"),
 }
-"""Name of a picture -> what it shows, its width and height."""
+"""Name of a picture -> what it shows, its width and height, light or dark."""
+CHATS = [
+    [
+        ("system", "Answer in one sentence."),
+        ("user", "Why is the sky blue?"),
+        ("assistant", "Air scatters blue most."),
+    ],
+    [
+        *(("system", "You are a patient teacher."), ("user", "What is 7 times 8?"), ("assistant", "It is 56.")),
+        *(("user", "Are you sure?"), ("assistant", "Yes: 7 times 8 is 70 less 14.")),
+    ],
+]
 
 
 def main() -> None:
@@ -36,9 +54,8 @@ def main() -> None:
     if chromium is None:
         sys.exit("tools/view_pictures.py: needs chromium (Debian: apt-get install chromium)")
     with tempfile.TemporaryDirectory() as folder:
-        demo = [sys.executable, "-m", "tokenmill", "demo", "--out", f"{folder}/demo"]
-        subprocess.run(demo, check=True, stdout=subprocess.DEVNULL)
-        command = [sys.executable, "-u", "-m", "tokenmill", "view", f"{folder}/demo/run.toml"]
+        make(Path(folder))
+        command = [sys.executable, "-u", "-m", "tokenmill", "view", f"{folder}/run.toml"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         found = re.match(r"(http://\S+/)", server.stdout.readline())
@@ -48,13 +65,37 @@ def main() -> None:
         server.wait(20)
 
 
+def make(folder: Path) -> None:
+    """Prepare the run of the demo, and one over some chats beside it."""
+    for kind in KINDS:
+        out, tokenizer = folder / "stores" / kind, str(TOKENIZER_DIR)
+        tm.prepare(CORPUS_DIR / f"{kind}.jsonl", out=out, tokenizer=tokenizer, workers=1, progress=False)
+    (folder / "run.toml").write_text(RUN_TOML, encoding="utf-8")
+    records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in CHATS]
+    path = folder / "chat.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    options = tm.PrepareOptions(chat_template="chatml")
+    tm.prepare(
+        path,
+        out=folder / "stores" / "chat",
+        tokenizer="bytes",
+        recipe="chat",
+        workers=1,
+        progress=False,
+        options=options,
+    )
+    run = "[run]\nsteps = 4\nglobal_batch_size = 2\nseq_len = 256\n"
+    source = '[[sources]]\nname = "chat"\nstore = "stores/chat"\n'
+    (folder / "chat.toml").write_text(run + source, encoding="utf-8")
+
+
 def take(address: str, chromium: str, out: Path) -> None:
     """Take the pictures of a server."""
     out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        for name, (view, width, height) in SHOTS.items():
-            page = browser.new_page(viewport={"width": width, "height": height})
+        for name, (view, width, height, scheme) in SHOTS.items():
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             page.goto(address + view)
             page.screenshot(path=out / f"{name}.png")
             sys.stdout.write(f"{out / name}.png\n")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -196,25 +197,87 @@ def test_a_server_that_is_gone_is_said(page, folder):
     assert "start `tokenmill view` again" in page.locator("#about").inner_text()
 
 
-def test_pairs_stand_side_by_side_with_what_is_trained(page, tmp_path):
-    records = [{"prompt": f"p{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(8)]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    tm.prepare(path, out=tmp_path / "pairs", tokenizer="bytes", recipe="dpo", progress=False, workers=1)
-    started = Server(tmp_path / "pairs")
-    try:
-        page.goto(f"{started.address}document?document=2")
-        sections = page.locator("section")
-        tops = [sections.nth(place).bounding_box()["y"] for place in range(2)]
-        assert tops[0] == tops[1]
-        trained = [
-            "".join(sections.nth(place).locator("pre .k.t").all_inner_texts()).removesuffix("<|eos|>")
-            for place in range(2)
-        ]
-        assert trained == ["good 2", "bad 2"]
-    finally:
-        started.stop()
+NASTY = "<img src=x onerror=alert(3)>"
+KINDS = {
+    "chat": [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {n}"},
+                {"role": "assistant", "content": f"answer {n}"},
+            ]
+        }
+        for n in range(8)
+    ],
+    "dpo": [{"prompt": f"p{n} ", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(8)],
+    "grpo": [{"prompt": f"p{n} ", "responses": ["good", "bad"], "rewards": [1.0, -0.5]} for n in range(8)],
+}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """Return a server of a run of each kind of store; the others are beside the first."""
+    folder = tmp_path_factory.mktemp("kinds")
+    lines = "[run]\nsteps = 2\nglobal_batch_size = 4\nseq_len = 128\n[[sources]]\n"
+    for kind, records in KINDS.items():
+        path = folder / f"{kind}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        template = tm.PrepareOptions(chat_template="chatml" if kind == "chat" else None)
+        place = f"{kind} {NASTY}"
+        tm.prepare(
+            path, out=folder / place, tokenizer="bytes", recipe=kind, progress=False, workers=1, options=template
+        )
+        (folder / f"{kind}.toml").write_text(f'{lines}name = "{kind}"\nstore = "{place}"\n', encoding="utf-8")
+    live = 'name = "web"\nlive = true\ndocuments = ["chat.jsonl"]\ntext_field = "messages"\ntokenizer = "bytes"\n'
+    (folder / f"live {NASTY}.toml").write_text(lines + live, encoding="utf-8")
+    started = Server(folder / "chat.toml")
+    yield started
+    started.stop()
+
+
+def test_chats_name_their_roles_and_what_is_trained(page, kinds):
+    page.goto(f"{kinds.address}document?document=2")
+    said = page.locator(".said:not(.written)")
+    assert [text.split("\n", 1) for text in said.all_inner_texts()] == [
+        ["user", "question 2"],
+        ["assistant", "answer 2"],
+    ]
+    assert "".join(said.locator(".k.t").all_inner_texts()) == "answer 2"
     assert page.wrong == []
+
+
+def test_pairs_and_groups_are_drawn_and_stand_side_by_side(page, kinds):
+    page.goto(f"{kinds.address}with/dpo.toml/step")
+    labels = page.locator("ol.strips li").all_inner_texts()
+    assert [label.split()[2] for label in labels] == ["chosen", "rejected"] * 4
+    masked, trained = page.evaluate(COLOURS, [(20, 6, 8), (60, 6, 8)])
+    assert (len(masked) > 1, len(trained)) == (True, 1)
+    page.goto(f"{kinds.address}with/dpo.toml/document?document=2")
+    sections = page.locator("section")
+    assert sections.nth(0).bounding_box()["y"] == sections.nth(1).bounding_box()["y"]
+    trained = ["".join(sections.nth(place).locator("pre .k.t").all_inner_texts()) for place in range(2)]
+    assert trained == ["good 2<|eos|>", "bad 2<|eos|>"]
+    page.goto(f"{kinds.address}with/grpo.toml/step?step=1")
+    labels = page.locator("ol.strips li").all_inner_texts()
+    assert [label.split(" ", 2)[2] for label in labels] == ["prompts", "reward 1", "reward -0.5"] * 4
+    page.locator("ol.strips li a").nth(1).press("Enter")
+    playwright.expect(page.locator("h1")).to_contain_text("grpo, responses")
+    page.goto(f"{kinds.address}with/grpo.toml/document?document=2")
+    assert [text.split(":")[0] for text in page.locator("section h2").all_inner_texts()] == [
+        *("prompts", "responses, reward 1", "responses, reward -0.5")
+    ]
+    assert page.wrong == []
+
+
+def test_live_text_and_hostile_names_are_shown_as_what_they_are(page, kinds):
+    page.goto(f"{kinds.address}diff")
+    page.get_by_role("link", name="live").click()
+    playwright.expect(page.locator("p.empty").last).to_contain_text("got live text of 'web'")
+    page.goto(f"{kinds.address}with/{quote(f'live {NASTY}.toml')}/step")
+    playwright.expect(page.locator(".problem")).to_contain_text("leave out live = true")
+    page.get_by_role("link", name="Timeline", exact=True).click()
+    shows(page, "Timeline")
+    assert page.locator("figure.timeline svg").count() == 1
+    assert [message for message in page.wrong if "400 (Bad Request)" not in message] == []
 
 
 def test_the_pictures_of_the_guide_can_be_taken(tmp_path):

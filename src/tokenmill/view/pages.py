@@ -63,9 +63,13 @@ def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
     )
 
 
-def problem(message: str) -> str:
-    """Return the body of a page that says what is wrong, with the way out."""
-    return f'<h1>This cannot be shown</h1><p class="problem" role="alert">{text_of(message)}</p>'
+def problem(message: str, step: int | None = None) -> str:
+    """Return the body of a page that says what is wrong, with the way out; from a step, to those beside it."""
+    turn = ""
+    if step is not None:
+        before, after = link("step", "← earlier", step=max(0, step - 1)), link("step", "later →", step=step + 1)
+        turn = f'<p class="turn">{before} {after}</p>'
+    return f'<h1>This cannot be shown</h1><p class="problem" role="alert">{text_of(message)}</p>{turn}'
 
 
 class Html(str):
@@ -437,6 +441,10 @@ def packing_page(view: PackingView, run: Run) -> str:  # noqa: ARG001
             f"{table(bars('Spans a row', ('spans', 'rows'), packed.spans))}"
             f"{table(bars('Tokens a span', ('tokens', 'spans'), packed.lengths))}</div>"
         )
+    if len(parts) == 1:
+        parts.append(
+            '<p class="empty">All text is live: it is packed as it is read, and nothing is known before.</p>'
+        )
     return "".join(parts)
 
 
@@ -548,8 +556,8 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
     )
     return (
         f'<h1>Document {document:,} of {back}</h1><p class="turn">{turn}</p>'
-        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{unknown}{seen}{pages}"
-        f'<div class="beside">{parts}</div>'
+        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{unknown}{pages}"
+        f'<div class="beside">{parts}</div>{seen}'
     )
 
 
@@ -597,9 +605,9 @@ def _said(role: str, tokens: Sequence[ShownToken]) -> str:
 def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
     """Show where two runs part, and why."""
     others = "".join(f"<li>{link('diff', text_of(name), **{'with': name})}</li>" for name in view.others)
-    choice = (
-        f'<p>Compare with a config beside this one:</p><ul class="choice">{others or "<li>there is none</li>"}</ul>'
-    )
+    choice = f'<p>Compare with a config beside this one:</p><ul class="choice">{others}</ul>'
+    if not others:
+        choice = '<p class="empty">There is no other config beside this one; name one with --diff OTHER.toml.</p>'
     if view.difference is None:
         return f"<h1>Diff</h1>{choice}"
     difference = view.difference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,10 @@ def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
             shown = _chosen(opened, request)
             body = await run_in_threadpool(_draw, shown, name, dict(request.query_params))
         except (TokenmillError, OSError) as error:
-            return _page(shown, name, problem(str(error)), 400)
+            step = request.query_params.get("step", "0") if name == "step" else ""
+            return _page(
+                shown, name, problem(str(error), int(step) if re.fullmatch(r"\d{1,18}", step, re.A) else None), 400
+            )
         return _page(shown, name, body)
 
     async def api(request: Request) -> Response:

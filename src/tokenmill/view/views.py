@@ -313,6 +313,10 @@ class Opened:
         """Return a store by its name, or the first where none is given."""
         names = list(self.stores)
         if not names:
+            if self.run is not None:
+                raise ConfigError(
+                    f"{self.name}: must read a store for this view, got live text alone; prepare it to look into it"
+                )
             raise ConfigError(f"{self.path}: must hold a store, got none; wait for the build to finish")
         if name and name not in self.stores:
             raise ConfigError(f"source: must be one that is open, got {name!r}; {nearest(name, names)}")
