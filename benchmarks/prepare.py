@@ -186,7 +186,7 @@ def measure(name: str, corpus: Path, tokenizer: str, work: Path) -> dict[str, fl
 
 
 def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
-    from tokenmill.build import build
+    from tokenmill.build import build, job
     from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit, sample_texts
     from tokenmill.encode.engines import trusted
 
@@ -201,8 +201,8 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     # it does, in the middle of the measurement.
     second, _ = trusted(tokenizer, sample=sample_texts(files, "text"))
     kept = []  # closing a tokenizer takes time too, and also once a build
-    open_first, run_first = build._open_tokenizer, build.WorkerPool.run
-    settle_first, publish_first = build.settle_recipe, build._publish
+    open_first, run_first = job._open_tokenizer, build.WorkerPool.run
+    settle_first, publish_first = job.settle_recipe, build._publish
 
     def timed_open(*arguments: Any) -> Any:
         with opening:
@@ -224,8 +224,8 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
                     second.encode(batch)
             yield result
 
-    build._open_tokenizer, build.WorkerPool.run = timed_open, take_turns  # type: ignore[method-assign]
-    build.settle_recipe, build._publish = timed_settle, timed_publish
+    job._open_tokenizer, build.WorkerPool.run = timed_open, take_turns  # type: ignore[method-assign]
+    job.settle_recipe, build._publish = timed_settle, timed_publish
     whole = Stopwatch()
     with whole:
         report = build.prepare(corpus, out=work, tokenizer=tokenizer, workers=1, progress=False)

@@ -625,8 +625,8 @@ class UnitWriter:
         self._spec = spec
         self._series: dict[str, ShardSeries] = {}
         self._origins: dict[str, OriginWriter] = {}
-        self._latest: ShardSeries | None = None
-        """The one whose files may be open."""
+        self._latest = ""
+        """The route whose files may be open."""
         self.counts = UnitCounts(lines=[0] * num_pieces)
         self._attempts.mkdir(exist_ok=True)  # not those above: where they are gone, the build is over
         self._resume()
@@ -639,9 +639,9 @@ class UnitWriter:
             # What stands there was begun after the checkpoint that this unit goes on from.
             shutil.rmtree(route_folder(self._folder, route), ignore_errors=True)
             series = self._series[route] = ShardSeries(route_folder(self._folder, route), self._spec)
-        if self._latest is not None and self._latest is not series:
-            self._latest.close_files()
-        self._latest = series
+        if self._latest != route:
+            self.close()  # a build may have thousands of routes, and write to them in turn
+        self._latest = route
         series.append(values, offsets)
 
     def note_origins(self, route: str, pieces: Int64Array, lines: Int64Array, kept: Sequence[bytes]) -> None:
@@ -689,8 +689,9 @@ class UnitWriter:
 
     def close(self) -> None:
         """Keep no file open; what was written stays as it is."""
-        if self._latest is not None:
-            self._latest.close_files()
+        for writers in (self._series, self._origins):
+            if self._latest in writers:
+                writers[self._latest].close_files()
 
     def _resume(self) -> None:
         """Go on from the checkpoint of another attempt that has come furthest and is whole; else begin anew."""

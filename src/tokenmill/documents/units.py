@@ -207,6 +207,13 @@ class Run:
     num_lines: int
     """Lines, rows or records that were read: documents, bad records and blank lines."""
 
+    @property
+    def line_numbers(self) -> Int64Array:
+        """The same lines as an array."""
+        if isinstance(self.lines, range):  # as nearly always; numpy takes a range number by number
+            return np.arange(self.lines.start, self.lines.stop)
+        return np.array(self.lines, np.int64)
+
 
 @dataclass(kw_only=True, slots=True)
 class DocumentBatch:
@@ -238,7 +245,7 @@ class DocumentBatch:
         """Return the piece of each of some documents, and its line in the piece."""
         begins = np.array([run.begin for run in self.runs])
         runs = np.searchsorted(begins, indices, side="right") - 1
-        lines = np.concatenate([np.asarray(run.lines, np.int64) for run in self.runs])
+        lines = np.concatenate([run.line_numbers for run in self.runs])
         return np.array([run.piece for run in self.runs])[runs], lines[indices]
 
     def place(self, index: int) -> tuple[int, int]:

@@ -123,8 +123,11 @@ class OriginWriter:
             self._files[ENDS].write(ends.astype("<u8"))
             self._files[KEPT].write(np.frombuffer(b"".join(kept), np.uint8))
             self._kept_bytes = int(ends[-1])
+
+    def close_files(self) -> None:
+        """Keep no file open until more is appended."""
         for file in self._files.values():
-            file.close()  # a build may have thousands of routes, and write to them in turn
+            file.close()
 
     def sync(self) -> OriginCheckpoint:
         """Make all that was noted durable; return what it takes to go on from here."""
