@@ -370,6 +370,10 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
     return place(encoded, needs_bos, needs_eos, identity)
 
 
+_LONG = 400
+"""Tokens a document from which on it is faster to copy documents one by one."""
+
+
 def place(encoded: Encoded, needs_bos: BoolArray, needs_eos: BoolArray, identity: TokenizerIdentity) -> Encoded:
     """Put BOS before some documents and EOS behind some, and cast the ids to `token_dtype`."""
     dtype = token_dtype(identity.vocab_size)
@@ -377,6 +381,8 @@ def place(encoded: Encoded, needs_bos: BoolArray, needs_eos: BoolArray, identity
     offsets[1:] += np.cumsum(needs_bos.astype(np.int64) + needs_eos)
     if int(offsets[-1]) == encoded.ids.size:
         return Encoded(ids=encoded.ids.astype(dtype, copy=False), offsets=offsets)
+    if encoded.ids.size >= _LONG * needs_bos.size and _is_one(needs_bos) and _is_one(needs_eos):
+        return Encoded(ids=_join(encoded, needs_bos[:1], needs_eos[:1], identity), offsets=offsets)
     at_bos = offsets[:-1][needs_bos]
     at_eos = offsets[1:][needs_eos] - 1
     framed = np.empty(int(offsets[-1]), dtype)
@@ -387,6 +393,20 @@ def place(encoded: Encoded, needs_bos: BoolArray, needs_eos: BoolArray, identity
     framed[at_bos] = identity.bos_id or 0
     framed[at_eos] = identity.eos_id or 0
     return Encoded(ids=framed, offsets=offsets)
+
+
+def _is_one(values: BoolArray) -> bool:
+    return bool(values.all() == values.any())
+
+
+def _join(encoded: Encoded, bos: BoolArray, eos: BoolArray, identity: TokenizerIdentity) -> AnyArray:
+    """Join documents that all get BOS, or none, and all EOS, or none: what stands between two is the same."""
+    dtype = token_dtype(identity.vocab_size)
+    ids = np.ascontiguousarray(encoded.ids, dtype).data
+    documents = [ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
+    between = np.concatenate([np.full(eos.sum(), identity.eos_id or 0), np.full(bos.sum(), identity.bos_id or 0)])
+    joined = np.frombuffer(between.astype(dtype).tobytes().join([b"", *documents, b""]), dtype)
+    return joined[eos.sum() : joined.size - bos.sum()]
 
 
 def _lacks(ids: AnyArray, at: Int64Array, filled: BoolArray, wanted: int | None) -> BoolArray:
