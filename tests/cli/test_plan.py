@@ -518,7 +518,8 @@ def test_the_page_holds_the_picture_the_tables_and_the_warnings(tokenmill, edite
     assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     assert svg in text
     assert re.findall("<caption>(.*?)</caption>", text) == [
-        *("Stages", "Mixture", "Sources", "Quarantined", "Fate of the tokens of an epoch"),
+        *("Stages", "Changes within stages", "Mixture", "Sources", "Quarantined"),
+        "Fate of the tokens of an epoch",
         "Reading and memory",
     ]
     assert "&lt;leak&gt;" in text

@@ -44,6 +44,39 @@ def run(tmp_path, make_store, tokenizer_identity):
     return Run.from_toml(tmp_path / "run.toml")
 
 
+def test_what_is_said_in_tokens_is_told_in_steps_and_tokens(run, tmp_path):
+    """A row has 16 tokens: 32 steps of 32 tokens, 16 of 64, then steps of 96."""
+    tables = TABLES | {
+        "run": {
+            "tokens": "8K",
+            "global_batch_size": {"from": 2, "to": 6, "step": 2, "over_tokens": "2K"},
+            "seq_len": 16,
+        },
+        "stages": [
+            {"name": "base", "start_step": 0, "weights": {"web": 1}},
+            {"name": "late", "start_tokens": "4K", "ramp": "linear", "ramp_tokens": 960, "weights": {"chat": 1}},
+        ],
+        "skip": [{"tokens": "3K:3.3K"}],
+        "quarantine": [{"source": "web", "from_tokens": "2.5K", "documents": [3]}],
+    }
+    changed = Run.from_tables(tables, folder=tmp_path)
+    found = [(c.stage, c.step, c.tokens, c.what) for c in changed.report().changes]
+    assert found == [
+        ("base", 0, 0, "batch of 2"),
+        ("base", 32, 1024, "batch of 4"),
+        ("base", 48, 2048, "batch of 6"),
+        ("base", 53, 2528, "quarantine of 'web'"),
+        ("base", 58, 3008, "skipped until step 62: no reason given"),
+        ("late", 79, 4064 + 960, "the ramp is over"),
+    ]
+    clock = changed.config.clock
+    assert all(clock.tokens_at(step) == tokens for _, step, tokens, _ in found)
+    assert [(c.step, c.what) for c in run.report().changes] == [
+        (12, "skipped until step 14: loss spike"),
+        (15, "quarantine of 'web'"),
+    ]
+
+
 def test_a_report_is_that_of_its_plan_and_what_stores_must_be_asked_for(run):
     found = run.report()
     counted = report(run.plan())

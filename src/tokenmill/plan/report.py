@@ -95,6 +95,18 @@ class StageFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageChange:
+    """What changes within a stage."""
+
+    stage: str
+    step: int
+    """The first that has it."""
+    tokens: int
+    """Input slots of all steps before it, skipped ones among them."""
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFacts:
     """One source over the whole run."""
 
@@ -129,6 +141,8 @@ class PlanReport:
     skipped_rows: int
     skipped_tokens: int
     stages: tuple[StageFacts, ...]
+    changes: tuple[StageChange, ...]
+    """Batch sizes, ends of ramps, skipped steps and quarantines, in the order of their steps."""
     shares: tuple[SourceShare, ...]
     sources: tuple[SourceFacts, ...]
 
@@ -151,6 +165,7 @@ def report(plan: Plan, *, stops: Mapping[str, float] | None = None) -> PlanRepor
         skipped_rows=sum(stage.skipped_rows for stage in facts),
         skipped_tokens=sum(stage.skipped_tokens for stage in facts),
         stages=facts,
+        changes=tuple(change for parts in stages for change in _changes(plan, parts)),
         shares=tuple(share for parts in stages for share in _shares(parts, most // len(parts))),
         sources=tuple(_source_facts(plan, name, stops or {}) for name in plan.sources),
     )
@@ -181,6 +196,22 @@ def _stage_facts(plan: Plan, parts: Sequence[Stage]) -> StageFacts:
         skipped_rows=sum(part.num_positions for part in skipped),
         skipped_tokens=sum(part.num_positions * part.row_slots for part in skipped),
     )
+
+
+def _changes(plan: Plan, parts: Sequence[Stage]) -> Iterator[StageChange]:
+    """Yield what changes from one part of a stage to the next; a batch that grows begins with its first size."""
+    grows = len({part.spec.global_batch_size for part in parts}) > 1
+    for before, part in zip((None, *parts), parts, strict=False):
+        spec, old = part.spec, before.spec if before else None
+        told = []
+        if grows and (old is None or old.global_batch_size != spec.global_batch_size):
+            told.append(f"batch of {spec.global_batch_size:,}")
+        if spec.ramp is None and old is not None and old.ramp is not None:
+            told.append("the ramp is over")
+        if spec.skipped is not None and (old is None or old.skipped != spec.skipped):
+            told.append(f"skipped until step {part.end_step:,}: {spec.skipped}")
+        tokens = slots_before(plan, spec.start_step, skipped=True)
+        yield from (StageChange(stage=spec.name, step=spec.start_step, tokens=tokens, what=what) for what in told)
 
 
 def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:

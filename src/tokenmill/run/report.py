@@ -19,8 +19,8 @@ from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
 from tokenmill.packing.stored import QUARANTINED, StoredRows, count_ones, is_stored, locate
-from tokenmill.plan.plan import Plan
-from tokenmill.plan.report import PlanReport, report, step_of, warnings
+from tokenmill.plan.plan import Plan, slots_before
+from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import lines, read_history
@@ -142,6 +142,8 @@ def report_run(run: Run) -> RunReport:
     counted = report(plan, stops=limits(run.config)[1])
     counted = _tell_held_out(run, counted)
     quarantined = tuple(_quarantined(run))
+    changes = sorted((*counted.changes, *_quarantine_steps(plan, quarantined)), key=lambda change: change.step)
+    counted = replace(counted, changes=tuple(changes))
     evals = tuple(_eval_facts(run))
     masked = {name: store for name, store in run.stores.items() if _masks(store)}
     return RunReport(
@@ -359,6 +361,15 @@ def _quarantined(run: Run) -> Iterator[Quarantined]:
             whole=edit.whole,
             reason=edit.reason,
         )
+
+
+def _quarantine_steps(plan: Plan, quarantined: Sequence[Quarantined]) -> Iterator[StageChange]:
+    """Yield when quarantines begin that do not with the run."""
+    for edit in quarantined:
+        if edit.from_step:
+            stage, tokens = plan.stage(edit.from_step), slots_before(plan, edit.from_step, skipped=True)
+            what = f"quarantine of {edit.source!r}"
+            yield StageChange(stage=stage.spec.name, step=edit.from_step, tokens=tokens, what=what)
 
 
 def _count_tokens(store: Store, documents: Int64Array) -> int:

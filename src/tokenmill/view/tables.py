@@ -64,6 +64,13 @@ def megabytes(count: int) -> str:
 def plan_tables(report: RunReport) -> Iterator[Table]:
     """Yield the report as tables; what no line says anything about has no column, and no table."""
     yield _stages(report)
+    if report.changes:
+        told = report.changes if len(report.changes) <= _MOST_CHANGES else report.changes[: _MOST_CHANGES - 1]
+        rows: list[tuple[object, ...]] = [(c.stage, c.step, c.tokens, c.what) for c in told]
+        if len(told) < len(report.changes):
+            rows.append(("–", None, None, f"{len(report.changes) - len(told):,} more, in --json"))
+        columns = ("stage", "from step", "tokens before", "what")
+        yield Table(title="Changes within stages", columns=columns, rows=rows)
     yield _mixture(report.shares)
     yield _sources(report)
     if report.quarantined:
@@ -118,6 +125,8 @@ def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Itera
     yield "", f"plan {report.fingerprint}  {totals}, {seconds}"
 
 
+_MOST_CHANGES = 24
+"""Of what changes within stages: a batch may grow in thousands of steps."""
 _DULL = {
     "ramp until": None,
     "tokens before": 0,
