@@ -2,7 +2,8 @@
 
     python tools/chat_matrix.py [--templates NAME,...] [--tokenizers FOLDER] [--write] [--json]
 
-60 conversations of 1 to 10 turns a template and tokenizer: plain, with a system text, with tools, with reasoning.
+70 conversations of 1 to 10 turns a template and tokenizer: plain, with a system text, with tools, with texts beside
+calls, with reasoning. They are read from Parquet by the recipe `chat`, and must be those that JSONL gives.
 Ids are compared with those of `apply_chat_template` of transformers. Masks are compared with its mask of generation
 blocks, where a template has them; and by words: each role says words of its own, and what is trained on must hold
 all those of the assistant that stand in the text, no other's, and behind the last of a turn no more than its end.
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import re
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,11 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from tokenmill.documents import ReadOptions
+from tokenmill.documents.inputs import cut_files, find_files, read_unit
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.chat.tokens import ChatEncoder
 from tokenmill.encode.engines import open_tokenizer
+from tokenmill.encode.recipe import load_recipe
+from tokenmill.encode.recipe.extract import VariantReader, choose, tools_of
 from tokenmill.encode.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "templates.md"
@@ -41,7 +49,7 @@ IN_PARTS = ("idefics3", "llava_next", "smolvlm")
 """Templates for images as well, which read contents as lists of parts only."""
 GLM_ENDS = re.compile(r"<\|(?:user|observation)\|>\Z")
 """A turn of GLM ends with the control token of who speaks next."""
-KINDS = ("plain", "system", "tools", "arguments as text", "reasoning", "tools and reasoning")
+KINDS = ("plain", "system", "tools", "arguments as text", "tools beside text", "reasoning", "tools and reasoning")
 MAX_TURNS = 10
 TOOL = {
     "type": "function",
@@ -74,13 +82,14 @@ def record(turns: int, kind: str) -> dict[str, Any]:
         thought = {"reasoning_content": f"hm, {word('bot')}"} if "reasoning" in kind else {}
         if ("tools" in kind or "arguments" in kind) and turn % 2 == 0:
             arguments: object = {"days": turn, "town": word("bot")}
-            arguments = json.dumps(arguments) if "text" in kind else arguments
+            arguments = json.dumps(arguments) if "as text" in kind else arguments
             call = {
                 "id": f"call{turn:05}",
                 "type": "function",
                 "function": {"name": "weather", "arguments": arguments},
             }
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call], **thought})
+            beside = f"{word('bot')}." if "beside" in kind else ""
+            messages.append({"role": "assistant", "content": beside, "tool_calls": [call], **thought})
             result = {"role": "tool", "name": "weather", "tool_call_id": call["id"], "content": word("tool")}
             messages.append(result)
         messages.append({"role": "assistant", "content": f"{word('bot')}, {word('bot')}.", **thought})
@@ -97,6 +106,30 @@ def records(template: str) -> list[dict[str, Any]]:
         for message in each["messages"]:
             message["content"] = [{"type": "text", "text": message["content"]}]
     return given
+
+
+def read_back(given: list[dict[str, Any]]) -> list[Conversation]:
+    """Return conversations as they are read from Parquet; those of JSONL must be the same."""
+    recipe = load_recipe("chat")
+    readers = [VariantReader.of(recipe, variant) for variant in recipe.variants]
+    found: dict[str, list[Conversation]] = {"jsonl": [], "parquet": []}
+    with tempfile.TemporaryDirectory() as place:
+        # A column of Arrow has one type: each kind has files of its own.
+        for begin in range(0, len(given), MAX_TURNS):
+            some = given[begin : begin + MAX_TURNS]
+            files = {suffix: Path(place) / f"{begin}.{suffix}" for suffix in found}
+            files["jsonl"].write_text("".join(json.dumps(each) + "\n" for each in some), encoding="utf-8")
+            pq.write_table(pa.Table.from_pylist(some), files["parquet"])
+            for suffix, path in files.items():
+                for unit in cut_files(find_files(path).files, chunk_bytes=1 << 30):
+                    for batch in read_unit(unit, ReadOptions(text_field=None, fields=recipe.fields)):
+                        for record in batch.documents:
+                            messages = choose(readers, record).sources["sequence"].messages(record)
+                            tools = tools_of(record.get("tools"), "tools")
+                            found[suffix].append(Conversation(messages=messages, tools=tools))
+    assert len(found["jsonl"]) == len(given)
+    assert found["parquet"] == found["jsonl"]
+    return found["parquet"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,7 +182,7 @@ class Matrix:
             template=load_template(path, tokenizer=folder), tokenizer=own, kwargs={"now": date.today().isoformat()}
         )
         given = records(template)
-        done = encoder.encode([Conversation(messages=each["messages"], tools=each.get("tools")) for each in given])
+        done = encoder.encode(read_back(given))
         row = Row(template=template, tokenizer=tokenizer, records=len(given), stored=int(done.kept.size))
         row.refused = dict(sorted(Counter(each.reason for each in done.refused).items()))
         spans = pairwise(done.encoded.offsets.tolist())
