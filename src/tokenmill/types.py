@@ -213,6 +213,8 @@ class Records:
     """How many of them were cut short."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """What was done to records that a user should know, by name: to how many of them."""
+    noted: Mapping[str, int] = field(default_factory=dict)
+    """Which of those that are kept is the first example of each, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,8 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from tokenmill.build import PrepareOptions, prepare
+from tokenmill.build import PrepareOptions, journal, prepare
+from tokenmill.build import build as built
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, DocumentError
 from tokenmill.store import open_store, verify
@@ -54,6 +55,37 @@ def test_a_chat_trains_on_what_the_assistant_said_and_nothing_else(tmp_path, wor
     assert (store.manifest.kind, store.manifest.storage, verify(out).documents) == ("sft", storage_format, 40)
     assert [trained(store, i) for i in range(40)] == [f"It is {i}.<|im_end|>" for i in range(40)]
     assert store.fetch_record(7, "position_ids").tolist() == list(range(store.fetch_record(7, "sequence").size))
+
+
+def test_of_each_note_the_first_document_is_kept_over_units_and_builds(tmp_path):
+    """[T1.d]"""
+    silent = {"messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": ""}]}
+    flagged = {"messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": "x", "train": True}]}
+    options = {"recipe": "chat", "chat_template": "chatml", "chunk_bytes": 1000}
+    out = build([*CHATS[:25], silent, *CHATS[25:], silent], tmp_path, **options)
+    assert open_store(out).manifest.skipped["noted"] == {"empty_answers": 25}
+    (tmp_path / "more.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(each) + b"\n" for each in (*CHATS, flagged, silent))
+    )
+    options = PrepareOptions(chat_template="chatml", chunk_bytes=1000)
+    inputs = [tmp_path / "in.jsonl", tmp_path / "more.jsonl"]
+    prepare(inputs, out=out, recipe="chat", workers=1, progress=False, options=options)
+    store = open_store(out)
+    assert store.manifest.skipped["noted"] == {"empty_answers": 25, "flags_of_training": 82}
+    assert [trained(store, document) for document in (25, 82)] == ["<|im_end|>", "x<|im_end|>"]
+
+
+def test_every_reason_has_an_example_however_many_records_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "MAX_LISTED", 3)
+    monkeypatch.setattr(built, "MAX_LISTED", 3)
+    records = [*({"messages": 1} for _ in range(5)), {"messages": CHATS[0]["messages"][:1]}, CHATS[0]]
+    out = build(records, tmp_path, recipe="chat", chat_template="chatml", on_error="skip")
+    skipped = open_store(out).manifest.skipped
+    assert skipped["counts"] == {"no_trained_message": 1, "not_messages": 5}
+    assert [(each["reason"], each["line"]) for each in skipped["first"]] == [
+        *(("not_messages", line) for line in (1, 2, 3)),
+        ("no_trained_message", 6),
+    ]
 
 
 def test_options_say_the_system_the_turns_and_the_roles_over_a_recipe(tmp_path):

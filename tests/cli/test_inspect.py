@@ -365,6 +365,7 @@ def talk(answer: str, **more: object) -> dict:
     return {"messages": [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": answer, **more}]}
 
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}]}
 ENDED = (
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].function.name }}{% endif %}"
@@ -389,7 +390,7 @@ def varied(tokenmill, tmp_path):
         talk("<think>why</think>so"),
         talk("see", tool_calls=call),
         talk("it spells <|eos|>"),
-        {"messages": [{"role": "user", "content": "Q? " * 200}, {"role": "assistant", "content": "yes"}]},
+        {"messages": [{"role": "user", "content": "Q? " * 200}, {"role": "assistant", "content": "yes"}], **TOOLS},
         {"messages": [{"role": "user", "content": "only"}]},
         talk("x", mask=True),
     ]
@@ -410,6 +411,10 @@ def test_examples_show_every_kind_of_record(varied):
         found
     )
     assert {"tools", "reasoning", "drawn by seed 3"} <= set(found)
+    assert {why: found[why].item for why in ("empty_answers", "tools_not_written")} == {
+        "empty_answers": 22,
+        "tools_not_written": 26,
+    }
     assert texts["turns without a trained end"].endswith("<|assistant|>no end")
     assert "<tool_call>weather" in texts["tools"]
     assert "<think>" in texts["reasoning"]
@@ -439,11 +444,14 @@ def test_the_audit_scores_turns_and_tells_the_notes_of_the_build(tokenmill, vari
     (audit,) = facts["audit"]
     assert (audit["turns"], audit["unended_turns"]) == (27, 1)
     assert audit["unended_turns_percent"] == pytest.approx(100 / 27)
-    assert {each["name"]: each["records"] for each in facts["notes"]} == {"empty_answers": 1}
+    assert [(each["name"], each["records"], each["document"]) for each in facts["notes"]] == [
+        ("empty_answers", 1, 22),
+        ("tools_not_written", 1, 26),
+    ]
     assert {each["reason"]: each["line"] for each in facts["reasons"]} == {"no_trained_message": 28, "flag": 29}
     shown = tokenmill("inspect", varied).out
-    assert re.search(r"^Notes of the build\s*$", shown, re.MULTILINE)
-    assert re.search(r"^ empty_answers +1 +an answer without a text", shown, re.MULTILINE)
+    assert re.search(r"^Notes of the build, and the first document of each\s*$", shown, re.MULTILINE)
+    assert re.search(r"^ empty_answers +1 +22 +an answer without a text", shown, re.MULTILINE)
     assert "turns without end %" in " ".join(shown.split())
 
 

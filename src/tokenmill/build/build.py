@@ -357,6 +357,8 @@ class BuildResult:
     """Path -> route -> documents and tokens."""
     skipped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Route -> note -> the first document of which it is true."""
     listed: list[dict[str, Any]] = field(default_factory=list)
     """The first bad records."""
 
@@ -370,6 +372,11 @@ class BuildResult:
             self.lines[piece.file.path] += lines
         names = [(piece.file.name, format_of(piece.file.suffix).counts) for piece in unit.pieces]
         pieces_begin = tuple((*name, begin) for name, begin in zip(names, begins, strict=True))
+        for route, firsts in sorted(counts.noted.items()):
+            earlier = sum(taken.get(route, (0, 0))[0] for taken in self.taken.values())
+            known = self.noted.setdefault(route, {})
+            for name, document in firsts.items():
+                known.setdefault(name, earlier + document)
         for route, pieces in sorted(counts.taken.items()):
             for index, documents, tokens in pieces:
                 routes = self.taken.setdefault(unit.pieces[index].file.path, {})
@@ -379,7 +386,7 @@ class BuildResult:
             line = begins[bad.piece] + bad.line
             if stop or bad.reason == TOO_LONG:
                 raise bad_record(unit, line, bad)
-            if len(self.listed) < MAX_LISTED:
+            if len(self.listed) < MAX_LISTED or all(bad.reason != each["reason"] for each in self.listed):
                 name = unit.pieces[bad.piece].file.name
                 self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
         self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=pieces_begin))
@@ -621,6 +628,7 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
         listed=tuple(result.listed),
         truncated=result.truncated,
         notes=dict(sorted(result.notes.items())),
+        noted={route: dict(sorted(firsts.items())) for route, firsts in sorted(result.noted.items())},
         text_bytes=result.text_bytes,
         scans=tuple(result.scans),
     )
@@ -630,16 +638,33 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
     counts, notes = dict(old.counts), dict(old.notes)
     add_counts(counts, new.counts)
     add_counts(notes, new.notes)
+    noted = {route: dict(firsts) for route, firsts in old.noted.items()}
+    for route, firsts in new.noted.items():
+        before = sum(file.taken.get(route, (0, 0))[0] for file in old.inputs)
+        later = {name: before + document for name, document in firsts.items()}
+        noted[route] = dict(sorted({**later, **noted.get(route, {})}.items()))
     return replace(
         new,
         inputs=old.inputs + new.inputs,
         counts=counts,
-        listed=(old.listed + new.listed)[:MAX_LISTED],
+        listed=(*old.listed, *_still_listed(old.listed, new.listed)),
         truncated=old.truncated + new.truncated,
         notes=dict(sorted(notes.items())),
+        noted=noted,
         text_bytes=old.text_bytes + new.text_bytes,
         scans=old.scans + new.scans,
     )
+
+
+def _still_listed(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return which bad records are listed behind those of earlier builds: the first, and one of each reason."""
+    listed = list(new[: max(0, MAX_LISTED - len(old))])
+    known = {each["reason"] for each in (*old, *listed)}
+    for each in new[len(listed) :]:
+        if each["reason"] not in known:
+            listed.append(each)
+            known.add(each["reason"])
+    return listed
 
 
 def _report(

@@ -94,15 +94,20 @@ class UnitCounts:
     skipped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     """What was done to records that were taken, such as tools that the chat template does not write."""
+    noted: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Route -> note -> the first document of the unit, there, of which it is true."""
     bad: list[BadRecord] = field(default_factory=list)
-    """The first bad records, at most `MAX_LISTED`."""
+    """The first bad records: `MAX_LISTED` of them, and the first of every other reason."""
 
     def note_bad(self, bad: Sequence[BadRecord]) -> None:
         """Count the bad records of a batch, and list the first."""
         for record in bad:
             add_counts(self.skipped, {record.reason: record.count})
-        in_order = sorted(bad, key=lambda record: (record.piece, record.line))
-        self.bad.extend(in_order[: MAX_LISTED - len(self.bad)])
+        known = {record.reason for record in self.bad} if len(self.bad) + len(bad) > MAX_LISTED else set()
+        for record in sorted(bad, key=lambda record: (record.piece, record.line)):
+            if len(self.bad) < MAX_LISTED or record.reason not in known:
+                self.bad.append(record)
+                known.add(record.reason)
 
     def note_taken(self, route: str, piece: int, documents: int, tokens: int) -> None:
         """Count documents that a piece gave to a route; pieces come in order."""
@@ -182,6 +187,8 @@ class FinishedBuild:
     """The first bad ones of them."""
     truncated: int
     notes: Mapping[str, int]
+    noted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Route -> note -> the first document of the store of which it is true."""
     text_bytes: int
     scans: tuple[str, ...]
     """Names of the hashes of its records, in order, where duplicates are looked for or only so many are taken."""
@@ -318,7 +325,10 @@ class Journal:
         for route, there in shards.items():
             _write_manifest(self.out / route, route, publication, there)
         finished = replace(publication.ledger, routes=tuple(sorted(shards)))
-        write_signed(self.folder / FINISHED, as_json(finished))
+        ledger = dict(as_json(finished))
+        if not finished.noted:
+            del ledger["noted"]  # as of builds that noted nothing, now and before it was kept
+        write_signed(self.folder / FINISHED, ledger)
         self.drop()
         self._drop_scans(finished.scans)
         # The rest must be gone for good before the word that it is to go.
@@ -363,6 +373,8 @@ def _write_manifest(store: Path, route: str, publication: Publication, shards: S
         skipped["truncated"] = finished.truncated
     if finished.notes:
         skipped["notes"] = finished.notes
+    if route in finished.noted:
+        skipped["noted"] = finished.noted[route]
     manifest = Manifest(**publication.manifest, shards=tuple(shards), inputs=tuple(inputs), skipped=skipped)
     write_atomically(store / MANIFEST, manifest_bytes(manifest))
 

@@ -210,6 +210,11 @@ def _append(documents: _Documents, route: str, indices: Int64Array | None, write
     if records.kept.size:
         kept, sizes = chosen[records.kept], _num_tokens(records, documents.opened.spec)
         pieces, lines = batch.places(kept)
+        if records.noted:
+            before = sum(documents for _, documents, _ in counts.taken.get(route, ()))
+            firsts = counts.noted.setdefault(route, {})
+            for name, place in records.noted.items():
+                firsts.setdefault(name, before + place)
         writer.append(route, records.values, records.offsets)
         writer.note_origins(route, pieces, lines, documents.kept_fields(kept))
         if pieces[0] == pieces[-1]:  # as nearly always

@@ -91,6 +91,8 @@ class Note:
     name: str
     records: int
     meaning: str
+    document: int | None
+    """The first of them; None: it was stored before this was kept, or is in another store of the build."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +155,7 @@ def inspect_store(
         skipped=dict(manifest.skipped),
         reasons=_reasons(manifest.skipped),
         notes=tuple(
-            Note(name=name, records=count, meaning=NOTES.get(name, ""))
+            Note(name=name, records=count, meaning=NOTES.get(name, ""), document=_noted(store).get(name))
             for name, count in manifest.skipped.get("notes", {}).items()
         ),
         inputs=tuple(dict(item) for item in manifest.inputs),
@@ -161,6 +163,12 @@ def inspect_store(
         lengths={key: bins for key, (_, bins) in lengths.items()},
         audit=audit(store, end_tokens(store, tokenizer), max_items=max_items or MAX_ITEMS),
     )
+
+
+def _noted(store: Store) -> Mapping[str, int]:
+    """Return the first document of which each note is true; none that the store does not have."""
+    noted = store.manifest.skipped.get("noted", {})
+    return {name: document for name, document in noted.items() if document < store.num_documents}
 
 
 def _reasons(skipped: Mapping[str, Any]) -> tuple[SkippedRecords, ...]:
@@ -445,10 +453,14 @@ def _chosen(store: Store, key: str, tokenizer: Tokenizer, seed: int) -> dict[int
     items = int(store.axes[store.axis(key)].items[-1])
     mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
     chosen: dict[int, list[str]] = {}
+    for note, document in _noted(store).items():
+        first = store.offsets("groups", document, document + 1)[0] if store.axis(key) == "responses" else document
+        if first < items:
+            chosen.setdefault(int(first), []).append(note)
     if mask_key not in store.keys or items < 4:
-        for item, why in ((0, "first"), (items // 2, "middle"), (items - 1, "last")):
-            if 0 <= item < items and item not in chosen:
-                chosen[item] = [why]
+        places = {items - 1: "last", items // 2: "middle", 0: "first"} if items else {}
+        for item in sorted(places):
+            chosen.setdefault(item, []).append(places[item])
         return chosen
     for why, item in _extremes(store, key, np.array(sorted(end_tokens(store, tokenizer)), np.int64)).items():
         chosen.setdefault(item, []).append(why)

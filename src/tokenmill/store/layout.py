@@ -416,7 +416,7 @@ def _broken_count_rules(manifest: Manifest) -> Iterator[tuple[str, object]]:
             yield "the name of an input must be a string", entry["name"]
     if not _is_count(manifest.skipped.get("truncated", 0)):
         yield "truncated must be a whole number from 0 on", manifest.skipped["truncated"]
-    for name in ("counts", "notes"):
+    for name in ("counts", "notes", "noted"):
         counts = manifest.skipped.get(name, {})
         if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
             yield f"{name} of skipped must be a table of whole numbers from 0 on", counts

@@ -326,7 +326,9 @@ def store_tables(name: str, store: StoreContents, *, inputs: bool) -> Iterator[T
         keys = ("reason", "records", "file", "line", "detail", "way_out")
         yield _records(title, keys, [asdict(each) for each in store.reasons])
     if store.notes:
-        yield _records("Notes of the build", ("name", "records", "meaning"), [asdict(each) for each in store.notes])
+        notes = [asdict(each) for each in store.notes]
+        title = "Notes of the build, and the first document of each"
+        yield _records(title, ("name", "records", "document", "meaning"), notes)
     if inputs and store.inputs:
         yield _records("Input files", ("name", "documents", "tokens"), store.inputs)
 

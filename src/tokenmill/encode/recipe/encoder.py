@@ -411,7 +411,8 @@ class RecordEncoder:
             values["rewards"] = np.array([reward for group in groups for reward in group], dtype="<f4")
             offsets["groups"] = offsets_of(map(len, groups))
             assert int(offsets["groups"][-1]) == offsets["responses"].size - 1
-        counts = {name: len(owners - batch.refused.keys()) for name, owners in sorted(batch.notes.items())}
+        noted = {name: sorted(owners - batch.refused.keys()) for name, owners in sorted(batch.notes.items())}
+        noted = {name: owners for name, owners in noted.items() if owners}
         return Records(
             values=values,
             offsets=offsets,
@@ -421,7 +422,8 @@ class RecordEncoder:
                 for index, refusal in sorted(batch.refused.items())
             ),
             truncated=len(batch.cut - batch.refused.keys()),
-            notes={name: count for name, count in counts.items() if count},
+            notes={name: len(owners) for name, owners in noted.items()},
+            noted={name: int(np.searchsorted(kept, owners[0])) for name, owners in noted.items()},
         )
 
     # One record.
