@@ -108,19 +108,24 @@ class _Wrapping:
 
 
 def _spans(text: str, wrappings: Sequence[_Wrapping]) -> Iterator[tuple[str, int, int]]:
-    """Yield role, begin and end of the words of each message."""
+    """Yield role, begin and end of the words of each message. Every text is looked for once from left to right."""
+    places: dict[str, int] = {}
+
+    def find(sought: str, begin: int) -> int:
+        if places.get(sought, -1) < begin:
+            place = text.find(sought, begin)
+            places[sought] = len(text) if place < 0 else place
+        return places[sought]
+
     place = 0
-    while True:
-        starts = [(text.find(each.header, place), -len(each.header), each) for each in wrappings]
-        starts = [start for start in starts if start[0] >= 0]
-        if not starts:
+    while wrappings:
+        chosen = min(wrappings, key=lambda each: (find(each.header, place), -len(each.header)))
+        begin = find(chosen.header, place) + len(chosen.header)
+        if begin > len(text):
             return
-        begin, less, chosen = min(starts, key=lambda start: start[:2])
-        begin -= less
-        ends = [text.find(each, begin) for each in (chosen.footer, *(other.header for other in wrappings)) if each]
-        end = min((end for end in ends if end >= 0), default=len(text))
-        yield chosen.role, begin, end
-        place = max(end, begin)
+        ends = (chosen.footer, *(other.header for other in wrappings))
+        place = min(find(each, begin) for each in ends if each)
+        yield chosen.role, begin, place
 
 
 @lru_cache(maxsize=16)

@@ -100,7 +100,8 @@ def table(data: Table, *, links: bool = False) -> str:
     head = "".join(f'<th scope="col"{kind}>{text_of(name)}</th>' for name, kind in columns)
     body = "".join(lines) or f'<tr><td class="none" colspan="{len(data.columns)}">none</td></tr>'
     return (
-        f'<div class="scroll" tabindex="0"><table><caption>{text_of(data.title)}</caption>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text_of(data.title)}">'
+        f"<table><caption>{text_of(data.title)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

@@ -260,14 +260,15 @@ class Opened:
         return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
 
     @cached_property
-    def tokenizers(self) -> dict[str, Any]:
-        """The tokenizer of each store, None where it is not at hand; opened once."""
-        return {name: tokenizer_of(store) for name, store in self.stores.items()}
+    def _decoders(self) -> dict[str, tuple[Any, Any]]:
+        return {}
 
-    @cached_property
-    def templates(self) -> dict[str, Any]:
-        """The chat template of each store, None where it has none, or it is not at hand."""
-        return {name: template_of(store) for name, store in self.stores.items()}
+    def decoder(self, name: str) -> tuple[Any, Any]:
+        """Return the tokenizer and the chat template of a store, each None where it is not at hand; opened once."""
+        if name not in self._decoders:
+            store = self.stores[name]
+            self._decoders[name] = tokenizer_of(store), template_of(store)
+        return self._decoders[name]
 
     @cached_property
     def report(self) -> RunReport:
@@ -355,7 +356,7 @@ def strip_view(opened: Opened, parameters: Parameters) -> StripView:
     """Show one strip of a row, token by token."""
     run, step, slot = opened.the_run, number(parameters, "step"), number(parameters, "slot")
     source = run.plan().what(step)[slot : slot + 1]
-    tokenizer = opened.tokenizers[source[0].source] if source else None
+    tokenizer = opened.decoder(source[0].source)[0] if source else None
     strip, first, count = (
         number(parameters, name, default) for name, default in (("strip", 0), ("first", 0), ("count", MAX_TOKENS))
     )
@@ -410,7 +411,7 @@ def store_view(opened: Opened, parameters: Parameters) -> StoreView:
     """Show what is in a store: facts, the audit, and some documents in order."""
     store = opened.store(parameters.get("source", ""))
     name, first = opened.name_of(store), number(parameters, "first")
-    tokenizer = opened.tokenizers[name]
+    tokenizer, _ = opened.decoder(name)
     last = min(store.num_documents, first + DOCUMENTS_A_PAGE)
     return StoreView(
         name=name,
@@ -434,14 +435,12 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
     """Show one document: its text, what of it is trained on, and all steps that see it."""
     store = opened.store(parameters.get("source", ""))
     name, document = opened.name_of(store), number(parameters, "document")
-    first, tokenizer = number(parameters, "first"), opened.tokenizers[name]
+    first, (tokenizer, template) = number(parameters, "first"), opened.decoder(name)
     uses = opened.run.plan().when(name, document) if opened.run else ()
     return DocumentView(
         source=name,
         num_documents=store.num_documents,
-        contents=inspect_document(
-            store, document, tokenizer, first=first, count=MAX_TOKENS, template=opened.templates[name]
-        ),
+        contents=inspect_document(store, document, tokenizer, first=first, count=MAX_TOKENS, template=template),
         first=first,
         controls=_controls(tokenizer),
         uses=tuple(
@@ -456,7 +455,7 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
         num_uses=len(uses),
         in_run=opened.run is not None,
         no_text=None if tokenizer else why_no_texts(store),
-        no_roles=has_chat_template(store.manifest.recipe) and opened.templates[name] is None,
+        no_roles=has_chat_template(store.manifest.recipe) and template is None,
     )
 
 
@@ -510,7 +509,7 @@ def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: 
         )
     prices, now = Prices(), time.time()
     noted = {
-        (each.host, each.process): each
+        (each.host, each.process, each.began): each
         for network in networks
         for each in (read_counters(network.folder) if network.folder else [])
         if not network.stores or network.stores.intersection(each.stores)

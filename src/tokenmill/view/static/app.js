@@ -264,8 +264,8 @@ document.addEventListener("change", (event) => {
 
 document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select") || event.altKey || event.ctrlKey || event.metaKey) return;
-  const turn = { ArrowLeft: "first-of-type", ArrowRight: "last-of-type" }[event.key];
-  const link = turn && document.querySelector(`.turn a:${turn}`);
+  const arrow = { ArrowLeft: "←", ArrowRight: "→" }[event.key];
+  const link = arrow && [...document.querySelectorAll(".turn a")].find((each) => each.textContent.includes(arrow));
   if (isOurs(link)) {
     event.preventDefault();
     show(link.href, { focus: false });
