@@ -354,8 +354,11 @@ def test_long_documents_are_framed_as_short_ones_are(dtype, add_bos):
             [*bos, EOS],
             [BOS, EOS],
         ]
-        assert framed.ids.dtype == token_dtype(vocab_size)
-        assert framed.ids.flags.writeable
+        alike = frame(encoded(long, dtype), identity(add_bos=add_bos, vocab_size=vocab_size))
+        assert documents_of(alike) == [[*bos, *ids, EOS] for ids in long]
+        for value in (framed, alike):
+            assert value.ids.dtype == token_dtype(vocab_size)
+            assert value.ids.flags.writeable
 
 
 def test_memory_that_must_not_be_written_to_is_framed_too():

@@ -405,7 +405,7 @@ def _join(encoded: Encoded, bos: BoolArray, eos: BoolArray, identity: TokenizerI
     ids = np.ascontiguousarray(encoded.ids, dtype).data
     documents = [ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
     between = np.concatenate([np.full(eos.sum(), identity.eos_id or 0), np.full(bos.sum(), identity.bos_id or 0)])
-    joined = np.frombuffer(between.astype(dtype).tobytes().join([b"", *documents, b""]), dtype)
+    joined = np.frombuffer(bytearray(between.astype(dtype)).join([b"", *documents, b""]), dtype)
     return joined[eos.sum() : joined.size - bos.sum()]
 
 
