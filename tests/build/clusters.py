@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tokenmill.build import PrepareOptions, RayExecutor, prepare
+from tokenmill.build import PrepareOptions, Progress, RayExecutor, prepare
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.errors import DocumentError
 from tokenmill.fingerprint import digest
@@ -123,12 +124,32 @@ def kill_while(running: threading.Thread, cluster: object, dice: random.Random, 
             raylet.send_signal(signal.SIGKILL)
             raylet.wait()
             cluster.remove_node(nodes[0], allow_graceful=False)
-            cluster.add_node(num_cpus=1)
             killed.append("raylet")
+            with suppress(Exception):  # it waits 30 s for a node, too short on a busy machine
+                cluster.add_node(num_cpus=1)
         elif workers := workers_of(0):
-            os.kill(dice.choice(workers), signal.SIGKILL)
-            killed.append("worker")
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(dice.choice(workers), signal.SIGKILL)
+                killed.append("worker")
     return killed
+
+
+def interrupted(corpus: Path, out: Path, executor: RayExecutor) -> list[object]:
+    """Interrupt a build amid its units, as Ctrl-C does; return whether, how many go on, and what the next gives."""
+
+    def interrupt(now: Progress) -> None:
+        if now.what == "prepare" and now.documents:
+            raise KeyboardInterrupt
+
+    try:
+        build(corpus, out, executor=executor, on_progress=interrupt)
+        was_interrupted = False
+    except KeyboardInterrupt:
+        was_interrupted = True
+    end = time.monotonic() + 20
+    while workers_of(0) and time.monotonic() < end:
+        time.sleep(0.1)
+    return [was_interrupted, len(workers_of(0)), build(corpus, out, executor=executor)]
 
 
 def on_ray(folder: Path, kills: int) -> dict[str, object]:
@@ -143,6 +164,7 @@ def on_ray(folder: Path, kills: int) -> dict[str, object]:
         with RayExecutor(cluster.address) as executor:
             told["one node"] = build(corpus, folder / "one", executor=executor)
             told["bad"] = bad_records(folder / "bad.jsonl", folder / "bad-out", executor=executor)
+            told["interrupted"] = interrupted(corpus, folder / "interrupted", executor)
             cluster.add_node(num_cpus=1)
             cluster.wait_for_nodes()
             told["two nodes"] = build(corpus, folder / "two", executor=executor)
@@ -152,7 +174,7 @@ def on_ray(folder: Path, kills: int) -> dict[str, object]:
                 out = folder / "killed"
                 shutil.rmtree(out, ignore_errors=True)
                 running = threading.Thread(
-                    target=lambda out=out: digests.append(build(corpus, out, executor=executor))
+                    target=lambda out=out: digests.append(build(corpus, out, executor=executor)), daemon=True
                 )
                 running.start()
                 killed += kill_while(running, cluster, dice, kills - len(killed))

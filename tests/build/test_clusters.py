@@ -324,9 +324,13 @@ def run_on_ray(corpus, folder, kills):
 def test_ray_makes_the_same_store_on_one_node_and_two_with_workers_and_raylets_killed(
     corpus, wanted, wanted_of_bad, short_path
 ):
-    """[C1.a, D1.a] Lost work is done again by Ray; a bad record is not, and is told as everywhere."""
+    """[C1.a, D1.a] Lost work is done again by Ray; a bad record is not, and is told as everywhere.
+
+    Ctrl-C cancels what is under way, and the next build goes on.
+    """
     told = run_on_ray(corpus, short_path, 2)
     assert (told["one node"], told["two nodes"], told["nodes"]) == (wanted, wanted, 2)
+    assert told["interrupted"] == [True, 0, wanted]
     assert told["killed"] == ["worker", "raylet"]
     assert set(told["digests"]) == {wanted}
     assert told["bad"]["error"].rpartition("/")[2] == wanted_of_bad["error"].rpartition("/")[2]
