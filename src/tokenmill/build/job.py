@@ -383,8 +383,11 @@ ONE_CORE = {
     **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
     "TOKENIZERS_PARALLELISM": "false",
+    # Its own pool gives memory back between two batches, and takes it again page by page: a build from Parquet is
+    # a twelfth slower (benchmarks/prepare.py).
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
-"""Environment that keeps the libraries of a process to one core: the parallelism is that of the processes."""
+"""Environment of a worker: it keeps libraries to one core, as the parallelism is that of the processes."""
 
 
 # From what was asked for to a job, with all open that it needs.
