@@ -150,6 +150,7 @@ def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can(make_run, world_s
     [
         ({"rank": 2, "world_size": 2}, "rank: must lie within 0:world_size, got rank 2 of 2"),
         ({"micro_batch": 0}, "micro_batch: must be at least 1, got 0"),
+        ({"micro_batch": 10**9}, "micro_batch: must be at most 16777216 rows, which a process holds at once, got"),
         ({"arrays": ("input_id",)}, r"got 'input_id'; did you mean 'input_ids'\?"),
         ({"threads": -1}, "threads must be at least 0"),
     ],

@@ -37,6 +37,9 @@ _LEFT_OUT = {
 NEEDS = (*_LEFT_OUT, "nothing")
 """What a process can need of a batch."""
 
+MAX_MICRO_BATCH = 1 << 24
+"""Rows of a micro-batch."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -155,6 +158,11 @@ class RankSlice:
     def __post_init__(self) -> None:
         if self.micro_batch < 1:
             raise ConfigError(f"micro_batch: must be at least 1, got {self.micro_batch}; leave it out for 1")
+        if self.micro_batch > MAX_MICRO_BATCH:
+            raise ConfigError(
+                f"micro_batch: must be at most {MAX_MICRO_BATCH} rows, which a process holds at once, got "
+                f"{self.micro_batch}; lower it, a step has as many micro-batches as it takes"
+            )
 
     @property
     def rank(self) -> int:
