@@ -131,7 +131,7 @@ def _keys(files: ForeignFiles, facts: Sequence[Facts], options: ForeignOptions) 
 
 
 def counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
-    """Return what is told numbers one by one, and tells their sum."""
+    """Return a function that adds up the numbers it is given, and reports their sum as progress."""
     done = 0
 
     def count(more: int) -> None:

@@ -1,6 +1,6 @@
 """Writing a store in the formats of other projects: streamed, and read back with their own readers.
 
-A format that has no place for a mask does not get the store at all, unless the mask is given up in so many words.
+A format that has no place for a mask does not get the store at all, unless the mask is given up explicitly.
 What is written has another name until all of it was read back: by tokenmill, and by the project that the format
 is of where that is installed, in a process of its own.
 """
@@ -45,8 +45,9 @@ _NO_READER = 3
 """Exit code of a process whose reader is not installed."""
 _COLUMNS = {"sequence": "input_ids"}
 """Arrays that others know by another name."""
-Told = Callable[[int], None]
-Write = Callable[[Store, Sequence[str], Path, Told], None]
+Advance = Callable[[int], None]
+"""Takes the number of values that were just written or compared."""
+Write = Callable[[Store, Sequence[str], Path, Advance], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class ExportFormat:
     opened_as: str | None
     """What `open_store` calls it; None: it cannot be opened in place."""
     boundaries: tuple[str, ...] = ()
-    """Training types whose documents can be told apart by more than their EOS."""
+    """Training types whose documents can be distinguished by more than their EOS."""
     package: str | None = None
     """Has a reader of its own."""
 
@@ -137,7 +138,7 @@ def export_store(
 
 
 def _chosen_keys(store: Store, format: str, *, drop_masks: bool) -> tuple[list[str], list[str]]:
-    """Return the arrays that are written, and what is to be said of the others; refuse what would be lost."""
+    """Return the arrays that are written, and a note for each of the others; refuse what would be lost."""
     kind, export = store.manifest.kind, EXPORTS[format]
     if not store.num_documents:
         raise StoreError(f"{store.path}: must hold a document to be exported, got none; check the store")
@@ -206,11 +207,11 @@ def _cast(values: AnyArray, dtype: np.dtype[Any], where: Path) -> AnyArray:
 
 
 def _write_blocks(
-    file: BinaryIO, blocks: Iterable[AnyArray], dtype: np.dtype[Any], where: Path, told: Told
+    file: BinaryIO, blocks: Iterable[AnyArray], dtype: np.dtype[Any], where: Path, advance: Advance
 ) -> None:
     for block in blocks:
         file.write(_cast(block, dtype, where).data.cast("B"))
-        told(block.size)
+        advance(block.size)
 
 
 def _dtype(store: Store, key: str) -> np.dtype[Any]:
@@ -223,7 +224,7 @@ def _dtype(store: Store, key: str) -> np.dtype[Any]:
 # The formats.
 
 
-def _write_npy(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+def _write_npy(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write an array a shard, and beside them what they do not say."""
     dtype = store.dtype(keys[0])
     for shard in range(store.num_shards):
@@ -231,20 +232,20 @@ def _write_npy(store: Store, keys: Sequence[str], folder: Path, told: Told) -> N
         with open(folder / f"tokens-{shard:05d}.npy", "wb") as file:
             header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
             np.lib.format.write_array_header_1_0(file, header)
-            _write_blocks(file, _blocks(store, keys[0], shard), dtype, folder, told)
+            _write_blocks(file, _blocks(store, keys[0], shard), dtype, folder, advance)
     identity = store.manifest.tokenizer
     names = ["eos_id", "bos_id"] if identity.get("kind") == UNKNOWN else ["vocab_size", "eos_id", "bos_id"]
     words = {name: identity[name] for name in names if identity.get(name) is not None}
     (folder / SIDECAR).write_text(json.dumps(words), encoding="utf-8")
 
 
-def _write_megatron(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+def _write_megatron(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write one dataset with the prefix `tokens`, a sequence a document."""
     axis = store.axis(keys[0])
     # As its own builder chooses: 16 bits where they do, else signed 32 bits.
     code, dtype = (8, np.dtype("<u2")) if store.dtype(keys[0]).itemsize < 4 else (4, _IDS)
     with open(folder / "tokens.bin", "wb") as file:
-        _write_blocks(file, _blocks(store, keys[0]), dtype, folder, told)
+        _write_blocks(file, _blocks(store, keys[0]), dtype, folder, advance)
     with open(folder / "tokens.idx", "wb") as file:
         count = store.num_documents
         file.write(MEGATRON_HEADER.pack(MEGATRON_MAGIC, 1, code, count, count + 1))
@@ -262,7 +263,7 @@ def _write_megatron(store: Store, keys: Sequence[str], folder: Path, told: Told)
             file.write(np.arange(first, min(count + 1, first + _BLOCK), dtype="<i8").data.cast("B"))
 
 
-def _write_nanoset(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+def _write_nanoset(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write a .ds a shard with its .index and .metadata, and its .loss where there is a mask."""
     ids = token_keys(keys)[0]
     dtype = np.dtype("<u2") if store.dtype(ids).itemsize < 4 else np.dtype("<u4")
@@ -270,26 +271,26 @@ def _write_nanoset(store: Store, keys: Sequence[str], folder: Path, told: Told) 
     for shard in range(store.num_shards):
         place = folder / f"{shard:05d}_tokens.ds"
         with open(place, "wb") as file:
-            _write_blocks(file, _blocks(store, ids, shard), dtype, folder, told)
+            _write_blocks(file, _blocks(store, ids, shard), dtype, folder, advance)
         with open(f"{place}.index", "wb") as file:
             for ends in _ends(store, store.axis(ids), shard):
                 file.write(ends.astype("<u8").data.cast("B"))
         for mask in keys:
             if mask != ids:
                 with open(f"{place}.loss", "wb") as file:
-                    _write_blocks(file, _blocks(store, mask, shard), np.dtype("|u1"), folder, told)
+                    _write_blocks(file, _blocks(store, mask, shard), np.dtype("|u1"), folder, advance)
         count = int(np.diff(store.token_begins)[shard])
         Path(f"{place}.metadata").write_text(f"{name}|{dtype.itemsize}\n{count}\n{count:,} T", encoding="utf-8")
 
 
-def _write_astrai_bin(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+def _write_astrai_bin(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write a folder a shard, with a meta.json and a KEY.bin a key; of pairs it has the offsets, as AstrAI does."""
     for shard in range(store.num_shards):
         place, meta = folder / f"shard_{shard:04d}", {}
         place.mkdir()
         for key, dtype, blocks in _astrai_arrays(store, keys, shard):
             with open(place / f"{key}.bin", "wb") as file:
-                _write_blocks(file, blocks, dtype, folder, told if key in keys else _nothing)
+                _write_blocks(file, blocks, dtype, folder, advance if key in keys else _nothing)
                 meta[key] = {"shape": [file.tell() // dtype.itemsize], "dtype": dtype.name}
             if store.manifest.kind == "dpo":
                 ends = [np.zeros(1, np.int64), *_ends(store, store.axis(key), shard)]
@@ -313,7 +314,7 @@ def _astrai_arrays(
         yield POSITIONS, _IDS, blocks
 
 
-def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write an HDF5 file a shard: a group a key, in it the shard as one dataset, or of pairs a dataset a record."""
     h5py = import_h5py("export", "write")
     for shard in range(store.num_shards):
@@ -324,7 +325,7 @@ def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, told: Told
                     for number, record in enumerate(range(first, last)):
                         values = np.asarray(store.fetch_record(record, key))
                         file.create_dataset(f"{key}/data_{number}", data=_cast(values, dtype, folder))
-                        told(values.size)
+                        advance(values.size)
                     continue
                 count = int(np.diff(store.token_begins)[shard])
                 dataset = file.create_dataset(f"{key}/data_0", (count,), dtype)
@@ -332,10 +333,10 @@ def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, told: Told
                 for block in blocks:
                     dataset[begin : begin + block.size] = _cast(block, dtype, folder)
                     begin += block.size
-                    told(block.size if key in keys else 0)
+                    advance(block.size if key in keys else 0)
 
 
-def _write_hf(store: Store, keys: Sequence[str], folder: Path, told: Told) -> None:
+def _write_hf(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write a Parquet file a shard, a row a record, under `data/` as a dataset of the Hugging Face hub has it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -362,7 +363,7 @@ def _write_hf(store: Store, keys: Sequence[str], folder: Path, told: Told) -> No
                     for kind, offsets in zip(reversed(kinds), reversed(levels), strict=True):
                         column = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), column, type=kind)
                     columns.append(column)
-                    told(flat.size)
+                    advance(flat.size)
                 file.write_batch(pa.record_batch(columns, schema=schema))
 
 
@@ -441,12 +442,12 @@ class _Digest:
         return {key: [state.hexdigest() for state in states] for key, states in self.states.items()}
 
 
-def _store_digest(store: Store, keys: Sequence[str], told: Told) -> dict[str, list[str]]:
+def _store_digest(store: Store, keys: Sequence[str], advance: Advance) -> dict[str, list[str]]:
     digest, nothing = _Digest(), np.empty(0, np.int64)
     for key in keys:
         for block in _blocks(store, key):
             digest.add(key, block)
-            told(block.size)
+            advance(block.size)
         levels = {"": store.axis(key)} | ({"/groups": "groups"} if store.axis(key) == "responses" else {})
         for name, axis in levels.items():
             last = 0
@@ -457,16 +458,16 @@ def _store_digest(store: Store, keys: Sequence[str], told: Told) -> dict[str, li
 
 
 def _compare(
-    store: Store, keys: Sequence[str], format: str, folder: Path, told: Told
+    store: Store, keys: Sequence[str], format: str, folder: Path, advance: Advance
 ) -> tuple[list[str], list[str]]:
-    """Read a folder back and compare it with the store; return what read it, and what is to be said of it."""
+    """Read a folder back and compare it with the store; return who read it, and notes."""
     export, kind = EXPORTS[format], store.manifest.kind
-    expected = _store_digest(store, keys, told)
+    expected = _store_digest(store, keys, advance)
     readers, notes = [], []
     if export.opened_as is None:
         digest = _Digest()
-        for found in _read_parquet(folder):
-            digest.add(*found)
+        for part in _read_parquet(folder):
+            digest.add(*part)
         _require_same(format, "pyarrow", expected, digest.to_json(), kind)
         readers.append("pyarrow")
     else:
@@ -492,11 +493,11 @@ def _compare(
 
 
 def _require_same(
-    format: str, reader: str, expected: Mapping[str, list[str]], found: Mapping[str, list[str]], kind: str
+    format: str, reader: str, expected: Mapping[str, list[str]], actual: Mapping[str, list[str]], kind: str
 ) -> None:
     compared = 2 if kind in EXPORTS[format].boundaries else 1  # values and lengths, or values alone
     for key, digests in expected.items():
-        if found.get(key, [])[:compared] != digests[:compared]:
+        if actual.get(key, [])[:compared] != digests[:compared]:
             raise StoreCorruptError(
                 f"export to {format}: {key} must be read back as it is in the store, got other numbers with "
                 f"{reader}; check the disk, and export again"
@@ -523,8 +524,8 @@ def _read_by_others(format: str, folder: Path) -> dict[str, list[str]] | None:
             f"export to {format}: must be read by {EXPORTS[format].package}, got {done.stderr.strip()[-400:]}; "
             "check that it is installed as a whole"
         )
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    digests: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return digests
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ class ForeignOptions:
     bos_id: int | None = None
     """Starts every document; cuts them where there are neither boundaries nor an EOS."""
     format: str | None = None
-    """One of `FORMATS`; None: told by the files."""
+    """One of `FORMATS`; None: detected from the files."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (("dtype", self.dtype, DTYPE_NAMES), ("format", self.format, tuple(FORMATS))):
@@ -198,7 +198,7 @@ def names_of(files: Sequence[Path]) -> list[str]:
     return [PurePath(os.path.relpath(file.absolute(), folder)).as_posix() for file in files]
 
 
-# Which project wrote a file: told by its content, never by its size.
+# Which project wrote a file, by its content, never by its size.
 
 LLMC_HEADER = 1024
 LLMC_MAGICS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
