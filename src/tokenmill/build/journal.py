@@ -32,29 +32,9 @@ import xxhash
 from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, content_digest, file_digest
 from tokenmill.errors import StoreCorruptError, StoreExistsError
 from tokenmill.fingerprint import canonical, digest, first_difference
+from tokenmill.store import layout, writer
 from tokenmill.store.durable import in_threads, make_folder, sync_folder, write_atomically
-from tokenmill.store.layout import (
-    JOURNAL_FOLDER,
-    MANIFEST,
-    SIDE_FOLDERS,
-    TEMPORARY,
-    FileInfo,
-    Manifest,
-    ShardInfo,
-    is_lease_name,
-    is_shard_name,
-    manifest_bytes,
-    read_manifest,
-)
 from tokenmill.store.notes import origins_file, publish_origins
-from tokenmill.store.writer import (
-    check_file_sizes,
-    check_sizes,
-    clear,
-    publish_shard,
-    refuse_foreign_shards,
-    sync_names,
-)
 from tokenmill.tables import as_json, read_table
 
 MAX_LISTED = 1000
@@ -132,9 +112,9 @@ class UnitResult:
 
     key: str
     counts: UnitCounts
-    shards: Mapping[str, tuple[ShardInfo, ...]]
+    shards: Mapping[str, tuple[layout.ShardInfo, ...]]
     """Route -> its shards, named after their files in the unit's folder."""
-    origins: Mapping[str, Mapping[str, FileInfo]] = field(default_factory=dict)
+    origins: Mapping[str, Mapping[str, layout.FileInfo]] = field(default_factory=dict)
     """Route -> files that say where its documents come from."""
     finished: bool = True
     """False where a bad record stopped the unit: nothing of it may be used."""
@@ -199,7 +179,7 @@ class UnitShards:
     """The shards of a finished unit by route, to be moved into stores."""
 
     key: str
-    shards: Mapping[str, tuple[ShardInfo, ...]]
+    shards: Mapping[str, tuple[layout.ShardInfo, ...]]
     pieces: tuple[tuple[str, str, int], ...] = ()
     """Of each piece of the unit the name of its file, what is counted there, and how many stand before it."""
 
@@ -214,7 +194,7 @@ class Publication:
     """Routes of that store."""
     units: tuple[UnitShards, ...]
     """In order."""
-    base: Mapping[str, tuple[ShardInfo, ...]]
+    base: Mapping[str, tuple[layout.ShardInfo, ...]]
     """Route -> shards that are there already, before those of the units."""
     manifest: Mapping[str, Any]
     """Fields of `Manifest` that all stores have in common."""
@@ -227,7 +207,7 @@ class Journal:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.folder = out / JOURNAL_FOLDER
+        self.folder = out / layout.JOURNAL_FOLDER
         self.units = self.folder / "units"
         self.scans = self.folder / "scans"
         self.fates = self.folder / "fates"
@@ -336,7 +316,7 @@ class Journal:
         (self.folder / PUBLISH).unlink()
         sync_folder(self.folder)
 
-    def _move(self, move: tuple[UnitShards, str, int]) -> tuple[list[ShardInfo], list[Path]]:
+    def _move(self, move: tuple[UnitShards, str, int]) -> tuple[list[layout.ShardInfo], list[Path]]:
         """Move the shards of a unit for one route into its store, from a number on.
 
         Returns them under their new names, and the file of their origins, which is not synced yet.
@@ -345,7 +325,7 @@ class Journal:
         folder, store, listed = route_folder(self.units / unit.key, route), self.out / route, unit.shards[route]
         file = origins_file(store, first)
         noted = publish_origins(folder, file, sum(shard.documents for shard in listed), unit.pieces)
-        named = [publish_shard(shard, folder, store, first + number) for number, shard in enumerate(listed)]
+        named = [writer.publish_shard(shard, folder, store, first + number) for number, shard in enumerate(listed)]
         return named, [file] if noted else []
 
     def _drop_scans(self, kept: Sequence[str]) -> None:
@@ -358,9 +338,9 @@ class Journal:
             self.scans.rmdir()
 
 
-def _write_manifest(store: Path, route: str, publication: Publication, shards: Sequence[ShardInfo]) -> None:
+def _write_manifest(store: Path, route: str, publication: Publication, shards: Sequence[layout.ShardInfo]) -> None:
     """Write the manifest of one store; its inputs say what each file gave to this store, not to the others."""
-    sync_names(store)
+    writer.sync_names(store)
     finished = publication.ledger
     inputs = []
     for file in finished.inputs[:MAX_INPUTS]:
@@ -375,15 +355,15 @@ def _write_manifest(store: Path, route: str, publication: Publication, shards: S
         skipped["notes"] = finished.notes
     if route in finished.noted:
         skipped["noted"] = finished.noted[route]
-    manifest = Manifest(**publication.manifest, shards=tuple(shards), inputs=tuple(inputs), skipped=skipped)
-    write_atomically(store / MANIFEST, manifest_bytes(manifest))
+    manifest = layout.Manifest(**publication.manifest, shards=tuple(shards), inputs=tuple(inputs), skipped=skipped)
+    write_atomically(store / layout.MANIFEST, layout.manifest_bytes(manifest))
 
 
 def _clear_store(out: Path, route: str) -> None:
     """Take the old store of a route away; in `out` itself the journal stays."""
     store = out / route
     if store.is_dir():
-        clear(store, keep=(JOURNAL_FOLDER,))
+        writer.clear(store, keep=(layout.JOURNAL_FOLDER,))
     if route:
         # Folders of routes that the new store may not have.
         for folder in (store, *store.parents):
@@ -407,9 +387,9 @@ def check_unit(folder: Path, result: UnitResult) -> None:
     """Raise StoreCorruptError if files of a unit are gone or of another size."""
     for route, shards in result.shards.items():
         for shard in shards:
-            check_sizes(route_folder(folder, route) / shard.name, shard)
+            writer.check_sizes(route_folder(folder, route) / shard.name, shard)
     for route, files in result.origins.items():
-        check_file_sizes(route_folder(folder, route), files)
+        writer.check_file_sizes(route_folder(folder, route), files)
 
 
 def route_folder(unit: Path, route: str) -> Path:
@@ -497,7 +477,7 @@ def begin_build(
     """Find out what there is to do, and note in the journal that it has begun; refuse what does not fit."""
     finished, unfinished = journal.finished(), journal.unfinished()
     refuse_strangers(journal.out, finished.routes if finished else ())
-    if finished is None and (journal.out / MANIFEST).exists() and not rebuild and unfinished is None:
+    if finished is None and (journal.out / layout.MANIFEST).exists() and not rebuild and unfinished is None:
         raise StoreExistsError(
             f"{journal.out}: must not hold a store that prepare cannot add to, got one without its journal; "
             "choose another path or --rebuild it"
@@ -515,7 +495,7 @@ def begin_build(
     routes = finished.routes if finished is not None else ()
     if replaces:
         for route in {"", *routes}:
-            refuse_foreign_shards(journal.out / route)
+            writer.refuse_foreign_shards(journal.out / route)
     else:
         refuse_left_shards(journal.out, routes)
     base = None if replaces else finished
@@ -661,15 +641,15 @@ def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any],
 
 def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
     """Raise if the folder holds what no build put there: nothing of it may be lost, or taken for a store's."""
-    folders = {out: {JOURNAL_FOLDER}} | {out / route: set() for route in routes if route}
+    folders = {out: {layout.JOURNAL_FOLDER}} | {out / route: set() for route in routes if route}
     for route in routes:
         parts = route.split("/") if route else []
         for depth, part in enumerate(parts):
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            ours = child.name in {MANIFEST, *SIDE_FOLDERS} | TEMPORARY | known
-            if not ours and not is_shard_name(child.name) and not is_lease_name(child.name):
+            ours = child.name in {layout.MANIFEST, *layout.SIDE_FOLDERS} | layout.TEMPORARY | known
+            if not ours and not layout.is_shard_name(child.name) and not layout.is_lease_name(child.name):
                 raise StoreExistsError(
                     f"{folder}: must be a folder of its own for the store, got {child.name!r} in it; "
                     "choose another path"
@@ -679,8 +659,8 @@ def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
 def refuse_left_shards(out: Path, routes: Sequence[str]) -> None:
     """Raise if there are shards that no manifest lists: new ones would have their names."""
     for route in {"", *routes}:
-        listed = {shard.name for shard in read_manifest(out / route).shards} if route in routes else set()
-        left = [child.name for child in (out / route).iterdir() if is_shard_name(child.name)]
+        listed = {shard.name for shard in layout.read_manifest(out / route).shards} if route in routes else set()
+        left = [child.name for child in (out / route).iterdir() if layout.is_shard_name(child.name)]
         if strange := sorted(set(left) - listed):
             raise StoreExistsError(
                 f"{out / route}: must hold no shards but those of its manifest, got {strange[0]!r}; "

@@ -22,19 +22,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.build.journal import (
-    RESULT,
-    ROUTES,
-    WORKERS,
-    UnitCounts,
-    UnitResult,
-    add_counts,
-    check_unit,
-    read_signed,
-    route_folder,
-    unit_result,
-    write_signed,
-)
+from tokenmill.build import journal
 from tokenmill.documents import BadRecord, DocumentBatch, ReadOptions, Unit, read_unit
 from tokenmill.encode import Refusal
 from tokenmill.encode.recipe import Reading, RecordEncoder
@@ -96,20 +84,20 @@ class OpenJob:
 
 def write_unit(
     opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
-) -> UnitResult:
+) -> journal.UnitResult:
     """Turn a unit into finished shards, go on where an earlier attempt left off, or find that another has done it.
 
     Any number of processes may do the same unit at once. What goes wrong in one of them is of no account once
     another has done it, which also clears away what the others write.
     """
-    known = unit_result(opened.folder, key)
+    known = journal.unit_result(opened.folder, key)
     if known is not None:
         return known
     try:
         with disk_errors_explained(unit, opened.folder):
             return _attempt(opened, unit, key, fates, tick)
     except Exception as error:  # a file that was cleared away under it may be missed anywhere
-        known = unit_result(opened.folder, key)
+        known = journal.unit_result(opened.folder, key)
         if known is None:
             _note_failure(opened, key, str(error))
             raise
@@ -120,18 +108,18 @@ def write_unit(
 def _note_failure(opened: OpenJob, key: str, why: str) -> None:
     """Leave word of a unit that failed for who looks at the build; where it cannot be left, nothing is lost."""
     with suppress(OSError):
-        (opened.folder.parent / WORKERS / f"{key}{FAILED}").write_text(why[:1000], encoding="utf-8")
+        (opened.folder.parent / journal.WORKERS / f"{key}{FAILED}").write_text(why[:1000], encoding="utf-8")
 
 
 def _attempt(
     opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
-) -> UnitResult:
-    (opened.folder.parent / WORKERS / f"{key}{FAILED}").unlink(missing_ok=True)
+) -> journal.UnitResult:
+    (opened.folder.parent / journal.WORKERS / f"{key}{FAILED}").unlink(missing_ok=True)
     writer = UnitWriter(opened.folder, key, len(unit.pieces), opened.spec, keeps=bool(opened.keep))
     with closing(writer):
         counts = writer.counts
         done, wanted = counts.batches, _num_wanted(fates)
-        progress = WorkerFile(opened.folder.parent / WORKERS, unit.bytes, resumed=done > 0)
+        progress = WorkerFile(opened.folder.parent / journal.WORKERS, unit.bytes, resumed=done > 0)
         if not done:
             progress.note(key, 0, counts)
         for number, batch in enumerate(read_unit(unit, opened.reading)):
@@ -139,13 +127,13 @@ def _attempt(
                 continue  # before the checkpoint that this unit goes on from
             if fates is not None and wanted < fates.size and counts.place >= wanted:
                 # All that is left is beyond max_items: counted, and good or bad not looked at.
-                add_counts(counts.skipped, {"max_items": len(batch.documents) + _num_lost(batch.bad)})
+                journal.add_counts(counts.skipped, {"max_items": len(batch.documents) + _num_lost(batch.bad)})
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
             if any(opened.stop or bad.reason == TOO_LONG for bad in counts.bad):
                 bad = counts.bad[-1]
                 _note_failure(opened, key, f"{unit.pieces[bad.piece].file.path}: {bad.reason}, {bad.detail}")
-                return UnitResult(key=key, counts=counts, shards={}, finished=False)
+                return journal.UnitResult(key=key, counts=counts, shards={}, finished=False)
             for run in batch.runs:
                 counts.lines[run.piece] += run.num_lines
             counts.batches += 1
@@ -182,7 +170,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
         return bad + _append(documents, ROUTE, None, writer)
     left = None if fates is None else fates[counts.place :]
     chosen = _select(documents, left)
-    add_counts(counts.skipped, chosen.left_out)
+    journal.add_counts(counts.skipped, chosen.left_out)
     counts.place += chosen.num_eligible
     for index, value in chosen.without_domain:
         piece, line = batch.place(index)
@@ -197,7 +185,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
     if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
         # What is wrong with records that are not wanted is nobody's trouble.
         before = [record for record in bad if (record.piece, record.line) < batch.place(last)]
-        add_counts(counts.skipped, {"max_items": _num_lost(bad) - _num_lost(before)})
+        journal.add_counts(counts.skipped, {"max_items": _num_lost(bad) - _num_lost(before)})
         bad = before
     return bad
 
@@ -228,7 +216,7 @@ def _append(documents: _Documents, route: str, indices: Int64Array | None, write
             _chosen(documents.contents, None if kept.size == len(batch.documents) else kept)
         )
     counts.truncated += records.truncated
-    add_counts(counts.notes, records.notes)
+    journal.add_counts(counts.notes, records.notes)
     return _refused(documents, chosen, records, counts)
 
 
@@ -237,13 +225,15 @@ def _chosen(items: Sequence[T], indices: Int64Array | None) -> Sequence[T]:
     return items if indices is None else [items[index] for index in indices.tolist()]
 
 
-def _refused(documents: _Documents, indices: Int64Array, records: Records, counts: UnitCounts) -> list[BadRecord]:
+def _refused(
+    documents: _Documents, indices: Int64Array, records: Records, counts: journal.UnitCounts
+) -> list[BadRecord]:
     """Say where the records are that could not be encoded; those that are left out on purpose are counted."""
     on_purpose = {LEFT_OUT_BY_MAP} | ({TOO_LONG} if documents.opened.chosen.on_long == "drop" else set())
     bad = []
     for refused in records.refused:
         if refused.reason in on_purpose:
-            add_counts(counts.skipped, {refused.reason: 1})
+            journal.add_counts(counts.skipped, {refused.reason: 1})
             continue
         piece, line = documents.batch.place(int(indices[refused.index]))
         bad.append(BadRecord(piece=piece, line=line, reason=refused.reason, detail=refused.detail))
@@ -280,8 +270,8 @@ def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -
 
 
 def _hashes(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> Iterator[bytes]:
-    chosen, counts = opened.chosen, UnitCounts(lines=[])
-    progress = WorkerFile(opened.folder.parent / WORKERS, unit.bytes, resumed=False)
+    chosen, counts = opened.chosen, journal.UnitCounts(lines=[])
+    progress = WorkerFile(opened.folder.parent / journal.WORKERS, unit.bytes, resumed=False)
     progress.note(key, 0, counts)
     for batch in read_unit(unit, opened.reading):
         progress.note(key, min(batch.position, unit.bytes), counts)
@@ -632,7 +622,7 @@ class UnitWriter:
         self._origins: dict[str, OriginWriter] = {}
         self._latest = ""
         """The route whose files may be open."""
-        self.counts = UnitCounts(lines=[0] * num_pieces)
+        self.counts = journal.UnitCounts(lines=[0] * num_pieces)
         self._attempts.mkdir(exist_ok=True)  # not those above: where they are gone, the build is over
         self._resume()
         self._saved = time.monotonic()
@@ -642,8 +632,8 @@ class UnitWriter:
         series = self._series.get(route)
         if series is None:
             # What stands there was begun after the checkpoint that this unit goes on from.
-            shutil.rmtree(route_folder(self._folder, route), ignore_errors=True)
-            series = self._series[route] = ShardSeries(route_folder(self._folder, route), self._spec)
+            shutil.rmtree(journal.route_folder(self._folder, route), ignore_errors=True)
+            series = self._series[route] = ShardSeries(journal.route_folder(self._folder, route), self._spec)
         if self._latest != route:
             self.close()  # a build may have thousands of routes, and write to them in turn
         self._latest = route
@@ -652,7 +642,7 @@ class UnitWriter:
     def note_origins(self, route: str, pieces: Int64Array, lines: Int64Array, kept: Sequence[bytes]) -> None:
         """Note where records come from that were added to a route just now."""
         if route not in self._origins:
-            self._origins[route] = OriginWriter(route_folder(self._folder, route), keeps=self._keeps)
+            self._origins[route] = OriginWriter(journal.route_folder(self._folder, route), keeps=self._keeps)
         self._origins[route].append(pieces, lines, kept)
 
     def checkpoint(self, every_seconds: float) -> None:
@@ -664,27 +654,29 @@ class UnitWriter:
             "routes": {route: series.checkpoint() for route, series in self._series.items()},
             "origins": {route: as_json(origins.sync()) for route, origins in self._origins.items()},
         }
-        write_signed(self._folder / _CHECKPOINT, state)
+        journal.write_signed(self._folder / _CHECKPOINT, state)
         self._saved = time.monotonic()
 
-    def commit(self) -> UnitResult:
+    def commit(self) -> journal.UnitResult:
         """Finish all shards and make this attempt the unit: from here on it is done."""
         shards = {route: tuple(series.finish()) for route, series in sorted(self._series.items())}
         origins = {route: each.sync().files for route, each in sorted(self._origins.items())}
-        result = UnitResult(key=self.key, counts=self.counts, shards=shards, origins=origins)
+        result = journal.UnitResult(key=self.key, counts=self.counts, shards=shards, origins=origins)
         self.close()
         (self._folder / _CHECKPOINT).unlink(missing_ok=True)
         # Every folder on the way to a shard, as the name of each is kept in the one above.
-        for folder, _, _ in os.walk(self._folder / ROUTES):
+        for folder, _, _ in os.walk(self._folder / journal.ROUTES):
             sync_folder(Path(folder))
-        write_signed(self._folder / RESULT, as_json(result))
-        check_unit(self._folder, result)  # a build that is over was cleared away, perhaps while this one was paused
+        journal.write_signed(self._folder / journal.RESULT, as_json(result))
+        journal.check_unit(
+            self._folder, result
+        )  # a build that is over was cleared away, perhaps while this one was paused
         final = self._units / self.key
         try:
             os.rename(self._folder, final)
         except OSError:
             # Another attempt was first: the same bytes. Unless its files were damaged since: then it makes room.
-            known = unit_result(self._units, self.key)
+            known = journal.unit_result(self._units, self.key)
             if known is None:
                 os.rename(final, self._folder.with_name(f"{self._folder.name}-damaged"))
                 os.rename(self._folder, final)
@@ -703,7 +695,7 @@ class UnitWriter:
         found: list[tuple[int, Path]] = []
         for attempt in self._attempts.iterdir():
             with suppress(StoreCorruptError, KeyError, TypeError, OSError):
-                state = read_signed(attempt / _CHECKPOINT)
+                state = journal.read_signed(attempt / _CHECKPOINT)
                 if state is not None:
                     found.append((int(state["counts"]["batches"]), attempt))
         for _, attempt in sorted(found, reverse=True):
@@ -715,24 +707,24 @@ class UnitWriter:
                 self._reopen()
                 return
             self._series, self._origins = {}, {}
-            self.counts = UnitCounts(lines=[0] * len(self.counts.lines))
+            self.counts = journal.UnitCounts(lines=[0] * len(self.counts.lines))
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
 
     def _reopen(self) -> None:
         """Go on from the checkpoint in the folder; raise where it or the files are not whole."""
-        state = read_signed(self._folder / _CHECKPOINT)
+        state = journal.read_signed(self._folder / _CHECKPOINT)
         if state is None:
             raise KeyError(_CHECKPOINT)
         self._series = {
-            route: ShardSeries.reopen(route_folder(self._folder, route), self._spec, saved)
+            route: ShardSeries.reopen(journal.route_folder(self._folder, route), self._spec, saved)
             for route, saved in state["routes"].items()
         }
         for route, saved in state["origins"].items():
             origin = read_table(OriginCheckpoint, saved, "origins", error=StoreCorruptError)
-            folder = route_folder(self._folder, route)
+            folder = journal.route_folder(self._folder, route)
             self._origins[route] = OriginWriter(folder, keeps=self._keeps, saved=origin)
-        self.counts = read_table(UnitCounts, state["counts"], "counts", error=StoreCorruptError)
+        self.counts = read_table(journal.UnitCounts, state["counts"], "counts", error=StoreCorruptError)
 
 
 class WorkerFile:
@@ -748,7 +740,7 @@ class WorkerFile:
         self._first = None if resumed else (time.monotonic(), 0)
         """Since when it works at the unit, and from where on: if a checkpoint was before, both are noted first."""
 
-    def note(self, key: str, position: int, counts: UnitCounts) -> None:
+    def note(self, key: str, position: int, counts: journal.UnitCounts) -> None:
         """Say how far a unit is, if the last time is a while ago; where it cannot be said, nothing is lost."""
         now = time.monotonic()
         if now - self._last < SECONDS_BETWEEN_NOTES:

@@ -19,18 +19,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import tomli_w
 
+from tokenmill.config import schedule
 from tokenmill.config.edits import QuarantineConfig, SkipConfig
 from tokenmill.config.evals import EvalConfig
-from tokenmill.config.schedule import (
-    UNSAID,
-    BatchSize,
-    TokenClock,
-    Tokens,
-    agreed,
-    read_batch,
-    read_tokens,
-    wind_clock,
-)
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
@@ -79,13 +70,13 @@ _SINGLE = ("run", "remote")
 class RunConfig:
     """The table [run]."""
 
-    global_batch_size: BatchSize
+    global_batch_size: schedule.BatchSize
     """Rows of one optimizer step, over all ranks; or a table of `from`, `to`, `step`, and `over_tokens` or
     `over_steps`: it then grows from the first step of the run on."""
     seq_len: int
     steps: int | None = None
     """Optimizer steps. This, `tokens` or `epochs`, unless a trainer says how long it goes on."""
-    tokens: Tokens | None = None
+    tokens: schedule.Tokens | None = None
     """In place of steps: input slots of the whole run, such as "2T"; as many steps as it takes to have them."""
     epochs: Number | None = None
     """In place of steps: how often every row of every source is read. The last step is filled with the first rows
@@ -146,7 +137,7 @@ class RunConfig:
         if self.steps is not None:
             check_positive("run", "steps", self.steps)
         if self.tokens is not None:
-            read_tokens("run", "tokens", self.tokens)
+            schedule.read_tokens("run", "tokens", self.tokens)
         if self.epochs is not None:
             self._check_epochs(self.epochs)
         _check_sizes("run", self.global_batch_size, self.seq_len)
@@ -282,13 +273,13 @@ class StageConfig:
     """A run of steps as it is written; what it does not say (None), it takes from [run]."""
 
     name: str
-    start_step: int = UNSAID
+    start_step: int = schedule.UNSAID
     """This, or `start_tokens`."""
-    start_tokens: Tokens | None = None
+    start_tokens: schedule.Tokens | None = None
     """In place of a step: after so many input slots of the run, such as "800B"; the first step from there on."""
     weights: Mapping[str, Number] | Sizes | None = None
     seed: int | None = None
-    global_batch_size: BatchSize | None = None
+    global_batch_size: schedule.BatchSize | None = None
     seq_len: int | None = None
     packing: str | None = None
     split: str | None = None
@@ -304,7 +295,7 @@ class StageConfig:
     """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
     `cosine`."""
     ramp_steps: int | None = None
-    ramp_tokens: Tokens | None = None
+    ramp_tokens: schedule.Tokens | None = None
     """In place of steps: input slots that the ramp takes."""
     ramp_from: Mapping[str, Number] | None = None
     """Weights that the ramp starts from, if not those of the stage before."""
@@ -322,7 +313,7 @@ class StageConfig:
         if self.ramp is not None:
             check_choice(where, "ramp", self.ramp, RAMPS)
             if self.ramp_tokens is not None:
-                read_tokens(where, "ramp_tokens", self.ramp_tokens)
+                schedule.read_tokens(where, "ramp_tokens", self.ramp_tokens)
             elif self.ramp_steps is None or self.ramp_steps < 1:
                 got = "none" if self.ramp_steps is None else self.ramp_steps
                 raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
@@ -424,7 +415,7 @@ class Config:
     quarantine: tuple[QuarantineConfig, ...] = ()
     evals: tuple[EvalConfig, ...] = ()
     remote: RemoteOptions = RemoteOptions()  # noqa: RUF009 - it is frozen
-    clock: TokenClock = field(init=False, repr=False, compare=False)
+    clock: schedule.TokenClock = field(init=False, repr=False, compare=False)
     """How many tokens have passed before each step."""
 
     def __post_init__(self) -> None:
@@ -459,20 +450,20 @@ class Config:
     def _settle_tokens(self) -> None:
         """Fill in the steps of what is said in tokens."""
         stages = self.stages or (StageConfig(name="main", start_step=0),)
-        clock, starts = wind_clock(self.run, stages)
+        clock, starts = schedule.wind_clock(self.run, stages)
         object.__setattr__(self, "clock", clock)
         run = self.run
         if run.tokens is not None:
-            steps = clock.step_at(read_tokens("run", "tokens", run.tokens))
-            object.__setattr__(self, "run", replace(run, steps=agreed("run", "steps", run.steps, steps)))
+            steps = clock.step_at(schedule.read_tokens("run", "tokens", run.tokens))
+            object.__setattr__(self, "run", replace(run, steps=schedule.agreed("run", "steps", run.steps, steps)))
         settled = []
         for stage, start in zip(self.stages, starts, strict=False):
             ramp = stage.ramp_steps
             if stage.ramp_tokens is not None:
                 where = f"stage {stage.name!r}"
-                tokens = read_tokens(where, "ramp_tokens", stage.ramp_tokens)
+                tokens = schedule.read_tokens(where, "ramp_tokens", stage.ramp_tokens)
                 found = clock.step_at(clock.tokens_at(start) + tokens) - start
-                ramp = agreed(where, "ramp_steps", ramp, found)
+                ramp = schedule.agreed(where, "ramp_steps", ramp, found)
             settled.append(replace(stage, start_step=start, ramp_steps=ramp))
         object.__setattr__(self, "stages", tuple(settled))
         object.__setattr__(self, "skip", tuple(skip.resolved(clock) for skip in self.skip))
@@ -495,9 +486,9 @@ class Config:
         if edit.from_tokens is None:
             return edit
         where = f"quarantine of {edit.source!r}"
-        step = self.clock.step_at(read_tokens(where, "from_tokens", edit.from_tokens))
+        step = self.clock.step_at(schedule.read_tokens(where, "from_tokens", edit.from_tokens))
         said = None if edit.from_step < 0 else edit.from_step
-        return replace(edit, from_step=agreed(where, "from_step", said, step))
+        return replace(edit, from_step=schedule.agreed(where, "from_step", said, step))
 
     @property
     def trained_names(self) -> tuple[str, ...]:
@@ -729,9 +720,9 @@ def _plain_paths(value: Any) -> Any:  # noqa: ANN401 - a path, several, or nothi
     return tuple(map(_plain_paths, value)) if isinstance(value, list | tuple) else value
 
 
-def _check_sizes(where: str, global_batch_size: BatchSize | None, seq_len: int | None) -> None:
+def _check_sizes(where: str, global_batch_size: schedule.BatchSize | None, seq_len: int | None) -> None:
     if global_batch_size is not None:
-        read_batch(where, global_batch_size)
+        schedule.read_batch(where, global_batch_size)
     if seq_len is not None:
         check_positive(where, "seq_len", seq_len)
     if seq_len is not None and seq_len > MAX_SEQ_LEN:

@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokenmill.documents.units import (
-    Format,
-    Group,
-    InputFile,
-    Piece,
-    ReadOptions,
-    RecordError,
-    decode_utf8,
-    open_input,
-    read_each,
-)
+from tokenmill.documents import units
 from tokenmill.errors import DocumentError, nearest
 
 if TYPE_CHECKING:
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_ROWS = 4096
 
 
-def wanted_columns(schema: pa.Schema, options: ReadOptions, path: str) -> list[str]:
+def wanted_columns(schema: pa.Schema, options: units.ReadOptions, path: str) -> list[str]:
     """Return the top-level columns to read; raise where there is no column of texts, or two of one name."""
     twins = [name for name in dict.fromkeys(schema.names) if schema.names.count(name) > 1]
     if twins:
@@ -66,15 +56,15 @@ def text_path(schema: pa.Schema, text_field: str) -> list[str]:
     return [text_field] if text_field in schema.names else text_field.split(".")
 
 
-def rows_at_once(num_rows: int, num_bytes: int, options: ReadOptions) -> int:
+def rows_at_once(num_rows: int, num_bytes: int, options: units.ReadOptions) -> int:
     """Return how many rows together have about the size of a batch."""
     each = max(num_bytes // max(num_rows, 1), 1)
     return max(1, min(options.batch_bytes // each, options.batch_documents, _MAX_ROWS))
 
 
 def column_groups(
-    batch: pa.RecordBatch, options: ReadOptions, position: int, *, decompressed: bool = False
-) -> Iterator[Group]:
+    batch: pa.RecordBatch, options: units.ReadOptions, position: int, *, decompressed: bool = False
+) -> Iterator[units.Group]:
     """Read the documents of a record batch, a slice of rows at a time.
 
     Nothing is taken from a column before it has been validated: a hostile offset would point anywhere in memory.
@@ -139,22 +129,22 @@ def _text_kinds() -> tuple[Any, ...]:
     )
 
 
-def _texts(cells: pa.Array, options: ReadOptions) -> Group:
+def _texts(cells: pa.Array, options: units.ReadOptions) -> units.Group:
     """Read the texts of cells; nulls, cells that are not UTF-8 and those that are too long are bad."""
     if cells.nbytes <= options.max_record_bytes:  # else one of them may be too long
         with suppress(UnicodeDecodeError):
             texts = _values(cells)
             if set(map(type, texts)) <= {str}:
-                return Group(documents=texts)
+                return units.Group(documents=texts)
 
     def text(value: bytes | None) -> str:
         if value is None:
-            raise RecordError("not_text", f"field {options.text_field!r} is null")
+            raise units.RecordError("not_text", f"field {options.text_field!r} is null")
         if len(value) > options.max_record_bytes:
-            raise RecordError("too_long", f"{len(value)} bytes")
-        return decode_utf8(value)
+            raise units.RecordError("too_long", f"{len(value)} bytes")
+        return units.decode_utf8(value)
 
-    return read_each(_values(_as_bytes(cells)), text)
+    return units.read_each(_values(_as_bytes(cells)), text)
 
 
 def _values(cells: pa.Array) -> list[Any]:
@@ -193,16 +183,18 @@ def _as_bytes(cells: pa.Array) -> pa.Array:
     return next((cells.view(raw) for text, raw in kinds if cells.type == text), cells)
 
 
-def _records(rows: pa.RecordBatch, max_bytes: int, *, intact: bool) -> Group:
+def _records(rows: pa.RecordBatch, max_bytes: int, *, intact: bool) -> units.Group:
     """Read rows as whole records."""
     restore = {
         name: restored for name in rows.schema.names if (restored := _restored(rows.schema.field(name).type))
     }
     if intact and rows.nbytes <= max_bytes:
-        with suppress(RecordError, ValueError, OverflowError):  # a time that Python has no object for
-            return Group(documents=[_restore(record, restore) for record in rows.to_pylist()], size=rows.nbytes)
+        with suppress(units.RecordError, ValueError, OverflowError):  # a time that Python has no object for
+            return units.Group(
+                documents=[_restore(record, restore) for record in rows.to_pylist()], size=rows.nbytes
+            )
     slices = (rows.slice(line, 1) for line in range(rows.num_rows))
-    group = read_each(slices, partial(_record, restore=restore, max_bytes=max_bytes))
+    group = units.read_each(slices, partial(_record, restore=restore, max_bytes=max_bytes))
     group.size = rows.nbytes if intact else 0
     return group
 
@@ -215,13 +207,13 @@ def _record(row: pa.RecordBatch, restore: Mapping[str, Callable[[Any], Any]], ma
     except pa.ArrowInvalid as error:
         if "UTF8" not in str(error):
             raise
-        raise RecordError("utf8", str(error).strip()) from None
+        raise units.RecordError("utf8", str(error).strip()) from None
     if row.nbytes > max_bytes:
-        raise RecordError("too_long", f"{row.nbytes} bytes")
+        raise units.RecordError("too_long", f"{row.nbytes} bytes")
     try:
         (record,) = row.to_pylist()
     except (ValueError, OverflowError) as error:
-        raise RecordError("value", str(error)) from None
+        raise units.RecordError("value", str(error)) from None
     return _restore(record, restore)
 
 
@@ -262,7 +254,7 @@ def _parsed(text: str | None) -> Any:  # noqa: ANN401 - any JSON value
     try:
         return None if text is None else msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RecordError("json", str(error)) from None
+        raise units.RecordError("json", str(error)) from None
 
 
 # Parquet files by row groups, a batch of rows in memory at a time.
@@ -274,7 +266,7 @@ longer to read (benchmarks/prepare.py)."""
 _DICTIONARY_BYTES = 256 << 20
 
 
-def _parquet_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+def _parquet_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
     with _open_parquet(file) as opened:
         about = opened.metadata
@@ -282,7 +274,7 @@ def _parquet_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, in
     return runs(sizes, file.bytes, chunk_bytes)
 
 
-def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+def _read_parquet(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read the rows of the piece's row groups, of the columns that are needed."""
     with _open_parquet(piece.file) as opened:
         schema = opened.schema_arrow
@@ -295,7 +287,7 @@ def _read_parquet(piece: Piece, options: ReadOptions) -> Iterator[Group]:
                 yield from column_groups(batch, options, position, decompressed=True)
 
 
-PARQUET = Format(counts="row", read=_read_parquet, ranges=_parquet_ranges)
+PARQUET = units.Format(counts="row", read=_read_parquet, ranges=_parquet_ranges)
 
 
 def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -315,7 +307,7 @@ def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple
 
 
 def _batches(
-    opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions
+    opened: pq.ParquetFile, group: int, leaves: list[str], options: units.ReadOptions
 ) -> Iterator[pa.RecordBatch]:
     """Read a row group: its first row, then as many rows at a time as its sizes allow."""
     num_rows = 0
@@ -330,7 +322,7 @@ def _batches(
         raise OSError(f"{num_rows} of the {wanted} rows of row group {group}")
 
 
-def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options: ReadOptions) -> int:
+def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options: units.ReadOptions) -> int:
     """Return how many rows to read at a time, by the sizes that the footer gives.
 
     A column may have a dictionary, and every row its largest entry: so many rows are taken that even then they
@@ -354,12 +346,12 @@ def _is_below(path: str, leaves: list[str]) -> bool:
 
 
 @contextmanager
-def _open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
+def _open_parquet(file: units.InputFile) -> Iterator[pq.ParquetFile]:
     """Open a file; what Arrow finds wrong with it, now or later, raises DocumentError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open_input(file, exact=True):
+    with units.open_input(file, exact=True):
         try:
             # Columns are read through a buffer, else a whole column of a row group would be in memory at once.
             with pq.ParquetFile(
@@ -380,7 +372,7 @@ _OLD_FEATHER_MARK = b"FEA1"
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def _arrow_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+def _arrow_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Cut a file into runs of record batches of about `chunk_bytes`; reads its index or its messages' heads."""
     import pyarrow as pa
 
@@ -396,7 +388,7 @@ def _arrow_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int,
     return runs(sizes, file.bytes, chunk_bytes)
 
 
-def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+def _read_arrow(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read the rows of the piece's record batches, of the columns that are needed."""
     with _mapped(piece.file) as (source, is_file):
         batches = _file_batches if is_file else _stream_batches
@@ -405,11 +397,13 @@ def _read_arrow(piece: Piece, options: ReadOptions) -> Iterator[Group]:
             yield from column_groups(batch, options, position)
 
 
-ARROW = Format(counts="row", read=_read_arrow, ranges=_arrow_ranges)
+ARROW = units.Format(counts="row", read=_read_arrow, ranges=_arrow_ranges)
 """Files with an index of their record batches, and streams without, as Hugging Face datasets keep them."""
 
 
-def _file_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+def _file_batches(
+    source: pa.NativeFile, piece: units.Piece, options: units.ReadOptions
+) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     chosen = _chosen(pa.ipc.open_file(source).schema, piece, options)
@@ -418,7 +412,9 @@ def _file_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -> 
         yield reader.get_batch(index)
 
 
-def _stream_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+def _stream_batches(
+    source: pa.NativeFile, piece: units.Piece, options: units.ReadOptions
+) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     chosen = _chosen(pa.ipc.open_stream(source).schema, piece, options)
@@ -434,7 +430,7 @@ def _stream_batches(source: pa.NativeFile, piece: Piece, options: ReadOptions) -
             yield batch
 
 
-def _chosen(schema: pa.Schema, piece: Piece, options: ReadOptions) -> pa.ipc.IpcReadOptions:
+def _chosen(schema: pa.Schema, piece: units.Piece, options: units.ReadOptions) -> pa.ipc.IpcReadOptions:
     import pyarrow as pa
 
     names = wanted_columns(schema, options, piece.file.path)
@@ -442,11 +438,11 @@ def _chosen(schema: pa.Schema, piece: Piece, options: ReadOptions) -> pa.ipc.Ipc
 
 
 @contextmanager
-def _mapped(file: InputFile) -> Iterator[tuple[pa.NativeFile, bool]]:
+def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool]]:
     """Map a file: (source, whether it has an index); what is wrong with it raises DocumentError, then or later."""
     import pyarrow as pa
 
-    with open_input(file, exact=True) as stream:
+    with units.open_input(file, exact=True) as stream:
         head = stream.read(len(_FILE_MARK))
         stream.seek(max(file.bytes - len(_STREAM_END), 0))
         tail = stream.read()
@@ -465,7 +461,7 @@ def _mapped(file: InputFile) -> Iterator[tuple[pa.NativeFile, bool]]:
         raise _damaged(file, " ".join(str(error).split())) from None
 
 
-def _damaged(file: InputFile, what: str) -> DocumentError:
+def _damaged(file: units.InputFile, what: str) -> DocumentError:
     return DocumentError(
         f"{file.path}: must be an intact Arrow file, got {what}; copy or download it again, or fix its name"
     )

@@ -11,21 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from tokenmill.documents.units import (
-    BLOCK_BYTES,
-    Format,
-    Group,
-    InputFile,
-    Piece,
-    ReadOptions,
-    RecordError,
-    decode_utf8,
-    file_blocks,
-    open_blocks,
-    open_input,
-    read_each,
-    whole,
-)
+from tokenmill.documents import units
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 8 << 20
@@ -98,7 +84,7 @@ class Unread(bytes):
 def refuse_unread(raw: bytes) -> None:
     """Raise RecordError if a raw record was not kept."""
     if isinstance(raw, Unread):
-        raise RecordError(raw.reason, raw.detail)
+        raise units.RecordError(raw.reason, raw.detail)
 
 
 class PartialRecord:
@@ -169,36 +155,36 @@ def _escaped_width(raw: bytes) -> int:
 # One JSON object a line.
 
 
-def _line_ranges(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+def _line_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Cut a plain file anywhere: a range owns the lines that start in it. A compressed one is one piece."""
     if file.compression:
-        yield from whole(file, chunk_bytes)
+        yield from units.whole(file, chunk_bytes)
         return
     for begin in range(0, file.bytes, chunk_bytes):
         end = min(begin + chunk_bytes, file.bytes)
         yield begin, end, end - begin
 
 
-def _read_json_lines(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+def _read_json_lines(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read the lines that start in the piece's range."""
     if piece.file.compression:
-        with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
+        with units.open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
             yield from line_groups(blocks, options, tell)
         return
-    with open_input(piece.file, exact=False) as stream:
-        blocks = _line_blocks(stream, piece, min(BLOCK_BYTES, options.batch_bytes))
+    with units.open_input(piece.file, exact=False) as stream:
+        blocks = _line_blocks(stream, piece, min(units.BLOCK_BYTES, options.batch_bytes))
         yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin)
 
 
-JSON_LINES = Format(counts="line", read=_read_json_lines, ranges=_line_ranges)
+JSON_LINES = units.Format(counts="line", read=_read_json_lines, ranges=_line_ranges)
 
 
-def _line_blocks(stream: BinaryIO, piece: Piece, block_bytes: int) -> Iterator[bytes]:
+def _line_blocks(stream: BinaryIO, piece: units.Piece, block_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of the lines that start in a byte range; the last one may reach beyond it."""
     file, begin, end = piece.file, piece.begin, piece.end
     last = b"\n"
     # From the byte before: if it ends a line, the next line starts right at `begin`.
-    blocks = file_blocks(stream, file, max(begin - 1, 0), end, block_bytes)
+    blocks = units.file_blocks(stream, file, max(begin - 1, 0), end, block_bytes)
     if begin:
         for block in blocks:
             _, newline, last = block.partition(b"\n")
@@ -214,14 +200,16 @@ def _line_blocks(stream: BinaryIO, piece: Piece, block_bytes: int) -> Iterator[b
         yield last
     if last.endswith(b"\n"):
         return
-    for block in file_blocks(stream, file, end, file.bytes, block_bytes):
+    for block in units.file_blocks(stream, file, end, file.bytes, block_bytes):
         line_end = block.find(b"\n") + 1
         yield block[:line_end] if line_end else block
         if line_end:
             return
 
 
-def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[], int]) -> Iterator[Group]:
+def line_groups(
+    blocks: Iterator[bytes], options: units.ReadOptions, tell: Callable[[], int]
+) -> Iterator[units.Group]:
     """Read the records of lines of JSON, those of a block at a time."""
     for first, rest in line_runs(blocks, options.max_record_bytes):
         groups = _read_lines(first, rest, options)
@@ -231,14 +219,14 @@ def line_groups(blocks: Iterator[bytes], options: ReadOptions, tell: Callable[[]
             yield group
 
 
-def _read_lines(first: list[bytes], rest: bytes, options: ReadOptions) -> list[Group]:
+def _read_lines(first: list[bytes], rest: bytes, options: units.ReadOptions) -> list[units.Group]:
     """Read the lines that end in a block: at once if all of them are good, else one by one."""
     most = options.batch_documents
     texts = None if options.text_field is None else block_texts(first, rest, options.text_field)
     if texts is None:
         lines = first + all_lines(rest)
         return [read_values(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
-    groups = [Group(documents=texts[begin : begin + most]) for begin in range(0, len(texts), most)]
+    groups = [units.Group(documents=texts[begin : begin + most]) for begin in range(0, len(texts), most)]
     for group in groups:
         group.size = sum(map(len, group.documents))
     return groups
@@ -307,7 +295,7 @@ def text_decoder(text_field: str, *, bare_strings: bool = False) -> TextDecoder 
 # Raw JSON values as documents.
 
 
-def read_values(raws: Sequence[bytes], options: ReadOptions, *, bare_strings: bool = False) -> Group:
+def read_values(raws: Sequence[bytes], options: units.ReadOptions, *, bare_strings: bool = False) -> units.Group:
     """Read raw JSON values one by one; with `bare_strings`, a value may be a text itself."""
     decoder = None
     if options.text_field is not None:
@@ -329,7 +317,7 @@ def read_values(raws: Sequence[bytes], options: ReadOptions, *, bare_strings: bo
             refuse_surrogates(read)
         return read
 
-    group = read_each(raws, document)
+    group = units.read_each(raws, document)
     group.size = sum(map(len, raws if options.text_field is None else group.documents))
     return group
 
@@ -352,25 +340,25 @@ def load(raw: bytes) -> tuple[Any, bool]:
     try:
         return msgspec.json.decode(raw), True
     except (ValueError, RecursionError):
-        text = decode_utf8(raw)
+        text = units.decode_utf8(raw)
     try:
         return json.loads(text), False
     except RecursionError:
-        raise RecordError("json", "an object that is nested too deeply") from None
+        raise units.RecordError("json", "an object that is nested too deeply") from None
     except json.JSONDecodeError as error:
         at_end = error.msg.startswith("Expecting") and error.pos >= len(text.rstrip())
         words = "unexpected end of data" if at_end else _JSON_WORDS.get(error.msg, error.msg)
-        raise RecordError("json", f"{words} at character {error.pos} of the record") from None
+        raise units.RecordError("json", f"{words} at character {error.pos} of the record") from None
     except ValueError as error:  # a number of thousands of digits
-        raise RecordError("json", str(error)) from None
+        raise units.RecordError("json", str(error)) from None
 
 
-def document_of(value: object, options: ReadOptions) -> str | Mapping[str, Any]:
+def document_of(value: object, options: units.ReadOptions) -> str | Mapping[str, Any]:
     """Return the text, or the whole record, of a parsed value; raises RecordError."""
     if options.text_field is not None:
         return text_of(value, options.text_field)
     if not isinstance(value, dict):
-        raise RecordError("not_object", kind_of(value))
+        raise units.RecordError("not_object", kind_of(value))
     if options.fields is not None:
         return {name: value[name] for name in options.fields if name in value}
     return value
@@ -380,12 +368,12 @@ def text_of(value: object, text_field: str) -> str:
     """Return the string at a dotted path of a parsed value; raises RecordError."""
     for name in text_field.split("."):
         if not isinstance(value, dict):
-            raise RecordError("missing_field", f"no field {name!r} in {kind_of(value)}")
+            raise units.RecordError("missing_field", f"no field {name!r} in {kind_of(value)}")
         if name not in value:
-            raise RecordError("missing_field", f"no field {name!r} but {_names(value)}")
+            raise units.RecordError("missing_field", f"no field {name!r} but {_names(value)}")
         value = value[name]
     if not isinstance(value, str):
-        raise RecordError("not_text", f"field {text_field!r} is {kind_of(value)}")
+        raise units.RecordError("not_text", f"field {text_field!r} is {kind_of(value)}")
     return value
 
 
@@ -401,7 +389,7 @@ def refuse_surrogates(value: object) -> None:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError as error:
         half = f"U+{ord(error.object[error.start]):04X}"
-        raise RecordError("surrogate", f"a lone {half} in a string") from None
+        raise units.RecordError("surrogate", f"a lone {half} in a string") from None
 
 
 def kind_of(value: object) -> str:
@@ -428,57 +416,57 @@ FIELD = "text"
 """What the text is called where whole records are asked for."""
 
 
-def _read_text(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+def _read_text(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read a text file, or its lines; newlines are kept as they are, a byte order mark at the start is not."""
     if options.text_unit == "file":
-        group = read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
+        group = units.read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
         yield _text_group(group, piece.bytes, options)
         return
-    with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
+    with units.open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
         for lines in split_lines(blocks, options.max_record_bytes):
             for begin in range(0, len(lines), options.batch_documents):
                 group = _line_texts(lines[begin : begin + options.batch_documents])
                 yield _text_group(group, tell(), options)
 
 
-PLAIN_TEXT = Format(counts="line", read=_read_text)
+PLAIN_TEXT = units.Format(counts="line", read=_read_text)
 
 
-def _contents(piece: Piece, max_bytes: int) -> str:
+def _contents(piece: units.Piece, max_bytes: int) -> str:
     if piece.file.compression:
         record = PartialRecord(max_bytes)
-        with open_blocks(piece, max_bytes) as (blocks, _):
+        with units.open_blocks(piece, max_bytes) as (blocks, _):
             for block in blocks:
                 record.add(block)
         raw = record.take(b"")
         refuse_unread(raw)
     elif piece.file.bytes > max_bytes:
-        raise RecordError("too_long", f"{piece.file.bytes} bytes")
+        raise units.RecordError("too_long", f"{piece.file.bytes} bytes")
     else:
-        with open_input(piece.file, exact=False) as stream:
-            raw = b"".join(file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
-    return decode_utf8(raw.removeprefix(BYTE_ORDER_MARK))
+        with units.open_input(piece.file, exact=False) as stream:
+            raw = b"".join(units.file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
+    return units.decode_utf8(raw.removeprefix(BYTE_ORDER_MARK))
 
 
-def _line_texts(lines: Sequence[bytes]) -> Group:
+def _line_texts(lines: Sequence[bytes]) -> units.Group:
     """Read the texts of lines that are not blank, without the end of the line."""
     try:
         texts = [line.decode().rstrip("\r\n") for line in lines]
     except UnicodeDecodeError:
-        return read_each(lines, _line_text)
+        return units.read_each(lines, _line_text)
     blank = [index for index, text in enumerate(texts) if not text or text.isspace()]
     if blank:
         texts = [text for text in texts if text and not text.isspace()]
-    return Group(documents=texts, blank=blank)
+    return units.Group(documents=texts, blank=blank)
 
 
 def _line_text(line: bytes) -> str | None:
     refuse_unread(line)
-    text = decode_utf8(line).rstrip("\r\n")
+    text = units.decode_utf8(line).rstrip("\r\n")
     return text if text and not text.isspace() else None
 
 
-def _text_group(group: Group, position: int, options: ReadOptions) -> Group:
+def _text_group(group: units.Group, position: int, options: units.ReadOptions) -> units.Group:
     group.size, group.position = sum(map(len, group.documents)), position
     if options.text_field is None:
         group.documents = [{FIELD: text} for text in group.documents]

@@ -8,18 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from tokenmill.documents import units
 from tokenmill.documents.lines import document_of, load, refuse_surrogates
-from tokenmill.documents.units import (
-    BLOCK_BYTES,
-    Format,
-    Group,
-    Piece,
-    ReadOptions,
-    RecordError,
-    decode_utf8,
-    decompressed,
-    open_input,
-)
 from tokenmill.errors import DocumentError
 
 if TYPE_CHECKING:
@@ -213,44 +203,44 @@ _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _RECORDS = 256
 
 
-def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
+def _read(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read all records from the start of an archive; members that are neither text nor JSON are left out."""
     path = piece.file.path
-    with open_input(piece.file, exact=True) as file:
+    with units.open_input(piece.file, exact=True) as file:
         blocks = (
-            decompressed(file, piece.file, max_expansion=options.max_expansion)
+            units.decompressed(file, piece.file, max_expansion=options.max_expansion)
             if piece.file.compression
             else iter(())
         )
         if piece.file.compression:
             raw = BlockStream(blocks)
-            tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, BLOCK_BYTES)), path, num_bytes=None)
+            tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, units.BLOCK_BYTES)), path, num_bytes=None)
         else:
             tar = TarStream(file, path, num_bytes=piece.file.bytes)
-        group = Group()
+        group = units.Group()
         for sample in _samples(tar, options):
             try:
                 group.documents.append(sample.document())
                 group.size += sample.size
-            except RecordError as error:
+            except units.RecordError as error:
                 group.bad.append(error.at(group.num_lines))
             group.position = file.tell()
             if group.num_lines >= min(_RECORDS, options.batch_documents) or group.size >= options.batch_bytes:
                 yield group
-                group = Group()
+                group = units.Group()
         for _ in blocks:
             pass  # what stands behind the end of the archive: a checksum, which may be cut off
         if group.num_lines:
             yield group
 
 
-WEBDATASET = Format(counts="member", read=_read)
+WEBDATASET = units.Format(counts="member", read=_read)
 
 
 class _Sample:
     """The members of one key, as far as they have been read."""
 
-    def __init__(self, key: str, options: ReadOptions) -> None:
+    def __init__(self, key: str, options: units.ReadOptions) -> None:
         self.key = key
         self._options = options
         self.size = 0
@@ -259,7 +249,7 @@ class _Sample:
         """Members `json` that were not asked for but may hold fields: name, and the content of the first unless it
         is too long. More than two are not noted."""
         self._name_bytes = 0
-        self._error: RecordError | None = None
+        self._error: units.RecordError | None = None
 
     def add(self, ending: str, member: Member, tar: TarStream) -> None:
         """Read a member, if it is needed and the record is still good."""
@@ -273,15 +263,15 @@ class _Sample:
             return
         try:
             if ending in self._fields:
-                raise RecordError("duplicate", f"two members {member.name!r}")
+                raise units.RecordError("duplicate", f"two members {member.name!r}")
             self.size += member.bytes
             self._name_bytes += len(ending)
             if self.size + self._name_bytes > self._options.max_record_bytes:
-                raise RecordError("too_long", f"{self.size} bytes up to {member.name!r}")
+                raise units.RecordError("too_long", f"{self.size} bytes up to {member.name!r}")
             self._fields[ending] = _value(tar.read(member), kind)
-        except RecordError as error:
+        except units.RecordError as error:
             named = error.detail if repr(member.name) in error.detail else f"{error.detail} in {member.name!r}"
-            self._error = RecordError(error.reason, named)
+            self._error = units.RecordError(error.reason, named)
             self._fields.clear()
 
     def document(self) -> object:
@@ -294,8 +284,8 @@ class _Sample:
             return text
         try:
             return document_of(self._fields, self._options)
-        except RecordError as error:
-            raise RecordError(error.reason, f"{error.detail} of {self.key!r}") from None
+        except units.RecordError as error:
+            raise units.RecordError(error.reason, f"{error.detail} of {self.key!r}") from None
 
     def _needs(self, ending: str) -> bool:
         field, fields = self._options.text_field, self._options.fields
@@ -315,19 +305,19 @@ class _Sample:
         if self._spare and _JSON not in self._fields:
             (name, content), *others = self._spare
             if others:
-                raise RecordError("duplicate", f"two members {name!r}")
+                raise units.RecordError("duplicate", f"two members {name!r}")
             if content is None:
-                raise RecordError("too_long", f"more than {self._options.max_record_bytes} bytes in {name!r}")
+                raise units.RecordError("too_long", f"more than {self._options.max_record_bytes} bytes in {name!r}")
             self.size += len(content)
             self._spare.clear()
             try:
                 self._fields[_JSON] = _value(content, _JSON)
-            except RecordError as error:
-                raise RecordError(error.reason, f"{error.detail} in {name!r}") from None
+            except units.RecordError as error:
+                raise units.RecordError(error.reason, f"{error.detail} in {name!r}") from None
         return self._fields.get(_JSON)
 
 
-def _samples(tar: TarStream, options: ReadOptions) -> Iterator[_Sample]:
+def _samples(tar: TarStream, options: units.ReadOptions) -> Iterator[_Sample]:
     sample: _Sample | None = None
     for member in tar.members():
         parts = _NAME.fullmatch(member.name)
@@ -349,4 +339,4 @@ def _value(data: bytes, kind: str) -> object:
         if not is_unicode:
             refuse_surrogates(value)
         return value
-    return decode_utf8(data)
+    return units.decode_utf8(data)

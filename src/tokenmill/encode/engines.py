@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from tokenmill.encode.files import (
-    JsonFile,
-    ModelFile,
-    RankFile,
-    kind_of,
-    read_tokenizer_file,
-    refuse_other_ids,
-    text_of,
-)
+from tokenmill.encode import files
 from tokenmill.encode.tokenizer import (
     ByteTokenizer,
     Framing,
@@ -53,7 +45,7 @@ if TYPE_CHECKING:
 # Control strings of a `tokenizer.json` that are also words of its model.
 
 
-def mark_framing(file: JsonFile, identity: TokenizerIdentity) -> JsonFile:
+def mark_framing(file: files.JsonFile, identity: TokenizerIdentity) -> files.JsonFile:
     """Make BOS and EOS control strings, where a file has them as words like any other."""
     ids = file.vocabulary.ids
     unmarked = {identity.bos_id, identity.eos_id} - {None, *file.vocabulary.special_ids.values()}
@@ -75,7 +67,7 @@ def mark_framing(file: JsonFile, identity: TokenizerIdentity) -> JsonFile:
     )
 
 
-def control_ids(file: JsonFile, identity: TokenizerIdentity) -> dict[str, int]:
+def control_ids(file: files.JsonFile, identity: TokenizerIdentity) -> dict[str, int]:
     """Return what raw text must not be able to spell: the control strings, BOS and EOS."""
     controls = dict(file.vocabulary.special_ids)
     # Text that the model has no token for may well become the unknown token, unless that is also BOS or EOS.
@@ -124,7 +116,7 @@ class Guard:
 
 
 def guard_of(
-    file: JsonFile, identity: TokenizerIdentity, open_native: Callable[[str], tokenizers.Tokenizer]
+    file: files.JsonFile, identity: TokenizerIdentity, open_native: Callable[[str], tokenizers.Tokenizer]
 ) -> Guard | None:
     """Return what keeps control ids out of raw text; None where the model has no control string as a word."""
     controls = control_ids(file, identity)
@@ -255,7 +247,7 @@ def _is_divergent(text: str) -> bool:
 
 
 def _open_fast(
-    file: JsonFile | RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
+    file: files.JsonFile | files.RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
 ) -> FastTokenizer:
     """Give a file to fastokens; what it does not support (a gap in the ranks) raises `TokenizerError`."""
     try:
@@ -268,7 +260,7 @@ def _open_fast(
     engine = fast_engine()
     reference = _once(open_reference, identity)
     with engine_errors(engine, f"load {file.vocabulary.where!r}", _REFERENCE):
-        if isinstance(file, RankFile):
+        if isinstance(file, files.RankFile):
             encoding = file.encoding
             pattern = {"encoding": encoding.preset} if encoding.preset else {"pattern": encoding.pattern}
             special_ids = dict(encoding.special_ids)
@@ -279,7 +271,7 @@ def _open_fast(
             native.no_truncation()
             native.no_padding()
             given = {token["content"]: token["id"] for token in native.added_tokens()}
-            refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
+            files.refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
     return FastTokenizer(
         identity=identity,
         special_ids=file.vocabulary.special_ids,
@@ -287,23 +279,25 @@ def _open_fast(
         native=native,
         reference=reference,
         to_text=_decoder(file, reference),
-        guard=guard_of(file, identity, _native_json) if isinstance(file, JsonFile) else None,
+        guard=guard_of(file, identity, _native_json) if isinstance(file, files.JsonFile) else None,
         controls=_control_finder(file),
     )
 
 
-def _control_finder(file: JsonFile | RankFile) -> re.Pattern[str]:
+def _control_finder(file: files.JsonFile | files.RankFile) -> re.Pattern[str]:
     """Return what finds all texts that hold a control string, to the reference, and perhaps more."""
-    if isinstance(file, JsonFile) and file.normalized_controls:
+    if isinstance(file, files.JsonFile) and file.normalized_controls:
         return re.compile("")  # it looks for them in normalized text, which another text may become
     return control_pattern(tuple(file.vocabulary.special_ids))
 
 
-def _decoder(file: JsonFile | RankFile, reference: Callable[[], Tokenizer]) -> Callable[[AnyArray], str]:
+def _decoder(
+    file: files.JsonFile | files.RankFile, reference: Callable[[], Tokenizer]
+) -> Callable[[AnyArray], str]:
     """Return what decodes ids, which is for people and may be slow."""
-    if isinstance(file, RankFile):
+    if isinstance(file, files.RankFile):
         strings = cache(file.strings)  # tens of MB that only decoding needs
-        return lambda ids: text_of(ids, strings())
+        return lambda ids: files.text_of(ids, strings())
     # fastokens joins tokens otherwise where a file has no decoder.
     return lambda ids: reference().decode(ids)
 
@@ -397,7 +391,7 @@ def _native_json(text: str, *, with_controls: bool = False) -> tokenizers.Tokeni
     return native
 
 
-def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
+def _open_reference_json(file: files.JsonFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
     where = file.vocabulary.where
     with _installed("tokenizers", where, "tokenizers"):
         import tokenizers
@@ -405,7 +399,7 @@ def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> Referen
     with engine_errors(engine, f"load {where!r}", _WHOLE):
         native = _native_json(file.text)
         given = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
-    refuse_other_ids(where, engine, file.added_ids, given)
+    files.refuse_other_ids(where, engine, file.added_ids, given)
     with_controls = cache(partial(_native_json, file.text, with_controls=True))
     return ReferenceTokenizer(
         identity=identity,
@@ -418,7 +412,7 @@ def _open_reference_json(file: JsonFile, identity: TokenizerIdentity) -> Referen
     )
 
 
-def _open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
+def _open_reference_ranks(file: files.RankFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
     where = file.vocabulary.where
     with _installed("tiktoken", where, "'tokenmill[tiktoken]'"):
         import tiktoken
@@ -436,11 +430,11 @@ def _open_reference_ranks(file: RankFile, identity: TokenizerIdentity) -> Refere
         special_ids=file.vocabulary.special_ids,
         engine=engine,
         to_ids=lambda text: native.encode_to_numpy(text, allowed_special=set(), disallowed_special=()),
-        to_text=lambda ids: text_of(ids, strings),
+        to_text=lambda ids: files.text_of(ids, strings),
     )
 
 
-def _open_reference_model(file: ModelFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
+def _open_reference_model(file: files.ModelFile, identity: TokenizerIdentity) -> ReferenceTokenizer:
     controls = {id_: name for name, id_ in file.vocabulary.special_ids.items()}
 
     def to_text(ids: AnyArray) -> str:
@@ -494,7 +488,7 @@ def open_tokenizer(
         eos_token=(eos_token, str | None),
         engine=(engine, str),
     )
-    kind = kind_of(spec)
+    kind = files.kind_of(spec)
     name = ENGINES[kind][0] if engine == "auto" else engine
     if name not in ENGINES[kind]:
         known = ("auto", *ENGINES[kind])
@@ -530,32 +524,32 @@ def framing_of(
 
 
 def _vocabulary(spec: str) -> Vocabulary:
-    return bytes_vocabulary() if spec == "bytes" else read_tokenizer_file(spec).vocabulary
+    return bytes_vocabulary() if spec == "bytes" else files.read_tokenizer_file(spec).vocabulary
 
 
 def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
     if engine == "bytes":
         return ByteTokenizer(identity=identify(bytes_vocabulary(), framing))
-    file = read_tokenizer_file(spec)
+    file = files.read_tokenizer_file(spec)
     identity = identify(file.vocabulary, framing)
     tokenizer: Tokenizer
-    if isinstance(file, ModelFile):
+    if isinstance(file, files.ModelFile):
         tokenizer = _open_reference_model(file, identity)
         framed = {
             name: id_ for name, id_ in file.vocabulary.ids.items() if id_ in (identity.bos_id, identity.eos_id)
         }
         _refuse_spelled(tokenizer, {**file.vocabulary.special_ids, **framed}, spec)
         return tokenizer
-    if isinstance(file, JsonFile):
+    if isinstance(file, files.JsonFile):
         file = mark_framing(file, identity)
     if engine == "fastokens":
         _, reference = ENGINES[identity.kind]
         tokenizer = _open_fast(file, identity, partial(_open, spec, framing, reference))
-    elif isinstance(file, RankFile):
+    elif isinstance(file, files.RankFile):
         tokenizer = _open_reference_ranks(file, identity)
     else:
         tokenizer = _open_reference_json(file, identity)
-    if isinstance(file, JsonFile):
+    if isinstance(file, files.JsonFile):
         _refuse_spelled(tokenizer, control_ids(file, identity), spec)
     return tokenizer
 
@@ -654,7 +648,7 @@ def trusted(
             spec, add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token, engine=engine
         )
 
-    fast_name, *others = ENGINES[kind_of(spec)]
+    fast_name, *others = ENGINES[files.kind_of(spec)]
     if not others:
         return opened(fast_name), None
     reference = opened(others[0])

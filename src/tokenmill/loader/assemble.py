@@ -18,21 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.loader.kernels import (
-    ADDRESS,
-    IGNORE,
-    LENGTH,
-    MASK,
-    SPAN_COLUMNS,
-    copy_records,
-    copy_rows,
-    copy_words,
-    count_ahead,
-    count_labels,
-    describe_spans,
-    find_segments,
-    point_spans,
-)
+from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
 from tokenmill.packing.stored import StoredRows, distinct, is_stored, next_uses
 from tokenmill.plan.stages import rows_at
@@ -373,7 +359,9 @@ class Block(ABC):
                     ordered.bases[numbers] = [file.address for file in loan.wait()]
                 places = (ordered.piece.places.shard, ordered.piece.places.token)
                 width = ordered.piece.store.dtype(ordered.key).itemsize
-                point_spans(ordered.piece.spans, places, ordered.shards, ordered.bases, ordered.column, width)
+                kernels.point_spans(
+                    ordered.piece.spans, places, ordered.shards, ordered.bases, ordered.column, width
+                )
                 self._loans += [loan for _, loan in ordered.loans]
                 del self._ordered[0]
 
@@ -420,13 +408,14 @@ class Block(ABC):
                 parts.append((index[source], key, spans, sizes[key]))
                 sizes[key] += spans.length.size
         self._fields |= {
-            key: _Field(table, np.empty((sizes[key], SPAN_COLUMNS), np.int64)) for key, table in lines.items()
+            key: _Field(table, np.empty((sizes[key], kernels.SPAN_COLUMNS), np.int64))
+            for key, table in lines.items()
         }
         pieces = []
         for source_rows, key, spans, begin in parts:
             store = source_rows.store
             table = self._fields[key].spans[begin : begin + spans.length.size]
-            describe_spans(table, spans.joined, spans.length, store.dtype(key).itemsize)
+            kernels.describe_spans(table, spans.joined, spans.length, store.dtype(key).itemsize)
             mask = STORED_ARRAYS[key].mask
             mask = mask if mask in store.keys else None
             around = whole.get(id(source_rows))
@@ -454,7 +443,7 @@ class Block(ABC):
     def _point(self, piece: _Piece, shards: Int64Array) -> None:
         """Give the spans in these shards their addresses, and keep the shards mapped."""
         store, places = piece.store, (piece.places.shard, piece.places.token)
-        for key, column in ((piece.key, ADDRESS), (piece.mask, MASK)):
+        for key, column in ((piece.key, kernels.ADDRESS), (piece.mask, kernels.MASK)):
             if key is not None:
                 requests = [store.file(int(shard), key_file(key)) for shard in shards]
                 if any(isinstance(request, RangeRequest) for request in requests):
@@ -463,7 +452,7 @@ class Block(ABC):
                 files = store.maps.take(requests)
                 self._maps.append((store.maps, files))
                 bases = np.array([file.address for file in files], np.int64)
-                point_spans(piece.spans, places, shards, bases, column, store.dtype(key).itemsize)
+                kernels.point_spans(piece.spans, places, shards, bases, column, store.dtype(key).itemsize)
 
     def _order(self, piece: _Piece, key: str, column: int, shards: Int64Array, requests: Sequence[Request]) -> None:
         """Ask for the tokens of spans whose files are not mapped but read by ranges."""
@@ -512,7 +501,7 @@ class Block(ABC):
                 self._copy(0, whole)
                 self._check_files()
                 self.release()
-                piece.spans[:, ADDRESS] = piece.spans[:, MASK] = 0
+                piece.spans[:, kernels.ADDRESS] = piece.spans[:, kernels.MASK] = 0
         self._whole = whole
 
 
@@ -559,7 +548,9 @@ class SequenceBlock(Block):
         self._pad = self._pad if pad is None else pad
         self._crossing = int(any(rows.cross_document_labels for rows in stage.rows.values()))
         self._continuous = int(continuous)
-        empty = _Field(rows=np.zeros((self.num_rows, 2), np.int64), spans=np.empty((0, SPAN_COLUMNS), np.int64))
+        empty = _Field(
+            rows=np.zeros((self.num_rows, 2), np.int64), spans=np.empty((0, kernels.SPAN_COLUMNS), np.int64)
+        )
         self._field = next(iter(self._fields.values()), empty)
         self._others = len(self.shapes(1)) < len(self.arrays)
         """Whether there are arrays that have no line for every row."""
@@ -640,14 +631,14 @@ class SequenceBlock(Block):
         """Return the `number`-th batch, of rows that all stand in stores, padded to its longest row only."""
         count = next(array.shape[0] for name, array in batch.items() if name in _LINED)
         rows, spans = self._field.rows[number * count : (number + 1) * count], self._field.spans
-        used = run_sums(rows[:, 0], rows[:, 1], spans[:, LENGTH])
+        used = run_sums(rows[:, 0], rows[:, 1], spans[:, kernels.LENGTH])
         longest = max(1, min(self.seq_len, int(used.max(initial=0))))
         out = {
             name: np.ascontiguousarray(array[:, :longest]) if name in _LINED and array.ndim > 1 else array
             for name, array in batch.items()
         }
         if SEGMENT_ARRAYS & out.keys():
-            bounds, tokens, _, longest_segment = find_segments(rows, spans, longest, count)
+            bounds, tokens, _, longest_segment = kernels.find_segments(rows, spans, longest, count)
             found = {"cu_seqlens": bounds, "cu_seqlens_unpadded": tokens, "max_seqlen": longest_segment[0, ...]}
             out |= {name: array for name, array in found.items() if name in out}
         return out
@@ -681,11 +672,11 @@ class SequenceBlock(Block):
             if self._whole is None:
                 self._copy(0, out)
                 self._check_files()
-            counts = (out["labels"] != IGNORE).sum(axis=1)
+            counts = (out["labels"] != kernels.IGNORE).sum(axis=1)
         elif self.horizon > 1:
-            counts = count_ahead(self._field.rows, self._field.spans, self.seq_len, self.horizon)
+            counts = kernels.count_ahead(self._field.rows, self._field.spans, self.seq_len, self.horizon)
         else:
-            counts = count_labels(self._field.rows, self._field.spans, self._crossing)
+            counts = kernels.count_labels(self._field.rows, self._field.spans, self._crossing)
         first = np.flatnonzero(np.diff(self.steps, prepend=-1))  # rows are in the order of their steps
         sums = np.add.reduceat(counts, first, axis=0)
         return {int(step): np.asarray(number) for step, number in zip(self.steps[first], sums, strict=True)}
@@ -701,7 +692,7 @@ class SequenceBlock(Block):
             labels = np.empty(out["loss_mask"].shape, np.int64)
             if self._whole is not None:
                 labels[:] = self._whole["labels"][begin : begin + count]
-        longest = copy_rows(
+        longest = kernels.copy_rows(
             field.rows,
             field.spans,
             (first, self._crossing, self._continuous, self._pad, self._multiple),
@@ -741,10 +732,10 @@ class SequenceBlock(Block):
         """
         shape = (self.seq_len, count, self._multiple)
         if not cached:
-            bounds, tokens, _, longest = find_segments(field.rows, field.spans, *shape)
+            bounds, tokens, _, longest = kernels.find_segments(field.rows, field.spans, *shape)
             return bounds, tokens, longest[0, ...]
         if self._cuts is None or self._cuts[0] != count:
-            bounds, tokens, first, longest = find_segments(field.rows, field.spans, *shape)
+            bounds, tokens, first, longest = kernels.find_segments(field.rows, field.spans, *shape)
             self._cuts = count, bounds, tokens, first.tolist(), longest
         _, bounds, tokens, begins, longest = self._cuts
         part = slice(begins[number], begins[number + 1])
@@ -811,7 +802,7 @@ class RecordBlock(Block):
         for key, mask in token_arrays(self._kind).items():
             rows, spans = self._fields[key].rows[number * count : (number + 1) * count], self._fields[key].spans
             chosen = counted_from(rows[:, 0], rows[:, 1])
-            longest = max(1, int(spans[chosen, LENGTH].max(initial=0)))
+            longest = max(1, int(spans[chosen, kernels.LENGTH].max(initial=0)))
             for name in [name for name in (key, mask) if name is not None and name in out]:
                 out[name] = np.ascontiguousarray(out[name][..., :longest])
         return out
@@ -823,10 +814,10 @@ class RecordBlock(Block):
             flags = out[mask][lines] if mask in out else _NO_LINE_FLAGS
             lengths = out[LENGTHS[key]][lines] if LENGTHS[key] in out else _NOTHING
             field = self._fields[key]
-            copy_records(field.rows, field.spans, begin, self._pad, ids, flags, lengths)
+            kernels.copy_records(field.rows, field.spans, begin, self._pad, ids, flags, lengths)
         if REWARDS in out:
             field = self._fields[REWARDS]
-            copy_words(field.rows, field.spans, begin, out[REWARDS].view(np.uint32))
+            kernels.copy_words(field.rows, field.spans, begin, out[REWARDS].view(np.uint32))
         if "group_size" in out:
             out["group_size"][:] = self._fields["responses"].rows[begin : begin + out["group_size"].size, 1]
         if "source" in out:

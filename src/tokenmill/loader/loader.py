@@ -21,16 +21,7 @@ import xxhash
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
 from tokenmill.fingerprint import digest
-from tokenmill.loader.assemble import (
-    RECORD_ARRAYS,
-    Block,
-    BufferPool,
-    Orders,
-    RecordBlock,
-    SequenceBlock,
-    record_type,
-    stage_shapes,
-)
+from tokenmill.loader import assemble
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
@@ -185,7 +176,7 @@ class Loader:
         self._explain = explain
         self._first_batch = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
         """Micro-batches before each stage, and of all."""
-        self._pools: dict[tuple[int, ...], BufferPool] = {}
+        self._pools: dict[tuple[int, ...], assemble.BufferPool] = {}
         self.num_drawn = 0
         """Micro-batches of the run that lie before the next one."""
         self._waited = 0.0
@@ -236,7 +227,7 @@ class Loader:
         finally:
             block.release()
 
-    def _finished(self, block: Block, number: int, batch: Batch) -> Batch:
+    def _finished(self, block: assemble.Block, number: int, batch: Batch) -> Batch:
         """Return a batch without the padding that none of its rows needs, and with the columns of its records."""
         count = self.part.micro_batch
         if self.options.pad_to == "batch":
@@ -289,7 +280,7 @@ class Loader:
         """How many bytes of blocks are begun before they are needed."""
         return self.network.options.horizon_bytes if self.network else 0
 
-    def _wait(self, block: Block, ready: Callable[[], T]) -> T:
+    def _wait(self, block: assemble.Block, ready: Callable[[], T]) -> T:
         """Return what is made of a block, and note for how long its tokens kept the caller waiting."""
         if self.network is None or block.is_here:
             return ready()
@@ -344,12 +335,12 @@ class Loader:
     def _check(self) -> None:
         """Refuse arrays, labels and parts of rows that batches of a training type do not have."""
         plan, arrays = self.plan, self.arrays
-        kind = record_type(plan.stages[0])
-        known = ARRAYS if kind is None else (*RECORD_ARRAYS[kind], "source")
+        kind = assemble.record_type(plan.stages[0])
+        known = ARRAYS if kind is None else (*assemble.RECORD_ARRAYS[kind], "source")
         for name in self.options.arrays:
             if name not in known:
                 raise ConfigError(f"arrays: must be among {', '.join(known)}, got {name!r}; {nearest(name, known)}")
-        lines = stage_shapes(plan.stages[0], arrays, 1)
+        lines = assemble.stage_shapes(plan.stages[0], arrays, 1)
         if len(set(arrays)) != len(arrays) or not (lines or self.part.layout.needs == "nothing"):
             raise ConfigError(
                 f"arrays: must name each array once, and one that has a line for every row, "
@@ -419,20 +410,20 @@ class Loader:
             self.num_drawn = self._first_batch[stage.index] + steps * self.part.batches(stage) + position.batch
         self._jumps += 1
 
-    def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> Block:
+    def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> assemble.Block:
         """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
-        places, kind = self._places(stage, first, count), record_type(stage)
+        places, kind = self._places(stage, first, count), assemble.record_type(stage)
         if kind is not None:
-            return RecordBlock(stage, self._stored(stage), places, self.arrays, kind, self._orders(ahead))
+            return assemble.RecordBlock(stage, self._stored(stage), places, self.arrays, kind, self._orders(ahead))
         block = self._sequences(stage, places, self.arrays, self._orders(ahead))
         if "num_loss_tokens" in self.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
 
-    def _orders(self, ahead: bool) -> Orders:
+    def _orders(self, ahead: bool) -> assemble.Orders:
         """Return how a block asks for what is not on this machine."""
         limited = self.network is not None and bool(self.network.options.limit_bytes)
-        return Orders(ahead=ahead, plan=self.plan if limited else None)
+        return assemble.Orders(ahead=ahead, plan=self.plan if limited else None)
 
     def slots(self, step: int) -> Int64Array:
         """Return which slots of the batch of a step this rank has, in order: what `what` names rows by."""
@@ -453,9 +444,9 @@ class Loader:
         stage: Stage,
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
-        orders: Orders | None = None,
-    ) -> SequenceBlock:
-        return SequenceBlock(
+        orders: assemble.Orders | None = None,
+    ) -> assemble.SequenceBlock:
+        return assemble.SequenceBlock(
             stage,
             self._stored(stage),
             places,
@@ -471,7 +462,9 @@ class Loader:
         """Return the sources of a stage that stand in stores, by their ids."""
         return {self.plan.sources.index(name): rows for name, rows in stage.rows.items() if is_stored(rows)}
 
-    def _count_labels(self, stage: Stage, block: SequenceBlock, first: int, count: int) -> dict[int, Int64Array]:
+    def _count_labels(
+        self, stage: Stage, block: assemble.SequenceBlock, first: int, count: int
+    ) -> dict[int, Int64Array]:
         """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""
         per_step = self.part.batches(stage)
         masked = any(LOSS_MASK in rows.store.keys for rows in self._stored(stage).values())
@@ -538,7 +531,7 @@ class Loader:
         mapped = [rows.store for rows in self._stored(stage).values() if not rows.store.by_ranges]
         stores = {id(store): store for store in mapped}
         # Of records every array is mapped.
-        files = sum(s.num_shards * (len(s.keys) if record_type(stage) else 1) for s in stores.values())
+        files = sum(s.num_shards * (len(s.keys) if assemble.record_type(stage) else 1) for s in stores.values())
         crowded = any(files > store.maps.limit // 2 for store in stores.values())
         most = block_rows(stage.row_slots, self._row_bytes(stage), self._horizon)
         return min(BLOCK_ROWS // 8, most) if crowded else most
@@ -552,18 +545,18 @@ class Loader:
                 for rows in self._stored(stage).values():
                     rows.store.maps.renew_lock()
 
-    def _pool(self, block: Block) -> BufferPool:
+    def _pool(self, block: assemble.Block) -> assemble.BufferPool:
         """Return memory for the micro-batches of a block, used again when nobody holds them any more."""
         key = (*block.shape, self.part.micro_batch)
         if key not in self._pools:
-            self._pools[key] = BufferPool(block.shapes(self.part.micro_batch))
+            self._pools[key] = assemble.BufferPool(block.shapes(self.part.micro_batch))
         return self._pools[key]
 
 
 def usual_arrays(plan: Plan) -> tuple[str, ...]:
     """Return what a loader of a plan delivers if nobody says otherwise."""
-    kind = record_type(plan.stages[0])
-    return LoaderOptions().arrays if kind is None else RECORD_ARRAYS[kind]
+    kind = assemble.record_type(plan.stages[0])
+    return LoaderOptions().arrays if kind is None else assemble.RECORD_ARRAYS[kind]
 
 
 def held_bytes(store: Store, row_slots: int) -> int:
@@ -651,9 +644,9 @@ class _Batches(Iterator[Batch]):
 
 def _inline(loader: Loader) -> Iterator[Batch]:
     """Assemble each batch when it is asked for."""
-    begun: list[Block] = []
+    begun: list[assemble.Block] = []
 
-    def begin(stage: Stage, first: int, count: int) -> Block:
+    def begin(stage: Stage, first: int, count: int) -> assemble.Block:
         begun.append(loader._block(stage, first, count, ahead=bool(begun)))
         return begun[-1]
 
@@ -676,15 +669,15 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     """Assemble batches in threads, a bounded number of them, and hand them out in order."""
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
-    waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
+    waiting: deque[tuple[Future[assemble.Block], Future[list[Batch]], bool]] = deque()
     forks = _forks
-    blocks: deque[Future[Block]] = deque()
+    blocks: deque[Future[assemble.Block]] = deque()
 
-    def begin(stage: Stage, first: int, count: int) -> Future[Block]:
+    def begin(stage: Stage, first: int, count: int) -> Future[assemble.Block]:
         blocks.append(executor.submit(loader._block, stage, first, count, ahead=bool(blocks)))
         return blocks[-1]
 
-    def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
+    def copy(block: Future[assemble.Block], begin: int, end: int) -> list[Batch]:
         pool = loader._pool(block.result())
         found = block.result()
         return [loader._finished(found, number, found.batch(number, pool.batch())) for number in range(begin, end)]
@@ -760,9 +753,9 @@ for its training type."""
 
 def row_digests(batch: Batch) -> list[bytes]:
     """Return a digest of every row: 8 bytes over all that the row delivers."""
-    kind = next((kind for kind, names in RECORD_ARRAYS.items() if names[0] in batch), None)
+    kind = next((kind for kind, names in assemble.RECORD_ARRAYS.items() if names[0] in batch), None)
     if kind is not None:
-        return _record_digests([np.ascontiguousarray(batch[name]) for name in RECORD_ARRAYS[kind]])
+        return _record_digests([np.ascontiguousarray(batch[name]) for name in assemble.RECORD_ARRAYS[kind]])
     arrays = [np.ascontiguousarray(batch[name], dtype="<i8") for name in DIGEST_ARRAYS]
     digests = []
     for row in range(arrays[0].shape[0]):

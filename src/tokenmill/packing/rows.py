@@ -12,6 +12,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
+from tokenmill.packing import stored
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.index import (
     ROW,
@@ -27,16 +28,6 @@ from tokenmill.packing.index import (
     whole_documents,
 )
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
-from tokenmill.packing.stored import (
-    LOSS_MASK,
-    StoredRows,
-    check_excluded,
-    count_rows,
-    describe_excluded,
-    excluded_within,
-    items_within,
-    locate,
-)
 from tokenmill.plan.stages import CountedRows
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
@@ -52,7 +43,7 @@ IN_MEMORY_DOCUMENTS = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedRows(StoredRows):
+class PackedRows(stored.StoredRows):
     """The rows of a store under a policy that packs windows."""
 
     store: Store
@@ -83,7 +74,9 @@ class PackedRows(StoredRows):
     @cached_property
     def _fates(self) -> Fates:
         """As counted when the rows were packed; where the store has a loss mask, it is read."""
-        return self.index.fates(self.policy, count_rows(self) if LOSS_MASK in self.store.keys else None)
+        return self.index.fates(
+            self.policy, stored.count_rows(self) if stored.LOSS_MASK in self.store.keys else None
+        )
 
     def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
         """Return the tokens of the windows that hold rows: of all their documents."""
@@ -130,12 +123,14 @@ class PackedRows(StoredRows):
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
         """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
-        return self.index.rows_of_runs(items_within(self.store, axis, shard, begins, ends), self.store.where)
+        return self.index.rows_of_runs(stored.items_within(self.store, axis, shard, begins, ends), self.store.where)
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
         self.check_rows(rows)
-        return self.index.spans(rows, self.store.num_documents, partial(locate, self.store), str(self.store.path))
+        return self.index.spans(
+            rows, self.store.num_documents, partial(stored.locate, self.store), str(self.store.path)
+        )
 
 
 def pack_rows(
@@ -152,7 +147,7 @@ def pack_rows(
 
     `excluded` names documents, in ascending order, that are left out.
     """
-    check_excluded(store, excluded)
+    stored.check_excluded(store, excluded)
     if policy.name == "bos_best_fit" and not store.manifest.starts_with_bos:
         raise ConfigError(
             f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
@@ -163,7 +158,7 @@ def pack_rows(
         **policy.describe(),
         "seq_len": seq_len,
         "cross_document_labels": cross_document_labels,
-        **describe_excluded(excluded),
+        **stored.describe_excluded(excluded),
     }
     if after:
         described["after"] = after
@@ -205,7 +200,7 @@ def _index(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowingRows(StoredRows):
+class FollowingRows(stored.StoredRows):
     """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is behind them."""
 
     full: ConcatRows | PackedRows
@@ -384,7 +379,9 @@ def unseen(part: PackedDocuments, seen: Seen, policy: Policy) -> WindowFragments
         left = seen.unseen(rows)
         # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
         touched = np.full(lengths.size, seen.rest)
-        touched[excluded_within(part.excluded, begin, end)] = True  # no part of that epoch, so not left of it
+        touched[stored.excluded_within(part.excluded, begin, end)] = (
+            True  # no part of that epoch, so not left of it
+        )
         drawn = part.spans(rows[~left]).document
         touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
         documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)

@@ -11,16 +11,7 @@ import numpy as np
 
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import PlanError
-from tokenmill.loader.assemble import (
-    LENGTHS,
-    RECORD_ARRAYS,
-    REWARDS,
-    Block,
-    RecordBlock,
-    SequenceBlock,
-    record_type,
-    segment_multiple,
-)
+from tokenmill.loader import assemble
 from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal, group_edges
 from tokenmill.packing.stored import StoredRows, is_stored
 from tokenmill.plan.plan import RowUse
@@ -302,12 +293,12 @@ def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
 def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
     stage, stored = _stored(run, step)
     slots = np.array([use.slot for use in uses])
-    places, kind = (np.full_like(slots, step), slots), record_type(stage)
+    places, kind = (np.full_like(slots, step), slots), assemble.record_type(stage)
     ends = {name: _framing(run.stores[name]) for name in {use.source for use in uses}}
     if kind is None:
-        room, multiple = stage.spec.seq_len + 1, segment_multiple(stage)
+        room, multiple = stage.spec.seq_len + 1, assemble.segment_multiple(stage)
         # No id is -1, so that padding is taken for none.
-        batch = _arrays(SequenceBlock(stage, stored, places, ("input_ids", "labels"), pad=-1))
+        batch = _arrays(assemble.SequenceBlock(stage, stored, places, ("input_ids", "labels"), pad=-1))
         columns = [_columns(use.spans, multiple) for use in uses]
         ids = np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1)
         for line in np.flatnonzero(ids[:, -1] < 0).tolist():  # the last token of a row stands in its labels alone
@@ -330,7 +321,7 @@ def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
             )
             yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=(strip,))
         return
-    batch = _arrays(RecordBlock(stage, stored, places, RECORD_ARRAYS[kind], kind))
+    batch = _arrays(assemble.RecordBlock(stage, stored, places, assemble.RECORD_ARRAYS[kind], kind))
     for number, use in enumerate(uses):
         document, seq_len = use.spans[0].document, stage.spec.seq_len
         strips = tuple(_record_strips(kind, batch, number, document, seq_len, ends[use.source]))
@@ -359,7 +350,7 @@ def _columns(spans: Sequence[Span], multiple: int) -> tuple[int, ...]:
     return tuple(columns)
 
 
-def _arrays(block: Block) -> Batch:
+def _arrays(block: assemble.Block) -> Batch:
     try:
         return block.batch(0, {name: np.empty(*kind) for name, kind in block.shapes(block.num_rows).items()})
     finally:
@@ -386,7 +377,7 @@ def _record_strips(
 ) -> Iterator[Strip]:
     """Yield the arrays of token ids of a record; of responses each by itself."""
     for key, mask in token_arrays(kind).items():
-        lengths = np.atleast_1d(batch[LENGTHS[key]][number])
+        lengths = np.atleast_1d(batch[assemble.LENGTHS[key]][number])
         count = int(batch["group_size"][number]) if key == "responses" else 1
         flags = np.zeros((count, seq_len), np.bool_)
         if mask is not None:
@@ -405,7 +396,7 @@ def _record_strips(
                 trained=trained,
                 bos=bos[item],
                 eos=eos[item],
-                reward=float(batch[REWARDS][number, item]) if key == "responses" else None,
+                reward=float(batch[assemble.REWARDS][number, item]) if key == "responses" else None,
             )
 
 
@@ -438,12 +429,12 @@ def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:
     """Return the arrays of a batch for one row, as numbers: those that have a line for every row."""
     stage, stored = _stored(run, step)
     _check_within("slot", slot, stage.spec.global_batch_size)
-    places, kind = (np.array([step]), np.array([slot])), record_type(stage)
+    places, kind = (np.array([step]), np.array([slot])), assemble.record_type(stage)
     if kind is not None:
-        batch = _arrays(RecordBlock(stage, stored, places, RECORD_ARRAYS[kind], kind))
+        batch = _arrays(assemble.RecordBlock(stage, stored, places, assemble.RECORD_ARRAYS[kind], kind))
     else:
         continuous, horizon = run.config.run.positions == "row", run.config.run.horizon
-        block = SequenceBlock(stage, stored, places, ROW_ARRAYS, continuous=continuous, horizon=horizon)
+        block = assemble.SequenceBlock(stage, stored, places, ROW_ARRAYS, continuous=continuous, horizon=horizon)
         batch = _arrays(block)
     return {name: array[0].tolist() if array[0].ndim else [array[0].item()] for name, array in batch.items()}
 

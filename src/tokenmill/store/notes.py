@@ -26,16 +26,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
-from tokenmill.store import layout
-from tokenmill.store.durable import (
-    CheckedFile,
-    footer_bytes,
-    make_folder,
-    read_index,
-    write_footed,
-    write_index,
-    write_section,
-)
+from tokenmill.store import durable, layout
 from tokenmill.store.layout import (
     HASHES_FOLDER,
     ORIGINS_FOLDER,
@@ -103,7 +94,9 @@ class OriginWriter:
 
     def __init__(self, folder: Path, *, keeps: bool, saved: OriginCheckpoint | None = None) -> None:
         names = (RUNS, ENDS, KEPT) if keeps else (RUNS,)
-        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
+        self._files = {
+            name: durable.CheckedFile(folder / name, saved.files[name] if saved else None) for name in names
+        }
         self._documents, self._kept_bytes = (saved.documents, saved.kept_bytes) if saved else (0, 0)
         self._next = (saved.piece, saved.line) if saved else (-1, 0)
 
@@ -180,15 +173,15 @@ def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[t
             yield runs.view(np.uint8)
 
     def write(out: BinaryIO) -> _OriginsFooter:
-        sections = {RUNS: write_section(out, resolved())}
+        sections = {RUNS: durable.write_section(out, resolved())}
         for name in (ENDS, KEPT):
             if os.path.exists(noted := os.path.join(folder, name)):
-                sections[name] = write_section(out, _blocks(noted, _BLOCK << 4))
+                sections[name] = durable.write_section(out, _blocks(noted, _BLOCK << 4))
         return _OriginsFooter(format=ORIGINS_FORMAT, inputs=tuple(numbers), documents=documents, sections=sections)
 
-    make_folder(file.parent)
+    durable.make_folder(file.parent)
     with open(file, "wb") as out:
-        write_footed(out, write)
+        durable.write_footed(out, write)
     return True
 
 
@@ -261,7 +254,7 @@ def _open(file: Path, _bytes: int, _time: int) -> tuple[MappedFile, dict[str, Ui
 
 
 def _map(file: Path) -> tuple[MappedFile, dict[str, Uint8Array], _OriginsFooter]:
-    kept = read_index(file, _OriginsFooter)
+    kept = durable.read_index(file, _OriginsFooter)
     if kept is None or kept[1].format != ORIGINS_FORMAT:
         raise _bad_origins(file, "a cut or changed one")
     data, footer = kept[0].data, kept[1]
@@ -366,7 +359,7 @@ class HashWriter:
     """Writes the hashes of the documents of a shard while it is written; new, or from a checkpoint on."""
 
     def __init__(self, file: Path, saved: FileInfo | None = None) -> None:
-        self._file = CheckedFile(file, saved)
+        self._file = durable.CheckedFile(file, saved)
 
     def append(self, hashes: Uint64Array) -> None:
         """Add the hashes of some documents."""
@@ -383,7 +376,7 @@ class HashWriter:
     def finish(self, shard: ShardInfo) -> None:
         """Say behind the hashes which shard they are of, and make all of it durable."""
         section = (0, self._file.info.bytes, self._file.info.xxh3)
-        self._file.write(np.frombuffer(footer_bytes(_hashes_footer(shard, section)), np.uint8))
+        self._file.write(np.frombuffer(durable.footer_bytes(_hashes_footer(shard, section)), np.uint8))
         self._file.sync()
 
 
@@ -444,7 +437,7 @@ def read_hashes(store: Store, shard: int) -> Uint64Array | None:
         files.bring(f"{HASHES_FOLDER}/{file.name}")
     if not file.exists():
         return None
-    kept = read_index(file, _HashesFooter)
+    kept = durable.read_index(file, _HashesFooter)
     info = store.manifest.shards[shard]
     if kept is None or kept[1].format != HASHES_FORMAT or HASHES not in kept[1].sections:
         raise _bad_hashes(file, "a cut or changed one")
@@ -482,7 +475,7 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
             "stores; `tokenmill import` them, or name each store"
         )
     added = 0
-    make_folder(store.path / HASHES_FOLDER)
+    durable.make_folder(store.path / HASHES_FOLDER)
     for number, shard in enumerate(store.manifest.shards):
         try:
             missing = read_hashes(store, number) is None
@@ -498,9 +491,9 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
 def _write_shard_hashes(store: Store, shard: int) -> None:
     def write(out: BinaryIO) -> _HashesFooter:
         blocks = (block.astype("<u8", copy=False).view(np.uint8) for block in compute_hashes(store, shard))
-        return _hashes_footer(store.manifest.shards[shard], write_section(out, blocks))
+        return _hashes_footer(store.manifest.shards[shard], durable.write_section(out, blocks))
 
-    write_index(hashes_file(store.path, shard), write)
+    durable.write_index(hashes_file(store.path, shard), write)
 
 
 def _shard_place(store: Store, shard: int) -> Path | None:

@@ -15,20 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, nearest
-from tokenmill.store.layout import (
-    GIVEN,
-    OFFSET_DTYPE,
-    SUMS_FOLDER,
-    Manifest,
-    ShardInfo,
-    axes_of,
-    axis_of,
-    index_file,
-    is_ours,
-    key_file,
-    read_manifest,
-    tokenizer_difference,
-)
+from tokenmill.store import layout
 from tokenmill.store.maps import FileRequest, MapCache, MappedFile, RangeRequest, Ranges, Request, lent, read_range
 from tokenmill.store.notes import Origin, find_origin, input_of
 from tokenmill.tables import is_address, path_of
@@ -64,7 +51,7 @@ class Store:
     """
 
     path: Path
-    manifest: Manifest
+    manifest: layout.Manifest
     maps: MapCache
     axes: Mapping[str, Axis]
     fingerprint: str
@@ -106,7 +93,7 @@ class Store:
 
     @property
     def _main(self) -> Axis:
-        return self.axes[axis_of(self.manifest.kind, self.manifest.token_key)]
+        return self.axes[layout.axis_of(self.manifest.kind, self.manifest.token_key)]
 
     @property
     def num_documents(self) -> int:
@@ -137,7 +124,7 @@ class Store:
     def axis(self, key: str) -> str:
         """Return the axis of an array."""
         self.dtype(key)
-        return axis_of(self.manifest.kind, key)
+        return layout.axis_of(self.manifest.kind, key)
 
     def file(self, shard: int, name: str) -> Request:
         """Return where a file of a shard is, and the size it must have."""
@@ -199,7 +186,7 @@ class Store:
                 f"{self.path}: a document must lie within 0:{self.num_documents}, got {document}; count from 0"
             )
         shard = int(np.searchsorted(self.document_begins, document, side="right")) - 1
-        name = index_file(axis_of(self.manifest.kind, self.manifest.token_key))
+        name = layout.index_file(layout.axis_of(self.manifest.kind, self.manifest.token_key))
         file = Path(self.file(shard, name).path)
         # By the shard itself and not by the path of the store, which may be several that were joined.
         place = file.parent if file.name == name else file
@@ -216,7 +203,7 @@ class Store:
 
     def document_offsets(self, begin: int, end: int) -> Int64Array:
         """Return where documents `begin` to `end` (exclusive) start in the stream, and where the last one ends."""
-        return self.offsets(axis_of(self.manifest.kind, self.manifest.token_key), begin, end)
+        return self.offsets(layout.axis_of(self.manifest.kind, self.manifest.token_key), begin, end)
 
     def offsets(self, axis: str, begin: int, end: int) -> Int64Array:
         """Return where items `begin` to `end` (exclusive) of an axis start in the stream, and where they end."""
@@ -227,8 +214,10 @@ class Store:
             )
         parts = []
         for shard, first, last in _pieces(items, begin, end):
-            request = self.file(shard, index_file(axis))
-            offsets = read_range(request, 8 * first, 8 * (last - first + 1)).view(OFFSET_DTYPE).astype(np.int64)
+            request = self.file(shard, layout.index_file(axis))
+            offsets = (
+                read_range(request, 8 * first, 8 * (last - first + 1)).view(layout.OFFSET_DTYPE).astype(np.int64)
+            )
             size = int(values[shard + 1] - values[shard])
             if int(offsets[0]) < 0 or (offsets[1:] < offsets[:-1]).any() or int(offsets[-1]) > size:
                 raise bad_offsets(request)
@@ -239,7 +228,7 @@ class Store:
     @contextmanager
     def lent(self, key: str, shards: Int64Array, spans: Spanned) -> Iterator[list[MappedFile]]:
         """Lend the files of an array in some shards, of which spans (shard, first value, end) are to be read."""
-        requests = [self.file(int(shard), key_file(key)) for shard in shards]
+        requests = [self.file(int(shard), layout.key_file(key)) for shard in shards]
         if not any(isinstance(request, RangeRequest) for request in requests):
             with self.maps.borrow(requests) as files:
                 yield files
@@ -341,7 +330,7 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
     if isinstance(place, str):
         said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
         return _open_remote(place, said, maps, remote)
-    if is_ours(place) or format == "tokenmill":
+    if layout.is_ours(place) or format == "tokenmill":
         said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
         store = store_of(place, read_ours(place, said), maps)
         return _proven(store) if verify_pages else store
@@ -356,7 +345,7 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
 
 def _proven(store: Store) -> Store:
     """Return a store whose pages are proven when they are read."""
-    if not (store.path / SUMS_FOLDER).is_dir():
+    if not (store.path / layout.SUMS_FOLDER).is_dir():
         raise StoreError(
             f"{store.path}: must have page sums for verify_pages, got none; run `tokenmill verify --add-page-sums`"
         )
@@ -387,10 +376,10 @@ def _places(path: str | os.PathLike[str]) -> Sequence[Path | str]:
         return [text]
     is_glob = has_magic(text) and not os.path.lexists(text)
     # One match tells whether it is for files of others, of which there may be very many.
-    if not is_glob or not any(is_ours(Path(match)) for match in islice(iglob(text, recursive=True), 1)):
+    if not is_glob or not any(layout.is_ours(Path(match)) for match in islice(iglob(text, recursive=True), 1)):
         return [Path(path)]
     stores = [Path(match) for match in sorted(iglob(text, recursive=True), key=natural_key)]
-    return stores if all(map(is_ours, stores)) else [Path(path)]
+    return stores if all(map(layout.is_ours, stores)) else [Path(path)]
 
 
 def join_stores(stores: Sequence[Store]) -> Store:
@@ -407,7 +396,7 @@ def join_stores(stores: Sequence[Store]) -> Store:
     first, *others = (store.manifest for store in stores)
     for store in stores[1:]:
         other = store.manifest
-        differing = tokenizer_difference(first.tokenizer, other.tokenizer)
+        differing = layout.tokenizer_difference(first.tokenizer, other.tokenizer)
         for name, left, right in (("training type", first.kind, other.kind), ("keys", first.keys, other.keys)):
             if left != right:
                 differing = (name, left, right, "make a source of each")
@@ -417,7 +406,7 @@ def join_stores(stores: Sequence[Store]) -> Store:
                 f"{store.path}: stores of one source must be alike, got {right!r} as its {name} where "
                 f"{stores[0].path} has {left!r}; {way_out}"
             )
-    shards: list[ShardInfo] = []
+    shards: list[layout.ShardInfo] = []
     requests: dict[tuple[int, str], Request] = {}
     for store in stores:
         for number, shard in enumerate(store.manifest.shards):
@@ -426,7 +415,7 @@ def join_stores(stores: Sequence[Store]) -> Store:
     # Of token files of other projects, whether all their documents have BOS and EOS is found out file by file.
     framed = {name: all(store.manifest.tokenizer.get(name) for store in stores) for name in ("add_bos", "add_eos")}
     known = next(
-        (item.tokenizer for item in (first, *others) if item.tokenizer.get("kind") != GIVEN), first.tokenizer
+        (item.tokenizer for item in (first, *others) if item.tokenizer.get("kind") != layout.GIVEN), first.tokenizer
     )
     manifest = replace(
         first,
@@ -439,14 +428,14 @@ def join_stores(stores: Sequence[Store]) -> Store:
     return replace(joined, remotes=tuple(files for store in stores for files in store.remotes))
 
 
-def read_ours(path: Path, said: Mapping[str, object]) -> Manifest:
+def read_ours(path: Path, said: Mapping[str, object]) -> layout.Manifest:
     """Read the manifest of a store of ours; what is said of it and contradicts it is refused."""
-    manifest = read_manifest(path)
+    manifest = layout.read_manifest(path)
     check_said(str(path), manifest, said)
     return manifest
 
 
-def check_said(where: str, manifest: Manifest, said: Mapping[str, object]) -> None:
+def check_said(where: str, manifest: layout.Manifest, said: Mapping[str, object]) -> None:
     """Refuse what is said of a store of ours and contradicts its manifest."""
     known = {**manifest.tokenizer, "dtype": np.dtype(manifest.keys[manifest.token_key]).name, "format": "tokenmill"}
     for name, value in said.items():
@@ -458,13 +447,14 @@ def check_said(where: str, manifest: Manifest, said: Mapping[str, object]) -> No
 
 def store_of(
     path: Path,
-    manifest: Manifest,
+    manifest: layout.Manifest,
     maps: MapCache | None,
     requests: dict[tuple[int, str], Request] | None = None,
 ) -> Store:
     """Make an open store of a manifest, read or made up; `requests` says where files are that it does not name."""
     sizes = {
-        axis: [shard.size_of(axis) for shard in manifest.shards] for axis in axes_of(manifest.kind, manifest.keys)
+        axis: [shard.size_of(axis) for shard in manifest.shards]
+        for axis in layout.axes_of(manifest.kind, manifest.keys)
     }
     return Store(
         path=path,

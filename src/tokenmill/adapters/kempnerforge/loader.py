@@ -11,15 +11,8 @@ import torch
 from msgspec import UnsetType
 from torch.utils.data import DataLoader
 
+from tokenmill.adapters.kempnerforge import datasets
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, DataConfig, StepShape, read_state
-from tokenmill.adapters.kempnerforge.datasets import (
-    HuggingFaceDataset,
-    MemoryMappedDataset,
-    MixtureDataset,
-    Sample,
-    StreamingHuggingFaceDataset,
-    StreamState,
-)
 from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
 from tokenmill.adapters.torch import find_rank
 from tokenmill.config.dialects.kempnerforge import DatasetSource
@@ -152,18 +145,18 @@ class StatefulDataLoader(StepLoader):
         """Samples of all ranks that were handed out: of the epoch, or of the run, as the sampler counts."""
         self._batches_yielded = 0
         """Batches of the epoch, as if all had been of this size."""
-        self._running: Iterator[Sample] | None = None
+        self._running: Iterator[datasets.Sample] | None = None
         self._in_epoch = False
         self._generator = torch.Generator()
         self._asked = AskedBatches()
-        self._loader: DataLoader[Sample] = self._make_loader()
+        self._loader: DataLoader[datasets.Sample] = self._make_loader()
         if not self._rest():
             raise ConfigError(
                 f"dataset: an epoch must have a whole step of {self._shape.round} samples, got {len(dataset)}; add "
                 "data, or lower batch_size"
             )
 
-    def _make_loader(self) -> DataLoader[Sample]:
+    def _make_loader(self) -> DataLoader[datasets.Sample]:
         workers = self.config.num_workers
         return DataLoader(
             self.dataset,
@@ -224,7 +217,7 @@ class StatefulDataLoader(StepLoader):
         steps = max(0, self._position - origin - begun * self._shape.samples) // self._shape.round
         self._batches_yielded = steps * self._shape.batches + begun
 
-    def __next__(self) -> Sample:
+    def __next__(self) -> datasets.Sample:
         if not self._in_epoch:
             raise StopIteration
         self._apply_phase()
@@ -247,7 +240,7 @@ class StatefulDataLoader(StepLoader):
         self._mark()
         return batch
 
-    def _start(self) -> Iterator[Sample]:
+    def _start(self) -> Iterator[datasets.Sample]:
         """Begin to read the rest of the epoch."""
         self._asked.indices = self.sampler.indices(self._epoch, self._position, self._end())
         self._asked.batch_size = self.batch_size
@@ -349,7 +342,7 @@ class StatefulDataLoader(StepLoader):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamLoaderState(StreamState):
+class StreamLoaderState(datasets.StreamState):
     """Where a loader of a stream stands."""
 
     batches_yielded: Count
@@ -366,7 +359,7 @@ class StreamingDataLoader(StepLoader):
 
     def __init__(
         self,
-        dataset: StreamingHuggingFaceDataset,
+        dataset: datasets.StreamingHuggingFaceDataset,
         batch_size: int,
         config: object = None,
         *,
@@ -374,7 +367,7 @@ class StreamingDataLoader(StepLoader):
     ) -> None:
         super().__init__(batch_size, dataset.world_size, config, grad_accum_steps)
         self.dataset = dataset
-        self._loader: DataLoader[Sample] = DataLoader(
+        self._loader: DataLoader[datasets.Sample] = DataLoader(
             dataset,
             batch_size=batch_size,
             # Without an accelerator there is nothing to pin memory for, and torch would warn.
@@ -384,7 +377,7 @@ class StreamingDataLoader(StepLoader):
             generator=torch.Generator(),
         )
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[datasets.Sample]:
         for batch in self._loader:
             self._batches += 1
             yield batch
@@ -425,7 +418,9 @@ class StreamingDataLoader(StepLoader):
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of all ranks, saved after the same batch, into one that any number of ranks can load."""
     loaders = any(isinstance(state, Mapping) and "batches_yielded" in state for state in states)
-    records = [as_json(read_state(StreamLoaderState if loaders else StreamState, state)) for state in states]
+    records = [
+        as_json(read_state(StreamLoaderState if loaders else datasets.StreamState, state)) for state in states
+    ]
     for record in records:
         for key in ("batches_yielded", "batch_size", "world_size", "grad_accum_steps"):
             if record.get(key) != records[0].get(key):
@@ -466,11 +461,11 @@ def build_dataloader(
         lanes = batch_size * world_size * grad_accum_steps
         stream = _stream(config, first, seq_len, rank=rank, world_size=world_size, seed=seed, lanes=lanes)
         return StreamingDataLoader(stream, batch_size, config, grad_accum_steps=grad_accum_steps)
-    dataset: MixtureDataset | MemoryMappedDataset | HuggingFaceDataset
+    dataset: datasets.MixtureDataset | datasets.MemoryMappedDataset | datasets.HuggingFaceDataset
     sampler: MixtureSampler | DistributedSampler
     if config.datasets:
         parts = [_dataset(config, source, seq_len, cache_dir) for source in config.datasets]
-        dataset = MixtureDataset(parts, config.dataset_names)
+        dataset = datasets.MixtureDataset(parts, config.dataset_names)
         sampler = MixtureSampler(
             dataset.cumulative_sizes,
             [source.weight for source in config.datasets],
@@ -497,14 +492,14 @@ def _given(value: int | None, train: object, name: str, default: int | None = No
 
 def _stream(
     config: DataConfig, source: DatasetSource, seq_len: int, *, rank: int, world_size: int, seed: int, lanes: int
-) -> StreamingHuggingFaceDataset:
+) -> datasets.StreamingHuggingFaceDataset:
     texts = [source.called for source in config.datasets if source.hf_name]
     if texts:
         raise ConfigError(
             f"data: hf_streaming must be left out where text is mixed, as that is tokenized once, got {texts[0]!r} "
             "among datasets; set hf_streaming to false, or name it alone as hf_dataset_name"
         )
-    return StreamingHuggingFaceDataset(
+    return datasets.StreamingHuggingFaceDataset(
         source.hf_name,
         config.hf_dataset_split,
         config.hf_dataset_text_field,
@@ -521,9 +516,9 @@ def _stream(
 
 def _dataset(
     config: DataConfig, source: DatasetSource, seq_len: int, cache_dir: str | None
-) -> MemoryMappedDataset | HuggingFaceDataset:
+) -> datasets.MemoryMappedDataset | datasets.HuggingFaceDataset:
     if source.path:
-        return MemoryMappedDataset(
+        return datasets.MemoryMappedDataset(
             source.path,
             seq_len + 1,
             config.file_pattern,
@@ -532,7 +527,7 @@ def _dataset(
             dtype=config.dtype,
             vocab_size=config.vocab_size,
         )
-    return HuggingFaceDataset(
+    return datasets.HuggingFaceDataset(
         source.hf_name,
         config.hf_dataset_split,
         config.hf_dataset_text_field,

@@ -14,19 +14,7 @@ import numpy as np
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation
-from tokenmill.encode.recipe.extract import (
-    HISTORY,
-    SYSTEM,
-    Message,
-    PlainItems,
-    Record,
-    VariantReader,
-    choose,
-    look_up,
-    tools_of,
-    with_history,
-    with_system,
-)
+from tokenmill.encode.recipe import extract
 from tokenmill.encode.recipe.recipe import DTYPES, Recipe
 from tokenmill.encode.tokenizer import (
     Tokenizer,
@@ -165,7 +153,7 @@ class Ragged:
         return same
 
 
-def lay_out(encoded: Encoded, items: PlainItems, identity: TokenizerIdentity, *, close: bool) -> Ragged:
+def lay_out(encoded: Encoded, items: extract.PlainItems, identity: TokenizerIdentity, *, close: bool) -> Ragged:
     """Lay the texts of every item end to end, BOS before each that begins anew and EOS where one ends.
 
     An EOS shares the fate of the text before it; a BOS is never trained. No token straddles two texts, as each was
@@ -243,7 +231,7 @@ def open_encoder(
     return RecordEncoder(
         recipe=recipe,
         keys=record_keys(recipe, tokenizer.identity.vocab_size),
-        readers=tuple(VariantReader.of(recipe, variant) for variant in recipe.variants),
+        readers=tuple(extract.VariantReader.of(recipe, variant) for variant in recipe.variants),
         tokenizer=tokenizer,
         chat=chat,
         no_template=no_template,
@@ -285,8 +273,8 @@ def _no_template(tokenizer_spec: str, error: ConfigError) -> str:
 class Reading:
     """A record, and which variant of the recipe reads it."""
 
-    record: Record
-    reader: VariantReader | Refusal
+    record: extract.Record
+    reader: extract.VariantReader | Refusal
     """Or why none does."""
 
     @property
@@ -304,7 +292,7 @@ class _Batch:
     """The records of a batch while they are read: what they gave, and why some are refused."""
 
     size: int
-    texts: dict[str, PlainItems]
+    texts: dict[str, extract.PlainItems]
     """Source -> its plain texts."""
     conversations: dict[str, list[tuple[int, Conversation]]]
     """Source -> its conversations, each with the record that it belongs to."""
@@ -338,7 +326,7 @@ class RecordEncoder:
     recipe: Recipe
     keys: Mapping[str, str]
     """Array -> dtype as numpy writes it. `position_ids` that go on through a shard are left to the caller."""
-    readers: tuple[VariantReader, ...]
+    readers: tuple[extract.VariantReader, ...]
     tokenizer: Tokenizer
     chat: ChatEncoder | None
     """Where the recipe has conversations."""
@@ -362,20 +350,20 @@ class RecordEncoder:
         """Return what ends turns in the chat template but is ordinary text to the tokenizer: worth a warning."""
         return () if self.chat is None else self.chat.spelled
 
-    def read(self, record: Record) -> Reading:
+    def read(self, record: extract.Record) -> Reading:
         """Choose the variant of the recipe that reads a record."""
         record = self.recipe.names.renamed(record)
         try:
-            return Reading(record=record, reader=choose(self.readers, record))
+            return Reading(record=record, reader=extract.choose(self.readers, record))
         except Refusal as refusal:
             return Reading(record=record, reader=refusal)
 
-    def encode(self, records: Sequence[Record | Reading]) -> Records:
+    def encode(self, records: Sequence[extract.Record | Reading]) -> Records:
         """Encode records, or what `read` made of them; those that cannot be are refused, each with its reason."""
         names = list(token_arrays(self.recipe.kind))
         batch = _Batch(
             size=len(records),
-            texts={name: PlainItems() for name in names},
+            texts={name: extract.PlainItems() for name in names},
             conversations={name: [] for name in (*names, ANSWERS)},
         )
         for index, record in enumerate(records):
@@ -445,7 +433,7 @@ class RecordEncoder:
             else:
                 source.add_texts(batch.texts[name], index, record)
 
-    def _add_group(self, batch: _Batch, index: int, reading: Reading, reader: VariantReader) -> None:
+    def _add_group(self, batch: _Batch, index: int, reading: Reading, reader: extract.VariantReader) -> None:
         record = reading.record
         if "responses" not in reader.sources:
             self._add_prompt(batch, index, reading, reader)
@@ -469,7 +457,7 @@ class RecordEncoder:
             raise Refusal("lengths_differ", f"{num_responses} responses and {len(rewards)} rewards")
         batch.rewards[index] = rewards
 
-    def _add_prompt(self, batch: _Batch, index: int, reading: Reading, reader: VariantReader) -> None:
+    def _add_prompt(self, batch: _Batch, index: int, reading: Reading, reader: extract.VariantReader) -> None:
         """Add a group without responses; where its prompt ends is found by an answer that is not kept."""
         prompts = reader.sources["prompts"]
         if reader.template:
@@ -481,24 +469,28 @@ class RecordEncoder:
             prompts.add_texts(batch.texts["prompts"], index, reading.record)
         batch.rewards[index] = []
 
-    def _with_system(self, batch: _Batch, index: int, messages: list[Message], reading: Reading) -> list[Message]:
+    def _with_system(
+        self, batch: _Batch, index: int, messages: list[extract.Message], reading: Reading
+    ) -> list[extract.Message]:
         """Put the fields `history` and `system` before messages, and note the latter; else what the recipe says."""
         reader = reading.reader
         if isinstance(reader, Refusal):
             return messages
         if reader.has_history(reading.record):
-            messages = with_history(messages, reading.record[HISTORY])
-        whole = with_system(messages, reading.record.get(SYSTEM)) if reader.reads_system else messages
+            messages = extract.with_history(messages, reading.record[extract.HISTORY])
+        whole = (
+            extract.with_system(messages, reading.record.get(extract.SYSTEM)) if reader.reads_system else messages
+        )
         if len(whole) > len(messages):
             batch.notes.setdefault("system_field", set()).add(index)
         if self.recipe.system is not None and whole[0]["role"] not in ("system", "developer"):
-            whole = with_system(whole, self.recipe.system)
+            whole = extract.with_system(whole, self.recipe.system)
         return whole
 
-    def _conversation(self, messages: list[Message], record: Record) -> Conversation:
+    def _conversation(self, messages: list[extract.Message], record: extract.Record) -> Conversation:
         """Put the tools of a record to messages; refuse them if there is no chat template to write them with."""
         name = self.recipe.tools_field
-        tools = None if name is None else tools_of(look_up(record, tuple(name.split("."))), name)
+        tools = None if name is None else extract.tools_of(extract.look_up(record, tuple(name.split("."))), name)
         if self.no_template is not None:
             raise Refusal("no_template", self.no_template)
         return Conversation(messages=messages, tools=tools)
@@ -640,7 +632,7 @@ def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
     return prompts.taken(once), answers.sliced(items, first, last)
 
 
-def _refuse_nothing_said(batch: _Batch, encoded: Encoded, items: PlainItems) -> None:
+def _refuse_nothing_said(batch: _Batch, encoded: Encoded, items: extract.PlainItems) -> None:
     """Refuse items whose trained texts are all empty: an EOS alone is no answer."""
     if not items.counts:
         return

@@ -24,19 +24,8 @@ import xxhash
 
 from tokenmill.caches import private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
+from tokenmill.store import layout
 from tokenmill.store.durable import sync_folder, write_atomically
-from tokenmill.store.layout import (
-    MANIFEST,
-    ORIGINS_FOLDER,
-    PAGE_BYTES,
-    SUMS_FOLDER,
-    WAY_OUT,
-    Manifest,
-    ShardInfo,
-    axes_of,
-    index_file,
-    read_manifest,
-)
 from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, Request, merged, part_of, sparse_map
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
@@ -101,7 +90,7 @@ class RemoteFiles:
         address: Address,
         network: Network,
         folder: Path,
-        manifest: Manifest,
+        manifest: layout.Manifest,
         listings: dict[str, Future[list[ObjectInfo]]],
     ) -> None:
         self.address = address
@@ -120,7 +109,7 @@ class RemoteFiles:
         self._listed: dict[str, dict[str, int]] = {}
         self._listings = listings
         """Folder -> what is in it, as it was asked for with the manifest."""
-        self._indexes = {index_file(axis) for axis in axes_of(manifest.kind, manifest.keys)}
+        self._indexes = {layout.index_file(axis) for axis in layout.axes_of(manifest.kind, manifest.keys)}
         for shard in manifest.shards:
             if shard.container is not None:
                 self.objects.sizes[shard.name] = shard.container.bytes
@@ -167,16 +156,16 @@ class RemoteFiles:
         limited = self.mirror is not None and self.mirror.limit is not None
         for item in ranges:
             request, proof = item.request, self.sums_of(item.request.name)
-            page = PAGE_BYTES if proof is not None or self.mirror is not None else 1
+            page = layout.PAGE_BYTES if proof is not None or self.mirror is not None else 1
             begins, ends = merged(item.begins + request.begin, item.ends + request.begin, page, request.bytes)
             mapped = sparse_map(request.path, request.bytes)
             need = Wanted(request.name, request.bytes, mapped.data, begins, ends, proof)
             pages = need.pages
             if limited and item.again is not None:
-                need = replace(need, again=item.again(pages * PAGE_BYTES - request.begin))
+                need = replace(need, again=item.again(pages * layout.PAGE_BYTES - request.begin))
             wanted.append(need)
             files.append(part_of(mapped, request))
-            size += pages.size * PAGE_BYTES
+            size += pages.size * layout.PAGE_BYTES
         loan = RangeLoan(self.network, files, size, lambda: self._fill(wanted))
         self.network.admit(size, loan.start, ahead=ahead)
         return loan
@@ -195,12 +184,12 @@ class RemoteFiles:
         found = []
         for item, begins, ends in around:
             request = item.request
-            pages = merged(begins + request.begin, ends + request.begin, PAGE_BYTES, request.bytes)
+            pages = merged(begins + request.begin, ends + request.begin, layout.PAGE_BYTES, request.bytes)
             lacking = mirror.lacking(request.name, request.bytes, *pages)
             if lacking[0].size:
                 need = Wanted(request.name, request.bytes, None, *lacking, self.sums_of(request.name))
                 if mirror.limit is not None and item.again is not None:
-                    need = replace(need, again=item.again(need.pages * PAGE_BYTES - request.begin))
+                    need = replace(need, again=item.again(need.pages * layout.PAGE_BYTES - request.begin))
                 found.append(need)
         return found
 
@@ -229,8 +218,8 @@ class RemoteFiles:
         """Whether the store has page sums, and they are to be used."""
         if not self.network.options.verify_pages:
             return False
-        is_asked = SUMS_FOLDER in self._listed
-        found = bool(self.listed(SUMS_FOLDER))
+        is_asked = layout.SUMS_FOLDER in self._listed
+        found = bool(self.listed(layout.SUMS_FOLDER))
         if not found and not is_asked:
             logger.warning(_NO_SUMS, self.address)
         return found
@@ -275,7 +264,11 @@ class RemoteFiles:
 
     def bring_origins(self, shard: str) -> None:
         """Copy the file that says where the documents of a shard came from: that of its unit, if there is one."""
-        names = [name for name in self.listed(ORIGINS_FOLDER) if name <= f"{ORIGINS_FOLDER}/{shard[6:11]}.bin"]
+        names = [
+            name
+            for name in self.listed(layout.ORIGINS_FOLDER)
+            if name <= f"{layout.ORIGINS_FOLDER}/{shard[6:11]}.bin"
+        ]
         if names:
             self.bring(max(names))
 
@@ -285,12 +278,12 @@ class RemoteFiles:
             self.bring(name)
         return self.folder / folder
 
-    def _local(self, shard: ShardInfo, name: str) -> Path:
+    def _local(self, shard: layout.ShardInfo, name: str) -> Path:
         return self.folder / shard.name / name
 
     def bring_small(self, number: int = 0) -> None:
         """Copy offsets and page sums of a shard, and of those behind it, which will be wanted soon: all at once."""
-        sums = self.listed(SUMS_FOLDER) if self.has_sums else {}
+        sums = self.listed(layout.SUMS_FOLDER) if self.has_sums else {}
         jobs: list[_Copy] = []
         total = 0
         for shard in self.manifest.shards[number:]:
@@ -330,7 +323,8 @@ class RemoteFiles:
             os.fsync(descriptor)
             if job.xxh3 is not None and _digest(descriptor) != job.xxh3:
                 raise StoreCorruptError(
-                    f"{self.address / job.name}: checksum must be {job.xxh3}, got {_digest(descriptor)}; {WAY_OUT}"
+                    f"{self.address / job.name}: checksum must be {job.xxh3}, got {_digest(descriptor)}; "
+                    f"{layout.WAY_OUT}"
                 )
             os.replace(temporary, file)
             sync_folder(file.parent)
@@ -374,19 +368,21 @@ def locked(folder: Path) -> Iterator[None]:
 # From an address to the files of a store.
 
 
-def open_remote(text: str, network: Network) -> tuple[RemoteFiles, Manifest]:
+def open_remote(text: str, network: Network) -> tuple[RemoteFiles, layout.Manifest]:
     """Read the manifest of the store at an address; it is asked for each time, and kept with what it lists."""
     options = network.options
     address = parse_address(text, options)
     client = Client(address, options)
     try:
         with ThreadPoolExecutor(1) as pool:  # with it what is wanted next, for a round trip less
-            listings = {SUMS_FOLDER: pool.submit(client.list, SUMS_FOLDER)} if options.verify_pages else {}
-            body = client.get(MANIFEST)
+            listings = (
+                {layout.SUMS_FOLDER: pool.submit(client.list, layout.SUMS_FOLDER)} if options.verify_pages else {}
+            )
+            body = client.get(layout.MANIFEST)
     except StoreMissingError:
         raise StoreMissingError(
-            f"{address}: a store must be an address with {MANIFEST} below it, got none; check the address, or "
-            "upload a store with `tokenmill upload`; files of other projects are read from disk alone"
+            f"{address}: a store must be an address with {layout.MANIFEST} below it, got none; check the address, "
+            "or upload a store with `tokenmill upload`; files of other projects are read from disk alone"
         ) from None
     network.counters.requests += 1
     network.counters.bytes += len(body)
@@ -401,8 +397,8 @@ def open_remote(text: str, network: Network) -> tuple[RemoteFiles, Manifest]:
     known = xxhash.xxh3_128_hexdigest(f"{address} {address.endpoint}".encode() + body)
     folder = place / f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / MANIFEST).exists():
+    if not (folder / layout.MANIFEST).exists():
         with locked(folder):
-            write_atomically(folder / MANIFEST, body)
-    manifest = read_manifest(folder)
+            write_atomically(folder / layout.MANIFEST, body)
+    manifest = layout.read_manifest(folder)
     return RemoteFiles(address, network, folder, manifest, listings), manifest

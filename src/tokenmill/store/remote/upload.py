@@ -16,15 +16,7 @@ from pathlib import Path
 import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
-from tokenmill.store.layout import (
-    JOURNAL_FOLDER,
-    MANIFEST,
-    SUMS_FOLDER,
-    WAY_OUT,
-    Manifest,
-    is_shard_name,
-    manifest_bytes,
-)
+from tokenmill.store import layout
 from tokenmill.store.reader import read_ours
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.verify import verify
@@ -81,11 +73,11 @@ def upload(
         )
     place = parse_address(address, options)
     manifest = read_ours(path, {})
-    if not (path / SUMS_FOLDER).is_dir():
+    if not (path / layout.SUMS_FOLDER).is_dir():
         verify(path, add_page_sums=True)
     client = Client(place, options)
-    body = manifest_bytes(manifest)
-    there = client.get(MANIFEST) if client.head(MANIFEST) is not None else None
+    body = layout.manifest_bytes(manifest)
+    there = client.get(layout.MANIFEST) if client.head(layout.MANIFEST) is not None else None
     if there is not None and there != body:
         raise _another(str(place))
     files = list(_files(path, manifest))
@@ -119,9 +111,9 @@ def upload(
 def _publish(client: Client, body: bytes) -> None:
     """Write the manifest, if nobody has; the same one may be there from a request that was told to have failed."""
     try:
-        client.create(MANIFEST, body)
+        client.create(layout.MANIFEST, body)
     except StoreExistsError:
-        if client.get(MANIFEST) != body:
+        if client.get(layout.MANIFEST) != body:
             raise _another(str(client.address)) from None
 
 
@@ -131,7 +123,7 @@ def _another(place: str) -> StoreExistsError:
     )
 
 
-def _files(path: Path, manifest: Manifest) -> Iterator[_File]:
+def _files(path: Path, manifest: layout.Manifest) -> Iterator[_File]:
     """Yield the files that a reader needs: those of shards as the manifest lists them, and what lies beside them.
 
     Row indexes go along: a node fetches one in less time than it takes to build it.
@@ -147,10 +139,10 @@ def _files(path: Path, manifest: Manifest) -> Iterator[_File]:
         folders[:] = sorted(
             name
             for name in folders
-            if not (top and (name == JOURNAL_FOLDER or is_shard_name(name) or _is_left(name)))
+            if not (top and (name == layout.JOURNAL_FOLDER or layout.is_shard_name(name) or _is_left(name)))
         )
         for name in sorted(names):
-            if _is_left(name) or (top and (name == MANIFEST or is_shard_name(name))):
+            if _is_left(name) or (top and (name == layout.MANIFEST or layout.is_shard_name(name))):
                 continue
             file = Path(folder) / name
             yield _File(
@@ -170,7 +162,7 @@ def _bring(client: Client, path: Path, file: _File, size: int | None) -> bool:
     local = path / file.name
     if local.stat().st_size != file.bytes or _checksum(_blocks(local)) != file.xxh3:
         raise StoreCorruptError(
-            f"{local}: must be what the manifest says before it is uploaded, got other bytes; {WAY_OUT}"
+            f"{local}: must be what the manifest says before it is uploaded, got other bytes; {layout.WAY_OUT}"
         )
     client.put(file.name, local)
     if _checksum(client.stream(file.name)) != file.xxh3:
