@@ -1,6 +1,6 @@
 """How long ranks wait for one another with rows in order and dealt by cost, and what the deal costs a loader.
 
-    python benchmarks/balance.py [--tiny] [--json]
+    python benchmarks/balance.py [--shuffle full|block|window] [--tiny] [--json]
 
 Waiting: the time of a step, by the costs of a model of 8B parameters (`balance = "attention"`), divided by that of
 a step whose work is shared out evenly; where ranks wait at each micro-batch (as FSDP does), and where they wait
@@ -48,8 +48,8 @@ def make_store(path: Path) -> None:
         writer.commit()
 
 
-def make_run(folder: Path, seq_len: int, ranks: int, balance: str | None) -> tm.Run:
-    settings = {"steps": 100_000, "global_batch_size": ranks * BATCHES, "seq_len": seq_len}
+def make_run(folder: Path, seq_len: int, ranks: int, balance: str | None, shuffle: str = "full") -> tm.Run:
+    settings = {"shuffle": shuffle, "steps": 100_000, "global_batch_size": ranks * BATCHES, "seq_len": seq_len}
     tables = {"run": settings, "sources": [{"name": "web", "store": str(folder / "web")}]}
     return tm.Run.from_tables(
         {**tables, "run": {**settings, **({"balance": balance} if balance else {})}}, folder=folder
@@ -78,10 +78,10 @@ def measure_waiting(folder: Path, seq_len: int, ranks: int) -> list[dict]:
     return found
 
 
-def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int) -> dict:
+def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuffle: str) -> dict:
     """Return what share of the CPU time of a rank's loader the deal takes."""
     place = {"rank": ranks // 2, "world_size": ranks, "micro_batch": micro_batch, "threads": 0}
-    loader = make_run(folder, seq_len, ranks, "attention").loader(**place)
+    loader = make_run(folder, seq_len, ranks, "attention", shuffle).loader(**place)
     deal_slots, spent = loader._dealer.slots, []
 
     def timed(*arguments: object) -> object:
@@ -103,6 +103,7 @@ def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shuffle", default="full", choices=("full", "block", "window"))
     parser.add_argument("--tiny", action="store_true", help="so small that the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -111,7 +112,11 @@ def main() -> None:
         make_store(folder / "web")
         sizes = [(seq_len, ranks) for seq_len in LENGTHS for ranks in (8, 64)]
         lines = [line for size in sizes for line in measure_waiting(folder, *size)]
-        lines += [measure_deal(folder, *size, micro_batch) for size in sizes for micro_batch in (1, BATCHES)]
+        lines += [
+            measure_deal(folder, *size, micro_batch, options.shuffle)
+            for size in sizes
+            for micro_batch in (1, BATCHES)
+        ]
     if options.json:
         print(json.dumps(lines))
         return
