@@ -160,6 +160,14 @@ class NoWork:
         return future
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Link a file, or copy it where its file system allows no more links: ext4 has 65,000."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def drive(num_units: int, work: Path) -> dict[str, Any]:
     """Hand out units of no work, then publish them; each is a copy of one that was really done, by links."""
     import msgspec
@@ -196,7 +204,7 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     driven = time.perf_counter() - begin
     journal = journals.Journal(work / "store")
     for task in tasks:
-        shutil.copytree(done, journal.units / task.key, copy_function=os.link)
+        shutil.copytree(done, journal.units / task.key, copy_function=link_or_copy)
     os.sync()
     finished = journals.FinishedBuild(
         identity={},
