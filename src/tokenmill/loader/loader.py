@@ -201,6 +201,7 @@ class Loader:
                 "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
                 "drawn; leave out balance, or live = true"
             )
+        self._finishes = self.options.pad_to == "batch" or bool(self.options.columns)
         self._dealer = Dealer(part) if part.balance else None
         if self._drawn and not self.arrays:
             raise ConfigError(
@@ -645,6 +646,7 @@ class _Batches(Iterator[Batch]):
 def _inline(loader: Loader) -> Iterator[Batch]:
     """Assemble each batch when it is asked for."""
     begun: list[assemble.Block] = []
+    is_local, finishes = loader.network is None, loader._finishes
 
     def begin(stage: Stage, first: int, count: int) -> assemble.Block:
         begun.append(loader._block(stage, first, count, ahead=bool(begun)))
@@ -656,8 +658,9 @@ def _inline(loader: Loader) -> Iterator[Batch]:
             if loader._drawn:
                 batch = partial(loader._drawn.batch, block)
             for number in range(count):
-                ready = loader._wait(block, partial(batch, number, pool.batch()))
-                yield loader._finished(block, number, ready)
+                out = pool.batch()
+                ready = batch(number, out) if is_local else loader._wait(block, partial(batch, number, out))
+                yield loader._finished(block, number, ready) if finishes else ready
             begun.pop(0).release()
     finally:
         for block in begun:
@@ -678,9 +681,12 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
         return blocks[-1]
 
     def copy(block: Future[assemble.Block], begin: int, end: int) -> list[Batch]:
-        pool = loader._pool(block.result())
-        found = block.result()
-        return [loader._finished(found, number, found.batch(number, pool.batch())) for number in range(begin, end)]
+        rows = block.result()
+        pool = loader._pool(rows)
+        batches = [rows.batch(number, pool.batch()) for number in range(begin, end)]
+        if not loader._finishes:
+            return batches
+        return [loader._finished(rows, number, batch) for number, batch in enumerate(batches, begin)]
 
     def take() -> list[Batch]:
         block, batches, last = waiting.popleft()
