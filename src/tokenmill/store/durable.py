@@ -44,13 +44,18 @@ def write_parts_atomically(path: Path, parts: Iterable[bytes], *, writer: str = 
     Where several may write the same file at once, each names itself as its `writer`.
     """
     temporary = path.with_name(f".tmp-{path.name}{writer}")
-    with temporary.open("wb") as file:
+    write_parts(temporary, parts)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file that survives a power cut, but for its name in the folder."""
+    with open(path, "wb") as file:
         for part in parts:
             file.write(part)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -249,7 +254,12 @@ def this_machine() -> str:
 
 def this_process() -> str:
     """Return a name that no other process has, on any machine, at any time: as good a plain part of a path."""
-    return f"{this_machine()}-{os.getpid()}-{_start_of(os.getpid())}"
+    return _name_of(os.getpid())
+
+
+@cache
+def _name_of(this: int) -> str:
+    return f"{this_machine()}-{this}-{_start_of(this)}"
 
 
 def has_ended(process: str) -> bool:
