@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,26 @@ def test_a_module_says_in_one_sentence_what_it_is():
         first = " ".join((ast.get_docstring(tree_of(path)) or "").split("\n\n")[0].split())
         assert re.search(r"[.:?!]$", first), path
         assert re.search(r"[.?!]\s", first) is None, f"{path}: one sentence, got {first!r}"
+
+
+def strays(tree: ast.AST) -> list[int]:
+    """Return the lines of texts that document nothing: neither first in their body, nor right under a value."""
+    lines = []
+    for node in nodes_of(tree):
+        statements = getattr(node, "body", None)
+        pairs = pairwise(statements) if isinstance(statements, list) else ()
+        for before, statement in pairs:
+            is_text = isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str)
+            under_a_value = isinstance(before, ast.Assign | ast.AnnAssign)
+            if is_text and not (under_a_value and statement.lineno == before.end_lineno + 1):
+                lines.append(statement.lineno)
+    return lines
+
+
+def test_every_docstring_stands_under_what_it_speaks_of():
+    assert strays(ast.parse('A = 1\n"""of A"""\nB = 2\n\n"""of none"""\n"""nor this"""\n')) == [5, 6]
+    found = {str(path.relative_to(PACKAGE)): strays(tree_of(path)) for path in MODULES}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_a_folder_says_what_comes_in_what_it_does_and_what_goes_out():

@@ -342,9 +342,9 @@ class BuildResult:
     resumed: int = 0
     """How many of them an earlier try had finished."""
     scans: Sequence[str] = ()
+    """Names of the hashes of the records, where duplicates were looked for."""
     contents: dict[str, str] = field(default_factory=dict)
     """Path -> digest of all bytes of each file that was read."""
-    """Names of the hashes of the records, where duplicates were looked for."""
     text_bytes: int = 0
     new_text_bytes: int = 0
     """Of units that were done now, not in an earlier try."""

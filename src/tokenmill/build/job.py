@@ -56,14 +56,6 @@ from tokenmill.types import ON_ERROR
 if TYPE_CHECKING:
     from tokenmill.encode.chat.template import ChatTemplate
 
-
-"""A function of the user over records: who it is, and how a worker process finds it.
-
-It stands in the manifest by its name and a hash of its source, so that a store says what made its records, and a
-build with another function is another build. It is never pickled: a worker imports it by its module.
-"""
-
-
 RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
 
 
