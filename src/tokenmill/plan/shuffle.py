@@ -181,36 +181,86 @@ class Shuffle:
         return MODES[self.mode], self.block_rows, self.window_blocks
 
 
-@inner
-def _arrange_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
-    """Return where the row that is read at `place` would stand if blocks, shuffled, were read one after another."""
-    if mode == NONE or size == 1:
-        return place
-    first, count, window_key = int64(0), size, key
-    if mode >= BLOCK:
-        window = place // (block_rows * window_blocks)
-        first = window * block_rows * window_blocks
-        count = least(block_rows * window_blocks, size - first)
-        window_key = derive(key, window)
-    return first + permute(place - first, count, window_key)
+# Many rows at once, of one epoch of each of several sources
+#
+# An epoch is a line of a table: what decides its order, and what was computed of it last. Rows of all sources wait
+# side by side until there are enough of them, and then are shuffled together.
+
+EPOCH_FIRST, EPOCH_SIZE, EPOCH_KEY, EPOCH_MODE, EPOCH_BLOCK_ROWS, EPOCH_WINDOW_BLOCKS = range(6)
+EPOCH_NUM_BLOCKS, EPOCH_TURN, WINDOW_BEGIN, WINDOW_END, WINDOW_KEY = range(6, 11)
+"""Columns of an epoch: its first row, then what decides its order, and the window that was met last, its places and
+its key. Keys are the bits of their numbers."""
+EPOCH_COLUMNS = 11
+_LINE, _INDEX = 4, 5
+"""Lines of the room for waiting rows, behind those of `permute_many`: the epoch of a row, and its index."""
+_BLOCKS = 1024
+"""Blocks that are remembered: a call meets those of few windows."""
+
+
+def waiting_room(rows: int) -> tuple[Uint64Array, Int64Array]:
+    """Return memory for waiting rows, where so many are shuffled in all, and for blocks: slot, key and block."""
+    # So many that what they take stays in the first cache of a processor.
+    return np.empty((6, max(1, min(rows, 256))), np.uint64), np.zeros((3, _BLOCKS), np.int64)
 
 
 @inner
-def _settle_row(row: int, size: int, key: np.uint64, mode: int, block_rows: int) -> int:
-    """Return the row that stands where `_arrange_row` says."""
-    if mode < BLOCK or size == 1:
-        return row
-    slot, num_blocks = row // block_rows, size // block_rows
+def begin_epoch(epochs: Int64Array, line: int) -> None:
+    """Complete the line of an epoch whose order is decided."""
+    size, mode, key = epochs[line, EPOCH_SIZE], epochs[line, EPOCH_MODE], np.uint64(epochs[line, EPOCH_KEY])
+    epochs[line, EPOCH_NUM_BLOCKS] = size // epochs[line, EPOCH_BLOCK_ROWS]
+    epochs[line, EPOCH_TURN] = _turn(key, size, mode)
+    epochs[line, WINDOW_BEGIN] = 0
+    epochs[line, WINDOW_END] = size if mode < BLOCK else 0
+    epochs[line, WINDOW_KEY] = epochs[line, EPOCH_KEY]
+
+
+@inner
+def add_row(place: int, index: int, epochs: Int64Array, line: int, room: Uint64Array, waiting: int) -> int:
+    """Let the row at a place of an epoch wait, and return where its window begins.
+
+    `permute_many` adds where in that the row would stand if blocks, shuffled, were read one after another.
+    """
+    if place < epochs[line, WINDOW_BEGIN] or place >= epochs[line, WINDOW_END]:
+        rows = epochs[line, EPOCH_BLOCK_ROWS] * epochs[line, EPOCH_WINDOW_BLOCKS]
+        window = place // rows
+        epochs[line, WINDOW_BEGIN] = window * rows
+        epochs[line, WINDOW_END] = least((window + 1) * rows, epochs[line, EPOCH_SIZE])
+        epochs[line, WINDOW_KEY] = int64(derive(np.uint64(epochs[line, EPOCH_KEY]), window))
+    begin = int64(epochs[line, WINDOW_BEGIN])
+    room[0, waiting] = np.uint64(place - begin)
+    room[1, waiting] = np.uint64(epochs[line, WINDOW_END] - begin)
+    room[2, waiting] = np.uint64(epochs[line, WINDOW_KEY])
+    room[3, waiting] = room[_INDEX, waiting] = np.uint64(index)
+    room[_LINE, waiting] = np.uint64(line)
+    return begin
+
+
+@inner
+def shuffle_waiting(epochs: Int64Array, room: Uint64Array, count: int, blocks: Int64Array, out: Int64Array) -> None:
+    """Add to `out`, where waiting rows have the begins of their windows, what makes them rows of their sources."""
+    permute_many(room, count, out)
+    for i in range(count):
+        line, index = int64(room[_LINE, i]), int64(room[_INDEX, i])
+        if epochs[line, EPOCH_MODE] >= BLOCK:
+            out[index] = _settle_row(out[index], epochs, line, blocks)
+        out[index] += epochs[line, EPOCH_FIRST]
+
+
+@inner
+def _settle_row(arranged: int, epochs: Int64Array, line: int, blocks: Int64Array) -> int:
+    """Return the row that stands at a place if blocks, shuffled, are read one after another."""
+    block_rows, size = epochs[line, EPOCH_BLOCK_ROWS], epochs[line, EPOCH_SIZE]
+    slot = arranged // block_rows
+    row = arranged + epochs[line, EPOCH_TURN]
     # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
-    block = permute(slot, num_blocks, derive(key, -2)) if slot < num_blocks else slot
-    return (row + (block - slot) * block_rows + _turn(key, size, mode)) % size
-
-
-@inner
-def shuffle_row(place: int, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int) -> int:
-    """Return the row that stands at `place` of an epoch."""
-    arranged = _arrange_row(place, size, key, mode, block_rows, window_blocks)
-    return _settle_row(arranged, size, key, mode, block_rows)
+    if slot < epochs[line, EPOCH_NUM_BLOCKS]:
+        cell = (slot ^ (line << 6)) & (_BLOCKS - 1)
+        if blocks[0, cell] != slot + 1 or blocks[1, cell] != epochs[line, EPOCH_KEY]:
+            blocks[0, cell], blocks[1, cell] = slot + 1, epochs[line, EPOCH_KEY]
+            key = derive(np.uint64(epochs[line, EPOCH_KEY]), -2)
+            blocks[2, cell] = permute(slot, epochs[line, EPOCH_NUM_BLOCKS], key)
+        row += (blocks[2, cell] - slot) * block_rows
+    return int64(row - size if row >= size else row)
 
 
 @inner
@@ -277,21 +327,46 @@ def _group(slot: int, num_windows: int, num_groups: int) -> int:
 
 
 @kernel
-def _rows_of_windows(
-    places: Int64Array, starts: Int64Array, order: Int64Array, key: np.uint64, num_groups: int
-) -> tuple[Int64Array, Int64Array]:
-    """Return the row at each place, and where it would stand if the windows were read one after another."""
-    windows, begins = order[0], order[1]
-    rows, arranged = np.empty_like(places), np.empty_like(places)
-    num_windows = starts.size - 1
+def _arrange_in_windows(
+    places: Int64Array, edges: Int64Array, key: np.uint64, room: Uint64Array, out: Int64Array
+) -> None:
+    """Write where the row at each place would stand if the windows were read one after another.
+
+    `edges` are the places at which groups of windows begin, and the end.
+    """
+    begin = end = waiting = int64(0)
+    group_key = key
     for i in range(places.size):
-        group = _group(_run_of(begins, places[i]), num_windows, num_groups)
-        first = begins[group * num_windows // num_groups]
-        count = begins[(group + 1) * num_windows // num_groups] - first
-        arranged[i] = first + permute(places[i] - first, count, derive(key, group))
-        slot = _run_of(begins, arranged[i])
-        rows[i] = starts[windows[slot]] + arranged[i] - begins[slot]
-    return rows, arranged
+        place = places[i]
+        if place < begin or place >= end:
+            group = _run_of(edges, place)
+            begin, end, group_key = edges[group], edges[group + 1], derive(key, group)
+        out[i] = begin
+        room[0, waiting], room[1, waiting], room[2, waiting] = (
+            np.uint64(place - begin),
+            np.uint64(end - begin),
+            group_key,
+        )
+        room[3, waiting] = np.uint64(i)
+        waiting += 1
+        if waiting == room.shape[1]:
+            permute_many(room, waiting, out)
+            waiting = int64(0)
+    permute_many(room, waiting, out)
+
+
+@kernel
+def _settle_in_windows(arranged: Int64Array, starts: Int64Array, order: Int64Array, out: Int64Array) -> None:
+    """Write the rows that stand at places if windows are read one after another; quickest in ascending order."""
+    windows, begins = order[0], order[1]
+    slot = int64(0)
+    for i in range(arranged.size):
+        place = arranged[i]
+        if place < begins[slot] or place >= begins[slot + 1]:
+            slot += 1  # it is often the next
+            if slot + 1 >= begins.size or place < begins[slot] or place >= begins[slot + 1]:
+                slot = _run_of(begins, place)
+        out[i] = starts[windows[slot]] + place - begins[slot]
 
 
 @kernel
@@ -312,14 +387,25 @@ def _places_in_windows(
 
 
 @kernel
-def _rows_of_places(
-    places: Int64Array, size: int, key: np.uint64, mode: int, block_rows: int, window_blocks: int
-) -> tuple[Int64Array, Int64Array]:
-    rows, arranged = np.empty_like(places), np.empty_like(places)
+def _arrange_in_blocks(places: Int64Array, epochs: Int64Array, room: Uint64Array, out: Int64Array) -> None:
+    """Write where the row at each place would stand if blocks, shuffled, were read one after another."""
+    begin_epoch(epochs, int64(0))
+    waiting = int64(0)
     for i in range(places.size):
-        arranged[i] = _arrange_row(places[i], size, key, mode, block_rows, window_blocks)
-        rows[i] = _settle_row(arranged[i], size, key, mode, block_rows)
-    return rows, arranged
+        out[i] = add_row(places[i], i, epochs, int64(0), room, waiting)
+        waiting += 1
+        if waiting == room.shape[1]:
+            permute_many(room, waiting, out)
+            waiting = int64(0)
+    permute_many(room, waiting, out)
+
+
+@kernel
+def _settle_in_blocks(arranged: Int64Array, epochs: Int64Array, blocks: Int64Array, out: Int64Array) -> None:
+    """Write the rows that stand at places if blocks, shuffled, are read one after another."""
+    begin_epoch(epochs, int64(0))
+    for i in range(arranged.size):
+        out[i] = _settle_row(arranged[i], epochs, int64(0), blocks)
 
 
 @kernel
@@ -364,11 +450,47 @@ class EpochOrder:
             -(-(self.starts.size - 1) // self.numbers[2]),
         )
 
+    @cached_property
+    def _edges(self) -> Int64Array:
+        """The places at which groups of packing windows begin, and the end."""
+        assert self._windows is not None
+        starts, (_, begins), _, groups = self._windows
+        edges: Int64Array = begins[np.arange(groups + 1) * (starts.size - 1) // groups]
+        return edges
+
+    def _epochs(self) -> Int64Array:
+        """Return the table of this epoch alone."""
+        line = np.zeros((1, EPOCH_COLUMNS), np.int64)
+        line[0, EPOCH_SIZE], line[0, EPOCH_KEY] = self.size, self.key.astype(np.int64)
+        line[0, EPOCH_MODE : EPOCH_WINDOW_BLOCKS + 1] = self.numbers
+        return line
+
     def rows(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the rows at some places, and the place that each would have if blocks were read one by one."""
+        arranged = self.arranged(places)
+        return self.settled(arranged), arranged
+
+    def arranged(self, places: Int64Array) -> Int64Array:
+        """Return the place that the row at each of some places would have if blocks were read one by one."""
+        if self.numbers[0] == NONE:
+            return places
+        out, room = np.empty_like(places), waiting_room(places.size)[0]
         if self._windows is not None:
-            return _rows_of_windows(places, *self._windows)
-        return _rows_of_places(places, self.size, self.key, *self.numbers)
+            _arrange_in_windows(places, self._edges, self.key, room, out)
+        else:
+            _arrange_in_blocks(places, self._epochs(), room, out)
+        return out
+
+    def settled(self, arranged: Int64Array) -> Int64Array:
+        """Return the rows that stand at some places if blocks are read one by one; quickest in ascending order."""
+        if self.numbers[0] < BLOCK:
+            return arranged
+        out = np.empty_like(arranged)
+        if self._windows is not None:
+            _settle_in_windows(arranged, *self._windows[:2], out)
+        else:
+            _settle_in_blocks(arranged, self._epochs(), waiting_room(0)[1], out)
+        return out
 
     def places(self, rows: Int64Array) -> Int64Array:
         """Return the places at which some rows are read."""
@@ -382,7 +504,4 @@ class EpochOrder:
         if self._windows is None:
             group = block_rows * window_blocks
             return min(self.size, (place // group + 1) * group) if mode >= BLOCK else self.size
-        starts, (_, begins), _, groups = self._windows
-        windows = starts.size - 1
-        slot = int(np.searchsorted(begins, place, side="right")) - 1
-        return int(begins[(((slot + 1) * groups - 1) // windows + 1) * windows // groups])
+        return int(self._edges[np.searchsorted(self._edges, place, side="right")])

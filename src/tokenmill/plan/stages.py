@@ -7,7 +7,7 @@ are put aside, a source is used up) it is compiled to several parts, each a `Sta
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
@@ -18,7 +18,23 @@ import numpy as np
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.plan.mixture import draw
-from tokenmill.plan.shuffle import FULL, WINDOW, EpochOrder, Shuffle, derive, derived_key, permute_many, shuffle_row
+from tokenmill.plan.shuffle import (
+    EPOCH_COLUMNS,
+    EPOCH_FIRST,
+    EPOCH_KEY,
+    EPOCH_MODE,
+    EPOCH_SIZE,
+    NONE,
+    WINDOW,
+    EpochOrder,
+    Shuffle,
+    add_row,
+    begin_epoch,
+    derive,
+    derived_key,
+    shuffle_waiting,
+    waiting_room,
+)
 from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
@@ -468,10 +484,6 @@ class CountedRows(Rows, Protocol):
 # From steps to rows, and from rows back to steps: the kernels that join mixture and shuffle.
 
 
-_AT_ONCE = 256
-"""Rows that are shuffled at a time: what they take stays in the first cache of a processor."""
-
-
 def rows_at(
     stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool = True
 ) -> tuple[Int64Array, Int64Array]:
@@ -481,26 +493,30 @@ def rows_at(
     """
     if stage.in_windows:
         return _rows_in_windows(stage, steps, slots, rotate)
-    return _draw(stage, steps, slots, rotate=rotate, ordinals=False)
+    return _shuffle(stage, _draw(stage, steps, slots, rotate=rotate))
 
 
-def _draw(
-    stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool, ordinals: bool
-) -> tuple[Int64Array, Int64Array]:
-    """Return (source, row), or (line of the table, ordinal of the row), for many (step, slot)."""
+def _draw(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -> Int64Array:
+    """Return, in two lines, the line of the table and the ordinal of the row for many (step, slot)."""
     out = np.empty((2, steps.size), np.int64)
     if not steps.size:
-        return out[0], out[1]
+        return out
     batch = stage.spec.global_batch_size
     first, last = (
         stage.origin + (int(step) - stage.spec.start_step) * batch for step in (steps.min(), steps.max() + 1)
     )
     found = stage.mixture.segments(first, last)
     nodes = found.nodes.reshape(-1, found.nodes.shape[2])
-    shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin, int(ordinals))
-    segments, room = (found.starts, nodes, found.bases), np.empty((4, min(steps.size, _AT_ONCE)), np.uint64)
-    _rows(steps, slots, shape, segments, (stage.table, stage.keys), stage.rotation_key, room, out)
-    return out[0], out[1]
+    shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin)
+    _ordinals(steps, slots, shape, (found.starts, nodes, found.bases), stage.table, stage.rotation_key, out)
+    return out
+
+
+def _shuffle(stage: Stage, drawn: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return (source, row) of draws, given as `_draw` does and overwritten; of no order by packing windows."""
+    epochs = np.zeros((len(stage.names), EPOCH_COLUMNS + 2), np.int64)
+    _rows(stage.table, stage.keys, epochs, *waiting_room(drawn.shape[1]), drawn)
+    return drawn[0], drawn[1]
 
 
 def _rows_in_windows(
@@ -508,8 +524,8 @@ def _rows_in_windows(
 ) -> tuple[Int64Array, Int64Array]:
     """Return what `rows_at` does where an epoch is in the order of packing windows; by block, batches are whole."""
     if not stage.by_block:
-        lines, ordinals = _draw(stage, steps, slots, rotate=rotate, ordinals=True)
-        return stage.table[lines, SOURCE], _ordinal_rows(stage, lines, ordinals)[0]
+        lines, ordinals = _draw(stage, steps, slots, rotate=rotate)
+        return stage.table[lines, SOURCE], _ordinal_rows(stage, lines, ordinals)
     batches, index = np.unique(steps, return_inverse=True)
     key = bytes([rotate]) + batches.tobytes()
     kept = stage._last_batches.get(key)
@@ -530,51 +546,92 @@ def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int6
     """
     batch = stage.spec.global_batch_size
     each = np.repeat(steps, batch)
-    lines, ordinals = _draw(stage, each, np.tile(np.arange(batch), steps.size), rotate=rotate, ordinals=True)
-    rows, arranged = _ordinal_rows(stage, lines, ordinals)
-    if len(stage.names) == 1:
-        order = np.argsort(arranged.reshape(-1, batch), axis=1) + np.arange(0, each.size, batch)[:, None]
-        ordinals, rows = ordinals[order.ravel()], rows[order.ravel()]
+    lines, ordinals = _draw(stage, each, np.tile(np.arange(batch), steps.size), rotate=rotate)
+    arranged = _arrange(stage, lines, ordinals)
+    places, order = _by_block(lines.reshape(-1, batch), arranged.reshape(-1, batch), len(stage.names))
+    if places is None:
+        ordinals, arranged = ordinals[order], arranged[order]
     else:
-        places, order = np.lexsort((lines, each)), np.lexsort((arranged, lines, each))
-        ordinals[places], rows[places] = ordinals[order], rows[order]
-    return lines, ordinals, rows
+        ordinals[places], arranged[places] = ordinals[order], arranged[order]
+    return lines, ordinals, _settle(stage, lines, arranged)
 
 
-def _ordinal_rows(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return the rows of draws, and the ordinals that they would have if blocks were read one after another."""
-    rows, arranged = ordinals.copy(), ordinals.copy()
-    for line in np.unique(lines).tolist():
+def _by_block(lines: Int64Array, arranged: Int64Array, num_lines: int) -> tuple[Int64Array | None, Int64Array]:
+    """Return the places of each line of the table in a batch, batch by batch, and what is to stand in them.
+
+    Of one line all places are its own: None.
+    """
+    batches, batch = lines.shape
+    index, begins = np.arange(batch), np.arange(0, lines.size, batch)[:, None]
+    index_bits, bits = batch.bit_length(), int(arranged.max(initial=0)).bit_length()
+    if num_lines.bit_length() + bits + index_bits < 64:
+        # Numbers without an equal are sorted several times as fast as they are ranked.
+        keys = np.sort((lines << bits | arranged) << index_bits | index, axis=1)
+        order = (keys & (1 << index_bits) - 1) + begins
+        if num_lines == 1:
+            return None, order.ravel()
+        places = (np.sort(lines << index_bits | index, axis=1) & (1 << index_bits) - 1) + begins
+        return places.ravel(), order.ravel()
+    each, flat = np.repeat(np.arange(batches), batch), lines.ravel()
+    return np.lexsort((flat, each)), np.lexsort((arranged.ravel(), flat, each))
+
+
+def _ordinal_rows(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> Int64Array:
+    """Return the rows of draws."""
+    return _settle(stage, lines, _arrange(stage, lines, ordinals))
+
+
+def _arrange(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> Int64Array:
+    """Return the ordinals that draws would have if blocks were read one after another."""
+    out = ordinals.copy()
+    for places, order, begin, _ in _epochs(stage, lines, ordinals):
+        out[places] = begin + order.arranged(ordinals[places] - begin)
+    return out
+
+
+def _settle(stage: Stage, lines: Int64Array, arranged: Int64Array) -> Int64Array:
+    """Return the rows of draws, given as `_arrange` does."""
+    rows = arranged.copy()
+    for places, order, begin, first in _epochs(stage, lines, arranged):
+        rows[places] = first + order.settled(arranged[places] - begin)
+    return rows
+
+
+def _epochs(
+    stage: Stage, lines: Int64Array, ordinals: Int64Array
+) -> Iterator[tuple[Int64Array | slice, EpochOrder, int, int]]:
+    """Yield where the draws of each epoch are, its order, its first ordinal and its first row."""
+    for line in range(len(stage.names)):
         rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
-        if not size:
+        mine = np.flatnonzero(lines == line) if len(stage.names) > 1 else slice(None)
+        drawn = ordinals[mine]
+        if not size or not drawn.size:
             continue  # a row that is not counted is known by its ordinal alone
-        mine = np.flatnonzero(lines == line)
-        epochs = np.where(ordinals[mine] < rest, -1, (ordinals[mine] - rest) // size)
-        for epoch in np.unique(epochs).tolist():
-            places = mine[epochs == epoch]
-            begin, first = (0, size) if epoch < 0 else (rest + epoch * size, 0)
-            found, order = stage.order(line, epoch).rows(ordinals[places] - begin)
-            rows[places], arranged[places] = first + found, begin + order
-    return rows, arranged
+        ends = [(int(ordinal) - rest) // size if ordinal >= rest else -1 for ordinal in (drawn.min(), drawn.max())]
+        for epoch in range(ends[0], ends[1] + 1):
+            begin, end = (rest + epoch * size, rest + (epoch + 1) * size) if epoch >= 0 else (0, rest)
+            places = mine
+            if ends[0] < ends[1]:
+                places = np.flatnonzero((drawn >= begin) & (drawn < end))
+                places = places if isinstance(mine, slice) else mine[places]
+            yield places, stage.order(line, epoch), begin, size if epoch < 0 else 0
 
 
 @kernel
-def _rows(
+def _ordinals(
     steps: Int64Array,
     slots: Int64Array,
-    shape: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int, int],
     segments: tuple[Int64Array, Int64Array, Int64Array],
-    sources: tuple[Int64Array, Uint64Array],
+    table: Int64Array,
     rotation_key: np.uint64,
-    room: Uint64Array,
     out: Int64Array,
 ) -> None:
-    start_step, batch, rotate, origin, ordinals = shape
+    start_step, batch, rotate, origin = shape
     starts, nodes, bases = segments
-    table, keys = sources
     tree_nodes = nodes.shape[0] // starts.size
     turned_step = int64(-1)
-    turn = segment = waiting = int64(0)
+    turn = segment = int64(0)
     for i in range(steps.size):
         step, slot = steps[i], slots[i]
         if rotate:
@@ -590,44 +647,61 @@ def _rows(
         while segment + 1 < starts.size and position >= starts[segment + 1]:
             segment += 1
         line, drawn = draw(position - starts[segment], nodes, segment * tree_nodes, tree_nodes)
-        ordinal = table[line, CARRY] + bases[segment, line] + drawn
-        out[0, i] = line if ordinals else table[line, SOURCE]
-        if ordinals or table[line, SIZE] == 0:
-            out[1, i] = ordinal
+        out[0, i] = line
+        out[1, i] = table[line, CARRY] + bases[segment, line] + drawn
+
+
+_BEGIN, _END = EPOCH_COLUMNS, EPOCH_COLUMNS + 1
+"""Columns of an epoch behind those of its shuffle: the ordinals of its first row, and behind its last."""
+
+
+@kernel
+def _rows(
+    table: Int64Array,
+    keys: Uint64Array,
+    epochs: Int64Array,
+    room: Uint64Array,
+    blocks: Int64Array,
+    out: Int64Array,
+) -> None:
+    """Put sources and rows in the place of lines of the table and ordinals."""
+    waiting = int64(0)
+    for i in range(out.shape[1]):
+        line, ordinal = out[0, i], out[1, i]
+        out[0, i] = table[line, SOURCE]
+        if table[line, SIZE] == 0:
+            continue  # a row that is not counted is known by its ordinal alone
+        if ordinal < epochs[line, _BEGIN] or ordinal >= epochs[line, _END]:
+            shuffle_waiting(epochs, room, waiting, blocks, out[1])
+            waiting = int64(0)
+            _enter_epoch(ordinal, line, table, keys, epochs)
+        place = ordinal - epochs[line, _BEGIN]
+        if epochs[line, EPOCH_MODE] == NONE:
+            out[1, i] = epochs[line, EPOCH_FIRST] + place
             continue
-        first, place, size, key, shift = _place_of(ordinal, line, table, keys)
-        mode = table[line, MODE + shift]
-        if mode != FULL or size == 1:
-            block, window = table[line, BLOCK_ROWS + shift], table[line, WINDOW_BLOCKS + shift]
-            out[1, i] = first + shuffle_row(place, size, key, mode, block, window)
-            continue
-        out[1, i] = first
-        room[0, waiting], room[1, waiting], room[2, waiting] = np.uint64(place), np.uint64(size), key
-        room[3, waiting] = np.uint64(i)
+        out[1, i] = add_row(place, i, epochs, line, room, waiting)
         waiting += 1
         if waiting == room.shape[1]:
-            permute_many(room, waiting, out[1])
+            shuffle_waiting(epochs, room, waiting, blocks, out[1])
             waiting = int64(0)
-    permute_many(room, waiting, out[1])
+    shuffle_waiting(epochs, room, waiting, blocks, out[1])
 
 
 @inner
-def _place_of(
-    ordinal: int, line: int, table: Int64Array, keys: Uint64Array
-) -> tuple[int, int, int, np.uint64, int]:
-    """Return where the row stands that a source gives after so many others.
-
-    That is: the first row of the epoch, its place in that, the rows of the epoch, its key, and by how many columns
-    its shuffle stands behind that of the stage in the table.
-    """
+def _enter_epoch(ordinal: int, line: int, table: Int64Array, keys: Uint64Array, epochs: Int64Array) -> None:
+    """Let the line of a source be about the epoch that the row with an ordinal belongs to."""
     size, rest = table[line, SIZE], table[line, REST]
-    first = int64(0)
-    epoch = (ordinal - rest) // size
-    place = ordinal - rest - epoch * size
+    first, epoch = int64(0), (ordinal - rest) // size
+    begin = rest + epoch * size
     if ordinal < rest:
-        first, size, epoch, place = size, rest, int64(-1), ordinal
+        first, size, epoch, begin = size, rest, int64(-1), int64(0)
     old = int64(epoch == table[line, OLD_EPOCH])
-    return first, place, size, derive(keys[line, old], epoch), old * (OLD_MODE - MODE)
+    epochs[line, _BEGIN], epochs[line, _END] = begin, begin + size
+    epochs[line, EPOCH_FIRST], epochs[line, EPOCH_SIZE] = first, size
+    epochs[line, EPOCH_KEY] = int64(derive(keys[line, old], epoch))
+    for column in range(3):
+        epochs[line, EPOCH_MODE + column] = table[line, MODE + old * (OLD_MODE - MODE) + column]
+    begin_epoch(epochs, line)
 
 
 def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
@@ -635,21 +709,11 @@ def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
 
     Which step draws them does not matter, so the mixture is not asked: that of a long ramp would be slow.
     """
-    line = stage.names.index(name)
+    ordinals = stage.carry(name) + np.arange(draws.start, draws.stop)
+    lines = np.full_like(ordinals, stage.names.index(name))
     if stage.in_windows:
-        ordinals = stage.carry(name) + np.arange(draws.start, draws.stop)
-        return _ordinal_rows(stage, np.full_like(ordinals, line), ordinals)[0]
-    rows = np.empty(len(draws), np.int64)
-    _source_rows(stage.carry(name) + draws.start, line, stage.table, stage.keys, rows)
-    return rows
-
-
-@kernel
-def _source_rows(first: int, line: int, table: Int64Array, keys: Uint64Array, rows: Int64Array) -> None:
-    for i in range(rows.size):
-        begin, place, size, key, shift = _place_of(first + i, line, table, keys)
-        mode, block = table[line, MODE + shift], table[line, BLOCK_ROWS + shift]
-        rows[i] = begin + shuffle_row(place, size, key, mode, block, table[line, WINDOW_BLOCKS + shift])
+        return _ordinal_rows(stage, lines, ordinals)
+    return _shuffle(stage, np.stack([lines, ordinals]))[1]
 
 
 def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
