@@ -191,7 +191,7 @@ EPOCH_NUM_BLOCKS, EPOCH_TURN, WINDOW_BEGIN, WINDOW_END, WINDOW_KEY = range(6, 11
 """Columns of an epoch: its first row, then what decides its order, and the window that was met last, its places and
 its key. Keys are the bits of their numbers."""
 EPOCH_COLUMNS = 11
-_LINE, _INDEX = 4, 5
+LINE, _INDEX = 4, 5
 """Lines of the room for waiting rows, behind those of `permute_many`: the epoch of a row, and its index."""
 _BLOCKS = 1024
 """Blocks that are remembered: a call meets those of few windows."""
@@ -215,52 +215,54 @@ def begin_epoch(epochs: Int64Array, line: int) -> None:
 
 
 @inner
-def add_row(place: int, index: int, epochs: Int64Array, line: int, room: Uint64Array, waiting: int) -> int:
-    """Let the row at a place of an epoch wait, and return where its window begins.
+def enter_window(epochs: Int64Array, line: int, place: int) -> None:
+    """Let the line of an epoch be about the window that holds a place."""
+    if epochs[line, WINDOW_BEGIN] <= place < epochs[line, WINDOW_END]:
+        return
+    rows = epochs[line, EPOCH_BLOCK_ROWS] * epochs[line, EPOCH_WINDOW_BLOCKS]
+    window = place // rows
+    epochs[line, WINDOW_BEGIN] = window * rows
+    epochs[line, WINDOW_END] = least((window + 1) * rows, epochs[line, EPOCH_SIZE])
+    epochs[line, WINDOW_KEY] = int64(derive(np.uint64(epochs[line, EPOCH_KEY]), window))
 
-    `permute_many` adds where in that the row would stand if blocks, shuffled, were read one after another.
-    """
-    if place < epochs[line, WINDOW_BEGIN] or place >= epochs[line, WINDOW_END]:
-        rows = epochs[line, EPOCH_BLOCK_ROWS] * epochs[line, EPOCH_WINDOW_BLOCKS]
-        window = place // rows
-        epochs[line, WINDOW_BEGIN] = window * rows
-        epochs[line, WINDOW_END] = least((window + 1) * rows, epochs[line, EPOCH_SIZE])
-        epochs[line, WINDOW_KEY] = int64(derive(np.uint64(epochs[line, EPOCH_KEY]), window))
-    begin = int64(epochs[line, WINDOW_BEGIN])
-    room[0, waiting] = np.uint64(place - begin)
-    room[1, waiting] = np.uint64(epochs[line, WINDOW_END] - begin)
-    room[2, waiting] = np.uint64(epochs[line, WINDOW_KEY])
+
+@inlined
+def add_row(room: Uint64Array, waiting: int, place: int, size: int, key: np.uint64, index: int) -> None:
+    """Let a row wait that is at a place of its window, which has a size and a key."""
+    room[0, waiting], room[1, waiting], room[2, waiting] = np.uint64(place), np.uint64(size), key
     room[3, waiting] = room[_INDEX, waiting] = np.uint64(index)
-    room[_LINE, waiting] = np.uint64(line)
-    return begin
 
 
 @inner
-def shuffle_waiting(epochs: Int64Array, room: Uint64Array, count: int, blocks: Int64Array, out: Int64Array) -> None:
-    """Add to `out`, where waiting rows have the begins of their windows, what makes them rows of their sources."""
-    permute_many(room, count, out)
+def settle_waiting(epochs: Int64Array, room: Uint64Array, count: int, blocks: Int64Array, out: Int64Array) -> None:
+    """Put rows in the place of where they would stand if blocks, shuffled, were read one after another."""
+    last = int64(-1)
+    first = mode = size = block_rows = num_blocks = turn = key = int64(0)
     for i in range(count):
-        line, index = int64(room[_LINE, i]), int64(room[_INDEX, i])
-        if epochs[line, EPOCH_MODE] >= BLOCK:
-            out[index] = _settle_row(out[index], epochs, line, blocks)
-        out[index] += epochs[line, EPOCH_FIRST]
-
-
-@inner
-def _settle_row(arranged: int, epochs: Int64Array, line: int, blocks: Int64Array) -> int:
-    """Return the row that stands at a place if blocks, shuffled, are read one after another."""
-    block_rows, size = epochs[line, EPOCH_BLOCK_ROWS], epochs[line, EPOCH_SIZE]
-    slot = arranged // block_rows
-    row = arranged + epochs[line, EPOCH_TURN]
-    # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
-    if slot < epochs[line, EPOCH_NUM_BLOCKS]:
-        cell = (slot ^ (line << 6)) & (_BLOCKS - 1)
-        if blocks[0, cell] != slot + 1 or blocks[1, cell] != epochs[line, EPOCH_KEY]:
-            blocks[0, cell], blocks[1, cell] = slot + 1, epochs[line, EPOCH_KEY]
-            key = derive(np.uint64(epochs[line, EPOCH_KEY]), -2)
-            blocks[2, cell] = permute(slot, epochs[line, EPOCH_NUM_BLOCKS], key)
-        row += (blocks[2, cell] - slot) * block_rows
-    return int64(row - size if row >= size else row)
+        line = int64(room[LINE, i])
+        if line != last:
+            # What a loop writes it must read again from a table: this takes half of the time (benchmarks/order.py).
+            last, first, mode = line, epochs[line, EPOCH_FIRST], epochs[line, EPOCH_MODE]
+            size, block_rows = epochs[line, EPOCH_SIZE], epochs[line, EPOCH_BLOCK_ROWS]
+            num_blocks, turn, key = (
+                epochs[line, EPOCH_NUM_BLOCKS],
+                epochs[line, EPOCH_TURN],
+                epochs[line, EPOCH_KEY],
+            )
+        row = out[room[_INDEX, i]]
+        if mode >= BLOCK:
+            slot = int64(np.uint64(row) // np.uint64(block_rows))
+            row += turn
+            # The last, shorter block keeps its slot; turning the rows gives it other rows in every epoch.
+            if slot < num_blocks:
+                cell = (slot ^ (line << 6)) & (_BLOCKS - 1)
+                if blocks[0, cell] != slot + 1 or blocks[1, cell] != key:
+                    blocks[0, cell], blocks[1, cell] = slot + 1, key
+                    blocks[2, cell] = permute(slot, num_blocks, derive(np.uint64(key), -2))
+                row += (blocks[2, cell] - slot) * block_rows
+            if row >= size:
+                row -= size
+        out[room[_INDEX, i]] = first + row
 
 
 @inner
@@ -342,12 +344,7 @@ def _arrange_in_windows(
             group = _run_of(edges, place)
             begin, end, group_key = edges[group], edges[group + 1], derive(key, group)
         out[i] = begin
-        room[0, waiting], room[1, waiting], room[2, waiting] = (
-            np.uint64(place - begin),
-            np.uint64(end - begin),
-            group_key,
-        )
-        room[3, waiting] = np.uint64(i)
+        add_row(room, waiting, place - begin, end - begin, group_key, i)
         waiting += 1
         if waiting == room.shape[1]:
             permute_many(room, waiting, out)
@@ -356,12 +353,12 @@ def _arrange_in_windows(
 
 
 @kernel
-def _settle_in_windows(arranged: Int64Array, starts: Int64Array, order: Int64Array, out: Int64Array) -> None:
-    """Write the rows that stand at places if windows are read one after another; quickest in ascending order."""
+def _settle_in_windows(starts: Int64Array, order: Int64Array, out: Int64Array) -> None:
+    """Put rows in the place of where they would stand if windows were read one after another."""
     windows, begins = order[0], order[1]
     slot = int64(0)
-    for i in range(arranged.size):
-        place = arranged[i]
+    for i in range(out.size):
+        place = out[i]
         if place < begins[slot] or place >= begins[slot + 1]:
             slot += 1  # it is often the next
             if slot + 1 >= begins.size or place < begins[slot] or place >= begins[slot + 1]:
@@ -390,9 +387,15 @@ def _places_in_windows(
 def _arrange_in_blocks(places: Int64Array, epochs: Int64Array, room: Uint64Array, out: Int64Array) -> None:
     """Write where the row at each place would stand if blocks, shuffled, were read one after another."""
     begin_epoch(epochs, int64(0))
-    waiting = int64(0)
+    begin = end = waiting = int64(0)
+    key = np.uint64(0)
     for i in range(places.size):
-        out[i] = add_row(places[i], i, epochs, int64(0), room, waiting)
+        place = places[i]
+        if place < begin or place >= end:
+            enter_window(epochs, int64(0), place)
+            begin, end, key = epochs[0, WINDOW_BEGIN], epochs[0, WINDOW_END], np.uint64(epochs[0, WINDOW_KEY])
+        out[i] = begin
+        add_row(room, waiting, place - begin, end - begin, key, i)
         waiting += 1
         if waiting == room.shape[1]:
             permute_many(room, waiting, out)
@@ -401,11 +404,17 @@ def _arrange_in_blocks(places: Int64Array, epochs: Int64Array, room: Uint64Array
 
 
 @kernel
-def _settle_in_blocks(arranged: Int64Array, epochs: Int64Array, blocks: Int64Array, out: Int64Array) -> None:
-    """Write the rows that stand at places if blocks, shuffled, are read one after another."""
+def _settle_in_blocks(epochs: Int64Array, room: Uint64Array, blocks: Int64Array, out: Int64Array) -> None:
+    """Put rows in the place of where they would stand if blocks, shuffled, were read one after another."""
     begin_epoch(epochs, int64(0))
-    for i in range(arranged.size):
-        out[i] = _settle_row(arranged[i], epochs, int64(0), blocks)
+    waiting = int64(0)
+    for i in range(out.size):
+        room[LINE, waiting], room[_INDEX, waiting] = np.uint64(0), np.uint64(i)
+        waiting += 1
+        if waiting == room.shape[1]:
+            settle_waiting(epochs, room, waiting, blocks, out)
+            waiting = int64(0)
+    settle_waiting(epochs, room, waiting, blocks, out)
 
 
 @kernel
@@ -485,11 +494,11 @@ class EpochOrder:
         """Return the rows that stand at some places if blocks are read one by one; quickest in ascending order."""
         if self.numbers[0] < BLOCK:
             return arranged
-        out = np.empty_like(arranged)
+        out = arranged.copy()
         if self._windows is not None:
-            _settle_in_windows(arranged, *self._windows[:2], out)
+            _settle_in_windows(*self._windows[:2], out)
         else:
-            _settle_in_blocks(arranged, self._epochs(), waiting_room(0)[1], out)
+            _settle_in_blocks(self._epochs(), *waiting_room(out.size), out)
         return out
 
     def places(self, rows: Int64Array) -> Int64Array:

@@ -24,15 +24,21 @@ from tokenmill.plan.shuffle import (
     EPOCH_KEY,
     EPOCH_MODE,
     EPOCH_SIZE,
+    LINE,
     NONE,
     WINDOW,
+    WINDOW_BEGIN,
+    WINDOW_END,
+    WINDOW_KEY,
     EpochOrder,
     Shuffle,
     add_row,
     begin_epoch,
     derive,
     derived_key,
-    shuffle_waiting,
+    enter_window,
+    permute_many,
+    settle_waiting,
     waiting_room,
 )
 from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
@@ -665,26 +671,40 @@ def _rows(
     out: Int64Array,
 ) -> None:
     """Put sources and rows in the place of lines of the table and ordinals."""
-    waiting = int64(0)
+    last = int64(-1)
+    source = mode = first = low = high = waiting = int64(0)
+    key = np.uint64(0)
     for i in range(out.shape[1]):
         line, ordinal = out[0, i], out[1, i]
-        out[0, i] = table[line, SOURCE]
-        if table[line, SIZE] == 0:
-            continue  # a row that is not counted is known by its ordinal alone
-        if ordinal < epochs[line, _BEGIN] or ordinal >= epochs[line, _END]:
-            shuffle_waiting(epochs, room, waiting, blocks, out[1])
-            waiting = int64(0)
-            _enter_epoch(ordinal, line, table, keys, epochs)
-        place = ordinal - epochs[line, _BEGIN]
-        if epochs[line, EPOCH_MODE] == NONE:
-            out[1, i] = epochs[line, EPOCH_FIRST] + place
+        if line != last or ordinal < low or ordinal >= high:
+            last, source, mode = line, table[line, SOURCE], int64(NONE)
+            if table[line, SIZE] == 0:  # a row that is not counted is known by its ordinal alone
+                first, low, high = ordinal, ordinal, ordinal + 1
+            else:
+                if ordinal < epochs[line, _BEGIN] or ordinal >= epochs[line, _END]:
+                    permute_many(room, waiting, out[1])
+                    settle_waiting(epochs, room, waiting, blocks, out[1])
+                    waiting = int64(0)
+                    _enter_epoch(ordinal, line, table, keys, epochs)
+                begin = epochs[line, _BEGIN]
+                enter_window(epochs, line, ordinal - begin)
+                low, high = begin + epochs[line, WINDOW_BEGIN], begin + epochs[line, WINDOW_END]
+                mode, key = epochs[line, EPOCH_MODE], np.uint64(epochs[line, WINDOW_KEY])
+                first = epochs[line, EPOCH_FIRST] if mode == NONE else epochs[line, WINDOW_BEGIN]
+        out[0, i] = source
+        if mode == NONE:
+            out[1, i] = first + ordinal - low
             continue
-        out[1, i] = add_row(place, i, epochs, line, room, waiting)
+        out[1, i] = first
+        add_row(room, waiting, ordinal - low, high - low, key, i)
+        room[LINE, waiting] = np.uint64(line)
         waiting += 1
         if waiting == room.shape[1]:
-            shuffle_waiting(epochs, room, waiting, blocks, out[1])
+            permute_many(room, waiting, out[1])
+            settle_waiting(epochs, room, waiting, blocks, out[1])
             waiting = int64(0)
-    shuffle_waiting(epochs, room, waiting, blocks, out[1])
+    permute_many(room, waiting, out[1])
+    settle_waiting(epochs, room, waiting, blocks, out[1])
 
 
 @inner
