@@ -6,9 +6,11 @@ Waiting: the time of a step, by the costs of a model of 8B parameters (`balance 
 a step whose work is shared out evenly; where ranks wait at each micro-batch (as FSDP does), and where they wait
 at the end of the step alone. Documents are log-normal with a heavy tail, packed by best_fit.
 
-Cost of the deal: CPU-seconds within it over those of the whole loader, which delivers input_ids, labels,
-position_ids and doc_ids. Loaders with and without a deal cannot be compared so well: rows of many documents take
-longer to copy, and a deal gives these to some ranks more often than to others.
+Cost of the deal: two loaders go through the same steps in turns, a part of them each. One deals; the other is told
+the slots that the first was dealt, so that both find, map and copy the same rows. What the first takes more, until
+its rows are found, is the deal; it is given as a share of all CPU time of that loader, which delivers input_ids,
+labels, position_ids and doc_ids. (Loaders with and without a balance deliver other rows: those of many documents
+take longer to copy, and a deal gives them to some ranks more often than to others.)
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +39,8 @@ TINY = "--tiny" in sys.argv
 TOKENS = 3_000_000 if TINY else 200_000_000
 LENGTHS = (2048,) if TINY else (2048, 8192, 32768, 131072)
 BATCHES = 4
+TURNS, ROUNDS = (2, 1) if TINY else (4, 9)
+"""Parts in which two loaders go through the steps of a round, and rounds, of which the median counts."""
 
 
 def make_store(path: Path) -> None:
@@ -81,24 +87,43 @@ def measure_waiting(folder: Path, seq_len: int, ranks: int) -> list[dict]:
 def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuffle: str) -> dict:
     """Return what share of the CPU time of a rank's loader the deal takes."""
     place = {"rank": ranks // 2, "world_size": ranks, "micro_batch": micro_batch, "threads": 0}
-    loader = make_run(folder, seq_len, ranks, "attention", shuffle).loader(**place)
-    deal_slots, spent = loader._dealer.slots, []
+    dealing, told = (make_run(folder, seq_len, ranks, "attention", shuffle).loader(**place) for _ in range(2))
+    places, finding = deque(), {"dealing": 0.0, "told": 0.0}
+    deal_places = dealing._places
 
-    def timed(*arguments: object) -> object:
-        begin = time.process_time()
-        slots = deal_slots(*arguments)
-        spent.append(time.process_time() - begin)
-        return slots
+    def record(*arguments: object) -> object:
+        places.append(deal_places(*arguments))
+        return places[-1]
 
-    loader._dealer.slots = timed
-    batches = (8 if TINY else max(1024, 100_000_000 // seq_len)) // micro_batch
-    stream = iter(loader)
-    deque(itertools.islice(stream, batches), maxlen=0)
-    spent.clear()
-    begin = time.process_time()
-    deque(itertools.islice(stream, batches), maxlen=0)
-    share = sum(spent) / (time.process_time() - begin)
-    return {"seq_len": seq_len, "ranks": ranks, "micro_batch": micro_batch, "of the CPU time": f"{share:.1%}"}
+    def timed(name: str, find: Callable) -> Callable:
+        def block(*arguments: object, **options: object) -> object:
+            begin = time.process_time()
+            found = find(*arguments, **options)
+            finding[name] += time.process_time() - begin
+            return found
+
+        return block
+
+    dealing._places, told._places = record, lambda *_: places.popleft()
+    dealing._block, told._block = timed("dealing", dealing._block), timed("told", told._block)
+    batches = (8 if TINY else max(512, 50_000_000 // seq_len)) // micro_batch
+    streams, rounds = (iter(dealing), iter(told)), []
+    for _ in range(ROUNDS + 1):
+        total, finding = 0.0, dict.fromkeys(finding, 0.0)
+        for stream in streams * TURNS:
+            begin = time.process_time()
+            deque(itertools.islice(stream, max(1, batches // TURNS)), maxlen=0)
+            total += time.process_time() - begin if stream is streams[0] else 0
+        rounds.append(((finding["dealing"] - finding["told"]) / total, finding["told"] / total))
+    share, without = (statistics.median(column) for column in zip(*rounds[1:], strict=True))  # the first warms up
+    return {
+        "seq_len": seq_len,
+        "ranks": ranks,
+        "micro_batch": micro_batch,
+        "shuffle": shuffle,
+        "deal, of the CPU time": f"{share:.1%}",
+        "finding rows without a deal": f"{without:.1%}",
+    }
 
 
 def main() -> None:

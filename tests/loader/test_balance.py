@@ -64,8 +64,8 @@ def test_a_deal_is_no_worse_than_taking_rows_in_order(seed, ranks, micro_batch):
         (16, 5, {"full": [1, 2, 2]}),
         (8192, 8, {"full": [8]}),
         (8192, 67, {"full": [7, 7, 8, 7, 8, 7, 8, 7, 8]}),
-        (32768, 64, {"full": [16] * 4, "window": [8] * 8}),
-        (131072, 64, {"full": [64], "window": [8] * 8}),
+        (32768, 64, {"full": [32] * 2, "window": [8] * 8}),
+        (131072, 192, {"full": [96] * 2, "window": [8] * 24}),
     ],
 )
 def test_a_rank_looks_at_the_rows_of_its_group_alone(make_run, shuffle, seq_len, ranks, sizes):

@@ -229,28 +229,28 @@ class RankSlice:
 # room that costs least so far. Cells go, dearest first, to the micro-batches in turn, so that those of all ranks at
 # one time are alike; and of these the dearest to the rank that has had least.
 
-GROUP_RANKS = 8
-"""Ranks of a group: those of a machine, often. Under `shuffle = "window"` there are no more of them, so that a deal
-leaves rows near those that they are read with."""
-ROOM_BITS = 20
-ROOM = (1 << ROOM_BITS) - 1
-"""Of the key of a cell that has room: how many rows it has. Before it stands what they cost."""
-_SLOT = (1 << 32) - 1
+NODE_RANKS = 8
+"""Ranks of a group at most under `shuffle = "window"`: those of a machine, often. Its batches are ordered by what
+is read together, and a deal leaves each machine the rows that it would read without."""
+DEAL = 2
+"""Of the rules below: a state that was saved within a step of another deal is refused."""
 _DEAREST = 65535
 """What a row costs at most."""
+_ROWS_AT_ONCE = 1 << 14
+"""Rows of a group that are dealt at a time, where steps are asked for one after another: many of them share what a
+call takes, and all of it stays in the second cache of a processor."""
 
 
 def group_edges(stage: Stage, ranks: int) -> list[int]:
     """Return the first ranks of the groups that rows of a stage are dealt within, and the number of ranks.
 
-    Groups differ by one rank at most. To find and to order a row takes 65 ns for each rank of a group, to copy one
-    of 2,048 tokens 2 to 4 us: with these sizes a deal takes less than a twentieth of what copying does
-    (benchmarks/balance.py).
+    Groups differ by one rank at most. To find and to deal a row takes 20 ns, and each rank does so for the rows of
+    all of its group; to copy one of 2,048 tokens takes 1.4 us. With these sizes a deal takes less than a twentieth
+    of what a loader does (benchmarks/balance.py).
     """
-    seq_len = stage.spec.seq_len
-    most = max(2, min(GROUP_RANKS, seq_len // 1024))
-    if not stage.by_block:
-        most = max(most, seq_len // 2048)
+    most = max(2, stage.spec.seq_len // 1024)
+    if stage.by_block:
+        most = min(most, NODE_RANKS)
     groups = -(-ranks // most)
     return [group * ranks // groups for group in range(groups + 1)]
 
@@ -266,6 +266,7 @@ class Dealer:
 
     def slots(self, stage: Stage, index: Mapping[int, StoredRows], begin: int, end: int) -> Int64Array:
         """Return the slots that the rank takes of the batches of some steps, a line each, in order."""
+        wanted = end
         last = self._last  # another thread may set it meanwhile
         if last is not None and last[0] <= begin and end <= last[1]:
             return last[2][begin - last[0] : end - last[0]]
@@ -273,10 +274,13 @@ class Dealer:
         edges = group_edges(stage, self._part.world_size)
         group = bisect_right(edges, rank) - 1
         first, size = edges[group], edges[group + 1] - edges[group]
+        if last is not None and last[0] <= begin <= last[1] and not stage.by_block:
+            # By block, rows of whole batches are found: those that the loader asks for next, so no others.
+            end = max(end, min(stage.end_step, begin + _ROWS_AT_ONCE // (size * rows)))
         costs = self.costs(stage, index, range(begin, end), range(first * rows, (first + size) * rows))
         dealt = deal(costs, [0, size], self._part.micro_batch)[:, (rank - first) * rows : (rank - first + 1) * rows]
         self._last = begin, end, dealt + first * rows
-        return self._last[2]
+        return self._last[2][: wanted - begin]
 
     def costs(self, stage: Stage, index: Mapping[int, StoredRows], steps: range, slots: range) -> Int64Array:
         """Return what the rows at some slots of some steps cost, a line each step."""
@@ -314,103 +318,106 @@ def deal(costs: Int64Array, edges: Sequence[int], micro_batch: int) -> Int64Arra
 def _deal(costs: Int64Array, ranks: int, micro_batch: int) -> Int64Array:
     """Deal the rows of one group."""
     num_steps, num_rows = costs.shape
-    cells = num_rows // micro_batch
+    cells, bits = num_rows // micro_batch, num_rows.bit_length()
     # Dearest first, of equal ones that of the first slot: numbers without an equal are sorted fastest.
-    keys = np.sort((_DEAREST - costs << 32) + np.arange(num_rows), axis=1)
-    dearest = keys & _SLOT
-    if micro_batch == 1:
-        members, loads = dearest, _DEAREST - (keys >> 32)
-        order = np.broadcast_to(np.arange(cells), loads.shape).copy()
-    else:
-        loads = np.empty((num_steps, cells), np.int64)
-        members = np.empty((num_steps, num_rows), np.int64)
-        _fill_cells(costs, dearest, micro_batch, np.empty((2, cells), np.int64), loads, members)
-        order = np.argsort(-loads, axis=1, kind="stable")
+    keys = np.sort(_DEAREST - costs << bits | np.arange(num_rows), axis=1)
     out = np.empty((num_steps, num_rows), np.int64)
-    _place_cells(loads, order, members, ranks, micro_batch, np.empty((3, ranks), np.int64), out)
+    members = out
+    if micro_batch > 1:
+        rows, keys = keys, np.empty((num_steps, cells), np.int64)
+        members = np.empty((num_steps, num_rows), np.int64)
+        _fill_cells(rows, (micro_batch, bits), np.empty((3, cells), np.int64), members, keys)
+        keys.sort(axis=1)
+    _place_cells(keys, members, (micro_batch, bits, ranks.bit_length()), np.empty(ranks, np.int64), out)
     return out
 
 
 @kernel
 def _fill_cells(
-    costs: Int64Array,
-    dearest: Int64Array,
-    micro_batch: int,
-    heap: Int64Array,
-    loads: Int64Array,
-    members: Int64Array,
+    rows: Int64Array, sizes: tuple[int, int], room: Int64Array, members: Int64Array, cells: Int64Array
 ) -> None:
-    """Deal the rows of each step to cells; write what each cell costs, and its rows side by side."""
-    room = int64(micro_batch)
-    for step in range(costs.shape[0]):
-        size = loads.shape[1]
+    """Deal the rows of each step, dearest first, to cells.
+
+    Write the rows of each cell side by side, and what it costs, counted down from the most that it could, followed
+    by its number. Behind `sizes` stand the rows of a cell, and the bits of a number of rows or cells.
+    """
+    micro_batch, bits = sizes
+    mask = (int64(1) << bits) - 1
+    heap, loads, filled = room[0], room[1], room[2]
+    for step in range(rows.shape[0]):
+        # The first row of each cell: those of the last cost least.
+        size = cells.shape[1]
         for cell in range(size):
-            heap[0, cell] = 0
-            heap[1, cell] = cell
-            loads[step, cell] = 0
-        for k in range(costs.shape[1]):
-            slot = dearest[step, k]
-            cell = heap[1, 0]
-            filled = heap[0, 0] & ROOM
-            loads[step, cell] += costs[step, slot]
-            members[step, cell * room + filled] = slot
-            if filled + 1 == room:
+            key = rows[step, cell]
+            loads[cell], filled[cell] = _DEAREST - (key >> bits), 1
+            members[step, cell * micro_batch] = key & mask
+            heap[size - 1 - cell] = loads[cell] << bits | cell
+        for k in range(size, rows.shape[1]):
+            key = rows[step, k]
+            cell = heap[0] & mask
+            loads[cell] += _DEAREST - (key >> bits)
+            members[step, cell * micro_batch + filled[cell]] = key & mask
+            filled[cell] += 1
+            item = loads[cell] << bits | cell
+            if filled[cell] == micro_batch:
                 size -= 1
-                heap[0, 0], heap[1, 0] = heap[0, size], heap[1, size]
-            else:
-                heap[0, 0] = loads[step, cell] << ROOM_BITS | (filled + 1)
-            _sift(heap, 0, size)
+                item = heap[size]
+            place = int64(0)
+            while True:
+                child = 2 * place + 1
+                if child >= size:
+                    break
+                if child + 1 < size and heap[child + 1] < heap[child]:
+                    child += 1
+                if heap[child] > item:
+                    break
+                heap[place] = heap[child]
+                place = child
+            heap[place] = item
+        for cell in range(cells.shape[1]):
+            cells[step, cell] = (_DEAREST * micro_batch - loads[cell]) << bits | cell
 
 
 @kernel
 def _place_cells(
-    loads: Int64Array,
-    order: Int64Array,
-    members: Int64Array,
-    ranks: int,
-    micro_batch: int,
-    heap: Int64Array,
-    out: Int64Array,
+    cells: Int64Array, members: Int64Array, sizes: tuple[int, int, int], totals: Int64Array, out: Int64Array
 ) -> None:
-    """Give each micro-batch of a step its cells, one a rank, and write the rows of these, rank by rank."""
-    rows = out.shape[1] // ranks
-    totals = heap[2]
+    """Give each micro-batch of a step its cells, one a rank, and write the rows of these, rank by rank.
+
+    Cells come dearest first, as `_fill_cells` writes them; where they have one row each they are rows.
+    """
+    micro_batch, bits, rank_bits = sizes
+    mask, rank_mask = (int64(1) << bits) - 1, (int64(1) << rank_bits) - 1
+    ranks, num_rows = totals.size, out.shape[1] // totals.size
     for step in range(out.shape[0]):
         for rank in range(ranks):
-            heap[0, rank] = totals[rank] = 0
-            heap[1, rank] = rank
-        for batch in range(rows // micro_batch):
-            size = ranks
+            totals[rank] = rank  # behind what it has had: nothing
+        for batch in range(num_rows // micro_batch):
+            if batch:
+                _sort(totals)
             for k in range(ranks):
-                rank, cell = heap[1, 0], order[step, batch * ranks + k]
-                totals[rank] += loads[step, cell]
-                begin = rank * rows + batch * micro_batch
-                for i in range(micro_batch):
-                    out[step, begin + i] = members[step, cell * micro_batch + i]
-                size -= 1
-                heap[0, 0], heap[1, 0] = heap[0, size], heap[1, size]
-                _sift(heap, 0, size)
-            for rank in range(ranks):
-                heap[0, rank], heap[1, rank] = totals[rank], rank
-            for place in range(ranks // 2 - 1, -1, -1):
-                _sift(heap, place, ranks)
+                key = cells[step, batch * ranks + k]
+                rank, cell = totals[k] & rank_mask, key & mask
+                totals[k] += (_DEAREST * micro_batch - (key >> bits)) << rank_bits
+                begin = rank * num_rows + batch * micro_batch
+                if micro_batch == 1:
+                    out[step, begin] = cell
+                else:
+                    for i in range(micro_batch):
+                        out[step, begin + i] = members[step, cell * micro_batch + i]
 
 
 @inner
-def _sift(heap: Int64Array, place: int, size: int) -> None:
-    """Let an item of a heap of (key, item) sink to its place."""
-    key, item = heap[0, place], heap[1, place]
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            break
-        if child + 1 < size and (
-            heap[0, child + 1] < heap[0, child]
-            or (heap[0, child + 1] == heap[0, child] and heap[1, child + 1] < heap[1, child])
-        ):
-            child += 1
-        if heap[0, child] > key or (heap[0, child] == key and heap[1, child] > item):
-            break
-        heap[0, place], heap[1, place] = heap[0, child], heap[1, child]
-        place = child
-    heap[0, place], heap[1, place] = key, item
+def _sort(values: Int64Array) -> None:
+    """Sort a few numbers in place, by Shell's method."""
+    gap = int64(1)
+    while 3 * gap + 1 < values.size:
+        gap = 3 * gap + 1
+    while gap:
+        for i in range(gap, values.size):
+            value, place = values[i], int64(i)
+            while place >= gap and values[place - gap] > value:
+                values[place] = values[place - gap]
+                place -= gap
+            values[place] = value
+        gap //= 3

@@ -23,7 +23,7 @@ from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.loader import assemble
 from tokenmill.loader.drawn import DrawnSources, Lanes
-from tokenmill.loader.layout import Dealer, RankSlice
+from tokenmill.loader.layout import DEAL, Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.stored import LOSS_MASK, StoredRows, distinct, is_stored
 from tokenmill.plan.plan import Plan, TokensSeen
@@ -398,7 +398,7 @@ class Loader:
         """Return the digest of what decides the batches before a position, and how a step under way was dealt."""
         fingerprint = self.plan.fingerprint_at(position.covered)
         balance = self.part.balance if balance is None else balance
-        return digest(["balance", fingerprint]) if balance and position.batch else fingerprint
+        return digest(["balance", DEAL, fingerprint]) if balance and position.batch else fingerprint
 
     def _go_to(self, position: Position) -> None:
         # Skipped steps have no batches: who goes to one of them stands at the next that has.
