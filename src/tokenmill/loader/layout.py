@@ -14,8 +14,8 @@ import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.packing.costs import RowCosts, row_costs
-from tokenmill.packing.stored import StoredRows, distinct
+from tokenmill.packing.costs import RowCosts, costs_of, row_costs
+from tokenmill.packing.stored import StoredRows
 from tokenmill.plan.stages import rows_at
 from tokenmill.types import Int32Array, Int64Array, counted_from
 
@@ -286,12 +286,8 @@ class Dealer:
         """Return what the rows at some slots of some steps cost, a line each step."""
         lines, columns = np.arange(steps.start, steps.stop), np.arange(slots.start, slots.stop)
         sources, rows = rows_at(stage, np.repeat(lines, columns.size), np.tile(columns, lines.size))
-        present = distinct(sources).tolist()
-        costs = np.empty(rows.size, np.int64)
-        for source in present:
-            chosen = sources == source if len(present) > 1 else slice(None)
-            costs[chosen] = self._of(index[source]).of(rows[chosen])
-        return costs.reshape(lines.size, columns.size)
+        costs = {source: self._of(stored) for source, stored in index.items()}
+        return costs_of(costs, sources, rows).reshape(lines.size, columns.size)
 
     def _of(self, rows: StoredRows) -> RowCosts:
         if id(rows) not in self._costs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.caches import private_folder, writable
-from tokenmill.compiled import int64, kernel, least
+from tokenmill.compiled import int64, kernel, least, read_uint16
 from tokenmill.errors import TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.index import build_lock
@@ -98,22 +98,55 @@ class RowCosts:
     """Blocks whose bytes were not compared with their checksum yet; None of what is in memory."""
     file: MappedFile | None = None
 
-    def of(self, numbers: Int64Array) -> Uint16Array:
+    def of(self, numbers: Int64Array) -> Int64Array:
         """Return the costs of some rows."""
-        if self.file is not None and self.unchecked is not None and self.unchecked.any():
-            for block in np.flatnonzero(self.unchecked & np.isin(np.arange(self.unchecked.size), numbers // BLOCK)):
-                part = self.data[block * BLOCK : (block + 1) * BLOCK]
-                if xxhash.xxh3_64_hexdigest(np.ascontiguousarray(part).data) != self.sums[block]:
-                    logger.warning(
-                        "%s: must hold what was written, got other bytes; it is not used", self.file.path
-                    )
-                    self.data, self.unchecked = np.concatenate(list(_blocks(self.rows))), None
-                    break
-                self.unchecked[block] = False
-        found: Uint16Array = self.data[numbers]
-        if self.file is not None:
-            self.file.check()
-        return found
+        return costs_of({0: self}, np.zeros_like(numbers), numbers)
+
+    def prove(self, numbers: Int64Array) -> None:
+        """Compare the bytes that hold the costs of some rows with their checksums, unless that was done."""
+        if self.file is None or self.unchecked is None:
+            return
+        for block in np.flatnonzero(self.unchecked & np.isin(np.arange(self.unchecked.size), numbers // BLOCK)):
+            part = self.data[block * BLOCK : (block + 1) * BLOCK]
+            if xxhash.xxh3_64_hexdigest(np.ascontiguousarray(part).data) != self.sums[block]:
+                logger.warning("%s: must hold what was written, got other bytes; it is not used", self.file.path)
+                self.data, self.unchecked = np.concatenate(list(_blocks(self.rows))), None
+                return
+            self.unchecked[block] = False
+
+
+def costs_of(costs: Mapping[int, RowCosts], sources: Int64Array, numbers: Int64Array) -> Int64Array:
+    """Return what rows of several sources cost, whose costs are given by the numbers that sources have."""
+    table = np.zeros((max(costs) + 1, 2), np.int64)
+    used = []
+    for source, each in costs.items():
+        if each.unchecked is not None and each.unchecked.any():
+            each.prove(numbers[sources == source])
+        used.append(each.data)  # another thread may take others: these stay until they are read
+        table[source] = used[-1].__array_interface__["data"][0], used[-1].size
+    out = np.empty(numbers.size, np.int64)
+    known = _look_up(table, sources, numbers, out)
+    assert known, "rows of a plan are those of its sources"
+    for each in costs.values():
+        if each.file is not None:
+            each.file.check()
+    return out
+
+
+@kernel
+def _look_up(table: Int64Array, sources: Int64Array, numbers: Int64Array, out: Int64Array) -> bool:
+    """Write the costs of rows, given where those of each source lie in memory, and how many; say if all are there.
+
+    One call for all sources: to choose the rows of each takes twice as long as to find them, where there are eight.
+    """
+    known = True
+    for i in range(numbers.size):
+        source, number = sources[i], numbers[i]
+        if 0 <= source < table.shape[0] and 0 <= number < table[source, 1]:
+            out[i] = read_uint16(table[source, 0], number)
+        else:
+            known = False
+    return known
 
 
 def row_costs(rows: StoredRows) -> RowCosts:
