@@ -1,6 +1,6 @@
 """How long ranks wait for one another with rows in order and dealt by cost, and what the deal costs a loader.
 
-    python benchmarks/balance.py [--shuffle full|block|window] [--tiny] [--json]
+    python benchmarks/balance.py [--shuffle full|block|window] [--sources N] [--tiny] [--json]
 
 Waiting: the time of a step, by the costs of a model of 8B parameters (`balance = "attention"`), divided by that of
 a step whose work is shared out evenly; where ranks wait at each micro-batch (as FSDP does), and where they wait
@@ -54,18 +54,24 @@ def make_store(path: Path) -> None:
         writer.commit()
 
 
-def make_run(folder: Path, seq_len: int, ranks: int, balance: str | None, shuffle: str = "full") -> tm.Run:
+def make_run(
+    folder: Path, seq_len: int, ranks: int, balance: str | None, shuffle: str = "full", sources: int = 1
+) -> tm.Run:
+    """Return a run over so many sources, all of one store, the n-th with a weight of 1 / n."""
     settings = {"shuffle": shuffle, "steps": 100_000, "global_batch_size": ranks * BATCHES, "seq_len": seq_len}
-    tables = {"run": settings, "sources": [{"name": "web", "store": str(folder / "web")}]}
-    return tm.Run.from_tables(
-        {**tables, "run": {**settings, **({"balance": balance} if balance else {})}}, folder=folder
-    )
+    weights = {f"web{number}": 1 / number for number in range(1, sources + 1)}
+    tables = {
+        "run": {**settings, **({"balance": balance} if balance else {})},
+        "sources": [{"name": name, "store": str(folder / "web")} for name in weights],
+        "stages": [{"name": "all", "start_step": 0, "weights": weights}],
+    }
+    return tm.Run.from_tables(tables, folder=folder)
 
 
 def measure_waiting(folder: Path, seq_len: int, ranks: int) -> list[dict]:
     """Return what steps take, with 4 micro-batches of a row and 1 of 4."""
     plan = make_run(folder, seq_len, ranks, None).plan()
-    rows = plan.stages[0].rows["web"]
+    rows = plan.stages[0].rows["web1"]
     edges = group_edges(plan.stages[0], ranks)
     steps = range(3 if TINY else 100)
     units = np.stack([count_costs(rows, plan.rows(step)[1]) for step in steps]).astype(np.int64)
@@ -84,10 +90,11 @@ def measure_waiting(folder: Path, seq_len: int, ranks: int) -> list[dict]:
     return found
 
 
-def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuffle: str) -> dict:
+def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuffle: str, sources: int = 1) -> dict:
     """Return what share of the CPU time of a rank's loader the deal takes."""
     place = {"rank": ranks // 2, "world_size": ranks, "micro_batch": micro_batch, "threads": 0}
-    dealing, told = (make_run(folder, seq_len, ranks, "attention", shuffle).loader(**place) for _ in range(2))
+    runs = [make_run(folder, seq_len, ranks, "attention", shuffle, sources) for _ in range(2)]
+    dealing, told = (run.loader(**place) for run in runs)
     places, finding = deque(), {"dealing": 0.0, "told": 0.0}
     deal_places = dealing._places
 
@@ -121,6 +128,7 @@ def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuff
         "ranks": ranks,
         "micro_batch": micro_batch,
         "shuffle": shuffle,
+        "sources": sources,
         "deal, of the CPU time": f"{share:.1%}",
         "finding rows without a deal": f"{without:.1%}",
     }
@@ -129,6 +137,7 @@ def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuff
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shuffle", default="full", choices=("full", "block", "window"))
+    parser.add_argument("--sources", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="so small that the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -138,7 +147,7 @@ def main() -> None:
         sizes = [(seq_len, ranks) for seq_len in LENGTHS for ranks in (8, 64)]
         lines = [line for size in sizes for line in measure_waiting(folder, *size)]
         lines += [
-            measure_deal(folder, *size, micro_batch, options.shuffle)
+            measure_deal(folder, *size, micro_batch, options.shuffle, options.sources)
             for size in sizes
             for micro_batch in (1, BATCHES)
         ]

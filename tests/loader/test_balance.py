@@ -59,20 +59,21 @@ def test_a_deal_is_no_worse_than_taking_rows_in_order(seed, ranks, micro_batch):
 
 @pytest.mark.parametrize("shuffle", ["full", "window"])
 @pytest.mark.parametrize(
-    ("seq_len", "ranks", "sizes"),
+    ("seq_len", "ranks", "sources", "sizes"),
     [
-        (16, 5, {"full": [1, 2, 2]}),
-        (8192, 8, {"full": [8]}),
-        (8192, 67, {"full": [7, 7, 8, 7, 8, 7, 8, 7, 8]}),
-        (32768, 64, {"full": [32] * 2, "window": [8] * 8}),
-        (131072, 192, {"full": [96] * 2, "window": [8] * 24}),
+        (16, 5, 1, {"full": [1, 2, 2]}),
+        (8192, 8, 1, {"full": [8]}),
+        (8192, 8, 2, {"full": [4, 4]}),
+        (8192, 67, 1, {"full": [7, 7, 8, 7, 8, 7, 8, 7, 8]}),
+        (32768, 64, 1, {"full": [32] * 2, "window": [8] * 8}),
+        (131072, 192, 1, {"full": [96] * 2, "window": [8] * 24}),
     ],
 )
-def test_a_rank_looks_at_the_rows_of_its_group_alone(make_run, shuffle, seq_len, ranks, sizes):
+def test_a_rank_looks_at_the_rows_of_its_group_alone(make_run, shuffle, seq_len, ranks, sources, sizes):
     """Groups grow with the length of rows, and differ by one rank; rows that are read together stay together."""
     stage = make_run().plan().stages[0]
     spec = replace(stage.spec, seq_len=seq_len, shuffle=replace(stage.spec.shuffle, mode=shuffle))
-    edges = group_edges(replace(stage, spec=spec), ranks)
+    edges = group_edges(replace(stage, spec=spec, names=stage.names[:sources]), ranks)
     assert np.diff(edges).tolist() == sizes.get(shuffle, sizes["full"])
 
 
@@ -138,12 +139,17 @@ def test_a_step_has_the_same_rows_for_every_world_size(make_run, packing, world_
         assert found == [expected[slot] for slot in slots]
 
 
-def test_iteration_resume_and_threads_give_the_deal(make_run):
-    """[R1.a] From every micro-batch on."""
-    run = balanced(make_run(packing="best_fit"))
+@pytest.mark.parametrize("shuffle", ["full", "block", "window"])
+def test_iteration_resume_and_threads_give_the_deal(make_run, shuffle):
+    """[R1.a] From every micro-batch on; steps that follow each other are dealt together, others alone."""
+    run = balanced(make_run(packing="best_fit", shuffle=shuffle))
     loader = run.loader(rank=1, world_size=2, micro_batch=2, threads=0)
     whole = [row_digests(batch) for batch in loader]
     assert [row_digests(batch) for batch in run.loader(rank=1, world_size=2, micro_batch=2, threads=3)] == whole
+    alone = [run.loader(rank=1, world_size=2, micro_batch=2).slots(step) for step in range(30)]
+    again = run.loader(rank=1, world_size=2, micro_batch=2)
+    for step in (*range(30), *range(29, -1, -2)):
+        assert np.array_equal(again.slots(step), alone[step])
     first = run.loader(rank=1, world_size=2, micro_batch=2)
     stream = iter(first)
     for drawn in range(1, 8):

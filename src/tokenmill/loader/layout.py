@@ -244,11 +244,12 @@ call takes, and all of it stays in the second cache of a processor."""
 def group_edges(stage: Stage, ranks: int) -> list[int]:
     """Return the first ranks of the groups that rows of a stage are dealt within, and the number of ranks.
 
-    Groups differ by one rank at most. To find and to deal a row takes 20 ns, and each rank does so for the rows of
-    all of its group; to copy one of 2,048 tokens takes 1.4 us. With these sizes a deal takes less than a twentieth
-    of what a loader does (benchmarks/balance.py).
+    Groups differ by one rank at most. To find and to deal a row takes 20 ns, with 8 sources 43, and each rank does
+    so for the rows of all of its group; to copy a row of 2,048 tokens takes 1.4 us. With these sizes a deal takes
+    less than a twentieth of what a loader does (benchmarks/balance.py).
     """
-    most = max(2, stage.spec.seq_len // 1024)
+    levels = (len(stage.names) - 1).bit_length()  # of the mixture: each row goes through them
+    most = max(2, stage.spec.seq_len // (1024 + 256 * levels))
     if stage.by_block:
         most = min(most, NODE_RANKS)
     groups = -(-ranks // most)
