@@ -162,8 +162,10 @@ def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError
             if name not in value:
                 return error(f"{where}: {name} must be given, got nothing; add {name} = ...")
     way_out = "change its type"
-    if get_origin(kind) is Literal and isinstance(value, str):
-        way_out = nearest(value, map(str, get_args(kind)))
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    names = [str(name) for choice in choices if get_origin(choice) is Literal for name in get_args(choice)]
+    if names and isinstance(value, str):
+        way_out = nearest(value, names)
     elif _fits(kind, value):
         way_out = "change it"
     return error(f"{where}: must be {_wanted(hint)}, got {value!r}; {way_out}")

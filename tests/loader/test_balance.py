@@ -214,17 +214,22 @@ def test_live_text_is_refused(tmp_path):
         "sources": [{"name": "web", "documents": ["web.jsonl"], "tokenizer": "bytes", "live": True}],
     }
     with pytest.raises(ConfigError, match="balance: rows must be known before they are dealt, got live text"):
-        Run.from_tables(tables, folder=tmp_path).loader()
+        Run.from_tables(tables, folder=tmp_path).plan()
 
 
 @pytest.mark.parametrize(
     ("balance", "message"),
     [
+        ("attenton", r"run.balance: must be .*, got 'attenton'; did you mean 'attention'\?"),
         ({"linear": 1, "quadratc": 2}, "keys must be known, got 'quadratc'; did you mean 'quadratic'"),
         ({"linear": 1}, "and a quadratic one above, got {'linear': 1}; for example balance = \"attention\""),
         ({"linear": -1, "quadratic": 1}, "costs of at least 0"),
     ],
 )
-def test_costs_that_cannot_be_are_refused(make_run, balance, message):
+def test_costs_that_cannot_be_are_refused(balance, message):
+    tables = {
+        "run": {"steps": 2, "global_batch_size": 2, "seq_len": 8, "balance": balance},
+        "sources": [{"name": "web", "store": "web"}],
+    }
     with pytest.raises(ConfigError, match=message):
-        balanced(make_run(), balance)
+        Run.from_tables(tables)

@@ -565,6 +565,16 @@ def test_records_are_not_packed(write_records, make_run, packing):
     assert same[0] == same[1]
 
 
+@pytest.mark.parametrize("asked", [{"horizon": 2}, {"balance": "attention"}, {"segment_multiple": 8}])
+def test_what_records_do_not_have_is_refused_before_step_0(write_records, make_run, asked):
+    write_records("pairs", random_records("dpo", 5))
+    (key,) = asked
+    with pytest.raises(
+        ConfigError, match=f"run: {key} is for stores of sequences, got stores of dpo; leave it out"
+    ):
+        make_run("pairs", **asked).plan()
+
+
 def test_arrays_that_the_training_type_does_not_have_are_refused(write_records, make_run):
     write_records("pairs", random_records("dpo", 5))
     with pytest.raises(ConfigError, match=r"arrays is for stores of sequences, got .*'labels'"):

@@ -58,6 +58,20 @@ def test_an_eval_has_every_document_once_in_order(make_run, make_store):
     assert got == wanted
 
 
+def test_long_documents_of_an_eval_are_cut_dropped_or_refused(make_run):
+    longest = max(LENGTHS)
+    table = {"name": "val", "store": "val", "packing": "padded", "seq_len": longest - 2}
+    with pytest.raises(ConfigError, match='say on_long = "drop" or "cut"'):
+        make_run(table).evals["val"].loader()
+    with pytest.raises(ConfigError, match="must have at most"):
+        make_run({**table, "on_long": "stop"}).evals["val"].loader()
+    with pytest.raises(ConfigError, match=r"eval 'val': on_long must be one of cut, drop, stop, got 'crop'"):
+        make_run({**table, "on_long": "crop"})
+    kept = sum(length < longest for length in LENGTHS)
+    rows = {how: make_run({**table, "on_long": how}).evals["val"].num_rows for how in ("cut", "drop")}
+    assert rows == {"cut": len(LENGTHS), "drop": kept}
+
+
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_the_rows_are_the_same_at_any_world_size_and_micro_batch(make_run, packing, world_size):
@@ -361,7 +375,7 @@ def test_an_eval_is_due_every_so_many_steps_or_tokens(make_run):
     run = make_run(*evals, global_batch_size=ramp)
     due = {name: [step for step in range(13) if item.due(step)] for name, item in run.evals.items()}
     # Steps of 16 tokens up to the sixth, of 32 from there on: 64 are passed after 4, 7, 9 and 11 steps.
-    assert due == {"steps": [0, 5, 10], "tokens": [4, 7, 9, 11], "never": []}
+    assert due == {"steps": [5, 10], "tokens": [4, 7, 9, 11], "never": []}
 
 
 def test_a_run_in_tokens_forks_in_steps(make_run, tmp_path):

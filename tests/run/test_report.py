@@ -26,6 +26,23 @@ TABLES = {
 }
 
 
+def test_a_batch_size_that_the_run_does_not_come_to_is_told(make_store, tmp_path):
+    make_store("web", [40] * 30)
+    warnings = []
+    for over in (6, 30):
+        ramp = {"from": 2, "to": 6, "step": 2, "over_steps": over}
+        tables = {
+            "run": {"steps": 20, "global_batch_size": ramp, "seq_len": 16, "packing": "concat"},
+            "sources": [{"name": "web", "store": "web"}],
+        }
+        warnings.append(Run.from_tables(tables, folder=tmp_path).report().warnings)
+    assert warnings[0] == ()
+    assert warnings[1] == (
+        "global_batch_size: must come to 6, got 4 at the last step: that would begin with step 30 of 20; shorten "
+        "over_steps or over_tokens, or lower to",
+    )
+
+
 @pytest.fixture
 def run(tmp_path, make_store, tokenizer_identity):
     """Write a store of texts, one of chats with a mask, and the config of a run over both."""

@@ -12,7 +12,7 @@ import numpy as np
 from tokenmill.config.schedule import Tokens, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import MAX_LIST_BYTES, MAX_NUMBER, Number, check_choice, check_positive, read_text
-from tokenmill.types import SPLITS, Int64Array
+from tokenmill.types import ON_LONG, SPLITS, Int64Array
 
 EVAL_PACKINGS = ("padded", "best_fit")
 """How the documents of an eval can become rows: both hold every document once."""
@@ -95,7 +95,8 @@ class EvalConfig:
     packing: str = "best_fit"
     """How documents become rows: `best_fit`, or `padded`, a document a row."""
     split: str = "allow"
-    """What happens to a document longer than a row, as in [run]."""
+    """What happens to a document longer than a row, as in [run]; this and the next."""
+    on_long: str | None = None
     rows: int | None = None
     """How many rows are taken, from the first on; all, if not given."""
     every: int | None = None
@@ -109,6 +110,7 @@ class EvalConfig:
             raise ConfigError(f"evals.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
         check_choice(where, "packing", self.packing, EVAL_PACKINGS)
         check_choice(where, "split", self.split, SPLITS)
+        check_on_long(where, self.on_long, self.split, self.packing)
         for key in ("seq_len", "rows", "every"):
             if getattr(self, key) is not None:
                 check_positive(where, key, getattr(self, key))
@@ -134,6 +136,11 @@ class EvalConfig:
                 f"{where}: all {len(self.parts)} sources must have a weight, or none, got {len(weighed)} that have "
                 "one; give one to each"
             )
+
+    @property
+    def long_documents(self) -> str:
+        """What becomes of documents longer than a row, as `Policy.split` has it."""
+        return long_documents(self.on_long, self.split, self.packing)
 
     @property
     def parts(self) -> tuple[EvalSource, ...]:
@@ -177,6 +184,30 @@ class EvalConfig:
         for part in self.parts:
             if part.source is not None and not part.whole:
                 yield part.source, part.numbers(folder, f"eval {self.name!r}")
+
+
+def check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
+    """Refuse what is said twice of documents longer than a row, or where no rule of them holds."""
+    if on_long is None:
+        return
+    check_choice(where, "on_long", on_long, ON_LONG)
+    if packing not in ("best_fit", "padded"):
+        raise ConfigError(
+            f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
+            f"with {packing!r}; leave it out"
+        )
+    if split == "forbid" or (on_long != "cut" and split != "allow"):
+        raise ConfigError(
+            f"{where}: split says how a document is cut, got {split!r} with on_long = {on_long!r}; leave out split"
+        )
+
+
+def long_documents(on_long: str | None, split: str, packing: str) -> str:
+    """Return what becomes of documents longer than a row, as `Policy.split` has it, under a packing."""
+    if on_long is None or on_long == "cut":
+        # Alone in its row a document cannot go on in another: it loses its end.
+        return "truncate_end" if on_long and (packing, split) == ("padded", "allow") else split
+    return {"drop": "drop", "stop": "forbid"}[on_long]
 
 
 def _last_name(store: str | tuple[str, ...] | None) -> str:

@@ -21,7 +21,7 @@ import tomli_w
 
 from tokenmill.config import schedule
 from tokenmill.config.edits import QuarantineConfig, SkipConfig
-from tokenmill.config.evals import EvalConfig
+from tokenmill.config.evals import EvalConfig, check_on_long, long_documents
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
@@ -40,7 +40,6 @@ from tokenmill.types import (
     ON_CHANGE,
     ON_ERROR,
     ON_EXHAUSTED,
-    ON_LONG,
     PACKINGS,
     PAD_TO,
     POSITIONS,
@@ -143,7 +142,7 @@ class RunConfig:
         _check_sizes("run", self.global_batch_size, self.seq_len)
         check_seed("run", self.seed)
         _check_packing("run", self.packing, self.split, self.crop)
-        _check_on_long("run", self.on_long, self.split, self.packing)
+        check_on_long("run", self.on_long, self.split, self.packing)
         _check_weighing("run", self.temperature, self.weigh_by)
         check_choice("run", "positions", self.positions, POSITIONS)
         check_choice("run", "pad_to", self.pad_to, PAD_TO)
@@ -320,7 +319,7 @@ class StageConfig:
         elif any(getattr(self, key) is not None for key in ("ramp_steps", "ramp_tokens", "ramp_from")):
             key = next(key for key in ("ramp_steps", "ramp_tokens", "ramp_from") if getattr(self, key) is not None)
             raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
-        _check_on_long(where, self.on_long, self.split or "allow", self.packing or "best_fit")
+        check_on_long(where, self.on_long, self.split or "allow", self.packing or "best_fit")
         _check_weighing(where, self.temperature, self.weigh_by)
         _check_sizes(where, self.global_batch_size, self.seq_len)
         if self.seed is not None:
@@ -361,7 +360,7 @@ class ResolvedStage:
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}"
         _check_packing(where, self.packing, self.split, self.crop)
-        _check_on_long(where, self.on_long, self.split, self.packing)
+        check_on_long(where, self.on_long, self.split, self.packing)
         if self.ramp_steps > MAX_RAMP_STEPS:
             raise ConfigError(
                 f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {self.ramp_steps}; "
@@ -384,10 +383,7 @@ class ResolvedStage:
 
     def long_documents(self, packing: str) -> str:
         """Return what becomes of documents longer than a row, as `Policy.split` has it, under a packing."""
-        if self.on_long is None or self.on_long == "cut":
-            # Alone in its row a document cannot go on in another: it loses its end.
-            return "truncate_end" if self.on_long and (packing, self.split) == ("padded", "allow") else self.split
-        return {"drop": "drop", "stop": "forbid"}[self.on_long]
+        return long_documents(self.on_long, self.split, packing)
 
     @property
     def global_batch_size(self) -> int:
@@ -585,6 +581,11 @@ class Config:
         )
         if run.segment_multiple > 1:
             self._check_multiple(resolved)
+        if run.balance is not None and any(s.live and s.name in resolved.sources for s in self.sources):
+            raise ConfigError(
+                "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
+                "drawn; leave out balance, or live = true"
+            )
         if run.cross_document_labels and packing != "concat":
             raise ConfigError(
                 f"{where}: cross_document_labels is for packing concat, got it with {packing!r}; "
@@ -757,22 +758,6 @@ def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
         )
     if crop != "return" and packing != "bos_best_fit":
         raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
-
-
-def _check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
-    """Refuse what is said twice of documents longer than a row, or where no rule of them holds."""
-    if on_long is None:
-        return
-    check_choice(where, "on_long", on_long, ON_LONG)
-    if packing not in ("best_fit", "padded"):
-        raise ConfigError(
-            f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
-            f"with {packing!r}; leave it out"
-        )
-    if split == "forbid" or (on_long != "cut" and split != "allow"):
-        raise ConfigError(
-            f"{where}: split says how a document is cut, got {split!r} with on_long = {on_long!r}; leave out split"
-        )
 
 
 def _check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:

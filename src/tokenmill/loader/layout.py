@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -64,7 +65,15 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp"):
-            rank, size = getattr(self, name)
+            place = getattr(self, name)
+            if (
+                not isinstance(place, tuple | list)
+                or [isinstance(number, Integral) for number in place] != [True] * 2
+            ):
+                raise ConfigError(
+                    f"layout: {name} must be a rank and the number of members, got {place!r}; write {name}=(0, 2)"
+                )
+            rank, size = place
             if size < 1 or not 0 <= rank < size:
                 what = "rank" if name == "dp" else name
                 kind = {"dp": "data", "cp": "context", "tp": "tensor", "pp": "pipeline"}[name]

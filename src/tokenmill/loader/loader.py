@@ -196,11 +196,7 @@ class Loader:
                 'pad_to: must be "row" where a row is cut for context-parallel ranks, all alike, got '
                 '"batch"; leave it out'
             )
-        if self._drawn and part.balance:
-            raise ConfigError(
-                "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
-                "drawn; leave out balance, or live = true"
-            )
+        assert not (self._drawn and part.balance), "rows must be known before they are dealt"
         self._finishes = self.options.pad_to == "batch" or bool(self.options.columns)
         self._dealer = Dealer(part) if part.balance else None
         if self._drawn and not self.arrays:

@@ -107,7 +107,7 @@ class Eval:
         """Say whether to evaluate after so many steps: at each `every`-th, or where `every_tokens` have passed."""
         tokens, clock = self.every_tokens, self.run.config.clock
         if tokens is None:
-            return self.every is not None and step % self.every == 0
+            return self.every is not None and step > 0 and step % self.every == 0
         return step > 0 and clock.tokens_at(step) // tokens > clock.tokens_at(step - 1) // tokens
 
     @property
@@ -154,7 +154,7 @@ class Eval:
                 f"{where}: seq_len must be divisible by segment_multiple, got {self.seq_len} and {multiple}; "
                 f"use {-(-self.seq_len // multiple) * multiple}"
             )
-        policy = Policy(name=self.config.packing, split=self.config.split, multiple=multiple)
+        policy = Policy(name=self.config.packing, split=self.config.long_documents, multiple=multiple)
         rows: StoredRows
         if store.manifest.kind in RECORD_TYPES:
             rows = RecordRows(store=store, seq_len=self.seq_len, policy=replace(policy, name="padded"))

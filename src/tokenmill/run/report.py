@@ -164,6 +164,7 @@ def report_run(run: Run) -> RunReport:
                 [*(edit.source for edit in quarantined if edit.whole), *run.config.held_whole],
             ),
             *_overlap_warnings(evals),
+            *_unended_ramp(run),
             *_vain_quarantines(run),
             *long_records(run),
         ),
@@ -336,6 +337,18 @@ def _overlap_warnings(evals: Sequence[EvalFacts]) -> Iterator[str]:
                     f"{where}: whether its documents are among those of {overlap.source!r} is not known, as "
                     f"{overlap.unknown}"
                 )
+
+
+def _unended_ramp(run: Run) -> Iterator[str]:
+    """Tell of batch sizes that the run ends too early for."""
+    clock, steps = run.config.clock, run.config.steps
+    ahead = [stretch for stretch in clock.stretches if stretch.step >= steps]
+    if ahead:
+        reached = clock.batches(0, steps)[-1][1]
+        yield (
+            f"global_batch_size: must come to {ahead[-1].batch}, got {reached} at the last step: that would begin "
+            f"with step {ahead[-1].step:,} of {steps:,}; shorten over_steps or over_tokens, or lower to"
+        )
 
 
 # Quarantines

@@ -367,6 +367,15 @@ class Run:
                 f"run: tokens are counted in rows of seq_len, got stores of {records.pop()}, whose rows have "
                 "several arrays; say steps"
             )
+        run = self.config.run
+        asked = {
+            "horizon": run.horizon > 1,
+            "balance": run.balance is not None,
+            "segment_multiple": run.segment_multiple > 1,
+        }
+        key = next((key for key, is_asked in asked.items() if is_asked), None)
+        if records and key is not None:
+            raise ConfigError(f"run: {key} is for stores of sequences, got stores of {records.pop()}; leave it out")
         began = perf_counter()
         steps = self.config.steps
         errors, stops = limits(self.config)
