@@ -7,7 +7,7 @@ a step whose work is shared out evenly; where ranks wait at each micro-batch (as
 at the end of the step alone. Documents are log-normal with a heavy tail, packed by best_fit.
 
 Cost of the deal: two loaders go through the same steps in turns, a part of them each. One deals; the other is told
-the slots that the first was dealt, so that both find, map and copy the same rows. What the first takes more, until
+the slots that the first was dealt, so that both map and copy the same rows. What the first takes more, until
 its rows are found, is the deal; it is given as a share of all CPU time of that loader, which delivers input_ids,
 labels, position_ids and doc_ids. (Loaders with and without a balance deliver other rows: those of many documents
 take longer to copy, and a deal gives them to some ranks more often than to others.)
@@ -111,7 +111,7 @@ def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuff
 
         return block
 
-    dealing._places, told._places = record, lambda *_: places.popleft()
+    dealing._places, told._places = record, lambda *_: (places.popleft()[0], None)
     dealing._block, told._block = timed("dealing", dealing._block), timed("told", told._block)
     batches = (8 if TINY else max(512, 50_000_000 // seq_len)) // micro_batch
     streams, rounds = (iter(dealing), iter(told)), []

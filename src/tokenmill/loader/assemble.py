@@ -260,17 +260,19 @@ class Block(ABC):
         arrays: Sequence[str],
         horizon: int = 1,
         orders: Orders | None = None,
+        found: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
         """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, others are drawn.
 
-        Labels are the next `horizon` tokens. What is not on this machine is asked for, as `orders` say.
+        Labels are the next `horizon` tokens. What is not on this machine is asked for, as `orders` say. Sources and
+        rows may have been `found` before.
         """
         self.stage = stage
         self.seq_len = stage.spec.seq_len
         self.arrays = tuple(arrays)
         self.horizon = horizon
         self.steps, self.slots = places
-        self.sources, rows = rows_at(stage, *places)
+        self.sources, rows = found or rows_at(stage, *places)
         self._index, self._row_ids = index, rows
         stores = [source.store for source in index.values()]
         self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
@@ -533,12 +535,13 @@ class SequenceBlock(Block):
         horizon: int = 1,
         layout: Layout | None = None,
         orders: Orders | None = None,
+        found: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
         """See `Block`; `continuous` positions run through the row, `pad` is for a block without a store.
 
         `layout` says which columns of each row its batches have.
         """
-        super().__init__(stage, index, places, arrays, horizon, orders)
+        super().__init__(stage, index, places, arrays, horizon, orders, found)
         layout = layout or Layout()
         self._layout = layout
         self._multiple = segment_multiple(stage)

@@ -274,12 +274,15 @@ class Dealer:
         self._last: tuple[int, int, Int64Array] | None = None
         """First step and end of what was dealt last, and how."""
 
-    def slots(self, stage: Stage, index: Mapping[int, StoredRows], begin: int, end: int) -> Int64Array:
-        """Return the slots that the rank takes of the batches of some steps, a line each, in order."""
+    def rows(self, stage: Stage, index: Mapping[int, StoredRows], begin: int, end: int) -> Int64Array:
+        """Return what the rank takes of the batches of some steps, in order: slots, sources and rows.
+
+        Each is a table, with a line for each step.
+        """
         wanted = end
         last = self._last  # another thread may set it meanwhile
         if last is not None and last[0] <= begin and end <= last[1]:
-            return last[2][begin - last[0] : end - last[0]]
+            return last[2][:, begin - last[0] : end - last[0]]
         rank, rows = self._part.rank, self._part.rows(stage)
         edges = group_edges(stage, self._part.world_size)
         group = bisect_right(edges, rank) - 1
@@ -287,17 +290,28 @@ class Dealer:
         if last is not None and last[0] <= begin <= last[1] and not stage.by_block:
             # By block, rows of whole batches are found: those that the loader asks for next, so no others.
             end = max(end, min(stage.end_step, begin + _ROWS_AT_ONCE // (size * rows)))
-        costs = self.costs(stage, index, range(begin, end), range(first * rows, (first + size) * rows))
-        dealt = deal(costs, [0, size], self._part.micro_batch)[:, (rank - first) * rows : (rank - first + 1) * rows]
-        self._last = begin, end, dealt + first * rows
-        return self._last[2][: wanted - begin]
+        slots = range(first * rows, (first + size) * rows)
+        found = self._find(stage, index, range(begin, end), slots)
+        shape = (end - begin, size * rows)
+        own = deal(found[2].reshape(shape), [0, size], self._part.micro_batch)
+        own = own[:, (rank - first) * rows : (rank - first + 1) * rows]
+        places = own + np.arange(0, found[2].size, size * rows)[:, None]
+        self._last = begin, end, np.stack([own + first * rows, found[0][places], found[1][places]])
+        return self._last[2][:, : wanted - begin]
 
-    def costs(self, stage: Stage, index: Mapping[int, StoredRows], steps: range, slots: range) -> Int64Array:
-        """Return what the rows at some slots of some steps cost, a line each step."""
-        lines, columns = np.arange(steps.start, steps.stop), np.arange(slots.start, slots.stop)
-        sources, rows = rows_at(stage, np.repeat(lines, columns.size), np.tile(columns, lines.size))
+    def costs(self, stage: Stage, index: Mapping[int, StoredRows], step: int) -> Int64Array:
+        """Return what the rows of a step cost, by slot, in one line."""
+        batch = stage.spec.global_batch_size
+        return self._find(stage, index, range(step, step + 1), range(batch))[2].reshape(1, batch)
+
+    def _find(
+        self, stage: Stage, index: Mapping[int, StoredRows], steps: range, slots: range
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return the sources and rows at some slots of some steps, and what each costs, step by step."""
+        each = np.repeat(np.arange(steps.start, steps.stop), len(slots))
+        sources, rows = rows_at(stage, each, np.tile(np.arange(slots.start, slots.stop), len(steps)))
         costs = {source: self._of(stored) for source, stored in index.items()}
-        return costs_of(costs, sources, rows).reshape(lines.size, columns.size)
+        return sources, rows, costs_of(costs, sources, rows)
 
     def _of(self, rows: StoredRows) -> RowCosts:
         if id(rows) not in self._costs:

@@ -409,10 +409,11 @@ class Loader:
 
     def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> assemble.Block:
         """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
-        places, kind = self._places(stage, first, count), assemble.record_type(stage)
+        places, found = self._places(stage, first, count)
+        kind = assemble.record_type(stage)
         if kind is not None:
             return assemble.RecordBlock(stage, self._stored(stage), places, self.arrays, kind, self._orders(ahead))
-        block = self._sequences(stage, places, self.arrays, self._orders(ahead))
+        block = self._sequences(stage, places, self.arrays, self._orders(ahead), found)
         if "num_loss_tokens" in self.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
@@ -426,15 +427,21 @@ class Loader:
         """Return which slots of the batch of a step this rank has, in order: what `what` names rows by."""
         stage = self.plan.trained_stage(step)
         batches = self.part.batches(stage)
-        return self._places(stage, (step - stage.spec.start_step) * batches, batches)[1]
+        return self._places(stage, (step - stage.spec.start_step) * batches, batches)[0][1]
 
-    def _places(self, stage: Stage, first: int, count: int) -> tuple[Int64Array, Int64Array]:
-        """Return (step, slot) of every row of `count` micro-batches of a stage, from its `first`-th on."""
+    def _places(
+        self, stage: Stage, first: int, count: int
+    ) -> tuple[tuple[Int64Array, Int64Array], tuple[Int64Array, Int64Array] | None]:
+        """Return (step, slot) of every row of `count` micro-batches of a stage, from its `first`-th on.
+
+        With them comes (source, row), where these had to be found to deal the rows.
+        """
         steps, slots = self.part.places(stage, first, count)
         if self._dealer is None:
-            return steps, slots
-        dealt = self._dealer.slots(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
-        return steps, dealt[steps - steps[0], slots - self.part.rank * self.part.rows(stage)]
+            return (steps, slots), None
+        dealt = self._dealer.rows(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
+        slots, sources, rows = dealt[:, steps - steps[0], slots - self.part.rank * self.part.rows(stage)]
+        return (steps, slots), (sources, rows)
 
     def _sequences(
         self,
@@ -442,6 +449,7 @@ class Loader:
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
         orders: assemble.Orders | None = None,
+        found: tuple[Int64Array, Int64Array] | None = None,
     ) -> assemble.SequenceBlock:
         return assemble.SequenceBlock(
             stage,
@@ -453,6 +461,7 @@ class Loader:
             horizon=self.options.horizon,
             layout=self.part.layout,
             orders=orders,
+            found=found,
         )
 
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:

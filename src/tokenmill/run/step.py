@@ -241,7 +241,7 @@ def deal_step(run: Run, step: int, ranks: int, micro_batch: int) -> StepDeal:
     stage, stored = _stored(run, step)
     part = RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch)
     part.check(run.plan())
-    costs = Dealer(part).costs(stage, stored, range(step, step + 1), range(stage.spec.global_batch_size))
+    costs = Dealer(part).costs(stage, stored, step)
     orders = (np.arange(costs.size)[None], deal(costs, group_edges(stage, ranks), micro_batch))
     in_order, dealt = (tuple(_members(costs[0], order[0], ranks, micro_batch)) for order in orders)
     return StepDeal(
