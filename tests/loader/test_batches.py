@@ -127,8 +127,14 @@ def test_a_view_or_tensor_keeps_its_batch_alive(make_run):
 def test_memory_is_used_again_once_a_batch_is_dropped(make_run):
     loader = make_run().loader(micro_batch=4, threads=0)
     places = {batch["input_ids"].ctypes.data for batch in loader}
-    assert len(places) <= 3
+    assert len(places) == 2  # as the loop holds a batch until it has the next
     assert len(loader) > 100
+
+
+def test_the_loader_itself_holds_no_batch(make_run):
+    """Memory that was written to a moment ago is still in the cache of the processor."""
+    loader = make_run().loader(micro_batch=4, threads=0)
+    assert len(set(map(lambda batch: batch["input_ids"].ctypes.data, loader))) == 1  # noqa: C417 - holds none
 
 
 @pytest.mark.parametrize(

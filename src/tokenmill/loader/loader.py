@@ -666,6 +666,7 @@ def _inline(loader: Loader) -> Iterator[Batch]:
                 out = pool.batch()
                 ready = batch(number, out) if is_local else loader._wait(block, partial(batch, number, out))
                 yield loader._finished(block, number, ready) if finishes else ready
+                del out, ready  # or the next batch would need other memory, as this frame held on to it
             begun.pop(0).release()
     finally:
         for block in begun:
