@@ -208,6 +208,11 @@ GROWTH = [
         "{% filter upper %}{% for x in l %}{{ y }}{% endfor %}{% endfilter %}",
     ),
     "{{ ([range(99999) | list] * 999) | sum(start=[]) | length }}",
+    *("{{ l | sort }}", "{{ l | unique | list }}", "{{ l | max }}", "{{ l | map('default') | sort | length }}"),
+    *("{{ ([{'a': y}] * 999) | groupby('a') }}", "{{ ([{'a': y}] * 999) | sort(attribute='a') | length }}"),
+    *("{{ y.join('a' * 999) | length }}", f"{{{{ y.join({dict.fromkeys(map(str, range(99)), 1)}) | length }}}}"),
+    *("{{ l is lower }}", "{{ [l] | select('upper') | list }}"),
+    "{{ [{'a': l}] | rejectattr('a', 'lower') | list }}",
 ]
 """Texts and lists that would be huge, of a long text `y` and a list `l` of it."""
 KEPT = [
@@ -237,6 +242,17 @@ LARGE = [
     "{{ 5 | round(-99999999) }}",
     "{{ ('1' * 4000000) | float }}",
     "{{ '%*d' % (999999999, 1) }}",
+    *("{{ '%999999999d' is odd }}", "{{ '%999999999d' is divisibleby(3) }}"),
+    "{{ ['%999999999d'] | select('even') }}",
+    *("{{ ('粉-' * 8000000) | title }}", "{{ ('粉' * 16000000) | sort }}", "{{ ('粉' * 16000000) | join(',') }}"),
+    *("{{ [1] | sort(attribute=',' * 16000000) }}", "{{ [1] | map(attribute='ab.' * 5000000) | list }}"),
+    *(
+        "{% set x, z = ['ab' * 8000000] * 99999, 'ab' * 8000000 %}" + comparison
+        for comparison in (
+            *("{{ x == [z] * 99999 }}", "{{ x is eq([z] * 99999) }}", "{{ x.count(z) }}", "{{ z ~ 'c' in x }}"),
+            *("{{ (z ~ 'c') is in x }}", "{% for w in [x, [z] * 99999] %}{{ loop.changed(w) }}{% endfor %}"),
+        )
+    ),
 ]
 
 
@@ -260,6 +276,35 @@ def test_limits_hold_in_both_environments_whatever_a_template_does(source, kind,
     finally:
         tracemalloc.stop()
     assert time.process_time() - begin < 3
+
+
+def test_another_thread_looks_at_the_memory_before_much_of_it_is_gone(monkeypatch):
+    """Texts that are too short to cost much, many of them [S.c]."""
+    monkeypatch.setattr(tracked, "MAX_BYTES", 64 << 20)
+    source = (
+        "{% set y = 'Ω' * 4096 %}{% set n = namespace(a=none) %}"
+        f"{{% for i in range(9999) %}}{{% set n.a = namespace(p=n.a, v=[{'y[1:], ' * 999}]) %}}{{% endfor %}}"
+    )
+    compiled(source, "test")
+    tracemalloc.start()
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(Refusal, match="more than 64 MB of memory"):
+            pool.submit(rendered, source).result()
+        assert tracemalloc.get_traced_memory()[1] < 160 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_template_that_takes_long_to_compile_is_refused_by_its_size():
+    """[S.c]"""
+    with pytest.raises(ConfigError, match=r"chat template x: must have at most 131,072 characters, got 600,006;"):
+        compiled("{{ 1" + " < 1" * 150_000 + "}}", "x")
+
+
+def test_a_template_that_asks_for_escapes_is_refused():
+    """Every text that it prints would be a longer copy [S.c]."""
+    with pytest.raises(ConfigError, match=r"autoescape is not supported' at line 2"):
+        compiled("a\n{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "x")
 
 
 def test_the_timer_of_a_program_and_its_handler_are_left_as_they_were():

@@ -52,6 +52,14 @@ _AT_ONCE = frozenset(("abs", "count", "d", "default", "first", "last", "length")
 """Filters that do not go through what they are given; all others are counted."""
 _OF_TEXTS = frozenset(("replace", "safe", "string", "title", "tojson"))
 """Filters that write what they are given as a text."""
+_OF_WHOLE_TEXTS = _OF_TEXTS | {"float", "int", "reverse", "round"}
+"""Filters that take a text as one value; all others go through its characters."""
+_COMPARING = frozenset(("dictsort", "groupby", "max", "min", "sort", "unique"))
+"""Filters that compare values, or copies of them in lower case: all characters count, however deep."""
+_OF_NUMBERS = frozenset(("divisibleby", "even", "odd"))
+"""Tests that divide; of a text they would make a longer one, as `%` does."""
+_MAX_SOURCE = 1 << 17
+"""Characters of a template: to compile as many takes up to ten seconds, and common ones have 20,000 at most."""
 _MAX_WIDTH = 64
 """Of white space in JSON."""
 _MAX_DIGITS = 4096
@@ -83,6 +91,11 @@ class Compiled:
 
 def compiled(source: str, where: str) -> Compiled:
     """Compile a template, once; one that cannot be compiled raises `ConfigError` with the line."""
+    if len(source) > _MAX_SOURCE:
+        raise ConfigError(
+            f"chat template {where}: must have at most {_MAX_SOURCE:,} characters, got {len(source):,}; "
+            "take a shorter one"
+        )
     try:
         return _compiled(source)
     except TemplateSyntaxError as error:
@@ -217,6 +230,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         self.filters["trim"] = _by_method("strip")
         self.finalize = self.text
         self.filters["counted"] = Counted
+        self.tests = {name: _charged_test(name, test) for name, test in self.tests.items()}
         self.globals = {name: self.globals[name] for name in _GLOBALS}
         self.globals["raise_exception"] = _raise
         self.globals["dict"] = _made_dict
@@ -259,6 +273,9 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
+        for node in tree.find_all(nodes.EvalContextModifier):
+            # Every text that is printed would be a longer copy, which nothing counts.
+            raise TemplateSyntaxError("autoescape is not supported", node.lineno)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None).set_lineno(loop.lineno)
             loop.iter.set_environment(self)
@@ -317,8 +334,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
     def copied(value: Any) -> Any:  # noqa: ANN401 - given back as it is
         """Count what a copy of a string, list or tuple takes, or of a part of it."""
         if isinstance(value, str):
-            if len(value) > LONG:
-                charge_size(len(value))
+            charge_size(len(value))
         elif isinstance(value, list | tuple):
             charge(len(value))
         return value
@@ -339,17 +355,21 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         for arg in args:
             if type(arg) in _CONTAINERS:
                 charge(len(arg))
+                if getattr(obj, "__name__", "") == "changed":  # of a loop, which compares
+                    self.weighed(arg)
         if type(obj) is BuiltinMethodType or (type(obj) is MethodType and isinstance(obj.__self__, str)):
             owner = obj.__self__
             if isinstance(owner, str):
                 self.copied(owner)
-                if obj.__name__ == "join" and args and not isinstance(args[0], str | list | tuple | Mapping):
+                if obj.__name__ == "join" and args and not isinstance(args[0], list | tuple):
                     args = (list(Counted(args[0])), *args[1:])
                 if type(owner) is not Tracked:
                     _charge_made(obj.__name__, owner, args)
             elif isinstance(owner, list | tuple | Mapping):
                 looked_for = _num_items(args[0]) if args and isinstance(args[0], list | tuple | Mapping) else 0
-                charge(len(owner) * (1 + looked_for // _ITEMS) if obj.__name__ not in _READING_DICTS else 1)
+                if obj.__name__ not in _READING_DICTS:
+                    self.weighed(owner)
+                    charge(len(owner) * (1 + looked_for // _ITEMS))
             for name in ("_loop_vars", "_block_vars"):  # which jinja adds for those that take the context
                 kwargs.pop(name, None)
             return obj(*args, **kwargs)
@@ -431,7 +451,10 @@ class Counted:
 
 
 def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  # noqa: ANN401 - a list or table
-    """Return how many items a value holds, however deep; `count` is told of them as they are found."""
+    """Return how many items a value holds, however deep; `count` is told of them as they are found.
+
+    Where nobody is, the value is to be compared, and long texts in it are as many items as take the same time.
+    """
     open_, total = [value], 0
     while open_:
         inner = open_.pop()
@@ -440,8 +463,10 @@ def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  
         total += 1 + len(inner)
         if count is not None:
             count(1 + len(inner))
-        elif total > _ITEMS * MAX_STEPS:
-            break  # it costs more than there is
+        else:
+            total += sum(_ITEMS * (len(item) // LONG) for item in inner if isinstance(item, str))
+            if total > _ITEMS * MAX_STEPS:
+                break  # it costs more than there is
         open_ += [item for item in inner if isinstance(item, list | tuple | Mapping)]
     return total
 
@@ -454,11 +479,17 @@ def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
         value = args[place]
+        for argument in (*args[place + 1 :], *kwargs.values()):
+            if isinstance(argument, str) and len(argument) > LONG:
+                charge(argument.count(".") + argument.count(","))  # the name of an attribute is cut there
         if isinstance(value, str):
-            if len(value) > LONG or name in ("list", "replace"):
-                _charge_filter(name, value, args[place + 1 :], kwargs)
+            _charge_filter(name, value, args[place + 1 :], kwargs)
         elif makes_text:
             _charge_filter(name, PlainEnvironment.text(value), args[place + 1 :], kwargs)
+        elif name in _COMPARING and isinstance(value, Iterable) and not isinstance(value, Undefined):
+            items = value if isinstance(value, list | tuple | Mapping) else list(Counted(value))
+            charge_text(items)
+            args = (*args[:place], items, *args[place + 1 :])
         elif isinstance(value, list | tuple | Mapping):
             PlainEnvironment.weighed(value)
             charge(len(value))
@@ -480,24 +511,40 @@ def _by_method(name: str) -> Callable[..., Any]:
     """Return the filter that calls a method of a text; what is none is written as one first."""
 
     def filter_(value: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        if not isinstance(value, str):
-            value = PlainEnvironment.text(value)
-        elif len(value) > LONG:
-            charge_size(len(value))
-        return getattr(value, name)(*args, **kwargs)
+        text = PlainEnvironment.copied(value) if isinstance(value, str) else PlainEnvironment.text(value)
+        return getattr(text, name)(*args, **kwargs)
 
     return filter_
 
 
+def _charged_test(name: str, test: Any) -> Callable[..., bool]:  # noqa: ANN401 - as jinja has it
+    """Return a test that counts what it looks through before it does."""
+    place = 1 if hasattr(test, "jinja_pass_arg") else 0
+
+    @wraps(test)
+    def charged(*args: Any) -> bool:  # noqa: ANN401
+        if name in _OF_NUMBERS and isinstance(args[place], str):
+            raise TypeError(f"a text is not {name}")
+        if name in ("lower", "upper"):
+            PlainEnvironment.text(args[place])
+        for value in args[place:]:
+            PlainEnvironment.weighed(value)
+        return bool(test(*args))
+
+    return charged
+
+
 def _charge_filter(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Count what a filter makes of a text, before it does."""
-    if name == "list":
+    if name not in _OF_WHOLE_TEXTS:
         charge(len(text))
+    elif name == "title":
+        charge(len(text) // 2)  # which it cuts into words
     elif name == "replace":
         _charge_made(name, text, [kwargs.get(key, *args[at : at + 1]) for at, key in enumerate(("old", "new"))])
     elif name in ("int", "float") and len(text) > _MAX_DIGITS:
         raise Refusal("too_large", f"the template makes a number of {len(text)} characters")
-    charge(len(text) // LONG)
+    charge(1 + len(text) // LONG)
 
 
 def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:

@@ -38,8 +38,9 @@ MAX_BYTES = 1 << 30
 """Of memory that one record may take, beyond what the process has."""
 killable = False
 """Whether this process may be ended by the system where a render does not stop: so in workers of a build."""
-_STEPS_BETWEEN = 1 << 15
-"""Two looks at the time and the memory that a render takes; most end before the first."""
+_STEPS_BETWEEN = 1 << 12
+"""Two looks at the time and memory that a render takes, in another thread than the main one: a step makes 16 kB at
+most, or so, and a look takes some microseconds."""
 
 _left: ContextVar[list[int]] = ContextVar("steps to the next look, and behind it")
 _begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and bytes, before a record")
@@ -167,7 +168,7 @@ def _look(left: list[int]) -> None:
     if left[0] < 0:
         raise Refusal("too_many_steps", "the template takes more steps than a render may")
     begun = _begun.get(None)
-    if begun is not None:
+    if begun is not None and begun[0] != math.inf:
         if time.thread_time() - begun[0] > MAX_SECONDS:
             raise _too_slow()
         if (_memory(_RESIDENT) or 0) - begun[1] > MAX_BYTES:
