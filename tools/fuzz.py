@@ -1,6 +1,7 @@
 """Attacks what reads files of others, with random damage, and counts what comes of it.
 
     python tools/fuzz.py [--seconds N] [--seed N] [--target NAME ...] [--json]
+    python tools/fuzz.py --replay tests/fuzz/*.json
     make fuzz
 
 Targets: stores, forged row indexes, manifests, token files of other projects, inputs of every format, tokenizers,
@@ -8,12 +9,17 @@ chat templates, configs, states, and random runs that are resumed. Every case mu
 an error of ours. What fails it: a crash, a hang, an access out of bounds (kernels are compiled with bounds checks),
 an exception that is none of ours, memory above a bound, a wrong token. Cases run in a process of their own, so that
 a crash is counted as well; each is named by target and number, and `--target NAME --case NUMBER` runs it again.
+
+All that is random in a case comes from a list of numbers. A finding is made smaller by leaving out some and putting
+0 for others, as long as it ends in the same way: fewer changes, and the first of each choice. What is left is kept
+as a file in tests/fuzz, which every run and the tests play again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -28,7 +34,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +44,11 @@ CASE_SECONDS = 60
 """Of the processor, by which a case that does not end is told from a busy machine; of the clock ten times that."""
 ROUND_CASES = 40
 """Cases of one target that a process runs before the next one has its turn."""
+KEPT = Path(__file__).parents[1] / "tests" / "fuzz"
+MAX_NUMBERS = 1000
+"""Dice of a case; those behind them are 0."""
+SHRINK_ROUNDS = 40
+"""Processes that may be spent on making a finding smaller."""
 ODD = (None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -0.5, "", "x", "../..", "\x1b[31m", [], {}, [1], {"a": 1})
 RUN = """
 [run]
@@ -66,6 +78,44 @@ seq_len = {later_len}
 weights = {{ web = {rest}, chat = {share} }}
 """
 ALL_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
+
+
+class Dice(random.Random):
+    """Random choices that come from a list of numbers of 64 bits; behind its end all are 0, the first or least."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self._numbers = iter(numbers)
+
+    def getrandbits(self, k: int) -> int:
+        """Return a number of `k` bits."""
+        value = 0
+        for _ in range(0, k, 64):
+            value = value << 64 | next(self._numbers, 0)
+        return value >> -k % 64
+
+    def random(self) -> float:
+        """Return a number from 0 to 1, exclusive."""
+        return self.getrandbits(53) / (1 << 53)
+
+
+def dice_of(target: str, seed: int, case: int) -> list[int]:
+    """Return the numbers of a case."""
+    numbers = random.Random(f"{target} {seed} {case}")
+    return [numbers.getrandbits(64) for _ in range(MAX_NUMBERS)]
+
+
+def smaller(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield lists that are shorter, then lists with a 0 more; the ones that save most come first."""
+    kept = list(numbers)
+    for share in (1, 2, 4, 8):  # an eighth, a fourth, a half of them, ...
+        yield kept[: len(kept) * share // 16]
+    for size in (16, 8, 4, 2, 1):
+        for begin in range(0, len(kept) - size + 1, size):
+            yield kept[:begin] + kept[begin + size :]
+    for place, number in enumerate(kept):
+        if number:
+            yield [*kept[:place], 0, *kept[place + 1 :]]
 
 
 def damaged(data: bytes, dice: random.Random) -> bytes:
@@ -361,6 +411,8 @@ METHODS = (
     "split()",
     "replace('a', y)",
     "join(x)",
+    "join('abc')",
+    "join(dict(a=1, b=y))",
     "count(x)",
     "copy()",
     "items()",
@@ -368,6 +420,7 @@ METHODS = (
     "[1:]",
 )
 OPERATIONS = ("+", "*", "~", "==", "in", "%", "<")
+TESTS = ("lower", "upper", "odd", "divisibleby(3)", "eq(x)", "in(x)", "sequence", "mapping", "sameas(y)", "string")
 
 
 def expression(dice: random.Random, depth: int) -> str:
@@ -375,10 +428,12 @@ def expression(dice: random.Random, depth: int) -> str:
     if not depth:
         return dice.choice(VALUES)
     inner = expression(dice, depth - 1)
-    kind = dice.randrange(3)
-    if kind == 0:
+    kind = dice.randrange(7)
+    if kind == 6:
+        return f"({inner}) is {dice.choice(TESTS)}"
+    if kind % 3 == 0:
         return f"({inner}) | {dice.choice(FILTERS)}"
-    if kind == 1:
+    if kind % 3 == 1:
         method = dice.choice(METHODS)
         return f"({inner}){'' if method.startswith('[') else '.'}{method}"
     return f"({inner}) {dice.choice(OPERATIONS)} ({expression(dice, depth - 1)})"
@@ -403,15 +458,22 @@ def attack_templates(bench: Bench, dice: random.Random) -> None:
     )
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     template = ChatTemplate(source=source, where="fuzz", special_tokens={"eos_token": "</s>"})
-    with suppress(Refusal):
-        render(template, messages, kwargs={})
-    plain = compiled(source, "fuzz").plain
-    try:
-        with budget(), limits():
-            plain.render(messages=messages)
-    except Exception as error:
-        if isinstance(error, AssertionError | MemoryError):
-            raise
+
+    def run() -> None:
+        with suppress(Refusal):
+            render(template, messages, kwargs={})
+        try:
+            with budget(), limits():
+                compiled(source, "fuzz").plain.render(messages=messages)
+        except Exception as error:
+            if isinstance(error, AssertionError | MemoryError):
+                raise
+
+    if dice.random() < 0.5:
+        run()
+    else:  # where the system does not see to the limits
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     assert peak < bench.peak + (5 << 28), f"{peak >> 20} MB of memory"
 
@@ -500,8 +562,8 @@ ATTACKS: dict[str, Callable[[Bench, random.Random], None]] = {
 }
 
 
-def serve(target: str, seed: int, first: int, count: int) -> None:
-    """Run some cases of a target in this process; a line on stdout for each."""
+def serve(target: str) -> None:
+    """Run the cases of a target that are told on stdin, in this process; a line on stdout for each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     from tokenmill.errors import TokenmillError
 
@@ -509,47 +571,93 @@ def serve(target: str, seed: int, first: int, count: int) -> None:
         folder = Path(name) / "bench"
         folder.mkdir()
         bench = Bench(folder)
-        for case in range(first, first + count):
+        for case, numbers in json.load(sys.stdin):
             print(json.dumps({"case": case}), flush=True)
-            begin, outcome = time.monotonic(), "fine"
+            outcome = "fine"
             signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)  # which ends the process
             try:
-                ATTACKS[target](bench, random.Random(f"{target} {seed} {case}"))
+                ATTACKS[target](bench, Dice(numbers))
             except TokenmillError:
                 outcome = "refused"
             except BaseException as error:
-                outcome = f"{type(error).__name__}: {error} at {traceback.format_exc().splitlines()[-3].strip()}"
-            print(json.dumps({"case": case, "outcome": outcome, "seconds": time.monotonic() - begin}), flush=True)
+                where = traceback.format_exc().splitlines()[-3].strip()
+                outcome = f"{type(error).__name__} at {where}: {error}"
+            print(json.dumps({"case": case, "outcome": outcome}), flush=True)
 
 
-def run_round(target: str, seed: int, first: int, count: int) -> tuple[Counter[str], list[str]]:
-    """Have some cases run by a process; return how they ended, and what was found."""
-    command = [sys.executable, __file__, "--serve", target, str(seed), str(first), str(count)]
+def run_cases(target: str, cases: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
+    """Have cases run by a process; return how each ended: those behind one that ended the process did not run."""
+    command = [sys.executable, __file__, "--serve", target]
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "PYTHONFAULTHANDLER": ""}
-    counts: Counter[str] = Counter()
-    findings = []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
     try:
-        out, errors = process.communicate(timeout=10 * CASE_SECONDS + 2 * count)
+        out, errors = process.communicate(json.dumps(cases).encode(), timeout=10 * CASE_SECONDS + 2 * len(cases))
     except subprocess.TimeoutExpired:
         process.kill()
         out, errors = process.communicate()
-    ended = {}
-    started = -1
+    outcomes: dict[int, str] = {}
+    started = cases[0][0]
     for line in out.splitlines():
         record = json.loads(line)
         started = record["case"]
         if "outcome" in record:
-            ended[started] = record["outcome"]
-    for case, outcome in ended.items():
-        counts["fine" if outcome == "fine" else "refused" if outcome == "refused" else "found"] += 1
-        if outcome not in ("fine", "refused"):
-            findings.append(f"{target} case {case} (seed {seed}): {outcome}")
-    if process.returncode != 0 or (started >= 0 and started not in ended):
-        counts["found"] += 1
+            outcomes[started] = record["outcome"]
+    if process.returncode != 0:
         last = errors.decode(errors="replace").strip().splitlines()[-1:] or [""]
-        findings.append(f"{target} case {started} (seed {seed}): ended by {process.returncode}: {last[0]}")
-    return counts, findings
+        outcomes[started] = f"the process ended by {process.returncode}: {last[0]}"
+    return outcomes
+
+
+def is_found(outcome: str) -> bool:
+    """Say whether a case ended in a way that it must not."""
+    return outcome not in ("fine", "refused")
+
+
+def kind_of(outcome: str) -> str:
+    """Return what two findings have in common that are the same: what was raised, and where."""
+    return outcome.partition(":")[0]
+
+
+def shrink(target: str, numbers: Sequence[int], outcome: str) -> list[int]:
+    """Return the fewest and least numbers for which a case ends in the same way, as far as some tries find them."""
+    kept = list(numbers)
+    candidates = list(smaller(kept))
+    for _ in range(SHRINK_ROUNDS):
+        if not candidates:
+            break
+        tried = dict(enumerate(candidates[:ROUND_CASES]))
+        outcomes = run_cases(target, list(tried.items()))
+        same = [case for case, each in outcomes.items() if kind_of(each) == kind_of(outcome)]
+        if same:
+            kept = tried[same[0]]
+            candidates = list(smaller(kept))
+        else:
+            candidates = candidates[len(outcomes) :]
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept
+
+
+def keep(folder: Path, target: str, numbers: Sequence[int], outcome: str) -> Path:
+    """Write a finding to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"target": target, "found": outcome, "numbers": list(numbers)}
+    name = hashlib.sha256(json.dumps([target, list(numbers)]).encode()).hexdigest()[:8]
+    path = folder / f"{target}-{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def replay(files: Sequence[Path]) -> list[str]:
+    """Run cases that were kept; return those that end in a way that they must not."""
+    findings = []
+    for file in files:
+        record = json.loads(file.read_text())
+        outcome = run_cases(record["target"], [(0, record["numbers"])])[0]
+        if is_found(outcome):
+            findings.append(f"{file}: {outcome}")
+    return findings
 
 
 def main() -> None:
@@ -560,22 +668,36 @@ def main() -> None:
     parser.add_argument("--target", nargs="*", choices=sorted(ATTACKS), default=sorted(ATTACKS))
     parser.add_argument("--case", type=int)
     parser.add_argument("--cases", type=int, default=ROUND_CASES)
+    parser.add_argument("--replay", nargs="*", type=Path, help="run these cases alone, which were kept")
+    parser.add_argument("--keep", type=Path, default=KEPT, help="where findings are kept")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--serve", nargs=4)
+    parser.add_argument("--serve")
     options = parser.parse_args()
     if options.serve:
-        target, *numbers = options.serve
-        serve(target, *map(int, numbers))
+        serve(options.serve)
         return
+    if options.replay is not None:
+        findings = replay(options.replay)
+        print(*findings, sep="\n")
+        sys.exit(bool(findings))
     counts = {target: Counter[str]() for target in options.target}
-    findings: list[str] = []
+    kept: set[tuple[str, str]] = set()
+    findings = replay(sorted(options.keep.glob("*.json")))
     begin, first = time.monotonic(), options.case or 0
+    count = options.cases if options.case is None else 1
     while True:
         for target in options.target:
-            more, found = run_round(target, options.seed, first, 1 if options.case is not None else options.cases)
-            counts[target] += more
-            findings += found
-        first += options.cases
+            dice = {case: dice_of(target, options.seed, case) for case in range(first, first + count)}
+            outcomes = run_cases(target, list(dice.items()))
+            for case, outcome in outcomes.items():
+                counts[target]["found" if is_found(outcome) else outcome] += 1
+                if is_found(outcome):
+                    findings.append(f"{target} case {case} (seed {options.seed}): {outcome}")
+                    if (target, kind_of(outcome)) not in kept:  # most others of its kind are the same
+                        kept.add((target, kind_of(outcome)))
+                        path = keep(options.keep, target, shrink(target, dice[case], outcome), outcome)
+                        findings[-1] += f"; kept as {path}"
+        first += count
         if options.case is not None or time.monotonic() - begin > options.seconds:
             break
     if options.json:
