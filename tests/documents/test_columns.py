@@ -1,7 +1,9 @@
 """Parquet and Arrow: typed columns become documents, and damaged files become errors."""
 
 import io
+import os
 import struct
+import sys
 from itertools import islice
 
 import pyarrow as pa
@@ -348,3 +350,18 @@ def test_reading_from_a_stream_of_many_batches_can_begin_anywhere(tmp_path):
     assert [next(read_unit(unit, ReadOptions())).documents[0] for unit in units[::-1]] == [
         str(i) for i in range(99, -1, -3)
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sizes alone are checked")
+@pytest.mark.parametrize("name", ["file.arrow", "stream.arrow"])
+def test_a_file_that_is_cut_while_it_is_mapped_is_an_error(tmp_path, name):
+    """Reading a page that is gone would end the process without a word."""
+    path = tmp_path / name
+    batch = pa.table({"text": ["mill " * 2000] * 20})
+    WRITERS[name](pa.concat_tables([batch] * 20), path)
+    (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 30)
+    batches = read_unit(unit, ReadOptions(batch_bytes=1 << 16))
+    next(batches)
+    os.truncate(path, 300_000)
+    with pytest.raises(DocumentError, match=r"arrow: must be an intact Arrow file, got (one that|Batch)"):
+        list(batches)

@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.store.maps import MAX_WATCHED, FileRequest, MapCache, map_file, num_faults
+from tokenmill.faults import MAX_WATCHED, num_faults
+from tokenmill.store.maps import FileRequest, MapCache, map_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sizes alone are checked")
 

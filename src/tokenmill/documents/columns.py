@@ -13,6 +13,7 @@ import msgspec
 
 from tokenmill.documents import units
 from tokenmill.errors import DocumentError, nearest
+from tokenmill.faults import forget, num_faults, watch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -376,7 +377,7 @@ def _arrow_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int
     """Cut a file into runs of record batches of about `chunk_bytes`; reads its index or its messages' heads."""
     import pyarrow as pa
 
-    with _mapped(file) as (source, is_file):
+    with _mapped(file) as (source, is_file, check_whole):
         if is_file:
             # The index knows where the batches are, but pyarrow does not say; they are mostly of one size.
             sizes = [1] * pa.ipc.open_file(source).num_record_batches
@@ -385,16 +386,19 @@ def _arrow_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int
             reader = pa.ipc.MessageReader.open_stream(source)
             ends = [0, *(source.tell() for message in reader if message.type == "record batch")]
             sizes = [end - begin for begin, end in pairwise(ends)]
+        check_whole()
     return runs(sizes, file.bytes, chunk_bytes)
 
 
 def _read_arrow(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read the rows of the piece's record batches, of the columns that are needed."""
-    with _mapped(piece.file) as (source, is_file):
+    with _mapped(piece.file) as (source, is_file, check_whole):
         batches = _file_batches if is_file else _stream_batches
         for done, batch in enumerate(batches(source, piece, options), 1):
             position = piece.bytes * done // (piece.end - piece.begin)
-            yield from column_groups(batch, options, position)
+            for group in column_groups(batch, options, position):
+                check_whole()
+                yield group
 
 
 ARROW = units.Format(counts="row", read=_read_arrow, ranges=_arrow_ranges)
@@ -438,8 +442,11 @@ def _chosen(schema: pa.Schema, piece: units.Piece, options: units.ReadOptions) -
 
 
 @contextmanager
-def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool]]:
-    """Map a file: (source, whether it has an index); what is wrong with it raises DocumentError, then or later."""
+def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callable[[], None]]]:
+    """Map a file: (source, whether it has an index, what refuses it once it was cut).
+
+    What is wrong with it raises DocumentError, then or later.
+    """
     import pyarrow as pa
 
     with units.open_input(file, exact=True) as stream:
@@ -456,9 +463,24 @@ def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool]]:
         raise _damaged(file, "a stream without its end")
     try:
         with pa.memory_map(file.path) as source:
-            yield source, is_file
-    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, MemoryError) as error:
+            whole = source.read_buffer()  # what is read of it is a part of the map
+            source.seek(0)
+            place = watch(whole.address, whole.size)
+            try:
+                yield source, is_file, partial(_check_whole, file, place)
+            finally:
+                forget(place)
+                del whole  # not before: another map could come to lie there
+    except DocumentError:
+        raise
+    except (pa.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:
         raise _damaged(file, " ".join(str(error).split())) from None
+
+
+def _check_whole(file: units.InputFile, place: int | None) -> None:
+    """Refuse what was read of a file that was cut meanwhile: zeros stand where bytes are gone."""
+    if num_faults(place):
+        raise _damaged(file, "one that was cut while it was read")
 
 
 def _damaged(file: units.InputFile, what: str) -> DocumentError:

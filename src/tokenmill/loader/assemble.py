@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError
+from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
 from tokenmill.packing.stored import StoredRows, distinct, is_stored, next_uses
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
-from tokenmill.store.maps import RangeRequest, Ranges, missing_pages
+from tokenmill.store.maps import RangeRequest, Ranges
 from tokenmill.store.reader import wanted_of
 from tokenmill.types import (
     RECORD_TYPES,
