@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from tokenmill.errors import ConfigError, StoreError
+from tokenmill import Run, open_store, open_tokenizer
+from tokenmill.encode.chat.template import load_template
+from tokenmill.encode.recipe.recipe import load_recipe
+from tokenmill.errors import ConfigError, StoreError, TokenmillError
 from tokenmill.tables import Number, as_json, read_json, read_list, read_table
 
 
@@ -142,3 +145,24 @@ def test_a_list_of_tables_may_be_left_out():
         read_list(Shard, {"shards": {}}, "shards")
     with pytest.raises(ConfigError, match=r"^shards\[1\]: name must be given"):
         read_list(Shard, {"shards": [{"name": "a"}, {}]}, "shards")
+
+
+OPENERS = {
+    "x.jinja": lambda path: load_template(str(path), tokenizer="bytes"),
+    "recipe.json": lambda path: load_recipe(str(path)),
+    "tokenizer.json": lambda path: open_tokenizer(str(path)),
+    "tokenizer.model": lambda path: open_tokenizer(str(path)),
+    "r50k_base.tiktoken": lambda path: open_tokenizer(f"tiktoken:{path}"),
+    "run.toml": Run.from_toml,
+    "manifest.json": lambda path: open_store(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_a_file_that_no_memory_holds_is_refused_by_its_size(tmp_path, name):
+    """A sparse file takes no room on the disk, and may say any size [S.e]."""
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(TokenmillError, match=rf"{name}: must have at most \d+ bytes, got "):
+        OPENERS[name](path)

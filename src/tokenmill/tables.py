@@ -231,19 +231,24 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line
 
 # Texts of files, which may have no end.
 
-MAX_CONFIG_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 30
-"""Of a config, and of a list of documents."""
+MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 28, 1 << 30
+"""Of a config, recipe, template or state; of a file of a tokenizer; of a list of documents, or of shards."""
 
 
 def read_text(file: Path, most: int) -> str:
     """Return the text of a file of at most so many bytes."""
+    return read_bytes(file, most).decode("utf-8")
+
+
+def read_bytes(file: Path, most: int, error: type[TokenmillError] = ConfigError) -> bytes:
+    """Return what a file of at most so many bytes holds."""
     with file.open("rb") as stream:
         data = stream.read(min(most, 1 << 20) + 1)
         while len(data) <= most and (block := stream.read(min(len(data), most + 1 - len(data)))):
             data += block
     if len(data) > most:
-        raise ConfigError(f"{file}: must have at most {most} bytes, got more; name another file")
-    return data.decode("utf-8")
+        raise error(f"{file}: must have at most {most} bytes, got more; name another file")
+    return data
 
 
 # Rules for single values.

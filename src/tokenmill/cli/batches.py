@@ -15,6 +15,7 @@ import typer
 
 from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError, ResumeError, harmless
+from tokenmill.tables import MAX_CONFIG_BYTES, read_bytes
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
@@ -156,8 +157,9 @@ def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
         raise ConfigError(
             f"--steps: must be :b where {file} says where to start, got {steps}; leave out the first step"
         )
+    data = read_bytes(file, MAX_CONFIG_BYTES, ResumeError)
     try:
-        saved: dict[str, Any] = msgspec.json.decode(file.read_bytes())
+        saved: dict[str, Any] = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
         raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
     if isinstance(saved, dict) and saved.get("batches"):

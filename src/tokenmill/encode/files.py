@@ -19,7 +19,7 @@ import msgspec
 from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, engine_errors
 from tokenmill.errors import TokenizerError, TokenmillError, nearest
 from tokenmill.fingerprint import canonical
-from tokenmill.tables import Count, read_table
+from tokenmill.tables import MAX_TOKENIZER_BYTES, Count, read_bytes, read_table
 from tokenmill.types import AnyArray
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def read_tokenizer_file(spec: str) -> JsonFile | RankFile | ModelFile:
     return read_rank_file(path, encoding, spec)
 
 
+def _read(path: Path) -> bytes:
+    return read_bytes(path, MAX_TOKENIZER_BYTES, TokenizerError)
+
+
 def _rank_path(spec: str) -> tuple[Path, str | None]:
     """Return the rank file that a spec names, and its encoding if that is said."""
     name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
@@ -81,15 +85,13 @@ def copy_of(spec: str) -> dict[str, bytes]:
     if kind == "tokenizer.json":
         path = _json_path(spec)
         beside = [path.parent / name for name in SIBLINGS]
-        return {path.name: path.read_bytes() for path in beside if path.is_file()} | {
-            "tokenizer.json": path.read_bytes()
-        }
+        return {path.name: _read(path) for path in beside if path.is_file()} | {"tokenizer.json": _read(path)}
     if kind == "sentencepiece":
-        return {f"tokenizer{MODEL_SUFFIX}": _in_folder(Path(spec)).read_bytes()}
+        return {f"tokenizer{MODEL_SUFFIX}": _read(_in_folder(Path(spec)))}
     path, encoding = _rank_path(spec)
-    data = path.read_bytes()
+    data = _read(path)
     if encoding is not None and encoding.endswith(".json"):
-        return {"own.tiktoken": data, "own.json": Path(encoding).read_bytes()}
+        return {"own.tiktoken": data, "own.json": _read(Path(encoding))}
     return {f"{_recognise(data, path, encoding)}.tiktoken": data}
 
 
@@ -162,7 +164,7 @@ class JsonFile:
 
 def read_json_file(path: Path, where: str) -> JsonFile:
     """Read a `tokenizer.json`; whatever would make its ids ambiguous raises `TokenizerError`."""
-    data = path.read_bytes()
+    data = _read(path)
     value = read_object(data, path)
     model = value.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list) or not model["vocab"]:
@@ -343,7 +345,7 @@ def _named(
     """Return which string is BOS, EOS or PAD, and what says so; a null in a file means that there is none."""
     for name in SIBLINGS:
         sibling = path.parent / name
-        value = read_object(sibling.read_bytes(), sibling) if sibling.is_file() else {}
+        value = read_object(_read(sibling), sibling) if sibling.is_file() else {}
         # AstrAI's folders have them under `special_tokens`, those of Hugging Face at the top.
         inner = value.get("special_tokens")
         for table, where in ((value, name), (inner, f"special_tokens of {name}")):
@@ -364,7 +366,7 @@ def _named(
 
 def _says_no_bos(config: Path) -> bool:
     """Say whether a config has `add_bos_token: false`, as Yi's; a post-processor that adds BOS counts for more."""
-    return config.is_file() and read_object(config.read_bytes(), config).get("add_bos_token") is False
+    return config.is_file() and read_object(_read(config), config).get("add_bos_token") is False
 
 
 def _placed(post_processor: object) -> dict[str, str]:
@@ -507,7 +509,7 @@ class RankFile:
 
 def read_rank_file(path: Path, name: str | None, where: str) -> RankFile:
     """Read a rank file; `name` is its encoding, or a file that says it; else its hash or its file name does."""
-    data = path.read_bytes()
+    data = _read(path)
     own = name is not None and name.endswith(".json")
     known = "" if own else _recognise(data, path, name)
     encoding = _read_encoding(Path(name or "")) if own else ENCODINGS[known]
@@ -558,7 +560,7 @@ def _read_encoding(path: Path) -> RankEncoding:
             f"tokenizer: ?encoding={path} must name a file, got none; write into it "
             '{"pattern": "...", "special_tokens": {"<|endoftext|>": 50000}, "eos_token": "<|endoftext|>"}'
         )
-    written = read_table(_EncodingTable, read_object(path.read_bytes(), path), f"{path}:", error=TokenizerError)
+    written = read_table(_EncodingTable, read_object(_read(path), path), f"{path}:", error=TokenizerError)
     if len(set(written.special_tokens.values())) < len(written.special_tokens):
         raise TokenizerError(f"{path}: special_tokens must have different ids, got one twice; correct it")
     known = written.special_tokens
@@ -651,7 +653,7 @@ def read_model_file(path: Path, where: str) -> ModelFile:
             f"sentencepiece: must be installed to read {where!r}, got {error}; "
             "pip install 'tokenmill[sentencepiece]'"
         ) from error
-    data = path.read_bytes()
+    data = _read(path)
     engine = f"sentencepiece {sentencepiece.__version__}"
     with engine_errors(engine, f"load {where!r}", "is it a file of this kind, and whole?"):
         native = sentencepiece.SentencePieceProcessor(model_proto=data)

@@ -22,7 +22,7 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.tables import as_json, read_table
+from tokenmill.tables import MAX_LIST_BYTES, as_json, read_table
 from tokenmill.types import TOKEN_KEYS, TRAINING_TYPES, IntegerArray, Uint32Array, natural_key
 
 FORMAT = "tokenmill-store"
@@ -344,6 +344,10 @@ def _read_plain(file: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "another kind"
             raise StoreCorruptError(f"{file}: must be a plain file, got {kind}; {WAY_OUT}")
+        if status.st_size > MAX_LIST_BYTES:
+            raise StoreCorruptError(
+                f"{file}: must have at most {MAX_LIST_BYTES} bytes, got {status.st_size}; {WAY_OUT}"
+            )
         parts = []
         while part := os.read(descriptor, 1 << 24):
             parts.append(part)

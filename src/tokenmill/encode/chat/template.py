@@ -15,6 +15,7 @@ from tokenmill.encode.files import CONFIG, SIBLINGS, JsonFile, kind_of, read_obj
 from tokenmill.encode.tokenizer import Vocabulary, bytes_vocabulary
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.fingerprint import digest
+from tokenmill.tables import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bytes, read_text
 
 CHATML = """\
 {%- for message in messages -%}
@@ -145,7 +146,7 @@ def _of_file(spec: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_text(path, MAX_CONFIG_BYTES)
     except UnicodeDecodeError as error:
         raise ConfigError(f"chat template {path}: must be UTF-8, got {error.reason}; save it as UTF-8") from error
 
@@ -188,7 +189,7 @@ def _folder(tokenizer: str | None) -> Path | None:
 
 def _object_in(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; an empty one where there is no such file."""
-    return read_object(path.read_bytes(), path, ConfigError) if path.is_file() else {}
+    return read_object(read_bytes(path, MAX_TOKENIZER_BYTES), path, ConfigError) if path.is_file() else {}
 
 
 # What the files of a tokenizer say of its control strings.

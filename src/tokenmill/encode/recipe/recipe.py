@@ -19,7 +19,16 @@ from msgspec import Meta
 from tokenmill.encode.chat.conversation import ROLES
 from tokenmill.encode.fim import Fim
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_keys, read_table
+from tokenmill.tables import (
+    MAX_CONFIG_BYTES,
+    MAX_NUMBER,
+    Count,
+    Positive,
+    as_json,
+    check_keys,
+    read_bytes,
+    read_table,
+)
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
 Action: TypeAlias = Literal["train", "mask", "$role", "value"]
@@ -325,7 +334,7 @@ def load_recipe(spec: str | Mapping[str, object]) -> Recipe:
 
 def _read_file(path: Path) -> object:
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: a recipe must be a readable file, got {error.strerror}; fix the path") from None
     try:
