@@ -51,6 +51,21 @@ def test_a_batch_has_the_tokens_the_raw_prompts_and_the_columns(run):
             assert text == f"<|bos|>{plain if records is TEXTS else written}"
 
 
+def test_numbers_of_a_column_are_exact(tmp_path):
+    """A float holds no number above 2^53 exactly, and NaN stands for none."""
+    levels = [2**53 + 1, None, 2**63, 10**400]
+    records = [{"prompt": "1 + 1 = ", "level": level} for level in levels]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = tm.PrepareOptions(keep=("level",))
+    how = {"recipe": "prompts", "workers": 1, "options": options, "progress": False}
+    tm.prepare(tmp_path / "prompts.jsonl", out=tmp_path / "prompts", **how)
+    tables = {"run": {"epochs": 1, "global_batch_size": 4, "seq_len": 64}}
+    run = tm.Run.from_tables(tables | {"sources": [{"name": "prompts", "store": "prompts"}]}, folder=tmp_path)
+    numbers = [use.spans[0].document for use in run.plan().what(0)]
+    batch = run.loader(arrays=("prompts",), columns=("level",))[0]
+    assert batch["level"].tolist() == [levels[number] for number in numbers]
+
+
 def test_a_loop_that_stops_goes_on_with_the_next_prompts(run):
     run, _ = run
     straight = [batch["prompt"].tolist() for batch in run.loader(micro_batch=3, **ASKED)]

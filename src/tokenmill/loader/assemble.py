@@ -829,11 +829,14 @@ class RecordBlock(Block):
 
 
 def _column(values: list[Any]) -> AnyArray:
-    """Return values of one field: as numbers, where all that are there are some."""
+    """Return values of one field: as numbers, where all that are there are, and an array holds them exactly."""
     if any(value is not None for value in values) and all(
         value is None or isinstance(value, int | float) for value in values
     ):
-        return np.array([np.nan if value is None else value for value in values])
+        numbers = np.array([np.nan if value is None else value for value in values])
+        pairs = zip(numbers.tolist(), values, strict=True)
+        if numbers.dtype != object and all(value is None or number == value for number, value in pairs):
+            return numbers
     column = np.empty(len(values), object)
     column[:] = values
     return column

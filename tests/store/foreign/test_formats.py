@@ -457,6 +457,7 @@ FORGED = {
         np.array([2], "<u8").tobytes(),
         "must rise to the 3 tokens of the .ds, got 2",
     ),
+    "index without end": (".index", bytes(8 * 1031), "not be many more documents than the 3 tokens, got 1031"),
     "index backwards": (".index", np.array([3, 2, 3], "<u8").tobytes(), "ends of documents must rise"),
     "mask": (".loss", b"\1\1", "must hold 3 numbers of uint8 .* got 2 bytes"),
 }

@@ -391,6 +391,10 @@ def _metadata(file: Path) -> tuple[str, np.dtype[Any], int] | None:
 
 
 def _document_ends(path: Path, index: ForeignArray, count: int) -> Int64Array:
+    if index.count > 2 * count + 1024:
+        raise StoreCorruptError(
+            f"{path}: there must not be many more documents than the {count} tokens, got {index.count}; {_WAY_OUT}"
+        )
     ends = index.numbers(0, index.count)
     last = int(ends[-1]) if ends.size else 0
     if last != count or (ends[1:] < ends[:-1]).any():
