@@ -64,6 +64,7 @@ _WORD = re.compile(r"(user|bot|tool|system)word\d+")
 _TAIL = re.compile(
     r"""[\s"'`\\}\])>.,<|]*(?:(?:<｜[^<>]{1,40}｜>|(?:</?|\[/?|<\|)[^<>\[\]\s]{1,40}(?:>|\]|\|>))[\s"'`}\])]*){0,4}"""
 )
+_CALL_ID = re.compile(r'"id": "call\d{5}"')
 _OPENS = re.compile(r"im_start|start_header|start_of_turn|\|turn>|START_OF_TURN|<｜User|\bINST\b(?!\])|<\|user")
 
 
@@ -268,7 +269,7 @@ def wrong_words(text: str, trained: list[str]) -> str | None:
         return f"trained on {sorted(set(found) ^ set(written))[:4]} too much or too little"
     for piece in trained:
         words = list(_WORD.finditer(piece))
-        tail = piece[words[-1].end() :] if words else piece
+        tail = _CALL_ID.sub("", piece[words[-1].end() :] if words else piece)
         if not _TAIL.fullmatch(tail) or _OPENS.search(tail):
             return f"{tail!r} behind the last word of a turn"
     return None

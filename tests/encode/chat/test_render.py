@@ -28,7 +28,33 @@ DATE = r"\d{4}-\d\d-\d\d"
 _NO_TOOL_CALLS = (*("idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),)
 """Templates that write nothing of a message with tool calls only: to train on it would be to train on nothing."""
 _TOOL_SHAPES = [shape for shape in SHAPES if shape.startswith("tools")]
-_TEXT_BEHIND_RESULTS = ("gemma4", "gemma4_v3", "gemma4_v4")
+_GEMMA4 = ("gemma4", "gemma4_v3", "gemma4_v4")
+_GEMMA4_CALL = '<|tool_call>call:weather{town:<|"|>ARG0<|"|>}<tool_call|><|tool_response>'
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}\n```<｜tool▁call▁end｜>"
+_DEEPSEEK_END = "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+_DEEPSEEK_TURNS = [
+    "ANSWER0.<｜end▁of▁sentence｜>",
+    "<｜tool▁calls▁begin｜>"
+    + _DEEPSEEK_CALL.replace("{}", '{"town": "ARG0", "days": 3, "full": true, "more": {"a": [1.5, null, "ARG0"]}}'),
+    "\n" + _DEEPSEEK_CALL.replace("{}", '{"town": "ARG1"}') + _DEEPSEEK_END,
+    "ANSWER9.<｜end▁of▁sentence｜>",
+    "ANSWER8.<｜end▁of▁sentence｜>",
+]
+OTHER_TURNS: dict[tuple[str, str], list[str]] = {
+    # The text beside a call comes behind the result: as a turn of its own, or before the next answer.
+    **{(name, "tools, text before"): [_GEMMA4_CALL, "ANSWER0.<turn|>", "ANSWER9.<turn|>"] for name in _GEMMA4},
+    ("gemma4_v5", "tools, text before"): [_GEMMA4_CALL, "ANSWER0.ANSWER9.<turn|>"],
+    ("diffusion_gemma", "tools, text before"): [_GEMMA4_CALL, "ANSWER0.", "ANSWER9.<turn|>"],
+    # Two messages in a row have one header, and in the newer ones one end.
+    **{(name, "assistant twice"): ["ANSWER0.<turn|>", "ANSWER1.<turn|>"] for name in _GEMMA4},
+    **{(name, "assistant twice"): ["ANSWER0.ANSWER1.<turn|>"] for name in ("diffusion_gemma", "gemma4_v5")},
+    # A second call has no header, and the first of the older one no end.
+    ("deepseek_r1_distill", "tools twice"): _DEEPSEEK_TURNS,
+    ("deepseekv3", "tools twice"): [
+        turn + _DEEPSEEK_END if "calls▁begin" in turn else turn for turn in _DEEPSEEK_TURNS
+    ],
+}
+"""Turns of templates that the search for headers and ends does not find."""
 REFUSED: dict[tuple[str, str], str] = {
     **{
         (name, shape): "missing"
@@ -36,14 +62,6 @@ REFUSED: dict[tuple[str, str], str] = {
         for shape in _TOOL_SHAPES
         if shape != "tools, text before"
     },
-    # The text beside a call comes behind the result, and has no end of its own before the next answer.
-    ("diffusion_gemma", "tools, text before"): "interleaved",
-    ("gemma4_v5", "tools, text before"): "end_of_turn",
-    # Two messages in a row are one turn, with nothing between them.
-    **{(name, "assistant twice"): "end_of_turn" for name in ("diffusion_gemma", "gemma4_v5")},
-    **{(name, "assistant twice"): "header" for name in ("gemma4", "gemma4_v3", "gemma4_v4")},
-    # A second call is written behind the output of the first, which does not end before it.
-    **{(name, "tools twice"): "header" for name in ("deepseekv3", "deepseek_r1_distill")},
 }
 
 
@@ -142,11 +160,7 @@ def test_without_generation_blocks_a_turn_goes_from_its_header_to_its_end(name, 
             # What has no text cannot be searched for: the turns around it can.
             assert len(pieces) == sum(message["role"] == "assistant" for message in messages)
             pieces = [piece for piece in pieces if "ANSWER" in piece]
-        if shape == "tools, text before" and name in _TEXT_BEHIND_RESULTS:
-            call = '<|tool_call>call:weather{town:<|"|>ARG0<|"|>}<tool_call|><|tool_response>'
-            assert pieces == [call, "ANSWER0.<turn|>", "ANSWER9.<turn|>"]
-        else:
-            assert pieces == searched(name, found.text, messages)
+        assert pieces == (OTHER_TURNS.get((name, shape)) or searched(name, found.text, messages))
 
 
 TRAPS = {

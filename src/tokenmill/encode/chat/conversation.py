@@ -42,6 +42,8 @@ class Conversation:
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
+    """Names that the template reads, beside those of the encoder and before them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -251,10 +253,9 @@ def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], t
     """Yield the forms in which templates may want messages, as they are given first; with what to note of each.
 
     Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and where
-    there are nothing but tool calls the content may be null.
+    there are nothing but tool calls the content may be null, or empty.
     """
-    without_text = _without_text(messages)
-    for calling in (messages, *([without_text] if without_text is not None else [])):
+    for calling in (messages, *_without_text(messages)):
         converted = _converted(calling)
         for given, notes in ((calling, ()), *([(converted, ("arguments_converted",))] if converted else [])):
             yield given, notes
@@ -268,13 +269,15 @@ def _tool_calls(message: object) -> Sequence[Any]:
     return calls if isinstance(calls, list | tuple) else ()
 
 
-def _without_text(messages: Sequence[Message]) -> list[Message] | None:
-    """Return messages in which the content beside tool calls is null if it is empty; None where there is none."""
-    if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
-        return None
+def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
+    """Return messages in which the content beside tool calls is null if it is empty, and empty if it is null."""
+    if not isinstance(messages, list | tuple):
+        return []
+    bare = {index for index, message in enumerate(messages) if _tool_calls(message) and not message.get("content")}
     return [
-        {**message, "content": None} if _tool_calls(message) and not message.get("content") else message
-        for message in messages
+        [{**message, "content": content} if index in bare else message for index, message in enumerate(messages)]
+        for content in (None, "")
+        if any(messages[index].get("content") != content for index in bare)
     ]
 
 

@@ -25,10 +25,10 @@ from tokenmill.encode.chat.conversation import (
     says_of_training,
     with_reasoning,
 )
-from tokenmill.encode.chat.sample import edges_by_sample
+from tokenmill.encode.chat.sample import TurnEdges, between, edges_by_sample
 from tokenmill.encode.chat.sandbox import Compiled, compiled
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.trace import Range, Renderer, Trace, plain_text
+from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace, plain_text
 from tokenmill.encode.chat.tracked import generating, limits, runs_of
 from tokenmill.encode.tokenizer import surrogate_in
 
@@ -178,9 +178,9 @@ def find_ranges(renderer: Renderer, trained: Sequence[int]) -> tuple[Range, ...]
     for index in by_block:
         _refuse_missing(trace, index)
     ranges = _block_ranges(trace, by_block) if by_block else []
-    for index in trained:
-        if index not in by_block:
-            ranges += [both for both in _turn_ranges(renderer, trace, index) if both[0] < both[1]]
+    by_turn = [index for index in trained if index not in by_block]
+    if by_turn:
+        ranges += [both for both in _turn_ranges(renderer, trace, by_turn) if both[0] < both[1]]
     ranges = _merged(ranges)
     _prove(trace, ranges, set(trained))
     return tuple(ranges)
@@ -239,28 +239,6 @@ def _block_owner(trace: Trace, begin: int, end: int) -> int:
     return owners.pop()
 
 
-_RESULTS = ("tool", "function", "ipython", "observation")
-
-
-def _turn_ranges(renderer: Renderer, trace: Trace, index: int) -> list[Range]:
-    """Return what of a message has to be produced: twice where a template writes its text behind the results."""
-    own = trace.own_range(index)
-    if own is None or all(each.owner == index for each in trace.within(*own)):
-        return [_turn_range(renderer, trace, index)]
-    # So it is if the template writes the same when the text beside the calls is a message of its own.
-    conversation, given = trace.conversation, trace.conversation.given
-    roles = conversation.roles
-    behind = next((at for at in range(index + 1, len(roles)) if roles[at] not in _RESULTS), len(roles))
-    if behind > index + 1 and {"text", "tool calls"} <= {*conversation.parts_of(index)}:
-        calls = {**given[index], "content": ""}
-        text = {"role": roles[index], "content": given[index]["content"]}
-        parted = renderer.of([*given[:index], calls, *given[index + 1 : behind], text, *given[behind:]])
-        other = parted.try_trace(len(roles) + 1, False)
-        if other is not None and other.text == trace.text:
-            return [_turn_range(parted, other, at) for at in (index, behind)]
-    raise Refusal("interleaved", f"{conversation.named(index)} in parts, with others between them")
-
-
 def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     """Return from where to where a message has to be produced, its end of turn included."""
     conversation = trace.conversation
@@ -275,17 +253,36 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     first, after = own
     # What a sample shows counts where the render has the same; else renders of the conversation itself decide.
     known = edges_by_sample(renderer, index)
-    begin, end = first, None
-    if asks:
-        ends = trace.header_ends(known.header, first) if known and known.header else []
-        shown = known is not None and bool(ends) and trace.text[ends[-1] : first] in ("", *known.leads)
-        begin = ends[-1] if shown else renderer.header_end(trace, index, first)
+    end = after + len(_end_of_turn(renderer, trace, index, after, known))
+    if not asks:
+        return first, end
+    ends = trace.header_ends(known.header, first) if known and known.header else []
+    if known and known.leads is not None and ends and trace.text[ends[-1] : first] in ("", *known.leads):
+        return ends[-1], end
+    opening = trace.opening(index, first)
+    lead = next((size for text, size in known.openings if text == opening), None) if known else None
+    if lead is not None:
+        return first - lead, end
+    return renderer.begin(trace, index, first, end), end
+
+
+def _end_of_turn(renderer: Renderer, trace: Trace, index: int, after: int, known: TurnEdges | None) -> str:
+    """Return what ends the turn of a message whose last character stands before `after`."""
     last = trace.origin_at(after - 1)
-    if known is not None and known.last == last:
-        end = trace.closing_of(known.tails, after)
-    if end is None:
-        end = _closing(trace, renderer.closings(index, last), index, after)
-    return begin, after + len(end)
+    end = trace.closing_of(_sampled_tails(trace, index, last, known), after)
+    if end is not None:
+        return end
+    tails = renderer.closings(index, last)
+    if trace.closing_of(tails, after) is None and trace.goes_on(index, after):
+        return ""
+    return _closing(trace, tails, index, after)
+
+
+def _sampled_tails(trace: Trace, index: int, last: int | None, known: TurnEdges | None) -> tuple[str, ...]:
+    """Return what may end a turn by a sample, which must have the same between the message and the next one."""
+    if known is None or known.last != last:
+        return ()
+    return known.tails if not known.between or between(trace, index) in known.between else ()
 
 
 def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> str:
@@ -293,6 +290,132 @@ def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> st
     if end is None:
         raise Refusal("end_of_turn", f"{trace.shown(after)} behind {trace.conversation.named(index)}")
     return end
+
+
+# Messages that a template writes in two pieces, with others between them.
+
+_RESULTS = ("tool", "function", "ipython", "observation")
+
+
+def _turn_ranges(renderer: Renderer, trace: Trace, trained: Sequence[int]) -> list[Range]:
+    """Return what of some messages has to be produced.
+
+    A template may write the text beside tool calls behind the results of the calls. Then the conversation is
+    arranged otherwise, so that every message stands in one piece: the text is left out where another answer
+    follows the results, and a message of its own behind them elsewhere; or it is that everywhere.
+    """
+    conversation = trace.conversation
+    calling = [index for index, message in enumerate(conversation.given) if message.get("tool_calls")]
+    apart = [index for index in sorted({*calling, *trained}) if _is_apart(trace, index)]
+    if not apart:
+        return [_turn_range(renderer, trace, index) for index in trained]
+    refused = Refusal("interleaved", f"{conversation.named(apart[0])} in parts, with others between them")
+    if not all({"text", "tool calls"} <= {*conversation.parts_of(index)} for index in apart):
+        raise refused
+    roles = conversation.roles
+    behind = {
+        index: next((at for at in range(index + 1, len(roles)) if roles[at] not in _RESULTS), len(roles))
+        for index in apart
+    }
+    answered = [index for index in apart if roles[behind[index] :][:1] == ["assistant"]]
+    for left_out in ([answered] if answered else []) + [[]]:
+        try:
+            arranged = _Arranged.of(renderer, trace, behind, left_out)
+            if arranged is not None:
+                return [both for index in trained for both in arranged.ranges(index)]
+        except Refusal as error:
+            refused = error
+    raise refused
+
+
+def _is_apart(trace: Trace, index: int) -> bool:
+    try:
+        own = trace.own_range(index)
+    except Refusal:
+        return False  # said where the message is trained on
+    return own is not None and any(each.owner != index for each in trace.within(*own))
+
+
+class _LeftOut(NamedTuple):
+    """A text that an arrangement lacks."""
+
+    begin: int
+    end: int
+    """Where it stands in the first arrangement."""
+    at: int
+    """Where it would stand in the other."""
+    next: int
+    """Which message follows it there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arranged:
+    """Another arrangement of a conversation, of which the template makes the same text but for what is left out."""
+
+    renderer: Renderer
+    trace: Trace
+    messages: list[list[int]]
+    """Of each message, which it is in the arrangement; two where its text is a message of its own."""
+    left_out: Mapping[int, _LeftOut]
+    """By message, in the order of the text."""
+
+    @classmethod
+    def of(
+        cls, renderer: Renderer, trace: Trace, behind: Mapping[int, int], left_out: Sequence[int]
+    ) -> _Arranged | None:
+        """Take texts out of messages: some are left out, others are a message before the one behind the results.
+
+        None if the template makes another text of that.
+        """
+        given = trace.conversation.given
+        texts = {at: index for index, at in behind.items() if index not in left_out}
+        messages: list[Message] = []
+        places: list[list[int]] = [[] for _ in given]
+        for index in range(len(given) + 1):
+            if index in texts:
+                calling = texts[index]
+                places[calling].append(len(messages))
+                messages.append({"role": given[calling]["role"], "content": given[calling]["content"]})
+            if index < len(given):
+                places[index].append(len(messages))
+                messages.append({**given[index], "content": ""} if index in behind else given[index])
+        lacking: dict[int, _LeftOut] = {}
+        kept, done = "", 0
+        fields = trace.conversation.fields
+        for index in left_out:
+            text = [each for each in trace.of_message[index] if fields[each.string] == "content"]
+            kept += trace.text[done : text[0].begin]
+            done = text[-1].end
+            following = places[behind[index]][-1]
+            lacking[index] = _LeftOut(begin=text[0].begin, end=done, at=len(kept), next=following)
+        arranged = renderer.of(messages)
+        other = arranged.try_trace(len(messages), False)
+        if other is None or other.text != kept + trace.text[done:]:
+            return None
+        return cls(renderer=arranged, trace=other, messages=places, left_out=lacking)
+
+    def ranges(self, index: int) -> list[Range]:
+        """Return what of a message has to be produced, in the first arrangement."""
+        ranges: list[Range] = []
+        for at in self.messages[index]:
+            begin, end = _turn_range(self.renderer, self.trace, at)
+            begin += sum(text.end - text.begin for text in self.left_out.values() if text.at <= begin)
+            end += sum(text.end - text.begin for text in self.left_out.values() if text.at < end)
+            ranges.append((begin, end))
+        text = self.left_out.get(index)
+        if text is not None:
+            # The model goes on with it where it is asked for the next message. What stands behind it ends no turn:
+            # it stands there without the text too.
+            known = edges_by_sample(self.renderer, text.next)
+            if not self._is_asked(known.header if known else None, text.at) and not self._is_asked(
+                self.renderer.asked(text.next), text.at
+            ):
+                raise Refusal("header", f"the text of {self.trace.conversation.named(index)}, behind the results")
+            ranges.append((text.begin, text.end))
+        return ranges
+
+    def _is_asked(self, header: Header | None, at: int) -> bool:
+        return header is not None and at in self.trace.header_ends(header, at)
 
 
 def _refuse_missing(trace: Trace, index: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -56,12 +56,17 @@ class _SampleEdges:
     """What asks for it; None if that could not be told."""
     after: _Place | None
     """The character that the header follows."""
-    leads: tuple[str, ...]
-    """What the template writes between the header and the message, at the end of a conversation and inside one."""
+    leads: tuple[str, ...] | None
+    """What the template writes between the header and the message, at the end of a conversation and inside one;
+    None if the message does not begin behind the header."""
+    openings: tuple[tuple[str, int], ...]
+    """What the template writes between the message before and this one, and how much of it is to be produced."""
     last: _Place
     """The message's last character."""
     tails: tuple[str, ...]
     """What may end its turn."""
+    between: tuple[str | None, ...]
+    """What may stand between it and the next message, if there is one; None if one of the two is not written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +74,11 @@ class TurnEdges:
     """The same in terms of the conversation."""
 
     header: Header | None
-    leads: tuple[str, ...]
+    leads: tuple[str, ...] | None
+    openings: tuple[tuple[str, int], ...]
     last: int | None
     tails: tuple[str, ...]
+    between: tuple[str | None, ...]
 
 
 class _NoSample(Exception):
@@ -92,7 +99,7 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     keys = [f"{tools is None or len(tools)}{options}{special_tokens}"]
     messages = []
     try:
-        for at in (*repeated, *range(index + 1, len(conversation.roles))[:1]):
+        for at in (*repeated, *_following(conversation.roles, index)):
             # Labels are numbered through a sample; what has none is the same in each.
             message, key = renderer.samples.get((at, sought), (None, ""))
             if message is None:
@@ -121,9 +128,17 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     return TurnEdges(
         header=None if shown.header is None or after is None else Header(after=after, text=shown.header),
         leads=shown.leads,
+        openings=shown.openings,
         last=_origin(conversation, repeated, shown.last),
         tails=shown.tails,
+        between=shown.between,
     )
+
+
+def _following(roles: Sequence[str], index: int) -> list[int]:
+    """Return the next message, and the next of a user, before which templates write things otherwise."""
+    asked_at = next((at for at in range(index + 1, len(roles)) if roles[at] == "user"), None)
+    return sorted({*range(index + 1, len(roles))[:1], *([] if asked_at is None else [asked_at])})
 
 
 @lru_cache(maxsize=256)
@@ -134,8 +149,9 @@ def _longest_first(texts: frozenset[str]) -> tuple[str, ...]:
 def _repeated(renderer: Renderer, index: int) -> list[int]:
     """Return the messages that a sample repeats: what sets the scene, the last question, the last call of tools.
 
-    And the last exchanges before it that hold a string which the template looks for: what it wrote of earlier ones
-    hardly matters, and a sample that does not show how the message is written is not used.
+    And the first call, as a template may write later ones otherwise; and the last exchanges before the message that
+    hold a string which the template looks for. What it wrote of others hardly matters, and a sample that does not
+    show how the message is written is not used.
     """
     roles = renderer.conversation.roles
     asked_at = next((at for at in range(index - 1, -1, -1) if roles[at] == "user"), None)
@@ -148,7 +164,23 @@ def _repeated(renderer: Renderer, index: int) -> list[int]:
     exchanges = renderer.striking[max(0, before - _MAX_STRIKING) : before]
     striking = [at for exchange in exchanges for at in exchange if at < index]
     opening = [0] if asked_at > 0 and roles[0] in ("system", "developer") else []
-    return sorted({*opening, *striking, asked_at, *range(called_at, index + 1)})
+    if renderer.first_call is None:
+        renderer.first_call = _first_call(renderer)
+    called = [at for at in renderer.first_call if at < index]
+    return sorted({*opening, *striking, *called, asked_at, *range(called_at, index + 1)})
+
+
+def _first_call(renderer: Renderer) -> list[int]:
+    """Return the first message with tool calls, with its results, its question before and its answer behind it."""
+    roles = renderer.conversation.roles
+    first = next((at for at, message in enumerate(renderer.conversation.given) if message.get("tool_calls")), None)
+    if first is None:
+        return []
+    asked_at = next((at for at in range(first - 1, -1, -1) if roles[at] == "user"), first)
+    after = next((at for at in range(first, len(roles)) if roles[at] == "user"), len(roles))
+    behind = next((at for at in range(first + 1, after) if roles[at] == "assistant"), after)
+    answer = [after - 1] if roles[after - 1] == "assistant" else []
+    return sorted({asked_at, *range(first, behind), *answer})
 
 
 def _striking(renderer: Renderer) -> list[list[int]]:
@@ -180,7 +212,7 @@ class _Sample:
 
     key: str
     index: int
-    """The message that it is about; at most one follows it."""
+    """The message that it is about; at most two follow it."""
     compiled: Compiled
     special_tokens: Mapping[str, str] = field(compare=False)
     messages: list[dict[str, Any]] = field(compare=False)
@@ -207,30 +239,61 @@ def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
         if own is None or last is None:
             return None
         header = renderer.asked(index) if roles[index] == "assistant" else None
-        # The message at the end of the conversation and, if there is another, inside one.
-        more = renderer.try_trace(index + 2, False) if index + 1 < len(roles) else None
-        ends = [trace] if more is None else [trace, more]
-        leads = [_lead(renderer, each, header, index) for each in ends] if header else []
+        # The message at the end of the conversation and, if there are others, inside one.
+        inside = [renderer.try_trace(count, False) for count in range(index + 2, len(roles) + 1)]
+        ends = [trace, *(each for each in inside if each is not None)]
+        tails = renderer.closings(index, last)
+        begins = [_begin(renderer, each, index, tails) if header else None for each in ends]
+        leads = [_lead(each, header, index, at) for each, at in zip(ends, begins, strict=True)] if header else []
+        openings = [_opening(each, index, at) for each, at in zip(ends, begins, strict=True)]
         return _SampleEdges(
-            header=header.text if header and None not in leads else None,
+            header=header.text if header else None,
             after=_place(conversation, header.after) if header and header.after else None,
-            leads=tuple(lead for lead in leads if lead is not None),
+            leads=None if None in leads else tuple(lead for lead in leads if lead is not None),
+            openings=tuple(opening for opening in openings if opening is not None),
             last=_place(conversation, last),
-            tails=renderer.closings(index, last),
+            tails=tails,
+            between=tuple(between(each, index) for each in ends[1:]),
         )
     except Refusal:
         return None
 
 
-def _lead(renderer: Renderer, trace: Trace, header: Header, index: int) -> str | None:
+def between(trace: Trace, index: int) -> str | None:
+    """Return what the template writes between a message and the next; None where one of them is not written."""
+    own, following = trace.own_range(index), trace.own_range(index + 1)
+    if not own or not following or own[1] > following[0]:
+        return None
+    # Names and ids of calls, which may be written again there, are others in a sample.
+    edges = [own[1], *(edge for each in trace.within(own[1], following[0]) for edge in each[:2]), following[0]]
+    return "\0".join(trace.text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _lead(trace: Trace, header: Header, index: int, begins: int | None) -> str | None:
     """Return what stands between a header and its message; None if the message does not begin after the header."""
     own = trace.own_range(index)
     if own is None or header.after is None:
         return None
     ends = trace.header_ends(header, own[0])
     follows = trace.conversation.owners[trace.conversation.string_of(header.after)] == index - 1
-    begins = renderer.header_end(trace, index, own[0])
     return trace.text[begins : own[0]] if follows and ends and ends[-1] == begins else None
+
+
+def _begin(renderer: Renderer, trace: Trace, index: int, tails: tuple[str, ...]) -> int | None:
+    """Return where a turn begins; None where that cannot be told, while its end may be known all the same."""
+    own = trace.own_range(index)
+    try:
+        end = None if own is None else trace.closing_of(tails, own[1])
+        return None if own is None else renderer.begin(trace, index, own[0], own[1] + len(end or ""))
+    except Refusal:
+        return None
+
+
+def _opening(trace: Trace, index: int, begins: int | None) -> tuple[str, int] | None:
+    """Return what stands before a message, behind the last one, and how much of it the assistant has to produce."""
+    own = trace.own_range(index)
+    text = trace.opening(index, own[0]) if own else None
+    return None if own is None or text is None or begins is None else (text, own[0] - begins)
 
 
 def _place(conversation: MarkedConversation, origin: int) -> _Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
@@ -159,6 +159,20 @@ class Trace:
         own = [both for ranges in by_string.values() for both in ranges]
         return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
 
+    def opening(self, index: int, first: int) -> str | None:
+        """Return what the template writes before a message, whose first character is given, behind the last one."""
+        at = bisect_left(self.begins, first)
+        previous = self.fragments[at - 1] if at else None
+        return self.text[previous.end : first] if previous and previous.owner == index - 1 else None
+
+    def goes_on(self, index: int, after: int) -> bool:
+        """Say whether the next message is of the assistant too, and begins where this one ends: one turn of two."""
+        pair = self.conversation.roles[index : index + 2]
+        following = self.within(after, after + 1)
+        return pair == ["assistant"] * 2 and any(
+            each.owner == index + 1 and each.begin == after for each in following
+        )
+
     def header_ends(self, header: Header, before: int) -> list[int]:
         """Return where a header ends in a render, at or before a character; nothing if it is not there."""
         begins = [0]
@@ -197,6 +211,8 @@ class Renderer:
     """What the template looked for in texts, in all renders so far."""
     striking: list[list[int]] | None = None
     """Kept by `sample`, once it is known: exchanges with what the template looks for."""
+    first_call: list[int] | None = None
+    """Kept by `sample`, once it is known: the first call of tools and what belongs to it."""
     samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
     """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
@@ -311,6 +327,59 @@ class Renderer:
             raise Refusal("header", f"{trace.conversation.named(index)}, and {text!r} is not before it")
         return end
 
+    def begin(self, trace: Trace, index: int, first: int, end: int) -> int:
+        """Return where a turn of the assistant begins that has its first character, and its end, somewhere."""
+        try:
+            return self.header_end(trace, index, first)
+        except Refusal as error:
+            begin = self._unasked(trace, index, first, end) if error.reason == "header" else None
+            if begin is None:
+                raise
+            return begin
+
+    def _unasked(self, trace: Trace, index: int, first: int, end: int) -> int | None:
+        """Return where a message begins before which the template writes no header; None if that cannot be told.
+
+        It begins behind what the template writes behind the message before it, whatever follows. What stands
+        between the two is the assistant's if it stands inside of a turn as well: before calls that follow others in
+        a message.
+        """
+        before = trace.own_range(index - 1) if index else None
+        if before is None or before[1] > first:
+            return None
+        if before[1] == first and trace.goes_on(index - 1, first):
+            return first
+        tails = self.closings(index - 1, trace.origin_at(before[1] - 1))
+        begins = {before[1] + len(tail) for tail in tails if trace.text.startswith(tail, before[1])}
+        if first in begins:
+            return first
+        inside, prompt = self._calls_inside_a_turn(index) if begins else ("", "")
+        for begin in sorted(begins):
+            if inside.endswith(trace.text[begin:end]) and prompt not in trace.text[begin:first]:
+                return begin
+        return None
+
+    def _calls_inside_a_turn(self, index: int) -> tuple[str, str]:
+        """Return the turn of a message with nothing but the calls of another, twice, and what asks for it."""
+        message = self.conversation.given[index]
+        calls = message.get("tool_calls")
+        if not calls or not isinstance(calls, list | tuple):
+            return "", ""
+        content = None if message.get("content") is None else ""
+        calling = {"role": "assistant", "content": content, "tool_calls": [*calls, *calls]}
+        twice = self.of([{"role": "user", "content": "Q"}, calling])
+        try:
+            trace = twice.trace(2, False)
+            own = trace.own_range(1)
+            if own is None:
+                return "", ""
+            begin = twice.header_end(trace, 1, own[0])
+            tail = trace.closing_of(twice.closings(1, trace.origin_at(own[1] - 1)), own[1])
+        except Refusal:
+            return "", ""
+        prompt = (twice._generation_prompt(1) or "").strip()
+        return ("", "") if tail is None or not prompt else (trace.text[begin : own[1] + len(tail)], prompt)
+
     def empty_turn(self, trace: Trace, index: int) -> int:
         """Return where a turn of the assistant without any text begins."""
         header = self.asked(index)
@@ -383,9 +452,12 @@ class Renderer:
         given = self.conversation.given[: index + 1]
         in_parts = isinstance(given[index].get("content"), list | tuple)
         content = [{"type": "text", "text": "Q"}] if in_parts else "Q"
-        asks = self.conversation.roles[index] == "user"
-        roles = ("tool", "user") if given[index].get("tool_calls") else ("assistant",) if asks else ("user",)
-        for further in ({"role": role, "content": content} for role in roles):
+        if given[index].get("tool_calls"):
+            # A template may ask for the id of the call that a result belongs to.
+            following: list[Message] = [{"role": "tool"}, _result_of(given[index]), {"role": "user"}]
+        else:
+            following = [{"role": "assistant" if self.conversation.roles[index] == "user" else "user"}]
+        for further in ({**each, "content": content} for each in following):
             between = self.of([*given, further])._between(index, after)
             if between is not None:
                 return further, between
@@ -396,7 +468,13 @@ class Renderer:
         own = self.conversation
         roles = [message["role"] for message in messages]
         conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
-        return replace(self, conversation=conversation, sought=set(), striking=None, samples={}, _traces={})
+        return Renderer(
+            compiled=self.compiled,
+            where=self.where,
+            special_tokens=self.special_tokens,
+            conversation=conversation,
+            sought=self.sought,
+        )
 
     def _between(self, index: int, after: int | None) -> str | None:
         """Return what stands between a message and the next one; None where either is not written there."""
@@ -513,6 +591,15 @@ def _now(where: str, options: Mapping[str, Any]) -> datetime:
         raise ConfigError(
             f'chat template {where}: now must be a date in ISO form, got {given!r}; write it as "2025-01-31"'
         ) from error
+
+
+def _result_of(message: Message) -> Message:
+    """Return what a result says of the call that it belongs to, the first of a message."""
+    calls = message["tool_calls"]
+    call = calls[0] if isinstance(calls, list | tuple) and isinstance(calls[0], Mapping) else {}
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return {"role": "tool", "name": name, "tool_call_id": call.get("id")}
 
 
 def _difference(longer: str, shorter: str) -> str:
