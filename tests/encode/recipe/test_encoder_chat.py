@@ -140,7 +140,7 @@ def test_instructions_become_messages_where_a_template_is_named(chatml, shown):
     )
     assert shown(done, "sequence", "loss_mask", "documents") == [
         ASKED + answer("Yes"),
-        "^" + turn("user", "Add\n\n2 2") + answer("4"),
+        "^" + turn("user", "Add\n2 2") + answer("4"),
     ]
 
 
@@ -233,6 +233,20 @@ def test_options_reach_the_template(encoder, shown, tmp_path):
     recipe = {"preset": "chat", "chat_template": str(path), "chat_template_kwargs": {"mood": "calm"}}
     done = encoder(recipe).encode([{"messages": [USER, YES]}])
     assert shown(done, "sequence", "loss_mask", "documents")[0].startswith("calm\n")
+
+
+def test_options_of_a_record_come_before_those_of_the_recipe(encoder, shown, tmp_path):
+    source = "{{ mood | default('none') }}|{{ name | default('') }}" + PLAIN_CHAT.replace("</s>", "<|eos|>")
+    path = tmp_path / "mood.jinja"
+    path.write_text(source, encoding="utf-8")
+    recipe = {"preset": "chat", "chat_template": str(path), "chat_template_kwargs": {"mood": "calm"}}
+    own = [None, {}, {"mood": "wild"}, {"name": "x", "mood": None}, {"moood": "wild"}, "wild"]
+    records = [{"messages": [USER, YES], "chat_template_kwargs": options} for options in own]
+    done = encoder(recipe).encode(records)
+    texts = shown(done, "sequence", "loss_mask", "documents")
+    assert [text.partition("<")[0] for text in texts] == ["calm|", "calm|", "wild|", "calm|x"]
+    assert [(each.index, each.reason) for each in done.refused] == [(4, "options"), (5, "options")]
+    assert "did you mean 'mood'?" in done.refused[0].detail
 
 
 def test_what_the_template_refuses_is_refused_with_its_reason(chatml):

@@ -67,7 +67,7 @@ def test_what_is_no_message_is_said(value, role, reason, detail):
         ([SYSTEM], [USER, ANSWER], False, [SYSTEM, USER, ANSWER]),
         ([USER], [ANSWER], True, [USER, ANSWER]),
         ([SYSTEM, USER], [ANSWER], False, [SYSTEM, USER, ANSWER]),
-        ([USER], [USER], True, [{"role": "user", "content": "Is it?\n\nIs it?"}]),
+        ([USER], [USER], True, [{"role": "user", "content": "Is it?\nIs it?"}]),
         # The list holds the whole conversation, its prompt included.
         ([USER], [USER, ANSWER], False, [USER, ANSWER]),
         ([USER], [SYSTEM, USER, ANSWER], False, [SYSTEM, USER, ANSWER]),

@@ -88,6 +88,15 @@ def test_a_function_call_of_sharegpt_is_a_call_of_the_assistant():
         {"role": "tool", "content": "12:00"},
         {"role": "assistant", "content": "Noon."},
     ]
+    thinking = {"role": "function_call", "content": f"<think>\nLook.\n</think>\n\n{json.dumps([call])}"}
+    assert messages_of([thinking], None, "messages") == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": call}],
+            "reasoning_content": "Look.",
+        }
+    ]
     (refused,) = encode(chatml("chat"), {"conversations": [{"from": "function_call", "value": "clock()"}]}).refused
     assert (refused.reason, "function_call of no JSON" in refused.detail) == ("tools", True)
 

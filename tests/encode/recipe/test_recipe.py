@@ -374,20 +374,29 @@ BESIDE = ("system", "history")
 def test_the_fields_are_all_that_a_record_may_need():
     assert {name: load_recipe(name).fields for name in PRESETS} == {
         "text": ("text",),
-        "chat": ("messages", "system", "conversations", "tools"),
+        "chat": ("messages", "system", "conversations", "tools", "chat_template_kwargs"),
         "instruction": (
             *("prompt", "response", "completion", "instruction", "input", "output", "context"),
             *("question", "answer", *BESIDE),
         ),
-        "completion": ("prompt", "completion", "tools", *BESIDE),
-        "dpo": ("prompt", "chosen", "rejected", "tools", *BESIDE),
-        "pairs": ("conversations", "chosen", "rejected", "instruction", "input", "tools", *BESIDE),
-        "prompts": ("prompt", "tools", *BESIDE),
+        "completion": ("prompt", "completion", "tools", *BESIDE, "chat_template_kwargs"),
+        "dpo": ("prompt", "chosen", "rejected", "tools", *BESIDE, "chat_template_kwargs"),
+        "pairs": (
+            "conversations",
+            "chosen",
+            "rejected",
+            "instruction",
+            "input",
+            "tools",
+            *BESIDE,
+            "chat_template_kwargs",
+        ),
+        "prompts": ("prompt", "tools", *BESIDE, "chat_template_kwargs"),
         "kto": (
             *("prompt", "completion", "label", "conversations", "kto_tag", "messages"),
-            *("instruction", "input", "output", "tools", *BESIDE),
+            *("instruction", "input", "output", "tools", *BESIDE, "chat_template_kwargs"),
         ),
-        "grpo": ("prompt", "responses", "rewards", "tools", *BESIDE),
+        "grpo": ("prompt", "responses", "rewards", "tools", *BESIDE, "chat_template_kwargs"),
     }
     inner = changed(TEXT, ("input", "sections", 0, "field"), "meta.text")
     assert load_recipe(changed(inner, ("preprocessing", "domain_key"), "meta.source")).fields == ("meta",)

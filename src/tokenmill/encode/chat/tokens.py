@@ -221,6 +221,8 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Uint32Array]:
 # Conversations to ids and masks.
 
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
+_MAX_OPTIONS = 16
+"""Of conversations that have some of their own, kept at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,12 +256,11 @@ class ChatEncoder:
     """Whether BOS is put before a conversation whose template writes none. None: only before that of the built-in
     template, if texts start with it; of any other what it writes is all, as for transformers."""
     _controls: Controls = field(init=False, repr=False, compare=False)
-    _patterns: Patterns = field(init=False, repr=False, compare=False)
+    _patterns: dict[str, Patterns] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """By the options of a conversation, as a text."""
 
     def __post_init__(self) -> None:
         template = self.template
-        patterns = Patterns(template=template, kwargs=self.kwargs, train_on=self.train_on, last_only=self.last_only)
-        object.__setattr__(self, "_patterns", patterns)
         controls = Controls(ids=self.tokenizer.special_ids, rules=template.strip_rules, where=template.where)
         object.__setattr__(self, "_controls", controls)
         identity = self.tokenizer.identity
@@ -279,13 +280,35 @@ class ChatEncoder:
             raise ConfigError(
                 f"chat: an option must not replace what the template is given, got {taken!r}; leave it out"
             )
-        names = compiled(self.template.source, self.template.where).names - {*_TAKEN, *self.template.special_tokens}
-        for name in self.kwargs:
-            if name not in {*names, "now"}:
-                raise ConfigError(
-                    f"chat template {self.template.where}: an option must be one that it reads, got {name!r}; "
-                    f"{nearest(name, sorted({*names, 'now'}))}"
-                )
+        unknown = next((name for name in self.kwargs if name not in self._names), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"chat template {self.template.where}: an option must be one that it reads, got {unknown!r}; "
+                f"{nearest(unknown, sorted(self._names))}"
+            )
+
+    @property
+    def _names(self) -> set[str]:
+        """What the template reads beside what it is given, and `now`."""
+        names = compiled(self.template.source, self.template.where).names
+        return {*(names - {*_TAKEN, *self.template.special_tokens}), "now"}
+
+    def _patterns_of(self, options: Mapping[str, Any]) -> Patterns:
+        """Return what renders conversations with these options; what the template does not read is refused."""
+        key = repr(options) if options else ""
+        if key not in self._patterns:
+            unknown = next((name for name in options if name not in self._names), None)
+            if unknown is not None:
+                raise Refusal("options", f"{unknown!r}; {nearest(str(unknown), sorted(self._names))}")
+            while len(self._patterns) >= _MAX_OPTIONS:
+                del self._patterns[next(iter(self._patterns))]
+            self._patterns[key] = Patterns(
+                template=self.template,
+                kwargs={**self.kwargs, **options},
+                train_on=self.train_on,
+                last_only=self.last_only,
+            )
+        return self._patterns[key]
 
     @property
     def spelled(self) -> tuple[str, ...]:
@@ -338,7 +361,8 @@ class ChatEncoder:
             for index, conversation in enumerate(conversations):
                 start()
                 try:
-                    rendered[index] = self._patterns.render(conversation.messages, conversation.tools)
+                    patterns = self._patterns_of(conversation.options)
+                    rendered[index] = patterns.render(conversation.messages, conversation.tools)
                 except Refusal as error:
                     refused[index] = error
         ids: list[Uint32Array] = []

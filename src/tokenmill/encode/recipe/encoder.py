@@ -493,7 +493,8 @@ class RecordEncoder:
         tools = None if name is None else extract.tools_of(extract.look_up(record, tuple(name.split("."))), name)
         if self.no_template is not None:
             raise Refusal("no_template", self.no_template)
-        return Conversation(messages=messages, tools=tools)
+        options = extract.options_of(record.get(extract.OPTIONS))
+        return Conversation(messages=messages, tools=tools, options=options)
 
     # All records of a batch.
 

@@ -17,6 +17,8 @@ SYSTEM = "system"
 """Field that says what the system says, beside messages: it is read whether or not a recipe names it."""
 HISTORY = "history"
 """Field with the turns before the text of a user, as LLaMA-Factory has it; it is read as `system` is."""
+OPTIONS = "chat_template_kwargs"
+"""Field with what the chat template is told for one record, as TRL has it; it is read as `system` is."""
 Record: TypeAlias = Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
@@ -36,6 +38,7 @@ SPEAKERS: Mapping[str, str] = {
     "function_call": "assistant",
 }
 """What ShareGPT's `from` says -> role. The text of a `function_call` is the JSON of the tools that are called."""
+_CALL = "function_call"
 _AS_THEY_ARE = Names()
 
 
@@ -64,9 +67,11 @@ def _message(item: object, where: str, names: Names) -> Message:
         if not isinstance(speaker, str) or (speaker not in SPEAKERS and speaker not in names.roles):
             known = [*SPEAKERS, *names.roles]
             raise Refusal("unknown_role", f"{where} is from {speaker!r}; {nearest(str(speaker), known)}")
-        given = {"role": names.roles.get(speaker) or SPEAKERS[speaker], "content": given.pop("value", ""), **given}
-        if speaker == "function_call" and speaker not in names.roles:
-            given |= {"content": "", "tool_calls": _called(given["content"], where)}
+        role = names.roles.get(speaker) or SPEAKERS[speaker]
+        role = speaker if speaker == _CALL and speaker not in names.roles else role
+        given = {"role": role, "content": given.pop("value", ""), **given}
+    if given.get("role") == _CALL and _CALL not in names.roles:
+        given |= {"role": "assistant", "content": "", **_called(given.get("content"), where)}
     if not isinstance(given.get("role"), str):
         raise Refusal("not_messages", f"{where} has no role, its keys are {sorted(given)}")
     given["role"] = names.roles.get(given["role"], given["role"])
@@ -76,19 +81,29 @@ def _message(item: object, where: str, names: Names) -> Message:
     return given
 
 
-def _called(text: object, where: str) -> list[Message]:
-    """Return the tools that the text of a `function_call` calls: the JSON of one, or of a list of them."""
+def _called(text: object, where: str) -> Message:
+    """Return what the text of a `function_call` says: the JSON of a call, or of a list, perhaps behind thoughts."""
+    thought, end, rest = text.partition("</think>") if isinstance(text, str) else ("", "", "")
+    thinks = bool(end) and thought.lstrip().startswith("<think>")
     try:
-        calls = msgspec.json.decode(text) if isinstance(text, str) else text
+        calls = msgspec.json.decode(rest if thinks else text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
         raise Refusal("tools", f"{where} is a function_call of no JSON: {error}") from None
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise Refusal("tools", f"{where} is a function_call without the name of a tool")
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
-        for call in calls
-    ]
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    reasoning = {"reasoning_content": thought.lstrip().removeprefix("<think>").strip()} if thinks else {}
+    return {"tool_calls": [{"type": "function", "function": function} for function in functions], **reasoning}
+
+
+def options_of(value: object) -> Mapping[str, Any]:
+    """Return what a record says that its chat template is told; a null says nothing."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise Refusal("options", f"field {OPTIONS!r} is {_kind_name(value)}")
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def with_system(messages: list[Message], text: object) -> list[Message]:
@@ -121,13 +136,13 @@ def with_history(messages: list[Message], turns: object) -> list[Message]:
 def joined(before: list[Message], more: list[Message], is_text: bool) -> list[Message]:
     """Put the messages of the next field behind those of the fields before it.
 
-    Texts of one role are one message, in paragraphs. A list that does not begin with an answer, behind a message of
-    the user, holds the whole conversation: it takes the place of what stands before it.
+    Texts of one role are one message, a line each, as LLaMA-Factory has it. A list that does not begin with an
+    answer, behind a message of the user, holds the whole conversation: it takes the place of what stands before it.
     """
     if not before:
         return more
     if is_text and before[-1]["role"] == more[0]["role"] and isinstance(before[-1]["content"], str):
-        content = f"{before[-1]['content']}\n\n{more[0]['content']}"
+        content = f"{before[-1]['content']}\n{more[0]['content']}"
         return [*before[:-1], {**before[-1], "content": content}]
     answers = more[0]["role"] in ("assistant", "tool")
     is_whole = not is_text and not answers and any(message["role"] == "user" for message in before)

@@ -210,9 +210,9 @@ class Recipe:
         # What stands beside messages, or beside the text of a user, named or not.
         asks = any(section.role == "user" for variant in self.variants for section, _ in variant.sections())
         system, history = "system" if self.template or asks else None, "history" if asks else None
-        paths += [
-            name for name in (self.tools_field, system, history, self.preprocessing.domain_key) if name is not None
-        ]
+        options = "chat_template_kwargs" if self.template else None
+        beside = (self.tools_field, system, history, options, self.preprocessing.domain_key)
+        paths += [name for name in beside if name is not None]
         tops = (path.split(".")[0] for path in paths)
         return tuple(dict.fromkeys(self.names.fields.get(name, name) for name in tops))
 
