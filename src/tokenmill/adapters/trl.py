@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.adapters import need
@@ -11,6 +13,7 @@ need("trl", extra="trl", adapter="tokenmill.adapters.trl", at_least="1.16")
 import datasets
 import torch
 import trl
+from accelerate.utils import gather_object  # type: ignore[import-untyped]
 
 from tokenmill.adapters.torch import Tensors
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData
@@ -18,6 +21,8 @@ from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+    from tokenmill.run.evals import Eval
 
 PAIR_ARRAYS = ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len")
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
@@ -88,16 +93,46 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
     _counts = "pairs"
 
     def _check_evals(self, args: TrainingArguments) -> None:
-        if args.world_size > 1:
+        if args.world_size > 1 and (args.fsdp or args.deepspeed):
             raise ConfigError(
-                f"eval_dataset: pairs of a store are evaluated by one process, got {args.world_size}; pass a "
-                "datasets.Dataset, which TRL evaluates on, or evaluate apart"
+                "eval_dataset: pairs of a store need the whole model on every rank, as some ranks have none at the "
+                f"end, got {'fsdp' if args.fsdp else 'deepspeed'}; pass a datasets.Dataset, which TRL evaluates on"
             )
+
+    def _evaluate_on(self, item: Eval, prefix: str) -> dict[str, float]:
+        """Return the mean loss over all pairs; so is what TRL logs beside it."""
+        self._logged: list[tuple[str, float, int]] = []
+        metrics = super()._evaluate_on(item, prefix)
+        totals: dict[str, list[float]] = {}
+        for name, value, count in gather_object(self._logged):
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[0] += value * count
+            total[1] += count
+        self._metrics["eval"].clear()
+        self._metrics["eval"].update({name: [total / count] for name, (total, count) in totals.items()})
+        return metrics
 
     def _counted_rows(self, tensors: Tensors) -> tuple[Tensors, int]:
         is_pair = tensors["chosen_len"] > 0
         return {name: tensor[is_pair] for name, tensor in tensors.items()}, int(is_pair.sum())
 
     def _eval_loss(self, tensors: Tensors) -> torch.Tensor:
-        loss: torch.Tensor = self.compute_loss(self.model, self._prepare_inputs(to_preference(tensors)))
+        self._metrics["eval"].clear()
+        with _gathering_nothing(self.accelerator):
+            loss: torch.Tensor = self.compute_loss(self.model, self._prepare_inputs(to_preference(tensors)))
+        count = len(tensors["chosen_len"])
+        self._logged += [(name, values[-1], count) for name, values in self._metrics["eval"].items() if values]
         return loss
+
+
+@contextmanager
+def _gathering_nothing(accelerator: Any) -> Iterator[None]:  # noqa: ANN401 - accelerate's, which is not typed
+    """Let what TRL logs of a batch be of this rank alone: to gather it, all would need as many pairs."""
+    names = ("gather", "gather_for_metrics")
+    for name in names:
+        setattr(accelerator, name, lambda tensor, *_: tensor)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
