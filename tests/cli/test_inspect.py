@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -679,3 +680,26 @@ def test_hashes_are_added_to_stores_that_lack_them(tokenmill, split):
     done = tokenmill("verify", split, "--hashes")
     assert (done.code, done.err) == (0, "")
     assert {name: (split / name / ".hashes" / "00000.bin").read_bytes() for name in kept} == kept
+
+
+def test_view_names_a_port_that_is_taken_or_that_there_is_not(tokenmill, run_toml):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        taken = tokenmill("view", run_toml, "--port", port)
+    assert taken.code == 1
+    assert taken.err == (
+        f"error: --port: must be a free port, got {port} (Address already in use); "
+        "leave it out, and a free one is taken\n"
+    )
+    wrong = tokenmill("view", run_toml, "--port", 99_999)
+    assert (wrong.code, wrong.err.partition(": Input")[0]) == (2, "error: Invalid value for '--port'")
+    host = tokenmill("view", run_toml, "--host", "no such host", "--i-know")
+    assert host.err.startswith("error: --host: must be an address of this machine, got 'no such host' (")
+
+
+def test_view_refuses_a_run_to_compare_with_that_is_not_there(tokenmill, run_toml, folder):
+    missing = tokenmill("view", run_toml, "--diff", "nope.toml")
+    assert missing.code == 1
+    assert "nope.toml: a run must be described in a TOML file, got nothing there" in missing.err
+    store = tokenmill("view", folder / "stores" / "web", "--diff", run_toml)
+    assert store.err.startswith("error: --diff: must be given with a run, got the store ")

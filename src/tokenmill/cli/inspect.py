@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import asdict
 from pathlib import Path
@@ -298,14 +299,17 @@ def view(
     path: Annotated[
         str, typer.Argument(metavar="RUN.toml|STORE", help="Config of a run, or folder or address of a store.")
     ],
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 0,
     diff: Annotated[Path | None, typer.Option(metavar="OTHER.toml", help="Run to compare with.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     expose: Annotated[
         bool, typer.Option("--i-know", help="Listen beyond this machine: who has the address reads all documents.")
     ] = False,
 ) -> None:
-    """Show batches, mixture, packing, documents and differences in a browser. Nothing is written or loaded."""
+    """Show a run or a store in a browser: batches, mixture, packing, documents, differences of two runs.
+
+    It reads only: no file is written, and the page loads nothing from a network.
+    """
     try:
         import uvicorn
 
@@ -324,7 +328,11 @@ def view(
     opened = Opened(path=ui.place(path), other=diff)
     with ui.busy("opening"):
         _ = opened.stores if opened.run is None else opened.run.plan()
-    with socket.create_server((host.strip("[]"), port)) as listening:
+        if diff is not None:
+            if opened.run is None:
+                raise ConfigError(f"--diff: must be given with a run, got the store {path}; open a RUN.toml")
+            opened.beside(diff.name).the_run.plan()  # a wrong path is named now, not on the page
+    with _listen(host, port) as listening:
         port = listening.getsockname()[1]
         word, names = new_word(), (host, *(LOOPBACK if host in LOOPBACK else ()))
         app = make_app(opened, word, tuple(f"{name}:{port}" for name in dict.fromkeys(names)))
@@ -333,3 +341,18 @@ def view(
         ui.print_line(f"http://{host}:{port}/{word}/  (Ctrl-C ends it)")
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen at an address of this machine; where that cannot be, say which option is wrong."""
+    try:
+        return socket.create_server((host.strip("[]"), port))
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # Python repeats the address behind it
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ConfigError(
+                f"--port: must be a free port, got {port} ({reason}); leave it out, and a free one is taken"
+            ) from None
+        raise ConfigError(
+            f"--host: must be an address of this machine, got {host!r} ({reason}); leave it out for 127.0.0.1"
+        ) from None
