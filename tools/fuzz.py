@@ -286,11 +286,13 @@ def attack_foreign(bench: Bench, dice: random.Random) -> None:
     """Damage a token file of another project, and read it in place."""
     from tokenmill.store.foreign.export import EXPORTS
 
+    form = dice.choice(sorted({*EXPORTS} - {"parquet"}))
+    exported = bench.clean.with_name(form)
+    if not exported.exists():  # once, as a process of its own proves each by the other project's reader
+        bench.tm.export_store(bench.clean / "web", out=exported, format=form)
     with tempfile.TemporaryDirectory(dir=bench.folder.parent) as name:
         folder = Path(name) / "export"
-        bench.tm.export_store(
-            bench.folder / "web", out=folder, format=dice.choice(sorted({*EXPORTS} - {"parquet"}))
-        )
+        shutil.copytree(exported, folder)
         file = dice.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
         file.write_bytes(damaged(file.read_bytes(), dice))
         options = {"vocab_size": 300, "eos_id": 256, "dtype": "uint16"} if dice.random() < 0.3 else {}
@@ -698,6 +700,8 @@ def main() -> None:
                         path = keep(options.keep, target, shrink(target, dice[case], outcome), outcome)
                         findings[-1] += f"; kept as {path}"
         first += count
+        found = sum(each["found"] for each in counts.values())
+        print(f"{first} cases of each target, {found} found", file=sys.stderr, flush=True)
         if options.case is not None or time.monotonic() - begin > options.seconds:
             break
     if options.json:
