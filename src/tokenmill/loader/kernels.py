@@ -76,11 +76,11 @@ def copy_rows(
     longest row has: more than there is room for are left out.
     """
     begin, crossing, continuous, pad, multiple = shape
-    longest = 0
+    longest, near = 0, labels
     if labels.ndim == 3:
         room = labels.shape[1] + labels.shape[2]
         longest = _copy_ahead(rows, spans, begin, multiple, np.empty((2, room), np.int64), labels)
-    near = labels if labels.ndim == 2 else labels[:0, :, 0]
+        near = labels[:0, :, 0]
     if input_ids.size or near.size:
         longest = max(longest, _copy_tokens(rows, spans, begin, crossing, pad, multiple, input_ids, near))
     if loss_mask.size:
