@@ -1,12 +1,14 @@
 """Chat: conversations a second from messages to ids and mask, by template and length.
 
-    python benchmarks/chat.py [--tokenizers FOLDER] [--stock] [--tiny] [--json]
+    python benchmarks/chat.py [--tokenizers FOLDER] [--stock | --mix] [--templates NAME,...] [--tiny] [--json]
 
 One core, CPU-seconds, the tokenizers and templates of Qwen3 and Llama 3.1 (tools/fetch_tokenizers.py), messages of
 about 50 tokens that are new each turn. Side by side, in turns: `apply_chat_template` of transformers where it is
 installed, from messages to ids; it gives a mask for templates with generation blocks only, which is chatml here.
 `--stock` takes every template of trl's wheel instead, slowest first, with the tokenizer of Llama 3.1, to which the
-control strings of all of them are added.
+control strings of all of them are added. `--mix` does so with conversations that have hardly ever the shape of
+another: 1 to 10 turns, half of them with a system text, half with tools that some turns call, a third with
+reasoning; a template gets those kinds of them that both sides take.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -74,6 +77,41 @@ def conversations(turn: int, length: int, messages: int) -> list[list[dict[str, 
     ]
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather of a town.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+def mixed(turn: int, count: int) -> list[Conversation]:
+    """Return conversations of many shapes, the same for the same turn."""
+    chosen = random.Random(turn)
+    return [mixed_talk(chosen, f"{turn} {number}") for number in range(count)]
+
+
+def mixed_talk(chosen: random.Random, name: str) -> Conversation:
+    has_tools, thinks = chosen.random() < 0.5, chosen.random() < 1 / 3
+
+    def text(words: int) -> str:
+        return f"{name} " + " ".join(chosen.choices(WORDS, k=words))
+
+    messages: list[dict] = [{"role": "system", "content": text(20)}] if chosen.random() < 0.5 else []
+    for turn in range(chosen.randint(1, 10)):
+        messages.append({"role": "user", "content": text(30)})
+        thought = {"reasoning_content": text(20)} if thinks else {}
+        if has_tools and chosen.random() < 0.5:
+            function = {"name": "weather", "arguments": {"town": text(2)}}
+            call = {"id": f"call{turn:05}", "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call], **thought})
+            messages.append({"role": "tool", "name": "weather", "tool_call_id": call["id"], "content": text(10)})
+        messages.append({"role": "assistant", "content": text(40), **thought})
+    return Conversation(messages=messages, tools=[TOOL] if has_tools else None)
+
+
 def shaped(talks: list[list[dict]], in_parts: bool) -> list[list[dict]]:
     """Give contents as lists of parts to templates that read nothing else."""
     if not in_parts:
@@ -110,6 +148,57 @@ def theirs(tokenizer: object, source: str, talks: list[list[dict[str, str]]]) ->
         )
 
 
+def compare_mixed(name: str, spec: str, path: Path, tokenizer: Tokenizer, other: object) -> dict:
+    """Compare conversations of many shapes, of the kinds that both sides take."""
+    template = load_template(spec, tokenizer=str(path))
+    encoder = ChatEncoder(template=template, tokenizer=tokenizer, kwargs={"now": "2025-01-31"})
+    in_parts = name.startswith(IN_PARTS)
+    refused: set[tuple[bool, bool]] = set()
+    mine, ratios, taken = [], [], 0
+    for turn in range(-1, TURNS):
+        talks = [
+            Conversation(messages=shaped([talk.messages], in_parts)[0], tools=talk.tools)
+            for talk in mixed(turn, 4 if TINY else 32)
+            if kind(talk) not in refused
+        ]
+        if turn < 0:  # which compiles, and finds out what is refused
+            kept = set(encoder.encode(talks).kept.tolist())
+            both = [index in kept and taken_by(other, template.source, talk) for index, talk in enumerate(talks)]
+            refused = {kind(talk) for talk, is_taken in zip(talks, both, strict=True) if not is_taken}
+            continue
+        taken += len(talks)
+        mine.append(len(talks) / seconds(lambda talks=talks: encoder.encode(talks)))
+        rate = len(talks) / seconds(lambda talks=talks: [taken_by(other, template.source, talk) for talk in talks])
+        ratios.append(mine[-1] / rate)
+    return {
+        "template": name,
+        "conversations": taken,
+        "conversations_per_cpu_s": round(statistics.median(mine)),
+        "times_transformers": round(statistics.median(ratios), 2),
+    }
+
+
+def kind(talk: Conversation) -> tuple[bool, bool]:
+    """Return whether a conversation has a system text, and tools."""
+    return talk.messages[0]["role"] == "system", talk.tools is not None
+
+
+def taken_by(tokenizer: object, source: str, talk: Conversation) -> bool:
+    """Encode a conversation with transformers; False if its template fails."""
+    try:
+        tokenizer.apply_chat_template(
+            talk.messages,
+            tools=talk.tools,
+            chat_template=source,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask="endgeneration" in source,
+        )
+    except Exception:  # whatever a template raises
+        return False
+    return True
+
+
 def stock() -> dict[str, Path]:
     """Return the templates that trl carries, by name."""
     found = importlib.util.find_spec("trl")
@@ -135,11 +224,12 @@ def measure(name: str, folder: Path) -> list[dict]:
     return compare(name, spec, path, open_tokenizer(str(path)), peer(path), LENGTHS, MESSAGES_A_TURN)
 
 
-def measure_stock(folder: Path) -> list[dict]:
-    templates = dict(list(stock().items())[: 3 if TINY else None])
+def measure_stock(folder: Path, names: list[str], mix: bool) -> list[dict]:
+    chosen = {name: path for name, path in stock().items() if not names or name in names}
+    templates = dict(list(chosen.items())[: 3 if TINY else None])
     with tempfile.TemporaryDirectory() as place:
         path = with_controls(folder / "llama3_1", templates.values(), Path(place))
-        return compare_all(templates, path)
+        return compare_all(templates, path, mix)
 
 
 def with_controls(folder: Path, templates: Iterable[Path], place: Path) -> Path:
@@ -156,8 +246,12 @@ def with_controls(folder: Path, templates: Iterable[Path], place: Path) -> Path:
     return place
 
 
-def compare_all(templates: dict[str, Path], path: Path) -> list[dict]:
+def compare_all(templates: dict[str, Path], path: Path, mix: bool) -> list[dict]:
     tokenizer, other = open_tokenizer(str(path)), peer(path)
+    if mix:
+        assert other is not None, "pip install transformers"
+        mixes = [compare_mixed(name, str(spec), path, tokenizer, other) for name, spec in templates.items()]
+        return sorted(mixes, key=lambda line: line["times_transformers"])
     lines = [compare(name, str(spec), path, tokenizer, other, LENGTHS[1:3], 64) for name, spec in templates.items()]
     return sorted((line for each in lines for line in each), key=lambda line: line.get("times_transformers", 0))
 
@@ -197,16 +291,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizers", type=Path, default=Path(__file__).parents[1] / ".venv" / "tokenizers")
     parser.add_argument("--stock", action="store_true", help="all templates of trl's wheel")
+    parser.add_argument("--mix", action="store_true", help="the same, with conversations of many shapes")
+    parser.add_argument("--templates", default="", help="of trl's wheel, with commas between; all by default")
     parser.add_argument("--tiny", action="store_true", help="see that it runs; the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    if options.stock:
-        results = measure_stock(options.tokenizers)
+    if options.stock or options.mix:
+        names = options.templates.split(",") if options.templates else []
+        results = measure_stock(options.tokenizers, names, options.mix)
     else:
-        names = ["llama3"] if TINY else TEMPLATES
-        results = [line for name in names for line in measure(name, options.tokenizers)]
+        families = ["llama3"] if TINY else TEMPLATES
+        results = [line for name in families for line in measure(name, options.tokenizers)]
     if options.json:
         print(json.dumps(results, indent=2))
     else:

@@ -189,7 +189,7 @@ def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):
     asked.append({"role": "assistant", "content": "answer"})
     renders = renders_noted(monkeypatch)
     found = render(stock_template("qwen3"), asked)
-    assert sorted(renders)[-3:] == [7, len(asked), len(asked)], "the first call is in each"
+    assert sorted(renders)[-3:] == [8, len(asked), len(asked)], "the first call and the answer are in each"
     assert len(found.supervised) == 31
 
 

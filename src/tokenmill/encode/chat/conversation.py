@@ -70,6 +70,8 @@ class MarkedConversation:
     firsts: list[int] = field(default_factory=list)
     """First string of each message."""
     size: int = 1
+    settings: int = 0
+    """First mark of the tools and options."""
 
     def string_of(self, mark: int) -> int:
         """Return which string a mark belongs to."""
@@ -162,6 +164,7 @@ def mark_conversation(
         if role not in ROLES and role not in trained_roles:
             raise Refusal("role", f"{_numbered(messages, index)} with the unknown role {role[:64]!r}")
         conversation.add_message(message)
+    conversation.settings = conversation.size
     if tools is not None:
         conversation.tools = conversation.mark(list(tools), SETTING, ("tools",))
     for key, value in options.items():

@@ -136,9 +136,13 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
 
 
 def _following(roles: Sequence[str], index: int) -> list[int]:
-    """Return the next message, and the next of a user, before which templates write things otherwise."""
-    asked_at = next((at for at in range(index + 1, len(roles)) if roles[at] == "user"), None)
-    return sorted({*range(index + 1, len(roles))[:1], *([] if asked_at is None else [asked_at])})
+    """Return the next message, the answer that ends the exchange, and the next question.
+
+    Templates write a message otherwise if one of these follows.
+    """
+    asked_at = next((at for at in range(index + 1, len(roles)) if roles[at] == "user"), len(roles))
+    answer = [asked_at - 1] if asked_at - 1 > index and roles[asked_at - 1] == "assistant" else []
+    return sorted({*range(index + 1, len(roles))[:1], *answer, *range(asked_at, len(roles))[:1]})
 
 
 @lru_cache(maxsize=256)
@@ -212,7 +216,7 @@ class _Sample:
 
     key: str
     index: int
-    """The message that it is about; at most two follow it."""
+    """The message that it is about; at most three follow it."""
     compiled: Compiled
     special_tokens: Mapping[str, str] = field(compare=False)
     messages: list[dict[str, Any]] = field(compare=False)

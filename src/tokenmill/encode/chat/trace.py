@@ -266,7 +266,7 @@ class Renderer:
             add_generation_prompt,
             authored,
         )
-        with seeking(self.sought):
+        with seeking(self.sought, conversation.settings):
             rendered = _run(self.compiled.tracked, names)
         text = str.__str__(rendered)
         fragments: list[Fragment] = []

@@ -208,22 +208,24 @@ def charge_text(value: object) -> None:
 
 # What a template looks for in texts.
 
-_sought: ContextVar[set[str]] = ContextVar("what a template looks for")
+_sought: ContextVar[tuple[set[str], int]] = ContextVar("what a template looks for")
 
 
 @contextmanager
-def seeking(sought: set[str]) -> Iterator[None]:
-    """Add to a set what a render looks for: strings of the template, white space aside."""
-    token = _sought.set(sought)
+def seeking(sought: set[str], limit: int) -> Iterator[None]:
+    """Add to a set what a render looks for in texts with marks below a limit: strings of the template."""
+    token = _sought.set((sought, limit))
     try:
         yield
     finally:
         _sought.reset(token)
 
 
-def _note(needle: object) -> None:
-    if type(needle) is Tracked and needle._runs is None and str.strip(needle):
-        _sought.get(set()).add(str.__str__(needle))
+def _note(text: Tracked, needle: object) -> None:
+    if type(needle) is Tracked and needle._runs is None and text._runs is not None and str.strip(needle):
+        sought, limit = _sought.get((set(), 0))
+        if any(first == UNKNOWN or 0 < first & (GENERATION - 1) < limit for _, first, _ in text._runs):
+            sought.add(str.__str__(needle))
 
 
 # What generation blocks wrote of plain strings.
@@ -363,12 +365,12 @@ class Tracked(str):
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """As of `str`."""
-        _note(sep)
+        _note(self, sep)
         return self._located(str.split(self, sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """As of `str`."""
-        _note(sep)
+        _note(self, sep)
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
@@ -431,7 +433,7 @@ def _noting(name: str) -> Callable[..., Any]:
 
     def search(self: Tracked, needle: object, *where: object) -> Any:  # noqa: ANN401 - what the method returns
         for each in needle if isinstance(needle, tuple) else (needle,):
-            _note(each)
+            _note(self, each)
         return method(self, needle, *where)
 
     return search
