@@ -119,7 +119,7 @@ def test_what_is_no_path_is_refused_at_every_front_door(tmp_path, monkeypatch, e
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": "2"}, "workers: must be a whole number, got '2'; change its type"),
+        ({"workers": "2"}, "workers: must be a whole number, got '2'; leave out the quotes"),
         ({"workers": 1.5}, "workers: must be a whole number, got 1.5; change its type"),
         ({"rebuild": "yes"}, "rebuild: must be true or false, got 'yes'; change its type"),
         ({"recipe": 5}, "recipe: must be a path, got 5; give a string or a pathlib.Path"),

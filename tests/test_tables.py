@@ -87,7 +87,7 @@ def test_records_within_records_are_read_and_written_back():
         ({"shards": [None]}, "store.shards[0]: must be a table, got None; write [[store.shards]]"),
         (
             {"shards": [{"name": "a"}, {"name": "b", "documents": "2"}]},
-            "store.shards[1].documents: must be a whole number, got '2'; change its type",
+            "store.shards[1].documents: must be a whole number, got '2'; leave out the quotes",
         ),
         (
             {"by_domain": {"web": {"name": "b"}, "code": {"name": 2}}},

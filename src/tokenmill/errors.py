@@ -112,12 +112,12 @@ def met_in(where: str, error: TokenmillError) -> TokenmillError:
     return type(error)(f"{where}: {error}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name is meant, as the end of an error message.
+def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """Say which known name is meant, as the end of an error message; if none is near, all of them, or `otherwise`.
 
     >>> nearest("seqlen", ["seq_len", "seed"])
     "did you mean 'seq_len'?"
     """
     options = list(known)
     close = get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
+    return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(options)}"

@@ -162,10 +162,11 @@ def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError
             if name not in value:
                 return error(f"{where}: {name} must be given, got nothing; add {name} = ...")
     way_out = "change its type"
-    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    names = [str(name) for choice in choices if get_origin(choice) is Literal for name in get_args(choice)]
-    if names and isinstance(value, str):
-        way_out = nearest(value, names)
+    choices = [name for part in (kind, *get_args(kind)) if get_origin(part) is Literal for name in get_args(part)]
+    if choices and isinstance(value, str):
+        way_out = nearest(value, map(str, choices), "choose one of them")
+    elif kind in (int, float, Number) and isinstance(value, str) and re.fullmatch(r"[0-9_]+(\.[0-9]+)?", value):
+        way_out = "leave out the quotes"
     elif _fits(kind, value):
         way_out = "change it"
     return error(f"{where}: must be {_wanted(hint)}, got {value!r}; {way_out}")
@@ -316,5 +317,6 @@ def check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> N
     """Refuse what is not among the choices."""
     if value not in choices:
         raise ConfigError(
-            f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}; {nearest(value, choices)}"
+            f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}; "
+            f"{nearest(value, choices, 'choose one of them')}"
         )

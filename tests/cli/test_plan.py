@@ -302,7 +302,11 @@ ILLEGAL = {
         "",
         r"run: must have steps, or epochs, got neither; for example .*",
     ),
-    "wrong type": ("steps = 10", 'steps = "10"', r"run\.steps: must be a whole number, got '10'; change its type"),
+    "wrong type": (
+        "steps = 10",
+        'steps = "10"',
+        r"run\.steps: must be a whole number, got '10'; leave out the quotes",
+    ),
     "bad toml": ("[run]", "[run", r".*run\.toml: must be TOML, got .*; fix that line"),
     "zero batch": (
         "global_batch_size = 8",

@@ -114,7 +114,25 @@ def test_a_config_that_cannot_be_right_says_where_and_what(changes, message):
     [
         (
             {"sources": [WEB, BOOKS]},
-            r"weights must say the share of each of 2 sources, got none; add weights = \{ web = 1,",
+            r"stage 'main': weights must say the share of each of 2 sources, got none; "
+            r'add weights = \{ web = 1, books = 1 \} under \[run\], or weights = "tokens"',
+        ),
+        (
+            {"sources": [WEB, BOOKS], "stages": [{"name": "a", "start_step": 0}]},
+            r"stage 'a': weights must say .* books = 1 \} under \[run\] or to the stage, or",
+        ),
+        (
+            {"run": RUN | {"weights": "token"}},
+            r"run\.weights: must be .* one of tokens, rows, documents, got 'token'; did you mean 'tokens'\?",
+        ),
+        (
+            {"stages": [{"name": "a", "start_steps": 0}]},
+            r"keys must be known, got 'start_steps'; did you mean 'start_step'",
+        ),
+        ({"stages": [{"name": "a"}]}, r"stages\[0\]: start_step must be given, got nothing; add start_step = "),
+        (
+            {"steps": 5},
+            r"config: steps must stand under \[run\], got it outside of a table; write \[run\]",
         ),
         (
             {"stages": [STAGE | {"weights": {"wb": 1}}]},
@@ -131,7 +149,10 @@ def test_a_config_that_cannot_be_right_says_where_and_what(changes, message):
         ),
         ({"stages": [STAGE | {"start_step": -1}]}, "start_step must not be negative, got -1"),
         ({"stages": [STAGE | {"seq_len": 0}]}, "stage 'a': seq_len must be at least 1, got 0"),
-        ({"stages": [STAGE | {"packing": "x"}]}, "stage 'a': packing must be one of"),
+        (
+            {"stages": [STAGE | {"packing": "x"}]},
+            "stage 'a': packing must be one of .*; choose one of them",
+        ),
     ],
 )
 def test_a_stage_that_cannot_be_right_says_where_and_what(changes, message):

@@ -187,7 +187,7 @@ def test_stages_that_make_no_sense_are_refused(run_of, stage, message):
     [
         (
             {"on_exhausted": "halt", "store": "x"},
-            "source 'x': on_exhausted must be one of repeat, stop, error, got 'halt'; known: repeat, stop, error",
+            "source 'x': on_exhausted must be one of repeat, stop, error, got 'halt'; choose one of them",
         ),
         (
             {"on_exhausted": "repeat", "max_epochs": 2, "store": "x"},

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
+from tokenmill.errors import ConfigError
 from tokenmill.loader import row_digests
 from tokenmill.run.compare import compare
 from tokenmill.run.run import Run
@@ -340,6 +341,11 @@ def test_the_same_stage_after_more_rows_draws_other_rows(folder):
     found = compared(left, right)
     assert (found.first_step, found.differing, found.total) == brute(left, right)
     assert found.differing > 5 * 9
+
+
+def test_a_path_is_no_run_and_the_way_out_is_named(folder):
+    with pytest.raises(ConfigError, match=r"diff: must be given a Run, got 'b.toml'; open its config"):
+        run_of(folder, {}).diff("b.toml")
 
 
 def test_a_moved_store_and_sources_in_another_order_are_the_same_batches(folder):

@@ -322,8 +322,10 @@ def test_what_only_stores_know_is_refused_when_they_are_opened(make_run, make_st
     run = make_run({"name": "val", "source": "web", "documents": "0:99"})
     with pytest.raises(ConfigError, match=r"documents must be among the 13 of .*web, got 98; count from 0"):
         _ = run.evals["val"].parts
-    with pytest.raises(ConfigError, match="evals: name must be one of the run's 1, got 'vla'; did you mean 'val'"):
+    with pytest.raises(ConfigError, match="evals: name must be one of the run's, got 'vla'; did you mean 'val'"):
         run.evals["vla"]
+    with pytest.raises(ConfigError, match=r"evals: must be in the config, got 'val' and no \[\[evals\]\]"):
+        make_run().evals["val"]
     make_store("other", [5], vocab_size=77)
     with pytest.raises(ConfigError, match="differ in vocab_size: 50000 and 77"):
         _ = make_run({"name": "val", "store": "other"}).evals["val"].parts

@@ -228,4 +228,4 @@ def test_a_run_is_made_of_python_objects(make_store, tmp_path):
     assert of_records.plan().fingerprint == of_file.plan().fingerprint
     with pytest.raises(ConfigError) as caught:
         tokenmill.Run.from_tables(tables | {"run": {**tables["run"], "seq_len": "8"}})
-    assert str(caught.value) == "run.seq_len: must be a whole number, got '8'; change its type"
+    assert str(caught.value) == "run.seq_len: must be a whole number, got '8'; leave out the quotes"

@@ -133,7 +133,7 @@ class PrepareOptions:
         if self.on_error not in ON_ERROR:
             raise ConfigError(
                 f"on_error: must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}; "
-                f"{nearest(self.on_error, ON_ERROR)}"
+                f"{nearest(self.on_error, ON_ERROR, 'choose one of them')}"
             )
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: must be at least 1, got {self.chunk_bytes}; leave it out")

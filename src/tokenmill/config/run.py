@@ -534,7 +534,8 @@ class Config:
             if len(trained) > 1:
                 raise ConfigError(
                     f"{where}: weights must say the share of each of {len(trained)} sources, got none; "
-                    f"add weights = {{ {', '.join(f'{name} = 1' for name in trained)} }}, or "
+                    f"add weights = {{ {', '.join(f'{name} = 1' for name in trained)} }} under [run]"
+                    f"{' or to the stage' if self.stages else ''}, or "
                     'weights = "tokens" for the size of each'
                 )
             weights = {trained[0]: 1.0}
@@ -652,14 +653,21 @@ class Translation:
 
 def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     """Make a config of nested tables, as a TOML reader gives them; every key must be known."""
+    own = next((key for key in tables if key in RunConfig.__dataclass_fields__ and key not in TABLES), None)
+    if own is not None:
+        raise ConfigError(f"{where}: {own} must stand under [run], got it outside of a table; write [run] above it")
     check_keys(where, tables, TABLES)
     if "run" not in tables:
         raise ConfigError(
             f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
         )
-    for key, step, tokens in (("stages", "start_step", "start_tokens"), ("quarantine", "from_step", "from_tokens")):
+    for key, kind, step, tokens in (
+        ("stages", StageConfig, "start_step", "start_tokens"),
+        ("quarantine", QuarantineConfig, "from_step", "from_tokens"),
+    ):
         for number, table in enumerate(tables.get(key, ()) if isinstance(tables.get(key), list) else ()):
             if isinstance(table, Mapping) and not {step, tokens} & table.keys():
+                check_keys(f"{key}[{number}]", table, list(kind.__dataclass_fields__))  # it may be misspelt
                 raise ConfigError(f"{key}[{number}]: {step} must be given, got nothing; add {step} = ...")
     return Config(
         run=read_table(RunConfig, tables["run"], "run"),

@@ -53,8 +53,9 @@ class Evals(dict[str, "Eval"]):
     """The evals of a run, by name."""
 
     def __missing__(self, name: str) -> Eval:
-        way_out = nearest(name, self) if self else "add [[evals]] to the config"
-        raise ConfigError(f"evals: name must be one of the run's {len(self)}, got {name!r}; {way_out}")
+        if not self:
+            raise ConfigError(f"evals: must be in the config, got {name!r} and no [[evals]] there; add one")
+        raise ConfigError(f"evals: name must be one of the run's, got {name!r}; {nearest(name, self)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -441,6 +441,8 @@ class Run:
         """
         from tokenmill.run.compare import compare
 
+        if not isinstance(other, Run):
+            raise ConfigError(f"diff: must be given a Run, got {other!r}; open its config with Run.from_toml first")
         configs = (self.config, other.config)
         return compare(self.plan(), other.plan(), configs=configs, limit_rows=limit_rows, progress=progress)
 

@@ -386,7 +386,7 @@ def test_a_tokenizer_by_name_is_noted_as_none_is_downloaded():
             "data: num_workers must be at least 0 and prefetch_factor at least 1, got 4 and 0; raise them",
         ),
         ({"mix_temperature": 0}, "data: mix_temperature must be positive, got 0; use 1"),
-        ({"mix_temperature": "1"}, "data.mix_temperature: must be a number, got '1'; change its type"),
+        ({"mix_temperature": "1"}, "data.mix_temperature: must be a number, got '1'; leave out the quotes"),
         ({"pack_sequences": 1}, "data.pack_sequences: must be true or false, got 1; change its type"),
         ({"dataset_path": ["/web"]}, "data.dataset_path: must be a string, got ['/web']; change its type"),
         ({"datasets": ["/web"]}, "data.datasets[0]: must be a table, got '/web'; write [[data.datasets]]"),
