@@ -312,3 +312,16 @@ def test_roles_turns_and_the_system_are_said_on_the_command_line(tokenmill, tmp_
         done.err
         == "error: --mask: must be roles with train or mask, got 'user'; for example tool=train,user=mask\n"
     )
+
+
+def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmill, folder, tmp_path):
+    done = tokenmill(
+        *("prepare", folder / "web.jsonl", "--recipe", "chat", "--chat-template", "chatml"),
+        *("--out", tmp_path / "chats", "--workers", 1),
+    )
+    assert done.code == 1
+    assert done.err.endswith(
+        "web.jsonl:1: a record must have the fields of the recipe, got no messages, nor system + conversations, "
+        "nor conversations; name the field of the text with --text-field, or what the records are with --recipe "
+        "(chat, dpo, ...), or skip bad ones with --on-error skip\n"
+    )

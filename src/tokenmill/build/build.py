@@ -413,7 +413,9 @@ def bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
         )
     ways = WAYS_OUT.get(bad.reason, "mend the record")
     if bad.reason in ("missing_field", "not_text"):
-        ways = "name the field with --text-field, or what the records are with --recipe (chat, dpo, ...)"
+        ways = (
+            "name the field of the text with --text-field, or what the records are with --recipe (chat, dpo, ...)"
+        )
     elif bad.reason == "too_long":
         ways = "cut the record, allow it with --max-record-bytes"
     return DocumentError(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokenmill.documents.units import RULES
 from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.files import kind_of, spec_of_copy
@@ -184,7 +185,7 @@ def _reasons(skipped: Mapping[str, Any]) -> tuple[SkippedRecords, ...]:
             file=first.get(reason, {}).get("file"),
             line=first.get(reason, {}).get("line"),
             detail=str(first.get(reason, {}).get("detail", "")),
-            way_out=WAYS_OUT.get(reason, ""),
+            way_out=WAYS_OUT.get(reason, "mend the record or its file" if reason in RULES else ""),
         )
         for reason, count in counts
     )

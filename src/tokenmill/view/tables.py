@@ -342,7 +342,7 @@ def bars(title: str, columns: Sequence[str], counts: Mapping[str, int]) -> Table
 
 def _records(title: str, keys: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Table:
     rows = [[record.get(key) for key in keys] for record in records]
-    return Table(title=title, columns=keys, rows=rows, folded=True)
+    return Table(title=title, columns=[key.replace("_", " ") for key in keys], rows=rows, folded=True)
 
 
 def _facts(store: StoreContents) -> list[tuple[str, object]]:

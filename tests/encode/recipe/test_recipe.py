@@ -497,7 +497,7 @@ def test_detection_is_by_record_so_files_may_differ(encoder, shown):
     done = encoder("instruction").encode(records)
     assert shown(done, "sequence", "loss_mask", "documents") == [HEADED.format("q", "a"), HEADED.format("q", "b")]
     assert [(each.index, each.reason) for each in done.refused] == [(2, "missing_field")]
-    assert "'text'; wanted are prompt + response, or prompt + completion" in done.refused[0].detail
+    assert "fields 'text', but no prompt + response, nor prompt + completion, nor" in done.refused[0].detail
     alone = encoder("instruction").encode(records[1:2])
     assert shown(alone, "sequence", "loss_mask", "documents") == [HEADED.format("q", "b")]
 

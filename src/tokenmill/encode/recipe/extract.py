@@ -427,7 +427,9 @@ def choose(readers: Sequence[VariantReader], record: Record) -> VariantReader:
     wanted = [" + ".join(section.field for section, _, _ in reader.fields) for reader in readers]
     some = list(record)[:12]
     got = ", ".join(map(repr, some)) + (", ..." if len(record) > len(some) else "")
-    raise Refusal("missing_field", f"fields {got}; wanted are {', or '.join(dict.fromkeys(wanted))}")
+    # Of JSONL no other fields are read than those that some variant wants.
+    got = f"fields {got}, but " if some else ""
+    raise Refusal("missing_field", f"{got}no {', nor '.join(dict.fromkeys(wanted))}")
 
 
 def _suits(section: Section, listed: bool, value: object) -> bool:
