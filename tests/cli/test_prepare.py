@@ -325,3 +325,8 @@ def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmil
         "nor conversations; name the field of the text with --text-field, or what the records are with --recipe "
         "(chat, dpo, ...), or skip bad ones with --on-error skip\n"
     )
+
+
+def test_without_a_tokenizer_the_report_says_that_ids_are_bytes(tokenmill, folder, tmp_path):
+    done = tokenmill("prepare", folder / "web.jsonl", "--out", tmp_path / "web", "--workers", 1)
+    assert "bytes: one id a byte; --tokenizer names that of a model" in done.out

@@ -320,7 +320,11 @@ def _show_prepared(report: PrepareReport) -> None:
         rate = f"{report.megabytes_per_second:,.1f} MB of text a second"
         opening = f"{report.opening_seconds:.1f} s of it opening the tokenizer"
         rows.append(("time", f"{report.seconds:.1f} s, {opening}; then {rate}"))
-    rows += [("BOS and EOS", report.framing), ("tokenizer engine", report.engine)]
+    # What --tokenizer names if it is left out, which a newcomer may do unaware.
+    engine = (
+        "bytes: one id a byte; --tokenizer names that of a model" if report.engine == "bytes" else report.engine
+    )
+    rows += [("BOS and EOS", report.framing), ("tokenizer engine", engine)]
     rows.append(("fingerprint", report.fingerprint))
     ui.console.print(ui.table(f"Store {report.path}", ("what", "value"), rows))
     if len(report.stores) > 1 or report.stores[0].route:
