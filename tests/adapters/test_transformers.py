@@ -343,8 +343,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-def run_ranks(folder):
-    (folder / "ranks.py").write_text(RANKS)
+def run_ranks(folder, script=RANKS):
+    (folder / "ranks.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(folder / "ranks.py"), str(Path(__file__).parent), str(folder)],
@@ -471,6 +471,39 @@ def test_the_loss_of_an_eval_is_that_of_a_hand_computation_for_any_batch(make_ru
     assert both["eval_val_loss"] == pytest.approx(wanted, abs=1e-5)
     more, _ = loss_by_hand(tiny_model(attention_dropout=0.0), run, "more")
     assert both["eval_more_loss"] == pytest.approx(more, abs=1e-5)
+
+
+EVAL_RANKS = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from tokenmill.run.run import Run
+from test_transformers import Recorder, arguments, tiny_model
+
+folder, passes = Path(sys.argv[2]), []
+run, model = Run.from_toml(folder / "run.toml"), tiny_model(attention_dropout=0.0)
+args = arguments(folder / "out", per_device_train_batch_size=1, per_device_eval_batch_size=1)
+trainer = Recorder(model=model, args=args, train_dataset=run, eval_dataset=run.evals["more"])
+model.register_forward_hook(lambda *_: passes.append(1))
+metrics = trainer.evaluate()
+(folder / f"rank{args.process_index}.json").write_text(json.dumps([len(passes), metrics]))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_go_through_the_model_as_often_in_an_eval_that_does_not_divide(make_run, tmp_path):
+    """Where parameters are sharded, a rank that has no row left must not let the others wait."""
+    run = make_run(more=VAL + "rows = 5\n")
+    num_rows = len(list(run.evals["more"].loader()))
+    assert num_rows % 2, "the last row has no partner"
+    (first, metrics), (second, others) = run_ranks(tmp_path, EVAL_RANKS)
+    assert first == second == (num_rows + 1) // 2
+    wanted, labels = loss_by_hand(tiny_model(attention_dropout=0.0), run, "more")
+    assert metrics["eval_loss"] == others["eval_loss"] == pytest.approx(wanted, abs=1e-5)
+    assert metrics["eval_labels"] == others["eval_labels"] == labels
 
 
 def test_evaluation_amid_training_changes_no_batch_of_it_and_is_logged(make_run, tmp_path):

@@ -235,10 +235,13 @@ class LoaderTrainer(transformers.Trainer):
         total = torch.zeros(2, dtype=torch.float64, device=args.device)
         for batch in loader:
             tensors, count = self._counted_rows(to_torch(batch))
-            if count:  # the rows that fill the last batch have nothing
+            # The rows that fill the last batch have no labels. Where parameters are sharded, all ranks must go
+            # through the model even so, as each waits for the others.
+            if count or (args.world_size > 1 and len(next(iter(tensors.values())))):
                 with torch.no_grad(), self.compute_loss_context_manager():
                     loss = float(self._eval_loss(tensors))
-                total += torch.tensor([loss * count, count], dtype=torch.float64, device=args.device)
+                if count:  # else it is no number
+                    total += torch.tensor([loss * count, count], dtype=torch.float64, device=args.device)
         summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         seconds = time.perf_counter() - began
         return {
