@@ -14,12 +14,8 @@ import transformers
 import trl
 
 import tokenmill as tm
-from tokenmill.adapters.transformers import LoaderTrainer
+from tokenmill.adapters.trl import SFTTrainer
 from tokenmill.demo import TOKENIZER_DIR
-
-
-class SFTTrainer(LoaderTrainer, trl.SFTTrainer):
-    """TRL's Trainer, fed with our batches."""
 
 
 def main(folder: Path) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import tokenmill.torch
 from tokenmill import Run
 from tokenmill.adapters.torch import TorchLoader, to_device, to_torch, torch_loader
+from tokenmill.errors import ConfigError
 from tokenmill.types import ARRAYS
 
 TOML = """
@@ -148,3 +149,10 @@ def test_the_arrays_that_are_asked_for_are_delivered(run):
 
 def test_the_names_for_torch_users_resolve():
     assert [name for name in tokenmill.torch.__all__ if not hasattr(tokenmill.torch, name)] == []
+
+
+def test_the_path_of_a_config_is_no_run_and_the_way_out_is_named():
+    with pytest.raises(
+        ConfigError, match=r"torch_loader: must be given a Run .*, got 'run.toml'; .* Run.from_toml"
+    ):
+        torch_loader("run.toml")

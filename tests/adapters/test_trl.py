@@ -12,14 +12,16 @@ import trl
 
 import tokenmill as tm
 from tokenmill.adapters.torch import to_torch
-from tokenmill.adapters.transformers import LoaderTrainer, to_transformers
+from tokenmill.adapters.transformers import to_transformers
+from tokenmill.adapters.trl import DPOTrainer, SFTTrainer
 from tokenmill.demo import TOKENIZER_DIR
+from tokenmill.errors import ConfigError
 
 VOCAB, SEQ_LEN, BATCH = 4096, 48, 4
 
 
-class SFT(LoaderTrainer, trl.SFTTrainer):
-    """What a user writes, and a record of what every training step was given."""
+class SFT(SFTTrainer):
+    """What a user imports, and a record of what every training step was given."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         batch = {name: tensor.numpy().tobytes() for name, tensor in inputs.items()}
@@ -134,3 +136,18 @@ def test_an_eval_honours_masks_and_its_loss_is_that_of_a_hand_computation(run, t
         count += int(wanted.sum())
     assert metrics["eval_labels"] == count
     assert metrics["eval_loss"] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_what_is_no_run_and_a_run_of_other_data_are_refused_with_the_way_out(run, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"train_dataset: must be a Run .*, got 'run.toml'; open .* Run.from_toml"
+    ):
+        trained(tmp_path, "run.toml")
+    with pytest.raises(
+        ConfigError, match=r"stores must be of kind dpo for this Trainer, got 'sums' of sft; prepare"
+    ):
+        DPOTrainer(
+            model=tiny_model(),
+            args=trl.DPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False),
+            train_dataset=run,
+        )

@@ -121,6 +121,10 @@ def torch_loader(  # noqa: PLR0913 - all that a process may say of itself
     environment that torchrun sets, else one rank alone; those that are given win. A `layout`, such as `mesh_layout`
     gives, says it all; `group` are then its data-parallel ranks, where these are compared or text is live.
     """
+    if isinstance(run, str | os.PathLike):
+        raise ConfigError(
+            f"torch_loader: must be given a Run or an eval of one, got {run!r}; open it with Run.from_toml"
+        )
     if layout is None:
         layout = Layout(dp=find_rank(group, rank=rank, world_size=world_size))
     elif rank is not None or world_size is not None:

@@ -352,12 +352,23 @@ def _loader_of(
                 "train_dataset: must be a loader where args.parallelism_config is set, got a run; pass "
                 "run.loader(rank=..., world_size=...) of the data-parallel group"
             )
+        kinds = ("dpo",) if "chosen" in arrays else ("seq", "sft")
+        for name, store in data.stores.items():
+            if store.manifest.kind not in kinds:
+                raise ConfigError(
+                    f"train_dataset: stores must be of kind {' or '.join(kinds)} for this Trainer, got {name!r} of "
+                    f"{store.manifest.kind}; prepare it with another --recipe, or take the Trainer for such data"
+                )
         return data.loader(
             rank=args.process_index,
             world_size=args.world_size,
             micro_batch=args.train_batch_size,
             arrays=arrays,
             columns=columns,
+        )
+    if not isinstance(data, Loader):
+        raise ConfigError(
+            f"train_dataset: must be a Run or a loader of one, got {data!r}; open a config with Run.from_toml"
         )
     part = data.part
     if not parallel:
