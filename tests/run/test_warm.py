@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.run.warm import warm
 from tokenmill.types import PACKINGS
 
 RUNS = """
@@ -83,3 +85,11 @@ def test_a_second_time_it_compiles_nothing(warmed):
     out = start(cache, "-m", "tokenmill", "warm")
     assert out.startswith(f"0 kernels compiled, {len(report['compiled'])} were there, in ")
     assert out.endswith(f" s: {cache / 'tokenmill'}\n")
+
+
+def test_it_warns_of_no_store_of_its_own(caplog):
+    """Its rehearsal cuts records on purpose; a user who reads of them would look for them."""
+    warm()
+    assert [record.getMessage() for record in caplog.records if record.module != "compiled"] == []
+    logging.getLogger("tokenmill").warning("told again afterwards")
+    assert caplog.messages[-1] == "told again afterwards"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,8 @@ def warm() -> WarmReport:
     from tokenmill.plan.mixture import build_mixture, draw_all
 
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="tokenmill-warm-") as folder, record_compiled() as compiled:
+    temporary = tempfile.TemporaryDirectory(prefix="tokenmill-warm-")
+    with temporary as folder, _log_of_kernels_only(), record_compiled() as compiled:
         _build(Path(folder))
         for tables in _runs():
             _rehearse(tables, Path(folder))
@@ -60,6 +63,21 @@ def warm() -> WarmReport:
         loaded=len(set(present) - set(compiled)),
         seconds=time.perf_counter() - begin,
     )
+
+
+@contextmanager
+def _log_of_kernels_only() -> Iterator[None]:
+    """Keep warnings about the rehearsal's own data out of the log: nobody else knows its stores and stages."""
+
+    def concerns_kernels(record: logging.LogRecord) -> bool:
+        return record.module == "compiled" or record.levelno >= logging.ERROR
+
+    logger = logging.getLogger("tokenmill")
+    logger.addFilter(concerns_kernels)
+    try:
+        yield
+    finally:
+        logger.removeFilter(concerns_kernels)
 
 
 def _build(folder: Path) -> None:
