@@ -558,7 +558,7 @@ def test_a_whole_store_is_said_to_be_ok(tokenmill, folder):
     store = folder / "stores" / "web"
     done = tokenmill("verify", store)
     assert (done.code, done.err) == (0, "")
-    assert re.match(rf"ok  {re.escape(str(store))}: 2 files in 1 shards, .* 60 documents, [\d,]+ tokens;", done.out)
+    assert re.match(rf"ok  {re.escape(str(store))}: 2 files in 1 shard, .* 60 documents, [\d,]+ tokens;", done.out)
 
 
 def test_json_reports_the_counts(tokenmill, folder):

@@ -288,7 +288,7 @@ def _to_json(report: VerifyReport) -> dict[str, object]:
 
 def _show_verified(report: VerifyReport) -> None:
     text = (
-        f"  {report.path}: {report.files} files in {report.shards} shards, "
+        f"  {report.path}: {report.files} files in {report.shards} {'shard' if report.shards == 1 else 'shards'}, "
         f"{ui.megabytes(report.bytes)}, {report.documents:,} documents, {report.tokens:,} tokens; "
         f"{'' if report.format == 'tokenmill' else report.format + ': '}{report.checked}"
     )

@@ -165,8 +165,8 @@ class RankSlice:
     """Whether the rows of a step are dealt by what they cost, in place of runs of them."""
 
     def __post_init__(self) -> None:
-        if self.micro_batch < 1:
-            raise ConfigError(f"micro_batch: must be at least 1, got {self.micro_batch}; leave it out for 1")
+        if not isinstance(self.micro_batch, Integral) or self.micro_batch < 1:
+            raise ConfigError(f"micro_batch: must be at least 1, got {self.micro_batch!r}; leave it out for 1")
         if self.micro_batch > MAX_MICRO_BATCH:
             raise ConfigError(
                 f"micro_batch: must be at most {MAX_MICRO_BATCH} rows, which a process holds at once, got "

@@ -383,9 +383,12 @@ class Loader:
             )
         if state.fingerprint != fingerprint:
             difference = self._explain(state.plan, step) if self._explain else None
+            then, now = state.plan, self.plan.fingerprint  # as `tokenmill plan` shows them
+            if not then or now.startswith(then):
+                then, now = state.fingerprint, fingerprint
             raise ResumeError(
                 f"state: batches before step {step} must be those of this run, but the state was made by plan "
-                f"{state.fingerprint[:12]} and this run is {fingerprint[:12]}; first difference: "
+                f"{then[:12]} and this run is {now[:12]}; first difference: "
                 f"{difference or 'not known here, as that plan was not recorded beside this run'}; "
                 "resume with the config that made it, or start at step 0"
             )

@@ -330,15 +330,15 @@ def check_excluded(store: Store, excluded: Int64Array | None) -> None:
     outside = excluded[(excluded < 0) | (excluded >= size)]
     if outside.size:
         raise ConfigError(
-            f"{store.path}: a quarantined document must be one of the store's {size}, 0:{size}, "
+            f"{store.path}: documents that are quarantined or held out must be among the store's {size}, 0:{size}, "
             f"got {int(outside[0])}; count from 0"
         )
     wrong = np.flatnonzero(excluded[1:] <= excluded[:-1])
     if wrong.size:
         before, after = excluded[wrong[0] : wrong[0] + 2].tolist()
         raise ConfigError(
-            f"{store.path}: quarantined documents, of {size}, must be named once each, in ascending order, "
-            f"got {after} after {before}; sort them, and leave repeated ones out"
+            f"{store.path}: documents that are quarantined or held out, of {size}, must be named once each, in "
+            f"ascending order, got {after} after {before}; sort them, and leave repeated ones out"
         )
 
 

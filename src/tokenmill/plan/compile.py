@@ -100,7 +100,7 @@ class Progress:
     """How often the rows have changed; every epoch of every era has an order of its own."""
     epochs_before: Fraction = Fraction(0)
     left: Fraction = Fraction(0)
-    """How much of an epoch the rest is, or would be: where all of it was put aside, the next epoch begins."""
+    """How much of an epoch the rest is, or would be: where all of it was quarantined, the next epoch begins."""
     consumed: int = 0
     epochs_read: Fraction = Fraction(0)
     key: int = 0

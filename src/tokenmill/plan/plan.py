@@ -67,7 +67,7 @@ class Moment:
     stage: str
     """Name of the stage."""
     index: int
-    """How-manieth stage it is, from 0."""
+    """Index of the stage, from 0."""
     progress: float
     """How much of the stage is behind: 0 at its first step, less than 1 at its last."""
     lr_scale: float

@@ -501,7 +501,7 @@ def _padding(plan: Plan, facts: PlanReport) -> Iterator[str]:
 
 _LESS_PADDING = {
     "padded": 'packing = "best_fit" puts several documents into a row',
-    "best_fit": 'packing = "concat" or "bos_best_fit" has none, a longer seq_len less',
+    "best_fit": 'packing = "concat" or "bos_best_fit" has none, a longer seq_len less if there are many rows',
 }
 
 

@@ -1,7 +1,7 @@
 """Which stage of training a step belongs to, and what a stage is compiled to.
 
 A stage is what the config calls so. Where something changes in its midst (a ramp ends, steps are skipped, documents
-are put aside, a source is used up) it is compiled to several parts, each a `Stage` here; they share its name.
+are quarantined, a source is used up) it is compiled to several parts, each a `Stage` here; they share its name.
 """
 
 from __future__ import annotations

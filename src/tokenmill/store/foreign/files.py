@@ -120,7 +120,10 @@ def find_files(path: Path, format: str | None = None) -> tuple[str, list[Path]]:
     if not chosen:
         endings = Counter(file.suffix or file.name for file in files).most_common(6)
         got = ", ".join(f"{count} of {ending}" for ending, count in endings)
-        raise StoreError(f"{path}: must hold token files of a known format, got {got}; known: {', '.join(FORMATS)}")
+        raise StoreError(
+            f"{path}: must hold token files of a known format, got {got}; known: {', '.join(FORMATS)}. Texts "
+            "become a store by `tokenmill prepare`"
+        )
     if format == "megatron":  # a dataset is named once, by its .bin
         chosen = list(dict.fromkeys(file.with_suffix(".bin") for file in chosen))
     elif format == "astrai-bin":
