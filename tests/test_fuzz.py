@@ -27,8 +27,8 @@ def test_no_attack_finds_anything():
     assert report["findings"] == []
     assert {target: sum(counts.values()) for target, counts in report["counts"].items()} == dict.fromkeys(
         (
-            *("configs", "foreign", "indexes", "inputs", "manifests", "runs", "states", "stores", "templates"),
-            "tokenizers",
+            *("configs", "foreign", "indexes", "inputs", "manifests", "recipes", "records", "runs", "states"),
+            *("stores", "templates", "tokenizers"),
         ),
         3,
     )

@@ -77,6 +77,47 @@ start_step = {change}
 seq_len = {later_len}
 weights = {{ web = {rest}, chat = {share} }}
 """
+EVERYTHING = """
+[run]
+steps = 8
+global_batch_size = 4
+seq_len = 24
+seed = 1
+[[sources]]
+name = "web"
+store = "web"
+[[sources]]
+name = "code"
+documents = ["web.jsonl"]
+tokenizer = "bytes"
+live = true
+lanes = 4
+on_error = "skip"
+[[stages]]
+name = "first"
+start_step = 0
+weights = { web = 1 }
+[[stages]]
+name = "second"
+start_step = 3
+weights = { web = 0.5, code = 0.5 }
+ramp = "cosine"
+ramp_steps = 2
+[[skip]]
+steps = "4:5"
+reason = "spike"
+[[quarantine]]
+source = "web"
+from_step = 2
+documents = [3, 17]
+reason = "licence"
+[[evals]]
+name = "held-out"
+source = "web"
+documents = "0:10"
+every = 2
+"""
+"""Every kind of table that a config has."""
 ALL_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
 
 
@@ -163,6 +204,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         import numpy as np
+        from tokenizers import Tokenizer
 
         import tokenmill as tm
 
@@ -183,6 +225,15 @@ class Bench:
         options = tm.PrepareOptions(chat_template="chatml", on_error="skip")
         how = {"recipe": "chat", "workers": 1, "progress": False, "options": options}
         tm.prepare(folder / "chat.jsonl", out=folder / "chat", tokenizer=demo, **how)
+        with_gaps = Tokenizer.from_file(f"{demo}/tokenizer.json")
+        with_gaps.add_special_tokens(["<pre>", "<suf>", "<mid>"])
+        with_gaps.save(str(folder / "with_gaps.json"))
+        pairs = [
+            {"prompt": text[:20], "chosen": text, "rejected": text[::-1], "id": text[:3]} for text in self.texts
+        ]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        how |= {"recipe": "dpo", "options": tm.PrepareOptions(on_error="skip", keep=("id",))}
+        tm.prepare(folder / "pairs.jsonl", out=folder / "pairs", tokenizer="bytes", **how)
         self.np, self.tm = np, tm
         self.write_run()
         self.batches = self.draw()
@@ -280,6 +331,66 @@ def attack_indexes(bench: Bench, dice: random.Random) -> None:
         assert [{name: array.tobytes() for name, array in batch.items()} for batch in fresh] == whole, (
             "a wrong token"
         )
+
+
+def attack_records(bench: Bench, dice: random.Random) -> None:
+    """Damage a store of pairs while it is read, with the fields that it keeps of each."""
+    bench.reset()
+    config = bench.folder / "run.toml"
+    sources = [{"name": "pairs", "store": "pairs"}]
+    tables = {
+        "run": {"steps": 6, "global_batch_size": 4, "seq_len": 32, "seed": 1, "on_long": "cut"},
+        "sources": sources,
+    }
+    run = bench.tm.Run.from_tables(tables, folder=config.parent)
+    batches = iter(run.loader(micro_batch=4, threads=0, columns=("id",)))
+    next(batches)
+    file = dice.choice(sorted(path for path in (bench.folder / "pairs").rglob("*") if path.is_file()))
+    data = damaged(file.read_bytes(), dice)
+    with file.open("r+b") as out:
+        out.write(data)
+        out.truncate(len(data))
+    list(batches)
+    list(bench.tm.Run.from_tables(tables, folder=config.parent).loader(micro_batch=4, threads=0, columns=("id",)))
+
+
+RECIPES = (
+    {
+        "preset": "text",
+        "fim": {
+            "rate": 0.5,
+            "spm_rate": 0.5,
+            "level": "character",
+            "seed": 3,
+            "tokens": {"prefix": "<pre>", "suffix": "<suf>", "middle": "<mid>"},
+        },
+    },
+    {
+        "preset": "chat",
+        "chat_template": "chatml",
+        "chat_template_kwargs": {},
+        "train_turns": "last",
+        "system": "Be brief",
+        "mask": {"user": "mask", "assistant": "train"},
+        "names": {"fields": {"messages": "messages"}, "roles": {"human": "user"}},
+    },
+    {
+        "preset": "dpo",
+        "output": {"storage_format": "bin", "dtypes": {"chosen": "uint32"}},
+        "control_strings": "text",
+    },
+)
+
+
+def attack_recipes(bench: Bench, dice: random.Random) -> None:
+    """Change a value of a recipe, and prepare what it is for."""
+    with tempfile.TemporaryDirectory(dir=bench.folder.parent) as name:
+        recipe = Path(name) / "recipe.json"
+        number = dice.randrange(len(RECIPES))
+        recipe.write_text(json.dumps(mutated(RECIPES[number], dice)))
+        path = bench.clean / ("web.jsonl", "chat.jsonl", "pairs.jsonl")[number]
+        how = {"recipe": str(recipe), "workers": 1, "progress": False}
+        bench.tm.prepare(path, out=Path(name) / "out", tokenizer=str(bench.clean / "with_gaps.json"), **how)
 
 
 def attack_foreign(bench: Bench, dice: random.Random) -> None:
@@ -487,6 +598,8 @@ def attack_configs(bench: Bench, dice: random.Random) -> None:
     import tomli_w
 
     bench.reset()
+    if dice.random() < 0.5:
+        (bench.folder / "run.toml").write_text(EVERYTHING)
     tables = mutated(tomllib.loads((bench.folder / "run.toml").read_text()), dice)
     with io.BytesIO() as out:
         try:
@@ -496,6 +609,9 @@ def attack_configs(bench: Bench, dice: random.Random) -> None:
         (bench.folder / "run.toml").write_bytes(out.getvalue())
     run = bench.tm.Run.from_toml(bench.folder / "run.toml")
     run.plan()
+    run.report()
+    for evaluation in run.evals.values():
+        next(iter(evaluation.loader()))
 
 
 def attack_states(bench: Bench, dice: random.Random) -> None:
