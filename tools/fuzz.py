@@ -478,11 +478,17 @@ def attack_inputs(bench: Bench, dice: random.Random) -> None:
 
 
 def attack_tokenizers(bench: Bench, dice: random.Random) -> None:
-    """Change a value of a tokenizer.json or of what stands beside it, and open and use it."""
+    """Change a value of a tokenizer.json or of what stands beside it, and open and use it and its template."""
+    from tokenmill.encode.chat.template import load_template
+
     demo = Path(bench.tm.__file__).parent / "demo" / "tokenizer"
     with tempfile.TemporaryDirectory(dir=bench.folder.parent) as name:
         folder = Path(name) / "tokenizer"
         shutil.copytree(demo, folder)
+        config = folder / "tokenizer_config.json"
+        named = [{"name": "default", "template": "{{ messages[0].content }}{{ eos_token }}"}]
+        roles = {"unk_token": {"content": "<unk>"}, "extra_special_tokens": ["<x>"], "added_tokens_decoder": {}}
+        config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": named, **roles}))
         file = dice.choice(sorted(folder.iterdir()))
         if dice.random() < 0.8:
             file.write_text(json.dumps(mutated(json.loads(file.read_text()), dice)))
@@ -490,6 +496,7 @@ def attack_tokenizers(bench: Bench, dice: random.Random) -> None:
             file.write_bytes(damaged(file.read_bytes(), dice))
         tokenizer = bench.tm.open_tokenizer(str(folder), engine="tokenizers")
         tokenizer.encode(bench.texts[:3])
+        load_template("tokenizer", tokenizer=str(folder))
 
 
 TEMPLATE_PARTS = (

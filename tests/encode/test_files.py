@@ -557,3 +557,13 @@ def test_the_shape_of_a_file_is_checked_before_it_is_used(tmp_path, change, rule
     (tmp_path / "tokenizer.json").write_text(json.dumps(value | change))
     with pytest.raises(TokenizerError, match=rf"tokenizer\.json: {rule}"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_file_beside_it_that_is_no_file_is_refused_not_overlooked(write, tmp_path, name):
+    """As in a cache of models whose files were cleared away: it may have said what BOS is."""
+    path = Path(write())
+    (path.parent / name).unlink(missing_ok=True)
+    (path.parent / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(TokenizerError, match=rf"{name}: must be a file or not be there, got a link to none"):
+        open_tokenizer(str(path))

@@ -65,6 +65,19 @@ def _read(path: Path) -> bytes:
     return read_bytes(path, MAX_TOKENIZER_BYTES, TokenizerError)
 
 
+def is_beside(path: Path) -> bool:
+    """Say whether a file stands beside a tokenizer; one that is no file is refused, as it may say what BOS is.
+
+    Caches of models are links to files that may have been cleared away.
+    """
+    if not path.is_file() and (path.is_symlink() or path.exists()):
+        kind = "a link to none" if path.is_symlink() else "another kind"
+        raise TokenizerError(
+            f"{path}: must be a file or not be there, got {kind}; copy the tokenizer again, or remove it"
+        )
+    return path.is_file()
+
+
 def _rank_path(spec: str) -> tuple[Path, str | None]:
     """Return the rank file that a spec names, and its encoding if that is said."""
     name, mark, encoding = spec.removeprefix(_TIKTOKEN).partition("?encoding=")
@@ -85,7 +98,7 @@ def copy_of(spec: str) -> dict[str, bytes]:
     if kind == "tokenizer.json":
         path = _json_path(spec)
         beside = [path.parent / name for name in SIBLINGS]
-        return {path.name: _read(path) for path in beside if path.is_file()} | {"tokenizer.json": _read(path)}
+        return {path.name: _read(path) for path in beside if is_beside(path)} | {"tokenizer.json": _read(path)}
     if kind == "sentencepiece":
         return {f"tokenizer{MODEL_SUFFIX}": _read(_in_folder(Path(spec)))}
     path, encoding = _rank_path(spec)
@@ -345,7 +358,7 @@ def _named(
     """Return which string is BOS, EOS or PAD, and what says so; a null in a file means that there is none."""
     for name in SIBLINGS:
         sibling = path.parent / name
-        value = read_object(_read(sibling), sibling) if sibling.is_file() else {}
+        value = read_object(_read(sibling), sibling) if is_beside(sibling) else {}
         # AstrAI's folders have them under `special_tokens`, those of Hugging Face at the top.
         inner = value.get("special_tokens")
         for table, where in ((value, name), (inner, f"special_tokens of {name}")):
@@ -366,7 +379,7 @@ def _named(
 
 def _says_no_bos(config: Path) -> bool:
     """Say whether a config has `add_bos_token: false`, as Yi's; a post-processor that adds BOS counts for more."""
-    return config.is_file() and read_object(_read(config), config).get("add_bos_token") is False
+    return is_beside(config) and read_object(_read(config), config).get("add_bos_token") is False
 
 
 def _placed(post_processor: object) -> dict[str, str]:

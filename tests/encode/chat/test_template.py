@@ -56,6 +56,13 @@ def test_the_template_of_a_folder_is_found_where_other_libraries_edges_of_sample
     assert load_template("tokenizer", tokenizer=str(folder)).source == "four\n"
 
 
+@pytest.mark.parametrize("entry", [3, {"name": "default"}, {"name": ["x"], "template": "x"}, {"template": 1}])
+def test_a_list_of_templates_that_is_none_is_refused(folder, entry):
+    write(folder, "tokenizer_config.json", {"chat_template": [entry]})
+    with pytest.raises(ConfigError, match=r"chat_template must be a text, or a list of objects .*chatml"):
+        load_template("tokenizer", tokenizer=str(folder))
+
+
 def test_what_is_not_there_is_named_with_the_way_out(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"got no such file; did you mean 'chatml'\?"):
         load_template("chatlm", tokenizer=None)

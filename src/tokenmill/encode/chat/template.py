@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.encode.chat.sandbox import compiled
-from tokenmill.encode.files import CONFIG, SIBLINGS, JsonFile, kind_of, read_object, read_tokenizer_file
+from tokenmill.encode.files import CONFIG, SIBLINGS, JsonFile, is_beside, kind_of, read_object, read_tokenizer_file
 from tokenmill.encode.tokenizer import Vocabulary, bytes_vocabulary
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.fingerprint import digest
@@ -163,13 +163,20 @@ def _of_tokenizer(tokenizer: str | None, name: str) -> tuple[str, str]:
 def _find(folder: Path, name: str) -> tuple[str, str] | None:
     """Find a template in the files that Hugging Face libraries look for, in their order."""
     lone = folder / "chat_template.jinja"
-    if lone.is_file() and name == "default":
+    if is_beside(lone) and name == "default":
         return _read(lone), str(lone)
     for path in (folder / "chat_template.json", folder / CONFIG):
         template = _object_in(path).get("chat_template")
         if isinstance(template, str) and name == "default":
             return template, str(path)
         if isinstance(template, list):
+            for entry in template:
+                pair = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else ()
+                if not pair or not all(isinstance(text, str) for text in pair):
+                    raise ConfigError(
+                        f"{path}: chat_template must be a text, or a list of objects with a name and a template, "
+                        f"got {str(entry)[:80]!r} in it; {NAME_ONE}"
+                    )
             named = {entry["name"]: entry["template"] for entry in template}
             if name not in named:
                 raise ConfigError(
@@ -189,7 +196,7 @@ def _folder(tokenizer: str | None) -> Path | None:
 
 def _object_in(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; an empty one where there is no such file."""
-    return read_object(read_bytes(path, MAX_TOKENIZER_BYTES), path, ConfigError) if path.is_file() else {}
+    return read_object(read_bytes(path, MAX_TOKENIZER_BYTES), path, ConfigError) if is_beside(path) else {}
 
 
 # What the files of a tokenizer say of its control strings.
