@@ -443,7 +443,8 @@ class Loader:
         if self._dealer is None:
             return (steps, slots), None
         dealt = self._dealer.rows(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
-        slots, sources, rows = dealt[:, steps - steps[0], slots - self.part.rank * self.part.rows(stage)]
+        lines, columns = steps - steps[0], slots - self.part.rank * self.part.rows(stage)
+        slots, sources, rows = (table[lines, columns] for table in dealt)  # in one piece each, as kernels take them
         return (steps, slots), (sources, rows)
 
     def _sequences(
