@@ -420,16 +420,19 @@ def test_records_are_those_of_a_local_copy(tmp_path, object_server, tokenizer_id
 
 
 @pytest.mark.parametrize(
-    ("faults", "kind"), [({"errors": 1.0}, "status (429|5)"), ({"stalled": 1.0, "stall": 30.0}, "a time-out")]
+    ("faults", "deadline", "kind"),
+    # A busy machine may take a second for the first answer, whatever it is.
+    [({"errors": 1.0}, 4, "status (429|5)"), ({"stalled": 1.0, "stall": 30.0}, 1, "a time-out")],
 )
-def test_a_server_that_never_answers_ends_the_run_within_the_deadline(make_both, object_server, faults, kind):
+def test_a_server_that_never_answers_ends_the_run_within_the_deadline(
+    make_both, object_server, faults, deadline, kind
+):
     """[N1.c]"""
     with fault_proxy(object_server.endpoint, Faults(**faults, only="sequence.bin")) as endpoint:
-        _, away = make_both(endpoint=endpoint, remote="deadline = 1.0")
+        _, away = make_both(endpoint=endpoint, remote=f"deadline = {deadline}.0")
         began = time.monotonic()
-        with pytest.raises(
-            StoreUnreachableError, match=rf"sequence.bin: bytes \d+:\d+ must be read within 1 s, got {kind}"
-        ):
+        rule = rf"sequence.bin: bytes \d+:\d+ must be read within {deadline} s, got {kind}"
+        with pytest.raises(StoreUnreachableError, match=rule):
             digests(away)
     assert time.monotonic() - began < 15  # on a busy machine; 30 if it had waited
 
