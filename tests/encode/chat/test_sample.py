@@ -10,7 +10,8 @@ from tokenmill.encode import Refusal
 from tokenmill.encode.chat import render as rendering
 from tokenmill.encode.chat import trace
 from tokenmill.encode.chat.conversation import mark_conversation
-from tokenmill.encode.chat.render import Patterns, render
+from tokenmill.encode.chat.patterns import Patterns
+from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sample import _edges_of_sample
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate

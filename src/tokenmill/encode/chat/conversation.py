@@ -32,7 +32,8 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "reasoning": REASONING,
     "tool calls": ("tool_calls",),
 }
-_LABELS = frozenset(("name", "id", "type", "tool_call_id"))
+LABELS = frozenset(("name", "id", "type", "tool_call_id"))
+"""Fields that templates may write again elsewhere."""
 MAX_DEPTH = 64
 
 
@@ -80,6 +81,11 @@ class MarkedConversation:
     def end_of(self, string: int) -> int:
         """Return one more than the last mark of a string."""
         return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
+
+    def size_of(self, message: int, string: int) -> int:
+        """Return the characters of a string, counted through its message."""
+        string += self.firsts[message]
+        return self.end_of(string) - self.starts[string]
 
     def parts_of(self, message: int) -> tuple[str, ...]:
         """Say what a message has to show, white space aside: some of text, reasoning, tool calls."""
@@ -140,7 +146,7 @@ class MarkedConversation:
         self.starts.append(first)
         self.owners.append(owner)
         self.fields.append(path[0] if path and not text.isspace() else "")
-        self.labels.append(bool(path) and path[-1] in _LABELS and "arguments" not in path)
+        self.labels.append(bool(path) and path[-1] in LABELS and "arguments" not in path)
         if path and path[-1] == "arguments" and text.lstrip().startswith("{"):
             self.objects.add(len(self.starts) - 1)
         self.size += len(text)

@@ -6,15 +6,12 @@ no character of another message is trained on, and none of a trained one is left
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import (
-    MAX_DEPTH,
     NO_OPTIONS,
     REASONING,
     MarkedConversation,
@@ -26,11 +23,10 @@ from tokenmill.encode.chat.conversation import (
     with_reasoning,
 )
 from tokenmill.encode.chat.sample import TurnEdges, between, edges_by_sample
-from tokenmill.encode.chat.sandbox import Compiled, compiled
+from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace, plain_text
-from tokenmill.encode.chat.tracked import generating, limits, runs_of
-from tokenmill.encode.tokenizer import surrogate_in
+from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace
+from tokenmill.encode.chat.tracked import limits, runs_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +63,19 @@ def render(
     is given under each name that templates read. Contents in parts, tool calls without a text and their arguments
     are given as they are or, if the template does not know such, in another form (`forms_of`).
     """
-    return _best_form(template, messages, tools, kwargs, add_generation_prompt, train_on, last_only)[0]
+    return best_form(template, messages, tools, kwargs, add_generation_prompt, train_on, last_only)[0]
 
 
-def _best_form(
+class Form(NamedTuple):
+    """A form of a conversation that was tried."""
+
+    renderer: Renderer
+    losses: Sequence[Loss]
+    """Of each message."""
+    rendered: Rendered
+
+
+def best_form(
     template: ChatTemplate,
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
@@ -78,13 +83,13 @@ def _best_form(
     add_generation_prompt: bool,
     train_on: Sequence[str],
     last_only: bool,
-) -> tuple[Rendered, Renderer | None]:
-    """Render a conversation; also what rendered it, if that took it in the form in which it was given."""
-    forms: list[Rendered] = []
+) -> tuple[Rendered, list[Form | None]]:
+    """Render a conversation; also all forms that were tried, None for one that is refused."""
+    forms: list[Form | None] = []
     refused: list[Refusal] = []
-    for given, notes in forms_of(messages):
+    for given, notes in forms_of(with_reasoning(messages)):
         try:
-            conversation = mark_conversation(with_reasoning(given), tools, kwargs, train_on)
+            conversation = mark_conversation(given, tools, kwargs, train_on)
             renderer = Renderer(
                 compiled=compiled(template.source, template.where),
                 where=template.where,
@@ -92,22 +97,24 @@ def _best_form(
                 conversation=conversation,
             )
             with limits():
-                form = _rendered(renderer, add_generation_prompt, train_on, last_only)
+                form = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
         except Refusal as error:
             if error.reason in _LIMITS:
                 raise Refusal(error.reason, f"{error.detail}: {template.where}") from error
             if error.reason in _IN_ANY_FORM:
                 raise
             refused.append(error)
+            forms.append(None)
             continue
-        forms.append(replace(form, notes=(*notes, *form.notes)))
-        if not form.unsaid:
-            return forms[-1], renderer if given is messages else None
-    if not forms:
+        forms.append(form)
+        if not form.rendered.unsaid:
+            return form.rendered, forms
+    taken = [form.rendered for form in forms if form is not None]
+    if not taken:
         # A form that the template takes and writes shows more of what is wrong than one that it fails with.
         raise min(refused, key=lambda error: _FAILS.get(error.reason, 0))
     # A template may leave out a message however it is given; that form is right in which it leaves out less.
-    return min(forms, key=lambda form: form.unsaid), None
+    return min(taken, key=lambda form: form.unsaid), forms
 
 
 _LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
@@ -128,24 +135,31 @@ _IN_ANY_FORM = frozenset(
 
 
 def _rendered(
-    renderer: Renderer, add_generation_prompt: bool, train_on: Sequence[str], last_only: bool
-) -> Rendered:
+    renderer: Renderer,
+    notes: tuple[str, ...],
+    add_generation_prompt: bool,
+    train_on: Sequence[str],
+    last_only: bool,
+) -> Form:
     conversation = renderer.conversation
     trace = renderer.trace(len(conversation.messages), add_generation_prompt)
     renderer.refuse_other_text(trace, add_generation_prompt)
-    lost, unsaid = _losses(trace)
+    losses = _losses(trace)
     says = [says_of_training(message) for message in conversation.given]
     trained = () if add_generation_prompt else trained_messages(conversation.roles, says, train_on, last_only)
-    flagged = any(flag is not None for flag in says)
-    empty = any(not conversation.parts_of(index) for index in trained)
-    notes = (*(["empty_answers"] if empty else []), *(["flags_of_training"] if flagged else []), *lost)
-    return Rendered(
+    for index, loss in enumerate(losses):
+        if says[index] is not None:
+            loss.names.add("flags_of_training")
+        if index in trained and not conversation.parts_of(index):
+            loss.names.add("empty_answers")
+    rendered = Rendered(
         text=trace.text,
         supervised=() if add_generation_prompt else find_ranges(renderer, trained),
         authored=tuple(trace.authored()),
-        notes=notes,
-        unsaid=unsaid,
+        notes=(*notes, *notes_of(losses)),
+        unsaid=unsaid_of(losses, conversation.size_of),
     )
+    return Form(renderer=renderer, losses=losses, rendered=rendered)
 
 
 # What is trained on.
@@ -443,8 +457,32 @@ _NAMES: Mapping[str, str] = {
 """Field -> what it is called that a message, or the record, has it and no character of it was written."""
 
 
-def _losses(trace: Trace) -> tuple[tuple[str, ...], int]:
-    """Return what was lost, by name, and what `Rendered.unsaid` is.
+class Loss(NamedTuple):
+    """What is to be said of one message."""
+
+    names: set[str]
+    """Of `Rendered.notes`."""
+    unsaid: Sequence[int]
+    """Which strings of its content are not written, counted through the message."""
+    uncalled: bool
+    """Whether its tool calls are not written, or not as they were to be."""
+
+
+def notes_of(losses: Iterable[Loss]) -> tuple[str, ...]:
+    """Return the notes of a conversation."""
+    names = {name for loss in losses for name in loss.names}
+    first = [name for name in ("empty_answers", "flags_of_training") if name in names]
+    return (*first, *sorted(names.difference(first)))
+
+
+def unsaid_of(losses: Sequence[Loss], size_of: Callable[[int, int], int]) -> int:
+    """Return what `Rendered.unsaid` is; a function tells how long a string of a message is."""
+    unsaid = sum(size_of(index, string) for index, loss in enumerate(losses) for string in loss.unsaid)
+    return unsaid + any(loss.uncalled for loss in losses)
+
+
+def _losses(trace: Trace) -> list[Loss]:
+    """Return what was lost of each message; of tools it is said with the first.
 
     A list of texts that is written as a list is refused. Reasoning counts in a field of its own and at the start of
     a content, before `</think>`.
@@ -456,29 +494,32 @@ def _losses(trace: Trace) -> tuple[tuple[str, ...], int]:
         for each in trace.fragments
         if conversation.objects and not each.step and each.end > each.begin + 1
     }
+    num_messages = len(conversation.messages)
     is_written: dict[tuple[int, str], bool] = {}
-    unsaid, uncalled = 0, False
+    unsaid: list[list[int]] = [[] for _ in range(num_messages)]
+    uncalled = [False] * num_messages
     for string, (owner, name) in enumerate(zip(conversation.owners, conversation.fields, strict=True)):
         if name == "content":
             if not conversation.labels[string]:
-                size = conversation.end_of(string) - conversation.starts[string]
-                unsaid += 0 if string in written else size
+                unsaid[owner] += [] if string in written else [string - conversation.firsts[owner]]
             elif string in written and has_parts(conversation.given[owner]):
                 raise Refusal("parts", f"the template writes the list itself in {conversation.named(owner)}")
         elif name in _NAMES:
             # The fields for reasoning are names of one thing: to write one of them is to write it.
-            key = (owner, _NAMES[name])
+            key = (max(owner, 0), _NAMES[name])
             is_written[key] = is_written.get(key, False) or string in written
             # Arguments that are a text, and are written in quotes, were to be an object.
             if name == "tool_calls" and not conversation.labels[string]:
-                uncalled |= string not in written or (string in escaped and string in conversation.objects)
-    lost = {name for (_, name), shown in is_written.items() if not shown}
-    lost |= {"content_not_written"} if unsaid else set()
+                uncalled[owner] |= string not in written or (string in escaped and string in conversation.objects)
+    names: list[set[str]] = [{"content_not_written"} if strings else set() for strings in unsaid]
+    for (owner, name), shown in is_written.items():
+        if not shown:
+            names[owner].add(name)
     for index, begin, end in _thoughts(conversation):
         fragments = trace.of_message.get(index, ())
         if not any(each.origin < end and each.last_origin >= begin for each in fragments):
-            lost.add(_DROPPED)
-    return tuple(sorted(lost)), unsaid + uncalled
+            names[index].add(_DROPPED)
+    return [Loss(*each) for each in zip(names, unsaid, uncalled, strict=True)]
 
 
 def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]]:
@@ -495,214 +536,3 @@ def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]
                 first = runs_of(content)[0][1] + begin
                 blank = len(thought) - len(thought.lstrip())
                 yield index, first + blank, first + len(thought.rstrip())
-
-
-# Conversations that are alike: what was proven of one holds for all that its pieces make the text of.
-
-_MAX_PATTERNS = 1024
-_MAX_ALIKE_CHARS, _MAX_ALIKE_MESSAGES = 1 << 18, 256
-"""Longer ones are always followed: a limit of what a render may take must not depend on which came first."""
-
-
-class _Unlike(Exception):
-    """A conversation whose texts may matter to the template."""
-
-
-class _Pattern(NamedTuple):
-    """The pieces that a template makes the text of alike conversations of; ranges are of pieces."""
-
-    pieces: tuple[str | tuple[int, int, int], ...]
-    """A text that is the same in all; or which string of the conversation, and how much of its start and end the
-    template leaves out."""
-    supervised: tuple[Range, ...]
-    authored: tuple[Range, ...]
-    generation: tuple[Range, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patterns:
-    """Renders conversations with one template, and follows every character only where it must.
-
-    Two conversations are alike if they differ in nothing but texts, in none of which stands what the template looks
-    for, or is written as a word. Of the first the characters are followed, which gives a pattern. The text of
-    another is rendered once, with plain strings: if it is the one that the pattern gives for its own strings, and
-    so is what generation blocks wrote, then all that was proven of the first is true of it. Else it is followed.
-    """
-
-    template: ChatTemplate
-    kwargs: Mapping[str, Any]
-    train_on: Sequence[str]
-    last_only: bool
-    _known: dict[tuple[str, ...], _Pattern] = field(default_factory=dict, repr=False)
-    _sought: set[str] = field(default_factory=lambda: {"</think>"}, repr=False)
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        """Do as `render` does, within the limits that the caller has set."""
-        template = compiled(self.template.source, self.template.where)
-        given = with_reasoning(messages)
-        shape = _Shape(words=template.words, sought=self._sought)
-        try:
-            shape.add(given)
-        except _Unlike:
-            return self._followed(messages, tools)[0]
-        key, strings = (*shape.parts, repr(tools)), shape.strings
-        pattern = self._known.get(key)
-        if pattern is not None:
-            alike = self._alike(template, pattern, strings, given, tools)
-            return alike or self._followed(messages, tools)[0]
-        rendered, renderer = self._followed(messages, tools)
-        if renderer is not None and len(given) <= _MAX_ALIKE_MESSAGES and len(rendered.text) <= _MAX_ALIKE_CHARS:
-            pattern = _pattern_of(rendered, renderer, strings)
-            if pattern is not None:
-                if len(self._known) >= _MAX_PATTERNS:
-                    del self._known[next(iter(self._known))]
-                self._known[key] = pattern
-        return rendered
-
-    def _followed(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> tuple[Rendered, Renderer | None]:
-        rendered, renderer = _best_form(
-            self.template, messages, tools, self.kwargs, False, self.train_on, self.last_only
-        )
-        if renderer is not None:
-            self._sought.update(renderer.sought)
-        return rendered, renderer
-
-    def _alike(
-        self,
-        template: Compiled,
-        pattern: _Pattern,
-        strings: list[str],
-        given: Sequence[Message],
-        tools: Sequence[Any] | None,
-    ) -> Rendered | None:
-        """Return the render of a conversation by its pattern; None if the template writes anything else."""
-        pieces = []
-        for piece in pattern.pieces:
-            if isinstance(piece, str):
-                pieces.append(piece)
-            else:
-                number, before, behind = piece
-                pieces.append(strings[number][before : len(strings[number]) - behind])
-        text = "".join(pieces)
-        if len(text) > _MAX_ALIKE_CHARS:
-            return None
-        name = self.template.where
-        try:
-            with generating() as generated:
-                plain = plain_text(template, name, self.template.special_tokens, given, tools, self.kwargs, False)
-        except Refusal:
-            return None
-        if plain != text:
-            return None
-        ends = [0, *accumulate(map(len, pieces))]
-        if "".join(generated) != "".join(text[ends[a] : ends[b]] for a, b in pattern.generation):
-            return None
-        return Rendered(
-            text=text,
-            supervised=tuple((ends[a], ends[b]) for a, b in pattern.supervised),
-            authored=tuple((ends[a], ends[b]) for a, b in pattern.authored),
-            notes=pattern.notes,
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Shape:
-    """All that alike conversations share, and the texts that they do not."""
-
-    words: frozenset[str]
-    sought: set[str]
-    parts: list[str] = field(default_factory=list)
-    strings: list[str] = field(default_factory=list)
-    """Of the messages, in the order in which they are marked."""
-
-    def add(self, value: Any, depth: int = 0) -> None:  # noqa: ANN401 - any JSON value
-        """Add a value; one that is no JSON, or holds a text that may matter, raises `_Unlike`."""
-        kind = type(value)
-        if kind is str:
-            self._add_text(value)
-        elif value is None or kind in (bool, int, float):
-            self.parts.append(repr(value))
-        elif kind not in (dict, list) or depth > MAX_DEPTH:
-            raise _Unlike
-        elif kind is list:
-            self.parts.append("[")
-            for item in value:
-                self.add(item, depth + 1)
-            self.parts.append("]")
-        else:
-            self._add_object(value, depth)
-
-    def _add_object(self, value: dict[Any, Any], depth: int) -> None:
-        self.parts.append("{")
-        for name, item in value.items():
-            if type(name) is not str:
-                raise _Unlike
-            self.parts.append(name)
-            if depth == 1 and name == "role":  # which is not marked
-                self.parts.append(repr(item))
-                continue
-            self.strings += [name] if name else []
-            if name == "type" and type(item) is str:
-                self.parts.append(repr(item))
-                self.strings += [item] if item else []
-            else:
-                self.add(item, depth + 1)
-        self.parts.append("}")
-
-    def _add_text(self, text: str) -> None:
-        core = text.strip()
-        self.strings += [text] if text else []
-        if not core or core in self.words:
-            self.parts.append(f"={text}")
-            return
-        if any(needle in text for needle in self.sought) or (not text.isascii() and surrogate_in(text) is not None):
-            raise _Unlike
-        begin = text.index(core[0])
-        self.parts.append(f"{text[:begin]}\0{text[begin + len(core) :]}")
-
-
-def _pattern_of(rendered: Rendered, renderer: Renderer, strings: list[str]) -> _Pattern | None:
-    """Return the pieces of a render; None if a text of a message is not written as it stands."""
-    conversation = renderer.conversation
-    trace = renderer.trace(len(conversation.messages), False)
-    cuts = sorted({edge for both in (*rendered.supervised, *trace.generation) for edge in both})
-    pieces: list[str | tuple[int, int, int]] = []
-    begins: dict[int, int] = {}
-
-    def add(begin: int, end: int, piece: tuple[int, int, int] | None = None) -> None:
-        inner = [] if piece else cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
-        for first, last in pairwise((begin, *inner, end)) if begin < end else ():
-            begins[first] = len(pieces)
-            pieces.append(piece or trace.text[first:last])
-
-    at = 0
-    for each in trace.fragments:
-        add(at, each.begin)
-        at = each.end
-        if each.string >= len(strings):
-            add(each.begin, at)  # of tools or options, which are the same in all
-            continue
-        first, size = conversation.starts[each.string], at - each.begin
-        before, behind = each.origin - first, conversation.end_of(each.string) - each.origin - size
-        text = strings[each.string]
-        if (size > 1 and not each.step) or text[:before].strip() or text[len(text) - behind :].strip():
-            return None
-        add(each.begin, at, (each.string, before, behind))
-    add(at, len(trace.text))
-    begins[len(trace.text)] = len(pieces)
-    if not begins.keys() >= set(cuts):
-        return None
-
-    def placed(ranges: Iterable[Range]) -> tuple[Range, ...]:
-        return tuple((begins[begin], begins[end]) for begin, end in ranges)
-
-    return _Pattern(
-        pieces=tuple(pieces),
-        supervised=placed(rendered.supervised),
-        authored=placed(rendered.authored),
-        generation=placed(trace.generation),
-        notes=rendered.notes,
-    )

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import MarkedConversation, mark_conversation
+from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
 from tokenmill.encode.chat.sandbox import Compiled
-from tokenmill.encode.chat.trace import Header, Renderer, Trace, bare
+from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace, bare
 
 _TEXT = "Q"
 _TOOL: Mapping[str, Any] = {
@@ -34,8 +34,9 @@ _MAX_LITERALS = 8
 """That one text of a sample may hold."""
 _MAX_STRIKING = 2
 """Exchanges with what the template looks for that a sample repeats."""
-_MAX_BLANKS = 16
-"""White space at an end of a text that a sample repeats."""
+_MANY_BLANKS = re.compile(r"\s{17}")
+"""More white space than a sample repeats."""
+ANY_TEXT = "\0"
 
 
 class _Place(NamedTuple):
@@ -99,7 +100,7 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     keys = [f"{tools is None or len(tools)}{options}{special_tokens}"]
     messages = []
     try:
-        for at in (*repeated, *_following(conversation.roles, index)):
+        for at in (*repeated, *following(conversation.roles, index)):
             # Labels are numbered through a sample; what has none is the same in each.
             message, key = renderer.samples.get((at, sought), (None, ""))
             if message is None:
@@ -135,7 +136,7 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     )
 
 
-def _following(roles: Sequence[str], index: int) -> list[int]:
+def following(roles: Sequence[str], index: int) -> list[int]:
     """Return the next message, the answer that ends the exchange, and the next question.
 
     Templates write a message otherwise if one of these follows.
@@ -151,33 +152,37 @@ def _longest_first(texts: frozenset[str]) -> tuple[str, ...]:
 
 
 def _repeated(renderer: Renderer, index: int) -> list[int]:
-    """Return the messages that a sample repeats: what sets the scene, the last question, the last call of tools.
+    """Return the messages up to one that a sample of it repeats; those that strike are looked for once."""
+    conversation = renderer.conversation
+    if renderer.striking is None:
+        renderer.striking = _striking(renderer)
+    if renderer.first_call is None:
+        renderer.first_call = first_call(conversation.roles, conversation.given)
+    before = bisect_left(renderer.striking, index, key=lambda exchange: exchange[0])
+    exchanges = renderer.striking[max(0, before - _MAX_STRIKING) : before]
+    striking = [at for exchange in exchanges for at in exchange if at < index]
+    return leading(conversation.roles, index, [*renderer.first_call, *striking])
 
-    And the first call, as a template may write later ones otherwise; and the last exchanges before the message that
+
+def leading(roles: Sequence[str], index: int, special: Sequence[int]) -> list[int]:
+    """Return the messages up to one on which it depends how that is written, as far as a template can be expected.
+
+    What sets the scene, the last question, the last call of tools and all that is behind it. And some special ones:
+    the first call, as a template may write later ones otherwise; and the last exchanges before the message that
     hold a string which the template looks for. What it wrote of others hardly matters, and a sample that does not
     show how the message is written is not used.
     """
-    roles = renderer.conversation.roles
     asked_at = next((at for at in range(index - 1, -1, -1) if roles[at] == "user"), None)
     if asked_at is None:
         return list(range(index + 1))
     called_at = next((at for at in range(index - 1, asked_at, -1) if roles[at] == "assistant"), asked_at + 1)
-    if renderer.striking is None:
-        renderer.striking = _striking(renderer)
-    before = bisect_left(renderer.striking, index, key=lambda exchange: exchange[0])
-    exchanges = renderer.striking[max(0, before - _MAX_STRIKING) : before]
-    striking = [at for exchange in exchanges for at in exchange if at < index]
     opening = [0] if asked_at > 0 and roles[0] in ("system", "developer") else []
-    if renderer.first_call is None:
-        renderer.first_call = _first_call(renderer)
-    called = [at for at in renderer.first_call if at < index]
-    return sorted({*opening, *striking, *called, asked_at, *range(called_at, index + 1)})
+    return sorted({*opening, *(at for at in special if at < index), asked_at, *range(called_at, index + 1)})
 
 
-def _first_call(renderer: Renderer) -> list[int]:
+def first_call(roles: Sequence[str], messages: Sequence[Message]) -> list[int]:
     """Return the first message with tool calls, with its results, its question before and its answer behind it."""
-    roles = renderer.conversation.roles
-    first = next((at for at, message in enumerate(renderer.conversation.given) if message.get("tool_calls")), None)
+    first = next((at for at, message in enumerate(messages) if message.get("tool_calls")), None)
     if first is None:
         return []
     asked_at = next((at for at in range(first - 1, -1, -1) if roles[at] == "user"), first)
@@ -354,27 +359,37 @@ class _SampleTexts:
 
     def _text(self, text: str) -> str:
         core = text.strip()
-        if not core:
-            return self._blank(text)
         if core in self.words:
             return text
-        literals = [literal for literal in self.sought if literal in text]
-        if not literals:
-            return self._outline(text)
-        pieces = re.split(f"({'|'.join(map(re.escape, literals))})", text)
-        if len(pieces) > 2 * _MAX_LITERALS + 1:
+        outline = outlined(text, self.sought)
+        if outline is None or _MANY_BLANKS.search(outline[0]):
             raise _NoSample
-        return "".join(self._outline(piece) if at % 2 == 0 else piece for at, piece in enumerate(pieces))
+        return outline[0].replace(ANY_TEXT, _TEXT)
 
-    def _outline(self, text: str) -> str:
-        core = text.strip()
-        if not core:
-            return self._blank(text)
-        begin = text.index(core[0])
-        return self._blank(text[:begin]) + _TEXT + self._blank(text[begin + len(core) :])
 
-    @staticmethod
-    def _blank(text: str) -> str:
-        if len(text) > _MAX_BLANKS:
-            raise _NoSample
-        return text
+def outlined(text: str, sought: Iterable[str]) -> tuple[str, tuple[Range, ...]] | None:
+    r"""Return a text with one character for each stretch of which only that it is there matters to a template.
+
+    White space at their ends, and what the template looks for, are kept. Also where the stretches stand; None if
+    there are many of them.
+
+    >>> outlined(" so <end>", ["<end>"])
+    (' \x00 <end>', ((1, 3),))
+    """
+    literals = sorted((literal for literal in sought if literal in text), key=lambda found: (-len(found), found))
+    pieces = re.split(f"({'|'.join(map(re.escape, literals))})", text) if literals else [text]
+    if len(pieces) > 2 * _MAX_LITERALS + 1:
+        return None
+    outline: list[str] = []
+    stretches: list[Range] = []
+    at = 0
+    for number, piece in enumerate(pieces):
+        core = piece.strip() if number % 2 == 0 else ""
+        if core:
+            begin = piece.index(core[0])
+            stretches.append((at + begin, at + begin + len(core)))
+            outline += [piece[:begin], ANY_TEXT, piece[begin + len(core) :]]
+        else:
+            outline.append(piece)
+        at += len(piece)
+    return "".join(outline), tuple(stretches)

@@ -13,7 +13,8 @@ import numpy as np
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
-from tokenmill.encode.chat.render import Patterns, Rendered, render
+from tokenmill.encode.chat.patterns import Patterns
+from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP

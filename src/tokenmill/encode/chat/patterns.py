@@ -1,0 +1,439 @@
+"""What a template writes of a message in some place, known from conversations before it: most are rendered once.
+
+To follow every character of a conversation costs several times a plain render. But what a template makes of a
+message depends on what kind it is, and on the few others that its sample has (`sample`). So the render of a
+conversation that was followed is cut into parts, one a message, and each is kept by these kinds. The text of
+another conversation is put together of such parts, with its own texts in them. If a plain render gives that very
+text, and generation blocks wrote the same of it, then what was proven of the parts is true here as well. Else the
+conversation is followed; as is one in which an answer is also the text of another message, as nobody could say
+which of the two the template wrote.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+from tokenmill.encode import Refusal
+from tokenmill.encode.chat.conversation import (
+    LABELS,
+    MAX_DEPTH,
+    SETTING,
+    Message,
+    forms_of,
+    says_of_training,
+    with_reasoning,
+)
+from tokenmill.encode.chat.render import Form, Loss, Rendered, best_form, notes_of, trained_messages, unsaid_of
+from tokenmill.encode.chat.sample import first_call, following, leading, outlined
+from tokenmill.encode.chat.sandbox import compiled
+from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.trace import Range, plain_text
+from tokenmill.encode.chat.tracked import generating
+from tokenmill.encode.tokenizer import surrogate_in
+
+_MAX_PARTS = _MAX_SHAPES = 1 << 14
+_MAX_CHARS, _MAX_MESSAGES = 1 << 18, 256
+"""Longer ones are always followed: a limit of what a render may take must not depend on which came first."""
+_TRAINED, _AUTHORED, _GENERATED = 1, 2, 4
+_NOTHING_LOST = Loss(set(), (), False)
+
+
+class _Place(NamedTuple):
+    """A place in a text: so many characters behind the end of a stretch that may be any, or behind its begin."""
+
+    stretch: int
+    """-1: the begin."""
+    behind: int
+
+
+class _Piece(NamedTuple):
+    """What a template writes in one go."""
+
+    flags: int
+    """Whether it is trained on, whether the template wrote it, whether a generation block did."""
+    fixed: str
+    """A text that is always the same; empty for one of the conversation."""
+    message: int = 0
+    """Among those that the part depends on, which has the text."""
+    string: int = 0
+    """Among the strings of the message, which it is."""
+    begin: _Place = _Place(-1, 0)
+    end: _Place = _Place(-1, 0)
+
+
+class _Part(NamedTuple):
+    """What a template writes of a message: from the end of all messages before it to its own end."""
+
+    pieces: tuple[_Piece, ...]
+    loss: Loss
+
+
+class _Unlike(Exception):
+    """A conversation that is always followed."""
+
+
+class _Text(NamedTuple):
+    text: str
+    stretches: tuple[Range, ...]
+    """What is another in each conversation."""
+
+    def place(self, at: int) -> _Place | None:
+        """Return what a place is in all alike texts; None if it is inside of a stretch that may be any."""
+        number = bisect_right(self.stretches, at, key=lambda stretch: stretch[1]) - 1
+        if number + 1 < len(self.stretches) and at > self.stretches[number + 1][0]:
+            return None
+        return _Place(number, at - (self.stretches[number][1] if number >= 0 else 0))
+
+    def at(self, place: _Place) -> int:
+        """Return where a place of alike texts is in this one."""
+        number, behind = place
+        return behind if number < 0 else self.stretches[number][1] + behind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """What a message has in common with all that are alike, and its texts."""
+
+    number: int
+    says: bool | None
+    """Whether it is to be trained on, as far as it says so itself."""
+    texts: list[_Text]
+    free: list[str]
+    """Those of them that are neither names nor fixed."""
+
+
+_Kinds: TypeAlias = dict[int, tuple[Message, _Kind]]
+"""Of the messages of a conversation, by their identity: its forms have most of them in common."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Talk:
+    """A conversation, by the kinds of its messages."""
+
+    messages: Sequence[Message]
+    texts: list[list[_Text]]
+    """Of each message, in the order in which they are marked."""
+    near: list[list[int]]
+    """The messages up to each on which it depends what is written of it."""
+    keys: list[tuple[int, ...]]
+    """Of each part: one a message, and what stands behind all of them."""
+    calling: list[int]
+    """Messages that a template may want in another form."""
+
+    def size_of(self, message: int, string: int) -> int:
+        """Return the characters of a string of a message."""
+        return len(self.texts[message][string].text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patterns:
+    """Renders conversations with one template, and follows every character only where it must."""
+
+    template: ChatTemplate
+    kwargs: Mapping[str, Any]
+    train_on: Sequence[str]
+    last_only: bool
+    _parts: dict[tuple[int, ...], _Part] = field(default_factory=dict, repr=False)
+    _refused: set[tuple[int, ...]] = field(default_factory=set, repr=False)
+    """Keys of messages that made the template refuse a form, where it took another of the same conversation."""
+    _kinds: dict[tuple[str, ...], int] = field(default_factory=dict, repr=False)
+    _sought: set[str] = field(default_factory=lambda: {"</think>"}, repr=False)
+    """What the template has looked for in texts."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        """Do as `render` does, within the limits that the caller has set."""
+        try:
+            known = self._composed(messages, tools)
+        except _Unlike:
+            known = None
+        if known is not None:
+            return known
+        rendered, forms = best_form(
+            self.template, messages, tools, self.kwargs, False, self.train_on, self.last_only
+        )
+        self._learn(messages, tools, forms)
+        return rendered
+
+    def _composed(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered | None:
+        """Put the text together of known parts; None if one is not, or the template writes another text."""
+        kinds: _Kinds = {}
+        best: tuple[int, _Talk, list[_Part], tuple[str, ...]] | None = None
+        for given, notes in forms_of(with_reasoning(messages)):
+            talk = self._talk(given, tools, kinds)
+            parts = [self._parts.get(key) for key in talk.keys]
+            known = [part for part in parts if part is not None]
+            if len(known) < len(parts):
+                if talk.calling and all(talk.keys[index] in self._refused for index in talk.calling):
+                    continue
+                return None
+            unsaid = unsaid_of([part.loss for part in known], talk.size_of)
+            if best is None or unsaid < best[0]:
+                best = unsaid, talk, known, notes
+            if not unsaid:
+                break
+        if best is None:
+            return None
+        unsaid, talk, known, notes = best
+        text, ends, flags = _joined(talk, known)
+        if len(text) > _MAX_CHARS or not self._writes(text, _ranges(ends, flags, _GENERATED), talk.messages, tools):
+            return None
+        return Rendered(
+            text=text,
+            supervised=_ranges(ends, flags, _TRAINED),
+            authored=_ranges(ends, flags, _AUTHORED),
+            notes=(*notes, *notes_of(part.loss for part in known)),
+            unsaid=unsaid,
+        )
+
+    def _writes(
+        self, text: str, generation: Iterable[Range], messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> bool:
+        """Say whether the template makes a text of messages, and its generation blocks these ranges of it."""
+        template = self.template
+        try:
+            with generating() as generated:
+                plain = plain_text(
+                    compiled(template.source, template.where),
+                    template.where,
+                    template.special_tokens,
+                    messages,
+                    tools,
+                    self.kwargs,
+                    False,
+                )
+        except Refusal:
+            return False
+        return plain == text and "".join(generated) == "".join(text[begin:end] for begin, end in generation)
+
+    def _learn(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, forms: Sequence[Form | None]
+    ) -> None:
+        """Keep the parts of a conversation that was followed, in all forms that were tried."""
+        for form in forms:
+            self._sought.update(() if form is None else form.renderer.sought)
+        kinds: _Kinds = {}
+        for (given, _), form in zip(forms_of(with_reasoning(messages)), forms, strict=False):
+            try:
+                talk = self._talk(given, tools, kinds)
+            except _Unlike:
+                continue
+            if form is None:
+                self._refused.update(talk.keys[index] for index in talk.calling)
+            else:
+                for key, part in zip(talk.keys, _cut(form, talk), strict=False):
+                    self._parts[key] = part
+        while len(self._parts) > _MAX_PARTS:
+            del self._parts[next(iter(self._parts))]
+        if len(self._refused) > _MAX_PARTS:
+            self._refused.clear()
+
+    # What makes messages alike.
+
+    def _talk(self, messages: Sequence[Message], tools: Sequence[Any] | None, kinds: _Kinds) -> _Talk:
+        """Return what a conversation has in common with others; `kinds` keeps what is known of its messages."""
+        if not isinstance(messages, list | tuple) or not 0 < len(messages) <= _MAX_MESSAGES:
+            raise _Unlike
+        for message in messages:
+            if id(message) not in kinds:
+                kinds[id(message)] = message, self._kind(message)
+        own = [kinds[id(message)][1] for message in messages]
+        roles = [message["role"] for message in messages]
+        try:
+            trained = trained_messages(roles, [kind.says for kind in own], self.train_on, self.last_only)
+        except Refusal as error:
+            raise _Unlike from error
+        numbers = [kind.number * 2 for kind in own]
+        answers: set[str] = set()
+        for index in trained:
+            numbers[index] += 1
+            answers.update(own[index].free)
+        others = (kind for number, kind in zip(numbers, own, strict=True) if number % 2 == 0)
+        if any(not answers.isdisjoint(kind.free) for kind in others):
+            raise _Unlike
+        setting = self._number((repr(tools),))
+        first = first_call(roles, messages)
+        near = [leading(roles, index, first) for index in range(len(roles))]
+        keys = [
+            (
+                setting,
+                len(before) > index,  # whether there are no others before it
+                *[numbers[at] for at in before],
+                -1,
+                *[numbers[at] for at in following(roles, index)],
+            )
+            for index, before in enumerate(near)
+        ]
+        return _Talk(
+            messages=messages,
+            texts=[kind.texts for kind in own],
+            near=near,
+            keys=[*keys, (*keys[-1], -1)],
+            calling=[
+                index
+                for index, message in enumerate(messages)
+                if message.get("tool_calls") or type(message.get("content")) is list
+            ],
+        )
+
+    def _number(self, shape: tuple[str, ...]) -> int:
+        if len(self._kinds) >= _MAX_SHAPES and shape not in self._kinds:
+            for known in (self._kinds, self._parts, self._refused):
+                known.clear()
+            raise _Unlike  # some of the conversation have numbers of before
+        return self._kinds.setdefault(shape, len(self._kinds))
+
+    def _kind(self, message: Message) -> _Kind:
+        if type(message) is not dict or type(message.get("role")) is not str:
+            raise _Unlike
+        shape = _Shape(words=compiled(self.template.source, self.template.where).words, sought=self._sought)
+        shape.add(message)
+        try:
+            says = says_of_training(message)
+        except Refusal as error:
+            raise _Unlike from error
+        return _Kind(number=self._number(tuple(shape.parts)), says=says, texts=shape.texts, free=shape.free)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shape:
+    """All that alike messages share, and the texts that they do not."""
+
+    words: frozenset[str]
+    sought: set[str]
+    parts: list[str] = field(default_factory=list)
+    texts: list[_Text] = field(default_factory=list)
+    free: list[str] = field(default_factory=list)
+
+    def add(self, value: Any, depth: int = 0, name: str = "") -> None:  # noqa: ANN401 - any JSON value
+        """Add a value; one that is no JSON, or a text that the template may compare with, raises `_Unlike`."""
+        kind = type(value)
+        if kind is str:
+            self._add_text(value, name)
+        elif value is None or kind in (bool, int, float):
+            self.parts.append(repr(value))
+        elif kind not in (dict, list) or depth > MAX_DEPTH:
+            raise _Unlike
+        elif kind is list:
+            self.parts.append("[")
+            for item in value:
+                self.add(item, depth + 1, name)
+            self.parts.append("]")
+        else:
+            self.parts.append("{")
+            for key, item in value.items():
+                if type(key) is not str:
+                    raise _Unlike
+                self.parts.append(key)
+                if depth == 0 and key == "role":  # which is not marked
+                    self.parts.append(item)
+                    continue
+                if key:
+                    self.texts.append(_Text(key, ()))
+                self.add(item, depth + 1, key)
+            self.parts.append("}")
+
+    def _add_text(self, text: str, name: str) -> None:
+        if not text:
+            self.parts.append("=")
+            return
+        if not text.isascii() and surrogate_in(text) is not None:
+            raise _Unlike
+        core = text.strip()
+        if not core or name == "type" or (core in self.words and name in LABELS):
+            self.parts.append(f"={text}")
+            self.texts.append(_Text(text, ()))
+            return
+        if core in self.words:
+            raise _Unlike
+        outline = outlined(text, self.sought)
+        if outline is None:
+            raise _Unlike
+        self.parts.append(outline[0])
+        self.texts.append(_Text(text, outline[1]))
+        if name not in LABELS:
+            self.free.append(core)
+
+
+# Renders as parts.
+
+
+def _cut(form: Form, talk: _Talk) -> list[_Part]:
+    """Cut a render into parts, one a message and one for what is behind them; nothing where that cannot be done."""
+    conversation = form.renderer.conversation
+    trace = form.renderer.trace(len(conversation.messages), False)
+    trained = [edge for both in form.rendered.supervised for edge in both]
+    generated = [edge for both in trace.generation for edge in both]
+    edges = sorted({*trained, *generated})
+
+    def pieces(begin: int, end: int, own: int) -> list[_Piece]:
+        inner = edges[bisect_right(edges, begin) : bisect_left(edges, end)]
+        bounds = (begin, *inner, end) if begin < end else ()
+        return [_Piece(flags(first, own), trace.text[first:last]) for first, last in pairwise(bounds)]
+
+    def flags(at: int, own: int) -> int:
+        is_trained, is_generated = bisect_right(trained, at) % 2, bisect_right(generated, at) % 2
+        return own + _TRAINED * is_trained + _GENERATED * is_generated
+
+    parts: list[list[_Piece]] = [[] for _ in range(len(talk.near) + 1)]
+    at = current = 0
+    pending: list[_Piece] = []
+    for each in trace.fragments:
+        pending += pieces(at, each.begin, _AUTHORED)
+        at = each.end
+        if each.owner == SETTING:
+            pending += pieces(each.begin, at, 0)  # of tools or options, which are the same in all
+            continue
+        current = max(current, each.owner)
+        parts[current] += pending
+        pending = []
+        string = each.string - conversation.firsts[each.owner]
+        origin = each.origin - conversation.starts[each.string]
+        text = talk.texts[each.owner][string]
+        begin, end = text.place(origin), text.place(origin + at - each.begin)
+        is_cut = bisect_right(edges, each.begin) != bisect_left(edges, at)
+        is_escaped = at > each.begin + 1 and not each.step
+        if begin is None or end is None or is_cut or is_escaped or each.owner not in talk.near[current]:
+            return []
+        message = talk.near[current].index(each.owner)
+        parts[current].append(_Piece(flags(each.begin, 0), "", message, string, begin, end))
+    parts[-1] = pending + pieces(at, len(trace.text), _AUTHORED)
+    return [_Part(tuple(each), loss) for each, loss in zip(parts, (*form.losses, _NOTHING_LOST), strict=True)]
+
+
+def _joined(talk: _Talk, parts: Sequence[_Part]) -> tuple[str, list[int], list[int]]:
+    """Return the text that parts make, where each piece ends in it, and the flags of each."""
+    written: list[str] = []
+    ends: list[int] = []
+    all_flags: list[int] = []
+    size = 0
+    for part, near in zip(parts, (*talk.near, ()), strict=True):
+        for flags, fixed, message, string, begin, end in part.pieces:
+            piece = fixed
+            if not piece:
+                text = talk.texts[near[message]][string]
+                piece = text.text[text.at(begin) : text.at(end)]
+            written.append(piece)
+            size += len(piece)
+            ends.append(size)
+            all_flags.append(flags)
+    return "".join(written), ends, all_flags
+
+
+def _ranges(ends: Sequence[int], flags: Sequence[int], flag: int) -> tuple[Range, ...]:
+    """Return the ranges of pieces that have a flag."""
+    ranges: list[Range] = []
+    begin, before = 0, 0
+    inside = False
+    for end, own in zip(ends, flags, strict=True):
+        if bool(own & flag) != inside:
+            if inside:
+                ranges.append((begin, before))
+            begin, inside = before, not inside
+        before = end
+    if inside:
+        ranges.append((begin, before))
+    return tuple(ranges)
