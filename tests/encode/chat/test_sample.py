@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 
 import pytest
-from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
+from tests.encode.chat.shapes import FEW, SHAPES, TOOLS, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode import Refusal
@@ -289,3 +291,91 @@ def test_a_text_that_matters_to_the_template_makes_a_conversation_unlike(source,
     for text in (*texts, *texts[::-1]):
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
         assert by_patterns(known, messages, None) == outcome(template, messages, None, ("assistant",))
+
+
+# Conversations of any shape, put together of what is known of others.
+
+TOLD = (
+    *(
+        "Yes.",
+        "42",
+        "the mill grinds",
+        " a blank before",
+        "and behind \n",
+        "é, ü and 水",
+        'a "quoted" word',
+        "user",
+    ),
+    *("<think>\nwhy\n</think>\n\nso", "<think>never closed", "a</think>b", "<|im_end|>", "[INST] in [/INST]"),
+)
+
+
+def any_talk(chosen: random.Random) -> tuple[list, list | None]:
+    """Return a conversation of some shape; most texts are new, some are what templates may stumble over."""
+
+    def text(kind: str) -> str:
+        told = chosen.choice(TOLD) if chosen.random() < 0.15 else ""
+        return f"{kind}{chosen.random()}{told}" if chosen.random() < 0.9 else told or kind
+
+    def answer(**more: object) -> dict:
+        thought = {chosen.choice(("reasoning_content", "thinking")): text("REASON")} if thinks else {}
+        flag = {"train": chosen.random() < 0.5} if chosen.random() < 0.05 else {}
+        return {"role": "assistant", "content": text("ANSWER"), **thought, **flag, **more}
+
+    thinks, has_tools = chosen.random() < 0.3, chosen.random() < 0.4
+    messages = [{"role": "system", "content": text("SYSTEM")}] if chosen.random() < 0.4 else []
+    for turn in range(chosen.randint(1, 6)):
+        messages.append({"role": "user", "content": text("USER")})
+        for number in range(chosen.randint(0, 2) if has_tools else 0):
+            name = f"call{turn}{number}"
+            arguments = {"town": text("ARG"), **({"days": 3} if chosen.random() < 0.3 else {})}
+            given = arguments if chosen.random() < 0.8 else json.dumps(arguments)
+            function = {"name": chosen.choice(("weather", "clock")), "arguments": given}
+            calls = [{"id": name, "type": "function", "function": function}]
+            messages.append(answer(tool_calls=calls, **({} if chosen.random() < 0.2 else {"content": ""})))
+            messages.append(
+                {"role": "tool", "name": function["name"], "tool_call_id": name, "content": text("RESULT")}
+            )
+        messages.append(answer())
+    return messages, TOOLS if has_tools else None
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", swept(STOCK))
+def test_a_conversation_gives_the_same_whatever_came_before_it(name, count):
+    """[T1.a, T1.c]"""
+    template, chosen = stock_template(name), random.Random(name)
+    known = Patterns(template=template, kwargs=OPTIONS, train_on=("assistant",), last_only=False)
+    for _ in range(count):
+        messages, tools = any_talk(chosen)
+        assert by_patterns(known, messages, tools) == outcome(template, messages, tools, ("assistant",))
+
+
+def test_kinds_of_messages_that_were_met_before_are_not_followed_in_any_order(monkeypatch):
+    template = stock_template("qwen3")
+    known = Patterns(template=template, kwargs=OPTIONS, train_on=("assistant",), last_only=False)
+
+    def talk(kinds: str, word: str) -> list:
+        messages = [{"role": "user", "content": f"{word} asks"}]
+        for index, kind in enumerate(kinds):
+            thought = {"reasoning_content": f"{word} thinks {index}"} if kind == "t" else {}
+            messages.append({"role": "assistant", "content": f"{word} says {index}", **thought})
+            messages.append({"role": "user", "content": f"{word} asks again {index}"})
+        return [*messages, {"role": "assistant", "content": f"{word} ends"}]
+
+    for kinds in ("ttaat", "taatta"):
+        known.render(talk(kinds, "first"))
+    renders = renders_noted(monkeypatch)
+    found = known.render(talk("tatatt", "second"))
+    assert renders == [14], "as plain text alone"
+    assert found == render(template, talk("tatatt", "second"), kwargs=OPTIONS)
+
+
+def test_an_answer_that_repeats_the_question_is_followed(monkeypatch):
+    """[T1.a] Of two equal texts nobody could say which the template wrote."""
+    template = stock_template("qwen2_5")
+    known = Patterns(template=template, kwargs={}, train_on=("assistant",), last_only=False)
+    for question, answer in (("one", "two"), ("same", "same")):
+        renders = renders_noted(monkeypatch)
+        known.render([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    assert len(renders) > 1

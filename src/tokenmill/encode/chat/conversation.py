@@ -273,6 +273,11 @@ def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], t
                 yield texts, notes
 
 
+def may_have_forms(message: Message) -> bool:
+    """Say whether `forms_of` may give another form of a message."""
+    return bool(_tool_calls(message)) or has_parts(message)
+
+
 def _tool_calls(message: object) -> Sequence[Any]:
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     return calls if isinstance(calls, list | tuple) else ()

@@ -24,11 +24,12 @@ from tokenmill.encode.chat.conversation import (
     SETTING,
     Message,
     forms_of,
+    may_have_forms,
     says_of_training,
     with_reasoning,
 )
 from tokenmill.encode.chat.render import Form, Loss, Rendered, best_form, notes_of, trained_messages, unsaid_of
-from tokenmill.encode.chat.sample import first_call, following, leading, outlined
+from tokenmill.encode.chat.sample import first_call, neighbours, outlined
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Range, plain_text
@@ -121,8 +122,6 @@ class _Talk:
     """The messages up to each on which it depends what is written of it."""
     keys: list[tuple[int, ...]]
     """Of each part: one a message, and what stands behind all of them."""
-    calling: list[int]
-    """Messages that a template may want in another form."""
 
     def size_of(self, message: int, string: int) -> int:
         """Return the characters of a string of a message."""
@@ -138,9 +137,11 @@ class Patterns:
     train_on: Sequence[str]
     last_only: bool
     _parts: dict[tuple[int, ...], _Part] = field(default_factory=dict, repr=False)
-    _refused: set[tuple[int, ...]] = field(default_factory=set, repr=False)
-    """Keys of messages that made the template refuse a form, where it took another of the same conversation."""
+    _refused: set[frozenset[int]] = field(default_factory=set, repr=False)
+    """Kinds of all messages that may have other forms, where the template took such another form alone."""
     _kinds: dict[tuple[str, ...], int] = field(default_factory=dict, repr=False)
+    _says: dict[int, bool | None] = field(default_factory=dict, repr=False)
+    """By kind, whether such a message is to be trained on, as far as it says so itself; no text of it counts."""
     _sought: set[str] = field(default_factory=lambda: {"</think>"}, repr=False)
     """What the template has looked for in texts."""
 
@@ -163,12 +164,11 @@ class Patterns:
         kinds: _Kinds = {}
         best: tuple[int, _Talk, list[_Part], tuple[str, ...]] | None = None
         for given, notes in forms_of(with_reasoning(messages)):
+            if self._refused and self._formed(given, kinds) in self._refused:
+                continue
             talk = self._talk(given, tools, kinds)
-            parts = [self._parts.get(key) for key in talk.keys]
-            known = [part for part in parts if part is not None]
-            if len(known) < len(parts):
-                if talk.calling and all(talk.keys[index] in self._refused for index in talk.calling):
-                    continue
+            known = [self._parts[key] for key in talk.keys if key in self._parts]
+            if len(known) < len(talk.keys):
                 return None
             unsaid = unsaid_of([part.loss for part in known], talk.size_of)
             if best is None or unsaid < best[0]:
@@ -218,14 +218,13 @@ class Patterns:
         kinds: _Kinds = {}
         for (given, _), form in zip(forms_of(with_reasoning(messages)), forms, strict=False):
             try:
+                if form is None:
+                    self._refused.add(self._formed(given, kinds))
+                    continue
                 talk = self._talk(given, tools, kinds)
             except _Unlike:
                 continue
-            if form is None:
-                self._refused.update(talk.keys[index] for index in talk.calling)
-            else:
-                for key, part in zip(talk.keys, _cut(form, talk), strict=False):
-                    self._parts[key] = part
+            self._parts.update(zip(talk.keys, _cut(form, talk), strict=False))
         while len(self._parts) > _MAX_PARTS:
             del self._parts[next(iter(self._parts))]
         if len(self._refused) > _MAX_PARTS:
@@ -237,10 +236,7 @@ class Patterns:
         """Return what a conversation has in common with others; `kinds` keeps what is known of its messages."""
         if not isinstance(messages, list | tuple) or not 0 < len(messages) <= _MAX_MESSAGES:
             raise _Unlike
-        for message in messages:
-            if id(message) not in kinds:
-                kinds[id(message)] = message, self._kind(message)
-        own = [kinds[id(message)][1] for message in messages]
+        own = [self._kind(message, kinds) for message in messages]
         roles = [message["role"] for message in messages]
         try:
             trained = trained_messages(roles, [kind.says for kind in own], self.train_on, self.last_only)
@@ -255,47 +251,53 @@ class Patterns:
         if any(not answers.isdisjoint(kind.free) for kind in others):
             raise _Unlike
         setting = self._number((repr(tools),))
-        first = first_call(roles, messages)
-        near = [leading(roles, index, first) for index in range(len(roles))]
+        near, behind = neighbours(roles, first_call(roles, messages))
         keys = [
             (
                 setting,
                 len(before) > index,  # whether there are no others before it
                 *[numbers[at] for at in before],
                 -1,
-                *[numbers[at] for at in following(roles, index)],
+                *[numbers[at] for at in after],
             )
-            for index, before in enumerate(near)
+            for index, (before, after) in enumerate(zip(near, behind, strict=True))
         ]
         return _Talk(
             messages=messages,
             texts=[kind.texts for kind in own],
             near=near,
             keys=[*keys, (*keys[-1], -1)],
-            calling=[
-                index
-                for index, message in enumerate(messages)
-                if message.get("tool_calls") or type(message.get("content")) is list
-            ],
         )
+
+    def _formed(self, messages: Sequence[Message], kinds: _Kinds) -> frozenset[int]:
+        """Return the kinds of messages that a template may want in another form."""
+        if not isinstance(messages, list | tuple):
+            raise _Unlike
+        return frozenset(self._kind(message, kinds).number for message in messages if may_have_forms(message))
 
     def _number(self, shape: tuple[str, ...]) -> int:
         if len(self._kinds) >= _MAX_SHAPES and shape not in self._kinds:
-            for known in (self._kinds, self._parts, self._refused):
+            for known in (self._kinds, self._parts, self._refused, self._says):
                 known.clear()
             raise _Unlike  # some of the conversation have numbers of before
         return self._kinds.setdefault(shape, len(self._kinds))
 
-    def _kind(self, message: Message) -> _Kind:
+    def _kind(self, message: Message, kinds: _Kinds) -> _Kind:
+        if id(message) in kinds:
+            return kinds[id(message)][1]
         if type(message) is not dict or type(message.get("role")) is not str:
             raise _Unlike
         shape = _Shape(words=compiled(self.template.source, self.template.where).words, sought=self._sought)
         shape.add(message)
-        try:
-            says = says_of_training(message)
-        except Refusal as error:
-            raise _Unlike from error
-        return _Kind(number=self._number(tuple(shape.parts)), says=says, texts=shape.texts, free=shape.free)
+        number = self._number(tuple(shape.parts))
+        if number not in self._says:
+            try:
+                self._says[number] = says_of_training(message)
+            except Refusal as error:
+                raise _Unlike from error
+        kind = _Kind(number=number, says=self._says[number], texts=shape.texts, free=shape.free)
+        kinds[id(message)] = message, kind
+        return kind
 
 
 @dataclass(kw_only=True, slots=True)
@@ -342,19 +344,17 @@ class _Shape:
             return
         if not text.isascii() and surrogate_in(text) is not None:
             raise _Unlike
-        core = text.strip()
-        if not core or name == "type" or (core in self.words and name in LABELS):
+        core, is_label = text.strip(), name in LABELS
+        if not core or name == "type" or (is_label and core in self.words):
             self.parts.append(f"={text}")
             self.texts.append(_Text(text, ()))
             return
-        if core in self.words:
-            raise _Unlike
-        outline = outlined(text, self.sought)
+        outline = None if core in self.words else outlined(text, self.sought)
         if outline is None:
             raise _Unlike
         self.parts.append(outline[0])
         self.texts.append(_Text(text, outline[1]))
-        if name not in LABELS:
+        if not is_label:
             self.free.append(core)
 
 

@@ -100,7 +100,7 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     keys = [f"{tools is None or len(tools)}{options}{special_tokens}"]
     messages = []
     try:
-        for at in (*repeated, *following(conversation.roles, index)):
+        for at in (*repeated, *_near(renderer)[1][index]):
             # Labels are numbered through a sample; what has none is the same in each.
             message, key = renderer.samples.get((at, sought), (None, ""))
             if message is None:
@@ -136,48 +136,63 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     )
 
 
-def following(roles: Sequence[str], index: int) -> list[int]:
-    """Return the next message, the answer that ends the exchange, and the next question.
-
-    Templates write a message otherwise if one of these follows.
-    """
-    asked_at = next((at for at in range(index + 1, len(roles)) if roles[at] == "user"), len(roles))
-    answer = [asked_at - 1] if asked_at - 1 > index and roles[asked_at - 1] == "assistant" else []
-    return sorted({*range(index + 1, len(roles))[:1], *answer, *range(asked_at, len(roles))[:1]})
-
-
 @lru_cache(maxsize=256)
 def _longest_first(texts: frozenset[str]) -> tuple[str, ...]:
     return tuple(sorted(texts, key=lambda text: (-len(text), text)))
 
 
 def _repeated(renderer: Renderer, index: int) -> list[int]:
-    """Return the messages up to one that a sample of it repeats; those that strike are looked for once."""
-    conversation = renderer.conversation
+    """Return the messages up to one that a sample of it repeats, with the last exchanges before it that strike."""
     if renderer.striking is None:
         renderer.striking = _striking(renderer)
-    if renderer.first_call is None:
-        renderer.first_call = first_call(conversation.roles, conversation.given)
     before = bisect_left(renderer.striking, index, key=lambda exchange: exchange[0])
     exchanges = renderer.striking[max(0, before - _MAX_STRIKING) : before]
-    striking = [at for exchange in exchanges for at in exchange if at < index]
-    return leading(conversation.roles, index, [*renderer.first_call, *striking])
+    return sorted({*_near(renderer)[0][index], *(at for exchange in exchanges for at in exchange if at < index)})
 
 
-def leading(roles: Sequence[str], index: int, special: Sequence[int]) -> list[int]:
-    """Return the messages up to one on which it depends how that is written, as far as a template can be expected.
+def _near(renderer: Renderer) -> tuple[list[list[int]], list[list[int]]]:
+    if renderer.near is None:
+        conversation = renderer.conversation
+        renderer.near = neighbours(conversation.roles, first_call(conversation.roles, conversation.given))
+    return renderer.near
 
-    What sets the scene, the last question, the last call of tools and all that is behind it. And some special ones:
-    the first call, as a template may write later ones otherwise; and the last exchanges before the message that
-    hold a string which the template looks for. What it wrote of others hardly matters, and a sample that does not
-    show how the message is written is not used.
+
+def neighbours(roles: Sequence[str], special: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the messages on which it depends how each is written, as far as a template can be expected.
+
+    Up to each: what sets the scene, the last question, the last call of tools and all that is behind it. And some
+    special ones: the first call, as a template may write later ones otherwise; and exchanges that hold a string
+    which the template looks for. What it wrote of others hardly matters, and a sample that does not show how a
+    message is written is not used. Behind each: the next message, the answer that ends the exchange, and the next
+    question, as templates write a message otherwise if one of these follows.
     """
-    asked_at = next((at for at in range(index - 1, -1, -1) if roles[at] == "user"), None)
-    if asked_at is None:
-        return list(range(index + 1))
-    called_at = next((at for at in range(index - 1, asked_at, -1) if roles[at] == "assistant"), asked_at + 1)
-    opening = [0] if asked_at > 0 and roles[0] in ("system", "developer") else []
-    return sorted({*opening, *(at for at in special if at < index), asked_at, *range(called_at, index + 1)})
+    num_messages = len(roles)
+    opening = [0] if roles[0] in ("system", "developer") else []
+    before: list[list[int]] = []
+    asked_at = called_at = -1
+    for index, role in enumerate(roles):
+        if asked_at < 0:
+            before.append(list(range(index + 1)))
+        else:
+            near = {*(opening if asked_at else ()), asked_at, *range(called_at, index + 1)}
+            near.update(at for at in special if at < index)
+            before.append(sorted(near))
+        if role == "user":
+            asked_at, called_at = index, index + 1
+        elif role == "assistant":
+            called_at = index
+    behind: list[list[int]] = []
+    asked_at = num_messages
+    for index in range(num_messages - 1, -1, -1):
+        after = [index + 1] if index + 1 < num_messages else []
+        if asked_at - 1 > index + 1 and roles[asked_at - 1] == "assistant":
+            after.append(asked_at - 1)
+        if index + 1 < asked_at < num_messages:
+            after.append(asked_at)
+        behind.append(after)
+        if roles[index] == "user":
+            asked_at = index
+    return before, behind[::-1]
 
 
 def first_call(roles: Sequence[str], messages: Sequence[Message]) -> list[int]:

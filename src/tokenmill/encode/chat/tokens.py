@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ BLANKS = frozenset("\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"
 """White space to Hugging Face tokenizers; Python takes four control characters for it as well."""
 
 
+_MAX_KNOWN = 4096
+"""Texts of a template whose control strings are kept."""
+
+
 class Control(NamedTuple):
     """A control string that stands in a text, with the white space that it takes away."""
 
@@ -52,6 +57,10 @@ class Controls:
     where: str
     """What the user called the template, for messages."""
     _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+    _known: dict[str, list[tuple[int, int, str]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """What stands in texts of the template, which are the same again and again."""
 
     def __post_init__(self) -> None:
         # The first that stands somewhere, and of those that start together the longest, as Hugging Face does.
@@ -66,22 +75,30 @@ class Controls:
             return controls
         done = 0
         for first, last in ranges:
-            for match in self._pattern.finditer(text, first, last):
-                (begin, end), name = match.span(), match.group()
+            for begin, end, name in self._within(text[first:last]):
+                at, stop = first + begin, first + end
+                around = (at, stop)
                 if name in self.rules:
-                    begin, end = self._with_blanks(text, done, match, self.rules[name])
-                controls.append(Control(begin, end, *match.span(), self.ids[name]))
-                done = end
+                    around = self._with_blanks(text, done, at, stop, self.rules[name])
+                controls.append(Control(*around, at, stop, self.ids[name]))
+                done = around[1]
         return controls
 
-    def _with_blanks(self, text: str, done: int, match: re.Match[str], rule: StripRule) -> tuple[int, int]:
+    def _within(self, text: str) -> list[tuple[int, int, str]]:
+        assert self._pattern is not None
+        if text not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[text] = [(*match.span(), match.group()) for match in self._pattern.finditer(text)]
+        return self._known[text]
+
+    def _with_blanks(self, text: str, done: int, begin: int, end: int, rule: StripRule) -> tuple[int, int]:
         if rule.unlike:
             raise ConfigError(
                 f"chat template {self.where}: what it writes must have the ids that transformers gives, got "
-                f"{match.group()!r}, which by the tokenizer's files {rule.unlike}; "
+                f"{text[begin:end]!r}, which by the tokenizer's files {rule.unlike}; "
                 "change that in a copy of the files, and use the copy wherever the model is used"
             )
-        begin, end = match.span()
         while rule.lstrip and begin > done and text[begin - 1] in BLANKS:
             begin -= 1
         while rule.rstrip and end < len(text) and text[end] in BLANKS:
@@ -123,12 +140,17 @@ def segments_of(rendered: Rendered, controls: Controls) -> list[Segment]:
         before, shown = bisect_right(bounds, control.at), text[control.at : control.stop]
         if before < len(bounds) and bounds[before] < control.stop:
             raise Refusal("straddles", f"what is trained on begins or ends inside {shown!r}")
-        segments.append(
-            Segment(text=shown, edges=(), trained=before % 2 == 1, parts=[np.array([control.id], np.uint32)])
-        )
+        segments.append(Segment(text=shown, edges=(), trained=before % 2 == 1, parts=[_alone(control.id)]))
         done = control.end
     add_text(done, len(text))
     return segments
+
+
+@lru_cache(maxsize=4096)
+def _alone(control: int) -> Uint32Array:
+    ids = np.array([control], np.uint32)
+    ids.setflags(write=False)
+    return ids
 
 
 def encode_all(

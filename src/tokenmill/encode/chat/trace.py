@@ -211,8 +211,8 @@ class Renderer:
     """What the template looked for in texts, in all renders so far."""
     striking: list[list[int]] | None = None
     """Kept by `sample`, once it is known: exchanges with what the template looks for."""
-    first_call: list[int] | None = None
-    """Kept by `sample`, once it is known: the first call of tools and what belongs to it."""
+    near: tuple[list[list[int]], list[list[int]]] | None = None
+    """Kept by `sample`, once it is known: the messages on which it depends how each is written."""
     samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
     """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
