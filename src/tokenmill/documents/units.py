@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import lzma
 import os
 import zlib
@@ -255,11 +256,12 @@ class DocumentBatch:
 
     def add(self, group: Group, piece: int, first: int) -> None:
         """Put records behind these, the first of which is at a line of a piece."""
-        begin, lines = len(self.documents), group.lines(first)
-        self.runs.append(Run(begin=begin, piece=piece, lines=lines, num_lines=group.num_lines))
+        num_lines = group.num_lines
+        run = Run(begin=len(self.documents), piece=piece, lines=group.lines(first), num_lines=num_lines)
+        self.runs.append(run)
         self.documents += group.documents
         self.bad += [replace(record, piece=piece, line=first + record.line) for record in group.bad]
-        self.num_lines += group.num_lines
+        self.num_lines += num_lines
         self.size += group.size
 
 
@@ -491,11 +493,8 @@ def content_digest(file: InputFile) -> str:
     """Return 32 hex digits of all bytes of a file."""
     import xxhash
 
-    digest = xxhash.xxh3_128()
     with _open(file) as stream:
-        while block := stream.read(BLOCK_BYTES):
-            digest.update(block)
-    return str(digest.hexdigest())
+        return str(hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest())
 
 
 def _open(file: InputFile) -> BinaryIO:
