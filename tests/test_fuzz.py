@@ -39,6 +39,16 @@ def test_what_was_found_once_stays_mended(file):
     assert run("--replay", file).stdout.strip() == ""
 
 
+def test_what_is_tried_to_make_a_finding_smaller_is_smaller(monkeypatch):
+    """Else one that is as small as can be is tried again until the rounds are used up."""
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    import fuzz
+
+    for numbers in ([], [0], [7], [0, 3], list(range(40))):
+        for each in fuzz.smaller(numbers):
+            assert (len(each), sum(map(bool, each))) < (len(numbers), sum(map(bool, numbers)))
+
+
 BUG = """
 import os, signal, tokenmill as tm
 right = tm.Run.from_toml

@@ -149,7 +149,7 @@ def dice_of(target: str, seed: int, case: int) -> list[int]:
 def smaller(numbers: Sequence[int]) -> Iterator[list[int]]:
     """Yield lists that are shorter, then lists with a 0 more; the ones that save most come first."""
     kept = list(numbers)
-    for share in (1, 2, 4, 8):  # an eighth, a fourth, a half of them, ...
+    for share in (1, 2, 4, 8) if kept else ():  # an eighth, a fourth, a half of them, ...
         yield kept[: len(kept) * share // 16]
     for size in (16, 8, 4, 2, 1):
         for begin in range(0, len(kept) - size + 1, size):
