@@ -37,6 +37,8 @@ sys.path.insert(0, str(ROOT))
 SEQ_LEN, BATCH, SECONDS = 2048, 32, 10
 FILES = 64
 """Into how many files the peers cut the store."""
+ORDERS = (("concat", "full"), ("concat", "block"), ("best_fit", "full"), ("best_fit", "window"))
+"""Packing and shuffle of the runs that are measured."""
 RUN = """
 [run]
 steps = {steps}
@@ -206,10 +208,12 @@ def in_child(*arguments: str, python: str = sys.executable) -> dict[str, float]:
 class Bench:
     """A server with one store, and the lines that were measured."""
 
-    def __init__(self, folder: Path, tokens: int, steps: int, peers: str | None) -> None:
+    def __init__(
+        self, folder: Path, tokens: int, steps: int, peers: str | None, orders: tuple[tuple[str, str], ...]
+    ) -> None:
         from tests.object_server import running_server
 
-        self.folder, self.steps, self.peers, self.lines = folder, steps, peers, []
+        self.folder, self.steps, self.peers, self.orders, self.lines = folder, steps, peers, orders, []
         make_store(folder / "web", tokens)
         self.limit = sum(file.stat().st_size for file in (folder / "web").rglob("sequence.bin")) // 10
         (folder / "server").mkdir()
@@ -230,12 +234,7 @@ class Bench:
             make_bucket(self.server)
             os.environ.update(self.server.environment)
             self.upload("web")
-            for packing, shuffle in (
-                ("concat", "full"),
-                ("concat", "block"),
-                ("best_fit", "full"),
-                ("best_fit", "window"),
-            ):
+            for packing, shuffle in self.orders:
                 self.run_packing(packing, shuffle, latencies)
             self.run_peers(latencies)
 
@@ -321,7 +320,7 @@ def main() -> None:
         return
     tokens, steps = (1_000_000, 2) if options.tiny else (options.megatokens * 1_000_000, options.steps)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), tokens, steps, options.peers)
+        bench = Bench(Path(folder), tokens, steps, options.peers, ORDERS[-1:] if options.tiny else ORDERS)
         bench.run([0] if options.tiny else options.latency)
     if options.json:
         print(json.dumps(bench.lines))

@@ -309,7 +309,7 @@ def compile_or_leave(tables, folder):
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(tables=configs())
 def test_the_report_is_what_a_simulation_of_all_steps_counts(stores, tables):
     """[P2.a, M1.b, M1.d]"""

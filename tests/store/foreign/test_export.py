@@ -98,7 +98,8 @@ def test_what_is_exported_reads_back_as_the_same_records(make, tmp_path, kind, f
     assert report.files == sum(len(names) for _, _, names in os.walk(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("dtype", ["|u1", "<u4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["|u1", pytest.param("<u4", marks=pytest.mark.deep)])
 def test_megatron_reads_its_export_by_itself(make, tmp_path, dtype):
     """megatron-core, in a process of its own, finds every token and boundary."""
     path = make("seq", {"sequence": dtype}, vocab_size=256 if dtype == "|u1" else 50_000)
