@@ -144,3 +144,12 @@ def test_pairs_without_one_side_are_no_rows(tmp_path, tokenizer_identity):
         writer.commit()
     with pytest.raises(ConfigError, match="a store of dpo must have rejected, got only chosen; prepare it again"):
         RecordRows(store=open_store(tmp_path / "half"), seq_len=4, policy=CUT_END)
+
+
+def test_pages_of_dropped_records_belong_to_no_row(groups):
+    """The last record, of 6 tokens in a response, is dropped; behind it there is no row."""
+    rows = RecordRows(store=groups, seq_len=5, policy=Policy(name="padded", split="drop"))
+    assert (rows.num_rows, rows.left_out.tolist()) == (4, [3, 5])
+    begin, end = groups.axes["responses"].values[-2:].tolist()
+    numbers, _ = rows.rows_within_shard("responses", 2, np.array([0]), np.array([end - begin]))
+    assert numbers.tolist() == []

@@ -245,7 +245,7 @@ class RecordRows(StoredRows):
             first, last, _, _ = items_within(self.store, "groups", shard, first - base, last - base + 1)
         count = np.maximum(0, last - first + 1)
         records, owner = counted_from(first, count), np.repeat(np.arange(begins.size), count)
-        kept = ~are_excluded(self.excluded, records)
+        kept = ~are_excluded(self.left_out, records)
         places = np.argsort(self.rest, kind="stable")
         left = np.searchsorted(self.rest, records, side="left", sorter=places)
         here = left < self.rest.size
