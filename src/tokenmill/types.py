@@ -285,6 +285,10 @@ class Fates:
         assert self.tokens == self.trained + self.masked + sum(self.dropped.values()), self
 
 
+NO_DOCUMENTS: Int64Array = np.empty(0, np.int64)
+"""What is left out of a source where nothing is."""
+
+
 def run_sums(first: Int64Array, count: Int64Array, values: Int64Array) -> Int64Array:
     """Return the sum of the `count` values from each `first` on.
 
@@ -304,6 +308,20 @@ def counted_from(first: Int64Array, count: Int64Array) -> Int64Array:
     """
     behind: Int64Array = np.repeat(first - (np.cumsum(count) - count), count)
     return np.arange(behind.size) + behind
+
+
+def distinct(values: Int64Array) -> Int64Array:
+    """Return the distinct values in ascending order; as numpy.unique, but without sorting where they lie close."""
+    if not values.size:
+        return values.copy()
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest == highest:
+        return values[:1].copy()
+    if highest - lowest > 16 * values.size:
+        return np.unique(values)
+    present = np.zeros(highest - lowest + 1, np.bool_)
+    present[values - lowest] = True
+    return np.flatnonzero(present) + lowest
 
 
 def natural_key(path: str) -> tuple[object, ...]:

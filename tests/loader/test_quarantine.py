@@ -55,8 +55,8 @@ def write_documents(tmp_path, tokenizer_identity):
     return write
 
 
-def rows_of_store(store, policy, excluded=None, *, seq_len=16, crossing=False):
-    numbers = None if excluded is None else np.array(excluded, np.int64)
+def rows_of_store(store, policy, excluded=(), *, seq_len=16, crossing=False):
+    numbers = np.array(excluded, np.int64)
     if store.manifest.kind in RECORD_ARRAYS:
         return RecordRows(store=store, seq_len=seq_len, policy=policy, excluded=numbers)
     if policy.name == "concat":
@@ -161,7 +161,7 @@ def test_a_quarantine_changes_no_batch_before_it_and_every_one_after_it(write_do
 def test_what_and_when_are_inverse_through_quarantines(write_documents, policy):
     """[O1.b, O1.c] One in the first epoch, one in its rest, one with another length."""
     store = write_documents(range(120), size=400)
-    links = [(0, None, 16), (9, OUT[:6], 16), (15, OUT[:9], 16), (20, OUT, 23)]
+    links = [(0, (), 16), (9, OUT[:6], 16), (15, OUT[:9], 16), (20, OUT, 23)]
     plan = plan_of(*((start, rows_of_store(store, policy, out, seq_len=n)) for start, out, n in links), steps=50)
     met: dict[int, list] = {}
     for step in range(50):
@@ -196,7 +196,7 @@ def test_ranks_threads_and_resumes_do_not_change_what_is_left(write_documents, p
 def test_a_checkpoint_before_the_quarantine_goes_on_into_it(write_documents):
     """[O1.c] The run is edited at the step at which it stopped."""
     store = write_documents(range(120))
-    rows, fewer = (rows_of_store(store, Policy(), out) for out in (None, OUT))
+    rows, fewer = (rows_of_store(store, Policy(), out) for out in ((), OUT))
     stopped = loader_of(plan_of((0, rows)))
     stopped.seek(13)
     edited = loader_of(plan_of((0, rows), (13, fewer)))
@@ -262,7 +262,7 @@ def test_records_are_left_out_from_a_step_on_and_shapes_stay(write_records, kind
     """[O1.c, M1.c] The largest group is among them."""
     store = write_records(kind, range(30))
     out = [0, 3, 4, 5, 17, 29]
-    rows, fewer = (rows_of_store(store, POLICIES[3], gone, seq_len=6) for gone in (None, out))
+    rows, fewer = (rows_of_store(store, POLICIES[3], gone, seq_len=6) for gone in ((), out))
     straight, plan = plan_of((0, rows), steps=20), plan_of((0, rows), (4, fewer), steps=20)
     arrays = (*RECORD_ARRAYS[kind], "source")
     before, after = (list(loader_of(made, arrays=arrays)) for made in (straight, plan))

@@ -237,7 +237,7 @@ def test_a_row_index_that_was_built_beside_a_store_is_fetched(make_store, tmp_pa
     }
     expected, _ = digests(Run(config=parse_config(table), folder=tmp_path))
     upload(path, f"file://{tmp_path}/away")
-    monkeypatch.setattr("tokenmill.packing.rows.pack_all", None)  # nothing is packed again
+    monkeypatch.setattr("tokenmill.packing.rows.compute_in_order", None)  # nothing is packed again
     table["sources"][0]["store"] = f"file://{tmp_path}/away"
     table["remote"] = {"mirror": str(tmp_path / "mirror")}
     assert digests(Run(config=parse_config(table), folder=tmp_path))[0] == expected

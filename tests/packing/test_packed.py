@@ -8,6 +8,7 @@ from tokenmill.packing import ConcatRows, Policy, pack_rows
 from tokenmill.packing.index import pack_one
 from tokenmill.packing.packers import BOS_ADDED, FIRST, TOKENS, TRAINED
 from tokenmill.store import open_store
+from tokenmill.types import NO_DOCUMENTS
 
 POLICIES = [
     Policy(),
@@ -187,7 +188,7 @@ def test_a_fragment_that_fills_a_row_is_packed_once():
     """Beside one of the same size that needs BOS before it, and so does not fit."""
     fragments = np.array([[0, 1], [5, 0], [9, 9]], np.int32)
     lengths = np.array([14, 9], np.int32)
-    packed = pack_one(0, lambda _: (fragments, lengths), 8, Policy(name="bos_best_fit"), "here", None)
+    packed = pack_one(0, lambda _: (fragments, lengths), 8, Policy(name="bos_best_fit"), "here", NO_DOCUMENTS)
     # The whole document; BOS and 8 tokens of the other; BOS and its last.
     assert (packed.rows, packed.pieces, packed.cuts) == (3, 3, 2)
     assert packed.counts[[TOKENS, TRAINED, FIRST, BOS_ADDED]].tolist() == [18, 17, 1, 2]

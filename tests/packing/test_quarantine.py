@@ -41,10 +41,11 @@ shapes = st.tuples(
 
 def rows_of_store(store, policy, seq_len, excluded=None, **options):
     """Make the rows of a store, under any policy."""
-    numbers = None if excluded is None else np.array(excluded, np.int64)
+    if excluded is not None:
+        options["excluded"] = np.array(excluded, np.int64)
     if policy.name == "concat":
-        return ConcatRows(store=store, seq_len=seq_len, excluded=numbers, **options)
-    return pack_rows(store, seq_len=seq_len, policy=policy, excluded=numbers, **options)
+        return ConcatRows(store=store, seq_len=seq_len, **options)
+    return pack_rows(store, seq_len=seq_len, policy=policy, **options)
 
 
 def spans_of(rows, numbers=None):

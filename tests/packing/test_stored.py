@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.packing.stored import check_excluded, describe_excluded, holes_of, record_holes, token_holes
+from tokenmill.packing import ConcatRows
+from tokenmill.packing.stored import check_excluded, describe_excluded, holes_of
 from tokenmill.store import open_store
 
 stretches = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20)
@@ -54,9 +55,9 @@ def test_runs_are_cut_at_holes_and_nowhere_else(parts, length, key):
 def test_holes_that_touch_are_one_and_empty_documents_none(make_store):
     """So a run of a thousand documents costs no more than one."""
     path, _, _ = make_store("web", [4, *[3] * 1_000, 0, 5, 0, 2], max_tokens_per_shard=100)
-    holes = token_holes(open_store(path), np.array([*range(1, 1_001), 1_003]))
+    holes = ConcatRows(store=open_store(path), seq_len=8, excluded=np.array([*range(1, 1_001), 1_003])).holes
     assert (holes.begins.tolist(), holes.before.tolist()) == ([4], [0, 3_000])
-    assert record_holes(np.array([2, 3, 7])).begins.tolist() == [2, 7]
+    assert holes_of(np.array([2, 3, 7]), np.ones(3, np.int64)).begins.tolist() == [2, 7]
 
 
 @pytest.mark.parametrize(
@@ -79,4 +80,4 @@ def test_a_description_says_how_many_and_tells_others_apart():
     assert len({found["quarantined"] for found in described}) == 3
     assert described[0] == describe_excluded(np.arange(5)[1:3])
     assert described[0] == {"quarantined": "2:556c70b5fae5b2a44967295965e4d325"}  # on any machine
-    assert describe_excluded(None) == describe_excluded(np.empty(0, np.int64)) == {}
+    assert describe_excluded(np.empty(0, np.int64)) == {}

@@ -33,7 +33,7 @@ from tokenmill.packing.rows import unseen
 from tokenmill.packing.stored import look_ahead
 from tokenmill.plan.shuffle import Shuffle, permute_all
 from tokenmill.plan.stages import Seen
-from tokenmill.types import Encoded, Fates, Int64Array, Spans, UnsignedArray
+from tokenmill.types import NO_DOCUMENTS, Encoded, Fates, Int64Array, Spans, UnsignedArray
 
 BROKEN = "broken"
 """Why a window is left out, beside the reasons of records."""
@@ -241,7 +241,7 @@ class _Packed:
 
     store: _Documents
     index: WindowIndex
-    excluded: Int64Array | None
+    excluded: Int64Array
 
     def spans(self, rows: Int64Array) -> Spans:
         return self.index.spans(rows, self.store.num_documents, self.store.locate, str(self.store.path))
@@ -268,7 +268,7 @@ def pack_window(
         long = _too_long(kept, np.diff(encoded.offsets), tokenized, formats[0], skipped)
         encoded, kept = _without(encoded, long), np.delete(kept, long)
     documents = _Documents(Path(tokenized.window.unit.pieces[0].file.path), encoded)
-    packed = _pack(documents, whole_documents(documents), formats[0], str(tokenized.window), None)
+    packed = _pack(documents, whole_documents(documents), formats[0], str(tokenized.window))
     for turn, format in enumerate(formats[1:]):
         seen = _seen(packed, tokenized, options, drawn[turn].rows, turn)
         skipped = []  # those of formats before this one were counted
@@ -296,7 +296,7 @@ def _pack(
     fragments: WindowFragments,
     options: LiveOptions,
     where: str,
-    excluded: Int64Array | None,
+    excluded: Int64Array = NO_DOCUMENTS,
 ) -> _Packed:
     """Pack documents, or what is left of them. `concat` pads its last row, so that no token is lost."""
     windows = range(num_windows(documents))
@@ -318,10 +318,10 @@ def _pack_rest(
     fragments, excluded = unseen(packed, seen, options.policy), packed.excluded
     if options.policy.split_mode in (FORBID, DROP):
         left = [(window * MAX_DOCUMENTS, fragments(window)[0]) for window in range(num_windows(packed.store))]
-        documents = np.concatenate([np.empty(0, np.int64), *(begin + pieces[0] for begin, pieces in left)])
-        lengths = np.concatenate([np.empty(0, np.int64), *(pieces[2] for _, pieces in left)])
+        documents = np.concatenate([NO_DOCUMENTS, *(begin + pieces[0] for begin, pieces in left)])
+        lengths = np.concatenate([NO_DOCUMENTS, *(pieces[2] for _, pieces in left)])
         long = documents[_too_long(kept[documents], lengths, tokenized, options, skipped)]
-        excluded = np.union1d(long, [] if excluded is None else excluded).astype(np.int64)
+        excluded = np.union1d(long, excluded)
     return _pack(packed.store, fragments, options, str(tokenized.window), excluded)
 
 

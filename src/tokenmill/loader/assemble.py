@@ -21,7 +21,7 @@ from tokenmill.errors import StoreCorruptError
 from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
-from tokenmill.packing.stored import StoredRows, distinct, is_stored, next_uses
+from tokenmill.packing.stored import StoredRows, is_stored, next_uses
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
 from tokenmill.store.maps import RangeRequest, Ranges
@@ -35,6 +35,7 @@ from tokenmill.types import (
     Int64Array,
     Spans,
     counted_from,
+    distinct,
     run_sums,
     token_arrays,
 )

@@ -25,11 +25,11 @@ from tokenmill.loader import assemble
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import DEAL, Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
-from tokenmill.packing.stored import LOSS_MASK, StoredRows, distinct, is_stored
+from tokenmill.packing.stored import LOSS_MASK, StoredRows, is_stored
 from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage
 from tokenmill.store.layout import PAGE_BYTES
-from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array
+from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array, distinct
 
 if TYPE_CHECKING:
     from tokenmill.store import Store

@@ -9,26 +9,19 @@ by other costs would not share out a batch alike.
 from __future__ import annotations
 
 import logging
-import os
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import xxhash
 
-from tokenmill.caches import private_folder, writable
 from tokenmill.compiled import int64, kernel, least, read_uint16
-from tokenmill.errors import TokenmillError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.index import build_lock
+from tokenmill.packing.index import compute_in_order, kept_file
 from tokenmill.packing.stored import StoredRows
 from tokenmill.store.durable import read_index, write_index
-from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.maps import MappedFile
 from tokenmill.types import BoolArray, Int64Array, Uint16Array
 
@@ -151,27 +144,16 @@ def _look_up(table: Int64Array, sources: Int64Array, numbers: Int64Array, out: I
 
 def row_costs(rows: StoredRows) -> RowCosts:
     """Return the costs of all rows of a source: from a file, which is built where there is none, or from memory."""
-    total = rows.num_rows + rows.num_rest
-    if total <= IN_MEMORY_ROWS:
-        return RowCosts(rows=rows, data=np.concatenate([np.empty(0, np.uint16), *_blocks(rows)]))
-    description = {"format": FORMAT, **rows.description}
-    name = f"{digest(description)}.costs"
     kept = None
-    for folder in (rows.store.path / ROWS_FOLDER, private_folder("rows", make=False)):
-        kept = kept or (_read(folder / name, rows) if folder else None)
-    folder = writable(rows.store.path / ROWS_FOLDER) or private_folder("rows") if kept is None else None
-    if folder is not None:
-        try:
-            with build_lock(folder / name):
-                kept = _read(folder / name, rows)
-                if kept is None:
-                    write_index(folder / name, partial(_write, rows=rows))
-                    kept = _read(folder / name, rows)
-        except OSError as error:
-            if isinstance(error, TokenmillError):
-                raise
-            logger.warning("%s: costs of rows cannot be kept, each process counts them: %s", folder, error)
-    return kept or RowCosts(rows=rows, data=np.concatenate(list(_blocks(rows))))
+    if rows.num_rows + rows.num_rest > IN_MEMORY_ROWS:
+        kept = kept_file(
+            rows.store.path,
+            f"{digest({'format': FORMAT, **rows.description})}.costs",
+            "a file of the costs of rows",
+            read=lambda file: _read(file, rows),
+            build=lambda file: write_index(file, lambda out: _write(out, rows)),
+        )
+    return kept or RowCosts(rows=rows, data=np.concatenate([np.empty(0, np.uint16), *_blocks(rows)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,20 +166,16 @@ class _Footer:
 
 
 def _blocks(rows: StoredRows) -> Iterator[Uint16Array]:
-    """Count the costs of all rows, block by block, in threads; few wait at a time, so memory is bounded."""
-    total, threads = rows.num_rows + rows.num_rest, min(8, os.cpu_count() or 1)
-    waiting: deque[Future[Uint16Array]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-costs") as executor:
-        for begin in range(0, total, BLOCK):
-            numbers = np.arange(begin, min(begin + BLOCK, total))
-            waiting.append(executor.submit(count_costs, rows, numbers))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    """Count the costs of all rows, block by block, in threads."""
+    total = rows.num_rows + rows.num_rest
+
+    def block(number: int) -> Uint16Array:
+        return count_costs(rows, np.arange(number * BLOCK, min((number + 1) * BLOCK, total)))
+
+    return compute_in_order(-(-total // BLOCK), block)
 
 
-def _write(out: BinaryIO, *, rows: StoredRows) -> _Footer:
+def _write(out: BinaryIO, rows: StoredRows) -> _Footer:
     sums = []
     for block in _blocks(rows):
         out.write(block.data)
@@ -207,11 +185,11 @@ def _write(out: BinaryIO, *, rows: StoredRows) -> _Footer:
 
 def _read(file: Path, rows: StoredRows) -> RowCosts | None:
     """Map kept costs; None where there are none, or a file that is cut or changed: it is made again."""
-    kept = read_index(file, _Footer)
-    total = rows.num_rows + rows.num_rest
-    if kept is None:
+    index = read_index(file, _Footer)
+    if index is None:
         return None
-    mapped, footer = kept
+    mapped, footer = index
+    total = rows.num_rows + rows.num_rest
     blocks = -(-total // BLOCK)
     if (footer.format, footer.rows, len(footer.sums), mapped.data.size) != (FORMAT, total, blocks, 2 * total):
         return None

@@ -7,6 +7,7 @@ section holds the first piece of each row (4 bytes), the pieces (2 bytes) and th
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -63,6 +64,7 @@ from tokenmill.types import (
     counted_from,
 )
 
+T = TypeVar("T")
 logger = logging.getLogger("tokenmill")
 ROW, BYTE, PIECES, CUTS, CHECK = range(5)
 """Columns of the table: first row and first byte of a window, how many pieces and cuts it has, its checksum."""
@@ -286,7 +288,7 @@ def pack_one(
     seq_len: int,
     policy: Policy,
     where: str,
-    excluded: Int64Array | None,
+    excluded: Int64Array,
 ) -> PackedWindow:
     """Pack one window, without the documents that are excluded."""
     fragments, lengths = fragments_of(window)
@@ -317,12 +319,13 @@ def pack_one(
     return PackedWindow(rows=int(rows), pieces=int(pieces), cuts=int(cuts), data=data, counts=counts)
 
 
-def pack_all(windows: int, pack: Callable[[int], PackedWindow], threads: int) -> Iterator[PackedWindow]:
-    """Pack all windows in threads and yield them in order; few wait at a time, so memory is bounded."""
-    waiting: deque[Future[PackedWindow]] = deque()
+def compute_in_order(count: int, compute: Callable[[int], T]) -> Iterator[T]:
+    """Compute things 0 to `count` in threads and yield them in order; few wait at a time, so memory is bounded."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenmill-pack") as executor:
-        for window in range(windows):
-            waiting.append(executor.submit(pack, window))
+        for number in range(count):
+            waiting.append(executor.submit(compute, number))
             if len(waiting) > 4 * threads:
                 yield waiting.popleft().result()
         while waiting:
@@ -503,32 +506,57 @@ def cached_index(
 ) -> WindowIndex:
     """Return the index that `description` stands for, from its file; build that if there is none, or a damaged one.
 
-    Where no folder can be written to, or the disk is full, the index is held in memory.
+    Where it cannot be kept, it is held in memory.
     """
-    name = f"{digest(dict(description))}.rows"
-    folders = (store / ROWS_FOLDER, private_folder("rows", make=False))
-    index = None
-    for folder in folders if not damaged else ():
-        index = index or (_read(folder / name, description, windows) if folder else None)
-    folder = writable(store / ROWS_FOLDER) or private_folder("rows") if index is None else None
-    if folder is not None:
-        try:
-            with build_lock(folder / name) as alone:
-                index = None if damaged else _read(folder / name, description, windows)
-                if index is None:
-                    if alone:
-                        for left in folder.glob(f".tmp-{name.removesuffix('.rows')}-*"):
-                            left.unlink()  # what a killed builder left
-                    _build(folder / name, description, packed)
-                    index = _read(folder / name, description, windows)
-        except OSError as error:
-            if isinstance(error, TokenmillError):
-                raise
-            logger.warning("%s: an index of rows cannot be kept, each process makes its own: %s", folder, error)
+    index = kept_file(
+        store,
+        f"{digest(dict(description))}.rows",
+        "an index of rows",
+        read=lambda file: _read(file, description, windows),
+        build=lambda file: _build(file, description, packed),
+        damaged=damaged,
+    )
     if index is None:
         return index_in_memory(packed())
     index.build_again = partial(cached_index, store, description, packed, windows, damaged=True)
     return index
+
+
+def kept_file(
+    store: Path,
+    name: str,
+    what: str,
+    *,
+    read: Callable[[Path], T | None],
+    build: Callable[[Path], None],
+    damaged: bool = False,
+) -> T | None:
+    """Return what is kept of a store's rows under a name; it is built where there is none, or a `damaged` one.
+
+    None where no folder can be written to, or the disk is full.
+    """
+    for folder in (store / ROWS_FOLDER, private_folder("rows", make=False)) if not damaged else ():
+        kept = read(folder / name) if folder else None
+        if kept is not None:
+            return kept
+    folder = writable(store / ROWS_FOLDER) or private_folder("rows")
+    if folder is None:
+        return None
+    file = folder / name
+    try:
+        with build_lock(file) as alone:
+            kept = None if damaged else read(file)
+            if kept is None:
+                for left in folder.glob(f".tmp-{file.stem}-*") if alone else ():
+                    left.unlink()  # what a killed builder left
+                build(file)
+                kept = read(file)
+            return kept
+    except OSError as error:
+        if isinstance(error, TokenmillError):
+            raise
+        logger.warning("%s: %s cannot be kept, each process makes its own: %s", folder, what, error)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,12 +21,12 @@ from tokenmill.packing.stored import (
     count_ones,
     describe_excluded,
     excluded_within,
+    holes_of,
     items_within,
     locate,
-    record_holes,
 )
 from tokenmill.plan.stages import NOTHING, Held
-from tokenmill.types import AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
+from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.packers import Policy
@@ -65,11 +65,11 @@ class RecordRows(StoredRows):
     seq_len: int
     """How many tokens of each array a row delivers; a longer one is cut as the policy says, or refused."""
     policy: Policy
-    rest: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    rest: Int64Array = field(default_factory=lambda: NO_DOCUMENTS)
     """Records that come before the first epoch: what a stage before, of another sequence length, has not drawn."""
     after: str = ""
     """After what the rest is left, for the description."""
-    excluded: Int64Array | None = None
+    excluded: Int64Array = field(default_factory=lambda: NO_DOCUMENTS)
     """Records that no row holds, ascending."""
 
     def __post_init__(self) -> None:
@@ -99,23 +99,22 @@ class RecordRows(StoredRows):
     @cached_property
     def holes(self) -> Holes:
         """What is left out of the numbers of records."""
-        return record_holes(self.left_out)
+        return holes_of(self.left_out, np.ones_like(self.left_out))
 
     @cached_property
-    def left_out(self) -> Int64Array | None:
+    def left_out(self) -> Int64Array:
         """Records that no row holds, ascending: those that are excluded, and those that are dropped as too long."""
-        if self.policy.split_mode != DROP:
-            return self.excluded
-        long = [records for _, records, _ in self._longer()]
-        excluded = np.empty(0, np.int64) if self.excluded is None else self.excluded
-        return np.unique(np.concatenate([excluded, *long]))
+        return np.union1d(self.excluded, self._long) if self.policy.split_mode == DROP else self.excluded
 
-    @cached_property
+    @property
     def num_long(self) -> int:
         """How many records have an array with more tokens than a row delivers; reads lengths."""
-        return int(
-            np.unique(np.concatenate([np.empty(0, np.int64), *(long for _, long, _ in self._longer())])).size
-        )
+        return int(self._long.size)
+
+    @cached_property
+    def _long(self) -> Int64Array:
+        """Records that have such an array, ascending."""
+        return np.unique(np.concatenate([NO_DOCUMENTS, *(records for _, records, _ in self._longer())]))
 
     @property
     def num_rest(self) -> int:
@@ -183,12 +182,12 @@ class RecordRows(StoredRows):
 
     def _count_excluded(self) -> int:
         """Return how many tokens the excluded records have, over all arrays."""
-        found = 0
+        tokens = 0
         for begin, end in _blocks(self.store.num_documents):
             records = excluded_within(self.excluded, begin, end) + begin
             for key in self.parts if records.size else ():
-                found += int(locate(self.store, self.items(key, records)[0], self.store.axis(key))[2].sum())
-        return found
+                tokens += int(locate(self.store, self.items(key, records)[0], self.store.axis(key))[2].sum())
+        return tokens
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold, over all arrays; reads lengths, and the masks of their tokens."""
@@ -248,10 +247,10 @@ class RecordRows(StoredRows):
         kept = ~are_excluded(self.left_out, records)
         places = np.argsort(self.rest, kind="stable")
         left = np.searchsorted(self.rest, records, side="left", sorter=places)
-        here = left < self.rest.size
-        here[here] = self.rest[places[left[here]]] == records[here]
-        rows = np.concatenate([self.holes.closed(records[kept]), places[left[here]] + self.num_rows])
-        return rows, np.concatenate([owner[kept], owner[here]])
+        in_rest = left < self.rest.size
+        in_rest[in_rest] = self.rest[places[left[in_rest]]] == records[in_rest]
+        rows = np.concatenate([self.holes.closed(records[kept]), places[left[in_rest]] + self.num_rows])
+        return rows, np.concatenate([owner[kept], owner[in_rest]])
 
     def records(self, rows: Int64Array) -> Int64Array:
         """Return the record that each row holds."""

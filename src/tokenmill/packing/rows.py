@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -21,16 +20,16 @@ from tokenmill.packing.index import (
     WindowFragments,
     WindowIndex,
     cached_index,
+    compute_in_order,
     index_in_memory,
     num_windows,
-    pack_all,
     pack_one,
     whole_documents,
 )
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
 from tokenmill.plan.stages import CountedRows
 from tokenmill.store.layout import ROWS_FOLDER
-from tokenmill.types import AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
+from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:
     from tokenmill.packing.packers import Fragments, Policy
@@ -52,7 +51,7 @@ class PackedRows(stored.StoredRows):
     index: WindowIndex
     description: Mapping[str, int | str | bool]
     cross_document_labels: bool = False
-    excluded: Int64Array | None = None
+    excluded: Int64Array = field(default_factory=lambda: NO_DOCUMENTS)
     """Documents that no row holds, ascending."""
 
     @property
@@ -86,8 +85,8 @@ class PackedRows(stored.StoredRows):
             self.store.document_offsets(begin, end)[[0, -1]]
             for begin, end in zip((windows * MAX_DOCUMENTS).tolist(), ends.tolist(), strict=True)
         ]
-        found = np.array(edges, np.int64).reshape(-1, 2)
-        return found[:, 0], found[:, 1]
+        begins, ends = np.array(edges, np.int64).reshape(-1, 2).T
+        return begins, ends
 
     def window_starts(self, *, rest: bool) -> Int64Array | None:
         """Return the first row of each window, and the end; there is no rest before the rows of one index."""
@@ -141,7 +140,7 @@ def pack_rows(
     cross_document_labels: bool = False,
     fragments_of: WindowFragments | None = None,
     after: str = "",
-    excluded: Int64Array | None = None,
+    excluded: Int64Array = NO_DOCUMENTS,
 ) -> PackedRows:
     """Pack a store, or what `fragments_of` leaves of it (`after` then says after what, for the description).
 
@@ -181,10 +180,9 @@ def _index(
     store: Store, described: Mapping[str, int | str | bool], pack: Callable[[int], PackedWindow]
 ) -> WindowIndex:
     windows = num_windows(store)
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def packed() -> Iterator[PackedWindow]:
-        return pack_all(windows, pack, threads)
+        return compute_in_order(windows, pack)
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
         for files in store.remotes:
@@ -268,12 +266,12 @@ class FollowingRows(stored.StoredRows):
         """Return the tokens of the blocks of an epoch, and of the windows of the rest, that hold rows."""
         left = rows >= self.num_rows
         parts = [
-            part.whole_blocks(mine, block_rows)
-            for part, mine in ((self.full, rows[~left]), (self.rest, rows[left] - self.num_rows))
-            if mine.size
+            part.whole_blocks(own, block_rows)
+            for part, own in ((self.full, rows[~left]), (self.rest, rows[left] - self.num_rows))
+            if own.size
         ]
-        found = [part for part in parts if part is not None]
-        return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
+        begins, ends = zip(*(part for part in parts if part is not None), strict=True)
+        return np.concatenate(begins), np.concatenate(ends)
 
     def window_starts(self, *, rest: bool) -> Int64Array | None:
         """Return the first row of each window of an epoch, or of the rest, and the end."""
@@ -351,7 +349,7 @@ class PackedDocuments(Protocol):
         ...
 
     @property
-    def excluded(self) -> Int64Array | None:
+    def excluded(self) -> Int64Array:
         """Documents that no row holds, ascending."""
         ...
 
@@ -379,9 +377,8 @@ def unseen(part: PackedDocuments, seen: Seen, policy: Policy) -> WindowFragments
         left = seen.unseen(rows)
         # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
         touched = np.full(lengths.size, seen.rest)
-        touched[stored.excluded_within(part.excluded, begin, end)] = (
-            True  # no part of that epoch, so not left of it
-        )
+        # Excluded documents were no part of that epoch, so they are not left of it.
+        touched[stored.excluded_within(part.excluded, begin, end)] = True
         drawn = part.spans(rows[~left]).document
         touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
         documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)

@@ -14,10 +14,9 @@ from tokenmill.errors import ConfigError, PlanError
 from tokenmill.plan.stages import LAST_STEP, CountedRows, Held, Rows, Seen, next_steps
 from tokenmill.store.layout import OFFSET_DTYPE, index_file
 from tokenmill.store.reader import Store, bad_offsets
-from tokenmill.types import AnyArray, BoolArray, Int64Array, run_sums
+from tokenmill.types import AnyArray, BoolArray, Int64Array, distinct, run_sums
 
 if TYPE_CHECKING:
-    from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.records import Runs
     from tokenmill.plan.plan import Plan
     from tokenmill.types import Fates, Spans
@@ -303,28 +302,8 @@ def holes_of(begins: Int64Array, lengths: Int64Array) -> Holes:
     return Holes(begins=begins[heads], places=begins[heads] - before[:-1], before=before)
 
 
-def token_holes(store: Store, excluded: Int64Array | None) -> Holes:
-    """Return what excluded documents leave out of the stream of tokens."""
-    if excluded is None or not excluded.size:
-        return NO_HOLES
-    shard, first, length = locate(store, excluded)
-    return holes_of(store.token_begins[shard] + first, length)
-
-
-def record_holes(excluded: Int64Array | None) -> Holes:
-    """Return what excluded records leave out of the numbers of all records."""
-    if excluded is None or not excluded.size:
-        return NO_HOLES
-    return holes_of(excluded, np.ones_like(excluded))
-
-
-NO_HOLES = Holes(begins=np.empty(0, np.int64), places=np.empty(0, np.int64), before=np.zeros(1, np.int64))
-
-
-def check_excluded(store: Store, excluded: Int64Array | None) -> None:
+def check_excluded(store: Store, excluded: Int64Array) -> None:
     """Refuse excluded documents that are not in the store, not in order, or named twice."""
-    if excluded is None or not excluded.size:
-        return
     assert excluded.dtype == np.int64, "their bytes are what the description of the rows is made of"
     size = store.num_documents
     outside = excluded[(excluded < 0) | (excluded >= size)]
@@ -342,11 +321,9 @@ def check_excluded(store: Store, excluded: Int64Array | None) -> None:
         )
 
 
-def describe_excluded(excluded: Int64Array | None) -> dict[str, int | str | bool]:
+def describe_excluded(excluded: Int64Array) -> dict[str, int | str | bool]:
     """Return what tells rows without these documents from others, as JSON; nothing where there are none."""
-    if excluded is None or not excluded.size:
-        return {}
-    return {QUARANTINED: digest_numbers(excluded)}
+    return {QUARANTINED: digest_numbers(excluded)} if excluded.size else {}
 
 
 def digest_numbers(numbers: Int64Array) -> str:
@@ -355,21 +332,18 @@ def digest_numbers(numbers: Int64Array) -> str:
     return f"{numbers.size}:{xxhash.xxh3_128_hexdigest(plain.data)}"
 
 
-def excluded_within(excluded: Int64Array | None, begin: int, end: int) -> Int64Array:
+def excluded_within(excluded: Int64Array, begin: int, end: int) -> Int64Array:
     """Return which of documents `begin` to `end` (exclusive) are excluded, counted from `begin`."""
-    if excluded is None:
-        return np.empty(0, np.int64)
     first, last = np.searchsorted(excluded, [begin, end])
     return excluded[first:last] - begin
 
 
-def are_excluded(excluded: Int64Array | None, documents: Int64Array) -> BoolArray:
+def are_excluded(excluded: Int64Array, documents: Int64Array) -> BoolArray:
     """Say of each document whether it is excluded."""
-    if excluded is None or not excluded.size:
+    if not excluded.size:
         return np.zeros(documents.size, np.bool_)
     place = np.minimum(np.searchsorted(excluded, documents), excluded.size - 1)
-    found: BoolArray = excluded[place] == documents
-    return found
+    return np.equal(excluded[place], documents)
 
 
 def look_ahead(spans: Spans, seq_len: int, ahead: int, lengths_of: Callable[[Int64Array], Int64Array]) -> Spans:
@@ -382,52 +356,18 @@ def look_ahead(spans: Spans, seq_len: int, ahead: int, lengths_of: Callable[[Int
     return replace(spans, length=length)
 
 
-# The distinct values among many shard or source numbers.
-
-
-def distinct(values: Int64Array) -> Int64Array:
-    """Return the distinct values in ascending order; as numpy.unique, but without sorting where they lie close."""
-    if not values.size:
-        return values.copy()
-    lowest, highest = int(values.min()), int(values.max())
-    if lowest == highest:
-        return values[:1].copy()
-    if highest - lowest > 16 * values.size:
-        return np.unique(values)
-    present = np.zeros(highest - lowest + 1, np.bool_)
-    present[values - lowest] = True
-    return np.flatnonzero(present) + lowest
-
-
 # What rows of sequences hold, and how many labels the loss mask of a store leaves of it.
 
 LOSS_MASK = "loss_mask"
 """Array of a store whose zeros say which tokens are not to be trained on."""
 _ROWS = 1 << 16
-_TOKENS = 1 << 24
-_DOCUMENTS = 1 << 20
+"""Rows whose labels are counted together."""
 
 
 def count_rows(rows: StoredRows) -> int:
     """Return how many labels of an epoch the mask leaves; reads all of it, some rows at a time."""
     starts = range(0, rows.num_rows, _ROWS)
     return sum(rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
-
-
-def count_stream(rows: ConcatRows) -> int:
-    """Return what `count_rows` does for rows cut from a stream without holes; faster, as it finds no spans."""
-    store, end = rows.store, rows.store.num_tokens - rows.dropped_tokens
-    found = 0
-    for begin in range(1, end, _TOKENS):
-        found += int(np.count_nonzero(store.fetch(begin, min(begin + _TOKENS, end), LOSS_MASK)))
-    if rows.cross_document_labels:
-        return found
-    for begin in range(0, store.num_documents, _DOCUMENTS):
-        offsets = store.document_offsets(begin, min(begin + _DOCUMENTS, store.num_documents))
-        starts = offsets[:-1][(offsets[1:] > offsets[:-1]) & (offsets[:-1] > 0) & (offsets[:-1] < end)]
-        shards = np.searchsorted(store.token_begins, starts, side="right") - 1
-        found -= count_ones(store, LOSS_MASK, shards, starts - store.token_begins[shards], np.ones_like(starts))
-    return found
 
 
 def count_ones(
@@ -441,26 +381,26 @@ def count_ones(
     needed = distinct(shards)
     size = max(1, store.maps.limit // 4)
     addresses = np.zeros(store.num_shards, np.int64)
-    found = 0
+    ones = 0
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
         with store.lent(key, group, (shards, firsts, firsts + lengths)) as files:
             addresses[group] = [file.address for file in files]
-            found += _count(addresses, shards, firsts, lengths)
+            ones += _count(addresses, shards, firsts, lengths)
             addresses[group] = 0
-    return found
+    return ones
 
 
 @kernel
 def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, lengths: Int64Array) -> int:
     """Return how many bytes are not 0 in runs whose shard has an address."""
-    found = int64(0)
+    count = int64(0)
     for i in range(shards.size):
         address = addresses[shards[i]]
         if address:
             for k in range(firsts[i], firsts[i] + lengths[i]):
-                found += read_uint8(address, k) != 0
-    return found
+                count += read_uint8(address, k) != 0
+    return count
 
 
 def items_within(
@@ -542,17 +482,16 @@ def next_uses(
     It is LAST_STEP where none does. All ranks count, as any of them may be on this machine.
     """
     begins, ends = values
-    found = np.full(begins.size, LAST_STEP, np.int64)
+    first_uses = np.full(begins.size, LAST_STEP, np.int64)
     for stage in plan.stages:
         if stage.end_step <= after + 1 or stage.spec.skipped is not None:
             continue
-        open_runs = np.flatnonzero(found == LAST_STEP)
-        if not open_runs.size:
+        unused = np.flatnonzero(first_uses == LAST_STEP)
+        if not unused.size:
             break
         for name in stage.names:
             rows = stage.rows[name]
             if is_stored(rows) and rows.store is store:
-                held, owner = rows.rows_within_shard(axis, shard, begins[open_runs], ends[open_runs])
-                steps = next_steps(stage, name, held, after)
-                np.minimum.at(found, open_runs[owner], steps)
-    return found
+                numbers, owner = rows.rows_within_shard(axis, shard, begins[unused], ends[unused])
+                np.minimum.at(first_uses, unused[owner], next_steps(stage, name, numbers, after))
+    return first_uses

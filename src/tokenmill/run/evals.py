@@ -31,7 +31,7 @@ from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, Rows, StageSpec
 from tokenmill.store.layout import is_ours
 from tokenmill.store.notes import EMPTY, hash_documents, read_hashes
-from tokenmill.types import RECORD_TYPES, Batch, BoolArray, Int64Array, Uint64Array
+from tokenmill.types import NO_DOCUMENTS, RECORD_TYPES, Batch, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.run.run import Run
@@ -391,8 +391,8 @@ def _never_drawn(plan: Plan, source: str) -> Int64Array:
 
 def _excluded(rows: Rows) -> Int64Array:
     full = rows.full if isinstance(rows, FollowingRows) else rows
-    excluded: Int64Array | None = getattr(full, "excluded", None)
-    return np.empty(0, np.int64) if excluded is None else excluded
+    excluded: Int64Array = getattr(full, "excluded", NO_DOCUMENTS)
+    return excluded
 
 
 @dataclass(frozen=True, kw_only=True)

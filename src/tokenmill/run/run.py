@@ -27,7 +27,7 @@ from tokenmill.config.run import (
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.tables import is_address, path_of, read_table
-from tokenmill.types import MASK_KEYS, RECORD_TYPES, STORED_ARRAYS, Int64Array
+from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.config.evals import EvalSource
@@ -323,7 +323,7 @@ class Run:
         return {}
 
     def rows(
-        self, source: str, seq_len: int, policy: Policy, excluded: Int64Array | None = None
+        self, source: str, seq_len: int, policy: Policy, excluded: Int64Array = NO_DOCUMENTS
     ) -> ConcatRows | PackedRows | RecordRows:
         """Return the rows of a source at a sequence length under a policy, without the `excluded` documents.
 
@@ -331,7 +331,7 @@ class Run:
         """
         from tokenmill.packing import ConcatRows, RecordRows, pack_rows
 
-        key = (source, seq_len, policy, b"" if excluded is None else excluded.tobytes())
+        key = (source, seq_len, policy, excluded.tobytes())
         if key not in self._rows:
             crossing = self.config.run.cross_document_labels
             store = self.stores[source]
@@ -554,7 +554,7 @@ class Run:
         policy = Policy(name=packing, split=stage.long_documents(packing), crop=stage.crop, multiple=multiple)
         if name in self.live:
             return self.live[name].in_format(stage.seq_len, policy)
-        return self.rows(name, stage.seq_len, policy, excluded if excluded.size else None)
+        return self.rows(name, stage.seq_len, policy, excluded)
 
     def _size(self, name: str, counted: Sizes, rows: Rows) -> int:
         """Return how many tokens, rows or documents a source has."""
