@@ -17,6 +17,7 @@ class NumberedRows:
     seq_len: int = 8
     num_rest: int = 0
     cross_document_labels: bool = False
+    segment_multiple: int = 1
     windows: tuple[int, ...] = ()
     """Rows of each packing window, where rows are packed."""
 

@@ -495,6 +495,8 @@ class LiveRows:
     lanes: int
     format: RowFormat
     cross_document_labels: bool = False
+    segment_multiple: int = 1
+    """Rows of live text have padding at their ends alone."""
     counted: None = None
     """Nobody knows the rows of an epoch before they are read."""
 

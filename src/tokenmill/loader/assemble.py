@@ -108,11 +108,6 @@ def record_type(stage: Stage) -> str | None:
     return next((kind for kind in kinds if kind in RECORD_TYPES), None)
 
 
-def segment_multiple(stage: Stage) -> int:
-    """Return to a multiple of how many columns the segments of a stage are filled up."""
-    return max((rows.segment_multiple for rows in stage.rows.values() if is_stored(rows)), default=1)
-
-
 def stage_shapes(stage: Stage, arrays: Sequence[str], rows: int, horizon: int = 1) -> Shapes:
     """Return shape and dtype of those arrays that have a line for every row, in a batch of so many rows."""
     kind = record_type(stage)
@@ -217,22 +212,22 @@ class _Piece:
     """Where its spans are in the store."""
     spans: Int64Array
     """The lines of the field's table that are its."""
-    whole: tuple[Int64Array, Int64Array] | None = None
+    around: tuple[Int64Array, Int64Array] | None = None
     """Tokens of the store, begins and ends, that are shuffled together with its rows in one block each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Orders:
-    """How what is not on this machine is asked for."""
+class FetchOptions:
+    """How what is not on this machine is fetched."""
 
     ahead: bool = False
-    """Whether it is ahead of training, and waits until there is room for it."""
+    """Whether it is fetched ahead of training, and waits until there is room for it."""
     plan: Plan | None = None
-    """By which a mirror knows what to let go; None: there is none, or it keeps all."""
+    """By which a mirror knows what to let go; None: there is no mirror, or it keeps all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ordered:
+class _Arriving:
     """Spans whose tokens are on their way into memory."""
 
     piece: _Piece
@@ -261,34 +256,35 @@ class Block(ABC):
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
         horizon: int = 1,
-        orders: Orders | None = None,
-        found: tuple[Int64Array, Int64Array] | None = None,
+        fetching: FetchOptions | None = None,
+        source_rows: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
         """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, others are drawn.
 
-        Labels are the next `horizon` tokens. What is not on this machine is asked for, as `orders` say. Sources and
-        rows may have been `found` before.
+        Labels are the next `horizon` tokens. `source_rows` are the sources and rows at these places, where the
+        caller has computed them already.
         """
         self.stage = stage
         self.seq_len = stage.spec.seq_len
         self.arrays = tuple(arrays)
         self.horizon = horizon
         self.steps, self.slots = places
-        self.sources, rows = found or rows_at(stage, *places)
-        self._index, self._row_ids = index, rows
+        self.sources, self._row_ids = source_rows or rows_at(stage, *places)
+        self._index = index
         stores = [source.store for source in index.values()]
         self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
         self._maps: list[tuple[MapCache, list[MappedFile]]] = []
         self._faults = missing_pages[0]
         self._next_look = 0.0
         """When the sizes of the mapped files are to be looked at."""
-        self._orders = orders or Orders()
-        self._ordered: list[_Ordered] = []
+        self._fetching = fetching or FetchOptions()
+        self._arriving: list[_Arriving] = []
         self._loans: list[Loan] = []
-        self._settling = threading.Lock()
+        self._waiting = threading.Lock()
         self._whole: Batch | None = None
+        """All rows, where they had to be copied at once."""
         self._fields: dict[str, _Field] = {}
-        self._pieces = self._find(index, rows)
+        self._pieces = self._find_spans()
 
     @property
     def num_rows(self) -> int:
@@ -352,28 +348,31 @@ class Block(ABC):
     @property
     def is_here(self) -> bool:
         """Whether all tokens are on this machine."""
-        return all(loan.is_here for ordered in self._ordered for _, loan in ordered.loans)
+        return all(loan.is_here for arriving in self._arriving for _, loan in arriving.loans)
 
-    def _settle(self) -> None:
+    def _wait_for_tokens(self) -> None:
         """Wait for what is on its way, and give the spans their addresses."""
-        with self._settling:
-            while self._ordered:
-                ordered = self._ordered[0]
-                for numbers, loan in ordered.loans:
-                    ordered.bases[numbers] = [file.address for file in loan.wait()]
-                places = (ordered.piece.places.shard, ordered.piece.places.token)
-                width = ordered.piece.store.dtype(ordered.key).itemsize
-                kernels.point_spans(
-                    ordered.piece.spans, places, ordered.shards, ordered.bases, ordered.column, width
-                )
-                self._loans += [loan for _, loan in ordered.loans]
-                del self._ordered[0]
+        with self._waiting:
+            while self._arriving:
+                first = self._arriving[0]
+                for numbers, loan in first.loans:
+                    first.bases[numbers] = [file.address for file in loan.wait()]
+                self._write_addresses(first.piece, first.key, first.column, first.shards, first.bases)
+                self._loans += [loan for _, loan in first.loans]
+                del self._arriving[0]
+
+    def _write_addresses(self, piece: _Piece, key: str, column: int, shards: Int64Array, bases: Int64Array) -> None:
+        """Give the spans in some shards, whose files begin at `bases`, their addresses."""
+        places = (piece.places.shard, piece.places.token)
+        kernels.point_spans(piece.spans, places, shards, bases, column, piece.store.dtype(key).itemsize)
 
     def columns(self, number: int, count: int, names: Sequence[str]) -> Batch:
         """Return fields that stores keep of the records of the `number`-th batch of `count` rows, an array each.
 
         Numbers are an array of numbers, with NaN where a record has none; all else is an array of objects.
         """
+        if not names:
+            return {}
         chosen = slice(number * count, (number + 1) * count)
         kept = []
         for source, row in zip(self.sources[chosen].tolist(), self._row_ids[chosen], strict=True):
@@ -384,46 +383,52 @@ class Block(ABC):
 
     def release(self) -> None:
         """Give the maps back; nothing can be copied afterwards."""
-        for loan in (*self._loans, *(loan for ordered in self._ordered for _, loan in ordered.loans)):
+        for loan in (*self._loans, *(loan for arriving in self._arriving for _, loan in arriving.loans)):
             loan.release()
-        self._loans, self._ordered = [], []
+        self._loans, self._arriving = [], []
         for maps, files in self._maps:
             maps.give_back(files)
         self._maps.clear()
 
-    def _find(self, index: Mapping[int, StoredRows], rows: Int64Array) -> list[_Piece]:
+    def _find_spans(self) -> list[_Piece]:
         """Find the spans of each array of all rows that stand in stores."""
-        lines: dict[str, Int64Array] = {}
+        tables: dict[str, Int64Array] = {}
         sizes: Counter[str] = Counter()
-        parts: list[tuple[StoredRows, str, Spans | Runs, int]] = []
-        whole = {}
+        parts: list[tuple[int, str, Spans | Runs, int]] = []
+        around = {}
         present = distinct(self.sources).tolist()
         for source in present:
-            if source not in index:
+            if source not in self._index:
                 continue
+            rows = self._index[source]
             chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
-            if self.stage.by_block and index[source].store.remotes:
-                block_rows = self.stage.spec.shuffle.block_rows
-                whole[id(index[source])] = index[source].whole_blocks(rows[chosen], block_rows)
-            for key, spans in index[source].fields(rows[chosen], self.horizon - 1).items():
-                table = lines.setdefault(key, np.zeros((rows.size, 2), np.int64))
+            if self.stage.by_block and rows.store.remotes:
+                around[source] = rows.whole_blocks(self._row_ids[chosen], self.stage.spec.shuffle.block_rows)
+            for key, spans in rows.fields(self._row_ids[chosen], self.horizon - 1).items():
+                table = tables.setdefault(key, np.zeros((self.num_rows, 2), np.int64))
                 table[chosen, 0] = spans.first + sizes[key]
                 table[chosen, 1] = spans.count
-                parts.append((index[source], key, spans, sizes[key]))
+                parts.append((source, key, spans, sizes[key]))
                 sizes[key] += spans.length.size
         self._fields |= {
             key: _Field(table, np.empty((sizes[key], kernels.SPAN_COLUMNS), np.int64))
-            for key, table in lines.items()
+            for key, table in tables.items()
         }
         pieces = []
-        for source_rows, key, spans, begin in parts:
-            store = source_rows.store
+        for source, key, spans, begin in parts:
+            store, mask = self._index[source].store, STORED_ARRAYS[key].mask
             table = self._fields[key].spans[begin : begin + spans.length.size]
             kernels.describe_spans(table, spans.joined, spans.length, store.dtype(key).itemsize)
-            mask = STORED_ARRAYS[key].mask
-            mask = mask if mask in store.keys else None
-            around = whole.get(id(source_rows))
-            pieces.append(_Piece(store=store, key=key, mask=mask, places=spans, spans=table, whole=around))
+            pieces.append(
+                _Piece(
+                    store=store,
+                    key=key,
+                    mask=mask if mask in store.keys else None,
+                    places=spans,
+                    spans=table,
+                    around=around.get(source),
+                )
+            )
         return pieces
 
     def _map(self) -> None:
@@ -446,20 +451,21 @@ class Block(ABC):
 
     def _point(self, piece: _Piece, shards: Int64Array) -> None:
         """Give the spans in these shards their addresses, and keep the shards mapped."""
-        store, places = piece.store, (piece.places.shard, piece.places.token)
+        store = piece.store
         for key, column in ((piece.key, kernels.ADDRESS), (piece.mask, kernels.MASK)):
-            if key is not None:
-                requests = [store.file(int(shard), key_file(key)) for shard in shards]
-                if any(isinstance(request, RangeRequest) for request in requests):
-                    self._order(piece, key, column, shards, requests)
-                    continue
-                files = store.maps.take(requests)
-                self._maps.append((store.maps, files))
-                bases = np.array([file.address for file in files], np.int64)
-                kernels.point_spans(piece.spans, places, shards, bases, column, store.dtype(key).itemsize)
+            if key is None:
+                continue
+            requests = [store.file(int(shard), key_file(key)) for shard in shards]
+            if any(isinstance(request, RangeRequest) for request in requests):
+                self._fetch(piece, key, column, shards, requests)
+                continue
+            files = store.maps.take(requests)
+            self._maps.append((store.maps, files))
+            bases = np.array([file.address for file in files], np.int64)
+            self._write_addresses(piece, key, column, shards, bases)
 
-    def _order(self, piece: _Piece, key: str, column: int, shards: Int64Array, requests: Sequence[Request]) -> None:
-        """Ask for the tokens of spans whose files are not mapped but read by ranges."""
+    def _fetch(self, piece: _Piece, key: str, column: int, shards: Int64Array, requests: Sequence[Request]) -> None:
+        """Begin to fetch the tokens of spans whose files are not mapped but read by ranges."""
         store, places = piece.store, piece.places
         bases = np.zeros(shards.size, np.int64)
         spans = (places.shard, places.token, places.token + places.length)
@@ -469,22 +475,24 @@ class Block(ABC):
                 numbers, ranges = by_reader.setdefault(id(wanted.request.reader), ([], []))
                 numbers.append(number)
                 shard = int(shards[number])
-                whole = None if piece.whole is None else _within(store, key, shard, piece.whole)
-                ranges.append(replace(wanted, again=self._again(store, key, shard), whole=whole))
+                around = None if piece.around is None else _bytes_within(store, key, shard, piece.around)
+                ranges.append(replace(wanted, next_use=self._next_use(store, key, shard), around=around))
             else:
                 self._maps.append((store.maps, store.maps.take([wanted])))
                 bases[number] = self._maps[-1][1][0].address
         loans = tuple(
-            (numbers, ranges[0].request.reader.begin(ranges, ahead=self._orders.ahead))
+            (numbers, ranges[0].request.reader.begin(ranges, ahead=self._fetching.ahead))
             for numbers, ranges in by_reader.values()
         )
-        self._ordered.append(_Ordered(piece=piece, key=key, column=column, shards=shards, bases=bases, loans=loans))
+        self._arriving.append(
+            _Arriving(piece=piece, key=key, column=column, shards=shards, bases=bases, loans=loans)
+        )
 
-    def _again(self, store: Store, key: str, shard: int) -> Callable[[Int64Array], Int64Array] | None:
+    def _next_use(self, store: Store, key: str, shard: int) -> Callable[[Int64Array], Int64Array] | None:
         """Return what says of pages, by their first bytes, when the run needs them behind this block."""
-        if self._orders.plan is None:
+        if self._fetching.plan is None:
             return None
-        plan, axis, width = self._orders.plan, store.axis(key), store.dtype(key).itemsize
+        plan, axis, width = self._fetching.plan, store.axis(key), store.dtype(key).itemsize
         after = int(self.steps.max())
 
         def steps(begins: Int64Array) -> Int64Array:
@@ -501,7 +509,7 @@ class Block(ABC):
         for piece, shards in needs:
             for begin in range(0, shards.size, most):
                 self._point(piece, shards[begin : begin + most])
-                self._settle()
+                self._wait_for_tokens()
                 self._copy(0, whole)
                 self._check_files()
                 self.release()
@@ -509,7 +517,7 @@ class Block(ABC):
         self._whole = whole
 
 
-def _within(
+def _bytes_within(
     store: Store, key: str, shard: int, tokens: tuple[Int64Array, Int64Array]
 ) -> tuple[Int64Array, Int64Array]:
     """Return the bytes of an array of a shard, begins and ends, of runs of tokens of the store."""
@@ -536,18 +544,17 @@ class SequenceBlock(Block):
         pad: int | None = None,
         horizon: int = 1,
         layout: Layout | None = None,
-        orders: Orders | None = None,
-        found: tuple[Int64Array, Int64Array] | None = None,
+        fetching: FetchOptions | None = None,
+        source_rows: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
         """See `Block`; `continuous` positions run through the row, `pad` is for a block without a store.
 
         `layout` says which columns of each row its batches have.
         """
-        super().__init__(stage, index, places, arrays, horizon, orders, found)
-        layout = layout or Layout()
-        self._layout = layout
-        self._multiple = segment_multiple(stage)
-        self._width = layout.width(self.seq_len)
+        super().__init__(stage, index, places, arrays, horizon, fetching, source_rows)
+        self._layout = layout or Layout()
+        self._multiple = stage.segment_multiple
+        self._width = self._layout.width(self.seq_len)
         self._rows: dict[int, BufferPool] = {}
         """Memory for whole rows, of which batches have a part; by their number."""
         self._pad = self._pad if pad is None else pad
@@ -557,8 +564,8 @@ class SequenceBlock(Block):
             rows=np.zeros((self.num_rows, 2), np.int64), spans=np.empty((0, kernels.SPAN_COLUMNS), np.int64)
         )
         self._field = next(iter(self._fields.values()), empty)
-        self._others = len(self.shapes(1)) < len(self.arrays)
-        """Whether there are arrays that have no line for every row."""
+        self._has_batch_arrays = len(self.shapes(1)) < len(self.arrays)
+        """Whether some arrays are about the batch as a whole, and have no line for every row."""
         self._loss_tokens: Mapping[int, Int64Array] = {}
         self._cuts: tuple[int, Int32Array, Int32Array, list[int], Int32Array] | None = None
         if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
@@ -582,26 +589,26 @@ class SequenceBlock(Block):
 
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
-        if self._ordered:
-            self._settle()
+        if self._arriving:
+            self._wait_for_tokens()
         count = next(iter(out.values())).shape[0]
         begin = number * count
         rows = out if self._width == self.seq_len else self._whole_rows(count)
         if self._whole is not None:
             for name, array in rows.items():
                 array[:] = self._whole[name][begin : begin + count]
-        field = self._joined(begin, count, drawn) if drawn else self._field
+        field = self._with_drawn(begin, count, drawn) if drawn else self._field
         if drawn:
             self._copy_field(field, 0, begin, rows)
         elif self._whole is None:
             self._copy_field(field, begin, begin, rows)
         if rows is not out and self._layout.cut == "segments":
             columns = self._layout.segment_columns(self._segments(field, number, count, cached=not drawn)[0])
-            self._take(rows, columns, out)
+            self._take_columns(rows, columns, out)
         elif rows is not out:
-            self._cut(rows, out)
-        if self._others:
-            self._add_others(field, number, count, out, cached=not drawn)
+            self._take_slices(rows, out)
+        if self._has_batch_arrays:
+            self._add_batch_arrays(field, number, count, out, cached=not drawn)
         if monotonic() > self._next_look or missing_pages[0] != self._faults:
             self._check_files()
         return out
@@ -612,8 +619,8 @@ class SequenceBlock(Block):
             self._rows[count] = BufferPool(self._row_shapes(count, self.arrays))
         return self._rows[count].batch()
 
-    def _cut(self, rows: Batch, out: Batch) -> None:
-        """Take the columns of rows that the batches have."""
+    def _take_slices(self, rows: Batch, out: Batch) -> None:
+        """Take the columns of rows that the batches have: the same of each row."""
         for name, array in out.items():
             if array.ndim == 1:
                 array[:] = rows[name]
@@ -624,8 +631,8 @@ class SequenceBlock(Block):
                 array[:, filled : filled + part.shape[1]] = part
                 filled += part.shape[1]
 
-    def _take(self, rows: Batch, columns: Int64Array, out: Batch) -> None:
-        """Take the columns of rows laid end to end that the batches have."""
+    def _take_columns(self, rows: Batch, columns: Int64Array, out: Batch) -> None:
+        """Take the columns that the batches have of rows laid end to end."""
         for name, array in out.items():
             if array.ndim == 1:
                 array[:] = rows[name]
@@ -642,23 +649,22 @@ class SequenceBlock(Block):
             name: np.ascontiguousarray(array[:, :longest]) if name in _LINED and array.ndim > 1 else array
             for name, array in batch.items()
         }
-        if SEGMENT_ARRAYS & out.keys():
+        if not SEGMENT_ARRAYS.isdisjoint(self.arrays):
             bounds, tokens, _, longest_segment = kernels.find_segments(rows, spans, longest, count)
-            found = {"cu_seqlens": bounds, "cu_seqlens_unpadded": tokens, "max_seqlen": longest_segment[0, ...]}
-            out |= {name: array for name, array in found.items() if name in out}
+            out |= self._segment_arrays((bounds, tokens, longest_segment[0, ...]))
         return out
 
-    def _add_others(self, field: _Field, number: int, count: int, out: Batch, *, cached: bool) -> None:
-        """Add the arrays that have no line for every row."""
-        if SEGMENT_ARRAYS & set(self.arrays):
-            found = zip(
-                ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen"),
-                self._segments(field, number, count, cached=cached),
-                strict=True,
-            )
-            out |= {name: array for name, array in found if name in self.arrays}
+    def _add_batch_arrays(self, field: _Field, number: int, count: int, out: Batch, *, cached: bool) -> None:
+        """Add the arrays that are about the batch as a whole."""
+        if not SEGMENT_ARRAYS.isdisjoint(self.arrays):
+            out |= self._segment_arrays(self._segments(field, number, count, cached=cached))
         if "num_loss_tokens" in self.arrays:
             out["num_loss_tokens"] = self._loss_tokens[int(self.steps[number * count])].copy()
+
+    def _segment_arrays(self, segments: tuple[Int32Array, Int32Array, Int32Array]) -> Batch:
+        """Return the bounds of segments, in columns and in tokens, and the longest, as far as they are wanted."""
+        names = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen")
+        return {name: array for name, array in zip(names, segments, strict=True) if name in self.arrays}
 
     def set_loss_tokens(self, counts: Mapping[int, Int64Array]) -> None:
         """Say how many labels the global batch of each step has."""
@@ -670,7 +676,7 @@ class SequenceBlock(Block):
         Where labels go beyond the next token there is a number for each of those that follow.
         """
         if any(piece.mask is not None for piece in self._pieces):
-            self._settle()
+            self._wait_for_tokens()
             out = self._whole or {
                 name: np.empty(*kind) for name, kind in self._row_shapes(self.num_rows, ("labels",)).items()
             }
@@ -712,7 +718,7 @@ class SequenceBlock(Block):
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
-    def _joined(self, begin: int, count: int, drawn: Sequence[Drawn]) -> _Field:
+    def _with_drawn(self, begin: int, count: int, drawn: Sequence[Drawn]) -> _Field:
         """Return the rows of a batch, those of stores and those that were drawn."""
         if drawn[0].chosen is None:
             return _Field(drawn[0].rows, drawn[0].spans)
@@ -760,10 +766,10 @@ class RecordBlock(Block):
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
         kind: str,
-        orders: Orders | None = None,
+        fetching: FetchOptions | None = None,
     ) -> None:
         """See `Block`; `kind` is the training type."""
-        super().__init__(stage, index, places, arrays, orders=orders)
+        super().__init__(stage, index, places, arrays, fetching=fetching)
         self._kind = kind
         self._group = _group_size(stage, kind)
         self._check_lengths()
@@ -788,8 +794,8 @@ class RecordBlock(Block):
     def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
         assert not drawn, "records stand in stores"
-        if self._ordered:
-            self._settle()
+        if self._arriving:
+            self._wait_for_tokens()
         count = next(iter(out.values())).shape[0]
         if self._whole is None:
             self._copy(number * count, out)

@@ -265,7 +265,7 @@ class DrawnSources:
 
     def begin(self) -> None:
         """Go back to the start of the run."""
-        self._stand(Position(step=0), LiveState())
+        self._stand(Position(step=0), 0, {}, {})
 
     def load(self, position: Position, state: LiveState | None) -> None:
         """Go to where a state says, or refuse it with the reason."""
@@ -280,24 +280,29 @@ class DrawnSources:
             raise ResumeError(
                 f"state: batches must be its live.batch, {state.batch}, got {position.batch}; {EDITED}"
             )
-        for name, lanes in self.lanes.items():
-            positions = state.positions(name)
-            missing = [number for number in lanes.numbers if number not in positions]
-            # A source that is new, or comes later, stands at its start.
-            if missing and (positions or _drawn_before(plan, name, position.covered)):
+        positions = {name: state.positions(name) for name in self.lanes}
+        for name in self.lanes:
+            self._check_lanes(name, positions[name], position)
+        self._stand(position, state.at, positions, state.skipped)
+
+    def _check_lanes(self, name: str, positions: Mapping[int, LanePosition], position: Position) -> None:
+        """Refuse a state that lacks lanes of this rank, or has one where no window is."""
+        lanes = self.lanes[name]
+        missing = [number for number in lanes.numbers if number not in positions]
+        # A source that is new, or comes later, stands at its start.
+        if missing and (positions or _drawn_before(self._plan, name, position.covered)):
+            raise ResumeError(
+                f"state: must have the lanes {lanes.numbers.start}:{lanes.numbers.stop} of {name!r} for rank "
+                f"{self._part.rank} of {self._part.world_size}, got none of {missing}; join the states of all "
+                "ranks with merge_states first"
+            )
+        for number in lanes.numbers:
+            turns = lanes.num_turns(number)
+            if number in positions and positions[number].turn >= turns:
                 raise ResumeError(
-                    f"state: must have the lanes {lanes.numbers.start}:{lanes.numbers.stop} of {name!r} for rank "
-                    f"{self._part.rank} of {self._part.world_size}, got none of {missing}; join the states of all "
-                    "ranks with merge_states first"
+                    f"state: lane {number} of {name!r} must be at one of its {turns} windows, got "
+                    f"{positions[number].turn}; {EDITED}"
                 )
-            for number in lanes.numbers:
-                turns = lanes.num_turns(number)
-                if number in positions and positions[number].turn >= turns:
-                    raise ResumeError(
-                        f"state: lane {number} of {name!r} must be at one of its {turns} windows, got "
-                        f"{positions[number].turn}; {EDITED}"
-                    )
-        self._stand(position, state)
 
     def _before_the_first(self, position: Position) -> LiveState:
         """Return where lanes stand at a step before which nothing was drawn from them, as a state without says."""
@@ -311,15 +316,22 @@ class DrawnSources:
             at = self._plan.stage(at - 1).spec.start_step
         return LiveState(at=at, batch=position.batch)
 
-    def _stand(self, position: Position, state: LiveState) -> None:
+    def _stand(
+        self,
+        position: Position,
+        at: int,
+        positions: Mapping[str, Mapping[int, LanePosition]],
+        skipped: Mapping[str, Mapping[str, int]],
+    ) -> None:
+        """Go to where lanes stood when `at` was the first step not drawn whole; lanes not named begin anew."""
         for name, lanes in self.lanes.items():
-            positions = state.positions(name)
-            own = {number: positions.get(number, LanePosition()) for number in lanes.numbers}
+            saved = positions.get(name, {})
+            own = {number: saved.get(number, LanePosition()) for number in lanes.numbers}
             # A rank goes on counting from its own numbers, or, of those of all ranks, the first rank from all.
-            alone = len(positions) <= len(own)
-            skipped = state.skipped.get(name, {}) if alone or not self._part.rank else {}
-            lanes.stand(own, self._rows_left(name, lanes.numbers, state.at, position), skipped)
-        self._at = state.at
+            counts_here = len(saved) <= len(own) or not self._part.rank
+            left = self._rows_left(name, lanes.numbers, at, position)
+            lanes.stand(own, left, skipped.get(name, {}) if counts_here else {})
+        self._at = at
         self._block = None
 
     def _rows_left(self, name: str, numbers: range, at: int, position: Position) -> dict[int, int]:

@@ -136,7 +136,7 @@ class Layout:
                 f"stage {stage.spec.name!r}: seq_len must be divisible by {chunks} to be cut for {self.cp[1]} "
                 f"context-parallel ranks ({self.cut}), got {seq_len}; use seq_len {nearby}"
             )
-        multiples = [getattr(rows, "segment_multiple", 1) for rows in stage.rows.values()]
+        multiples = [rows.segment_multiple for rows in stage.rows.values()]
         if self.cp[1] > 1 and self.cut == "segments" and any(multiple % chunks for multiple in multiples):
             raise ConfigError(
                 f"stage {stage.spec.name!r}: segments must be filled up to a multiple of {chunks} to be cut for "
@@ -291,12 +291,11 @@ class Dealer:
             # By block, rows of whole batches are found: those that the loader asks for next, so no others.
             end = max(end, min(stage.end_step, begin + _ROWS_AT_ONCE // (size * rows)))
         slots = range(first * rows, (first + size) * rows)
-        found = self._find(stage, index, range(begin, end), slots)
-        shape = (end - begin, size * rows)
-        own = deal(found[2].reshape(shape), [0, size], self._part.micro_batch)
+        sources, numbers, costs = self._find(stage, index, range(begin, end), slots)
+        own = deal(costs.reshape(end - begin, size * rows), [0, size], self._part.micro_batch)
         own = own[:, (rank - first) * rows : (rank - first + 1) * rows]
-        places = own + np.arange(0, found[2].size, size * rows)[:, None]
-        self._last = begin, end, np.stack([own + first * rows, found[0][places], found[1][places]])
+        places = own + np.arange(0, costs.size, size * rows)[:, None]
+        self._last = begin, end, np.stack([own + first * rows, sources[places], numbers[places]])
         return self._last[2][:, : wanted - begin]
 
     def costs(self, stage: Stage, index: Mapping[int, StoredRows], step: int) -> Int64Array:

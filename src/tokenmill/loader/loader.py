@@ -172,7 +172,10 @@ class Loader:
         self.options = options or LoaderOptions(arrays=usual_arrays(plan))
         self.arrays = part.layout.arrays(self.options.arrays)
         """What its batches have: of the arrays of the options those that its layout needs."""
-        self._check()
+        self._check_options()
+        is_drawn = any(rows.counted is None for stage in plan.stages for rows in stage.rows.values())
+        if is_drawn:
+            self._check_drawn()
         self._explain = explain
         self._first_batch = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
         """Micro-batches before each stage, and of all."""
@@ -183,27 +186,11 @@ class Loader:
         self._jumps = 0
         self._iterations = 0
         self._forks = _forks
-        is_drawn = any(rows.counted is None for stage in plan.stages for rows in stage.rows.values())
         self._drawn = DrawnSources(plan, part, self.options) if is_drawn else None
         """None: all rows stand in stores."""
-        if self._drawn and "num_loss_tokens" in self.options.arrays:
-            raise ConfigError(
-                "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
-                "its own; sum the labels of each rank with an all-reduce"
-            )
-        if self.options.pad_to == "batch" and part.layout.cp[1] > 1:
-            raise ConfigError(
-                'pad_to: must be "row" where a row is cut for context-parallel ranks, all alike, got '
-                '"batch"; leave it out'
-            )
-        assert not (self._drawn and part.balance), "rows must be known before they are dealt"
         self._finishes = self.options.pad_to == "batch" or bool(self.options.columns)
+        """Whether something is done to batches once they are copied (`_finished`)."""
         self._dealer = Dealer(part) if part.balance else None
-        if self._drawn and not self.arrays:
-            raise ConfigError(
-                'layout: needs = "nothing" is for stores, got live text, whose lanes stand where they were drawn '
-                "from; give a loader to one rank of each group alone, and let it send the others its batches"
-            )
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run; the same on every rank."""
@@ -226,11 +213,9 @@ class Loader:
 
     def _finished(self, block: assemble.Block, number: int, batch: Batch) -> Batch:
         """Return a batch without the padding that none of its rows needs, and with the columns of its records."""
-        count = self.part.micro_batch
         if self.options.pad_to == "batch":
             batch = block.trimmed(number, batch)
-        columns = self.options.columns
-        return batch | block.columns(number, count, columns) if columns else batch
+        return batch | block.columns(number, self.part.micro_batch, self.options.columns)
 
     def __iter__(self) -> Iterator[Batch]:
         self._iterations += 1
@@ -329,8 +314,8 @@ class Loader:
             self._refuse_drawn(step)
         self._go_to(Position(step=step))
 
-    def _check(self) -> None:
-        """Refuse arrays, labels and parts of rows that batches of a training type do not have."""
+    def _check_options(self) -> None:
+        """Refuse arrays, labels, padding and parts of rows that batches of the plan cannot have."""
         plan, arrays = self.plan, self.arrays
         kind = assemble.record_type(plan.stages[0])
         known = ARRAYS if kind is None else (*assemble.RECORD_ARRAYS[kind], "source")
@@ -343,15 +328,34 @@ class Loader:
                 f"arrays: must name each array once, and one that has a line for every row, "
                 f"got {list(arrays)}; name {' and '.join(known[:2])} at least"
             )
-        asked = {
+        for_sequences = {
             "horizon": self.options.horizon > 1,
             "context parallel": self.part.layout.cp[1] > 1,
             "balance": self.part.balance,
         }
-        if kind is not None and any(asked.values()):
-            what = next(name for name, is_asked in asked.items() if is_asked)
+        wanted = next((name for name, is_wanted in for_sequences.items() if is_wanted), None)
+        if kind is not None and wanted is not None:
             raise ConfigError(
-                f"loader: {what} is for stores of sequences, got it with stores of {kind}; leave it out"
+                f"loader: {wanted} is for stores of sequences, got it with stores of {kind}; leave it out"
+            )
+        if self.options.pad_to == "batch" and self.part.layout.cp[1] > 1:
+            raise ConfigError(
+                'pad_to: must be "row" where a row is cut for context-parallel ranks, all alike, got '
+                '"batch"; leave it out'
+            )
+
+    def _check_drawn(self) -> None:
+        """Refuse what needs rows that are known before they are drawn."""
+        assert not self.part.balance, "rows must be known before they are dealt"
+        if "num_loss_tokens" in self.options.arrays:
+            raise ConfigError(
+                "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
+                "its own; sum the labels of each rank with an all-reduce"
+            )
+        if not self.arrays:
+            raise ConfigError(
+                'layout: needs = "nothing" is for stores, got live text, whose lanes stand where they were drawn '
+                "from; give a loader to one rank of each group alone, and let it send the others its batches"
             )
 
     def _refuse_drawn(self, step: int) -> None:
@@ -412,19 +416,19 @@ class Loader:
 
     def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> assemble.Block:
         """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
-        places, found = self._places(stage, first, count)
-        kind = assemble.record_type(stage)
+        places, source_rows = self._places(stage, first, count)
+        kind, fetching = assemble.record_type(stage), self._fetch_options(ahead)
         if kind is not None:
-            return assemble.RecordBlock(stage, self._stored(stage), places, self.arrays, kind, self._orders(ahead))
-        block = self._sequences(stage, places, self.arrays, self._orders(ahead), found)
+            return assemble.RecordBlock(stage, self._stored(stage), places, self.arrays, kind, fetching)
+        block = self._sequences(stage, places, self.arrays, fetching, source_rows)
         if "num_loss_tokens" in self.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
 
-    def _orders(self, ahead: bool) -> assemble.Orders:
-        """Return how a block asks for what is not on this machine."""
+    def _fetch_options(self, ahead: bool) -> assemble.FetchOptions:
+        """Return how a block fetches what is not on this machine."""
         limited = self.network is not None and bool(self.network.options.limit_bytes)
-        return assemble.Orders(ahead=ahead, plan=self.plan if limited else None)
+        return assemble.FetchOptions(ahead=ahead, plan=self.plan if limited else None)
 
     def slots(self, step: int) -> Int64Array:
         """Return which slots of the batch of a step this rank has, in order: what `what` names rows by."""
@@ -452,8 +456,8 @@ class Loader:
         stage: Stage,
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
-        orders: assemble.Orders | None = None,
-        found: tuple[Int64Array, Int64Array] | None = None,
+        fetching: assemble.FetchOptions | None = None,
+        source_rows: tuple[Int64Array, Int64Array] | None = None,
     ) -> assemble.SequenceBlock:
         return assemble.SequenceBlock(
             stage,
@@ -464,8 +468,8 @@ class Loader:
             pad=self._drawn.pad if self._drawn else None,
             horizon=self.options.horizon,
             layout=self.part.layout,
-            orders=orders,
-            found=found,
+            fetching=fetching,
+            source_rows=source_rows,
         )
 
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:

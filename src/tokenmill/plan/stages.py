@@ -198,6 +198,11 @@ class Stage:
         """How many input slots a row has in its batches: its sources share one shape."""
         return max(rows.row_slots for rows in self.rows.values())
 
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment of its rows is filled up with padding."""
+        return max(rows.segment_multiple for rows in self.rows.values())
+
     @cached_property
     def draws(self) -> dict[str, int]:
         """How many rows the stage draws from each source."""
@@ -430,6 +435,11 @@ class Rows(Protocol):
     @property
     def cross_document_labels(self) -> bool:
         """Whether the first token of a document is the label of the last token of the one before it."""
+        ...
+
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment of a row is filled up with padding."""
         ...
 
     @property

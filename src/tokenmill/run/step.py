@@ -296,7 +296,7 @@ def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
     places, kind = (np.full_like(slots, step), slots), assemble.record_type(stage)
     ends = {name: _framing(run.stores[name]) for name in {use.source for use in uses}}
     if kind is None:
-        room, multiple = stage.spec.seq_len + 1, assemble.segment_multiple(stage)
+        room, multiple = stage.spec.seq_len + 1, stage.segment_multiple
         # No id is -1, so that padding is taken for none.
         batch = _arrays(assemble.SequenceBlock(stage, stored, places, ("input_ids", "labels"), pad=-1))
         columns = [_columns(use.spans, multiple) for use in uses]

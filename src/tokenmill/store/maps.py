@@ -151,9 +151,9 @@ class Ranges:
     """First byte of each range, counted from where the request begins."""
     ends: Int64Array
     """End of each range, exclusive."""
-    again: Callable[[Int64Array], Int64Array] | None = None
-    """First bytes of pages -> the step at which the run needs each page again, if somebody knows."""
-    whole: tuple[Int64Array, Int64Array] | None = None
+    next_use: Callable[[Int64Array], Int64Array] | None = None
+    """First bytes of pages -> the step at which the run needs each page again; None: nobody knows."""
+    around: tuple[Int64Array, Int64Array] | None = None
     """Ranges around these, begins and ends, all of which the run soon needs: a mirror brings them whole."""
 
 

@@ -152,7 +152,7 @@ class RemoteFiles:
 
     def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> RangeLoan:
         """Begin to read ranges of some files."""
-        files, wanted, size = [], self._whole(ranges), 0
+        files, wanted, size = [], self._around(ranges), 0
         limited = self.mirror is not None and self.mirror.limit is not None
         for item in ranges:
             request, proof = item.request, self.sums_of(item.request.name)
@@ -161,8 +161,8 @@ class RemoteFiles:
             mapped = sparse_map(request.path, request.bytes)
             need = Wanted(request.name, request.bytes, mapped.data, begins, ends, proof)
             pages = need.pages
-            if limited and item.again is not None:
-                need = replace(need, again=item.again(pages * layout.PAGE_BYTES - request.begin))
+            if limited and item.next_use is not None:
+                need = replace(need, next_use=item.next_use(pages * layout.PAGE_BYTES - request.begin))
             wanted.append(need)
             files.append(part_of(mapped, request))
             size += pages.size * layout.PAGE_BYTES
@@ -170,12 +170,12 @@ class RemoteFiles:
         self.network.admit(size, loan.start, ahead=ahead)
         return loan
 
-    def _whole(self, ranges: Sequence[Ranges]) -> list[Wanted]:
+    def _around(self, ranges: Sequence[Ranges]) -> list[Wanted]:
         """Return what a mirror lacks of the blocks around ranges, if it has room for them: it goes there alone."""
         mirror = self.mirror
         if mirror is None or mirror.limit == 0:
             return []
-        around = [(item, *item.whole) for item in ranges if item.whole is not None]
+        around = [(item, *item.around) for item in ranges if item.around is not None]
         if (
             mirror.limit is not None
             and 2 * sum(int((ends - begins).sum()) for _, begins, ends in around) > mirror.limit
@@ -188,8 +188,8 @@ class RemoteFiles:
             lacking = mirror.lacking(request.name, request.bytes, *pages)
             if lacking[0].size:
                 need = Wanted(request.name, request.bytes, None, *lacking, self.sums_of(request.name))
-                if mirror.limit is not None and item.again is not None:
-                    need = replace(need, again=item.again(need.pages * layout.PAGE_BYTES - request.begin))
+                if mirror.limit is not None and item.next_use is not None:
+                    need = replace(need, next_use=item.next_use(need.pages * layout.PAGE_BYTES - request.begin))
                 found.append(need)
         return found
 

@@ -58,7 +58,7 @@ class Wanted:
     ends: Int64Array
     """Ranges of whole pages, ascending, that neither touch nor overlap."""
     proof: PageSums | None = None
-    again: Int64Array | None = None
+    next_use: Int64Array | None = None
     """The step at which each page of the ranges is needed again; None: nobody knows."""
 
     @property
@@ -100,7 +100,7 @@ class PageTable:
         if self.pages:  # as a plain array, of which a part is had in less time
             mapped = np.memmap(table, np.uint8, "r+", shape=(5 * self.pages,)).view(np.ndarray)
         self.state: Uint8Array = mapped[4 * self.pages :]
-        self.again: Uint32Array = mapped[: 4 * self.pages].view("<u4")
+        self.next_use: Uint32Array = mapped[: 4 * self.pages].view("<u4")
 
     @contextmanager
     def opened(self) -> Iterator[tuple[int, int]]:
@@ -189,10 +189,10 @@ class Mirror:
         """Read what is here of an object, before anything leaves; and note when all of it is needed again."""
         table, pages = self._table(item.name, item.size), item.pages
         part = _Part(item, table, stack.enter_context(table.opened()))
-        if item.again is not None:
-            table.again[pages] = np.minimum(item.again, NEVER)
+        if item.next_use is not None:
+            table.next_use[pages] = np.minimum(item.next_use, NEVER)
         elif self.limit is not None:
-            table.again[pages[table.state[pages] == ABSENT]] = NEVER  # nobody knows, so it goes first
+            table.next_use[pages[table.state[pages] == ABSENT]] = NEVER  # nobody knows, so it goes first
         firsts, ends = item.begins // PAGE_BYTES, -(-item.ends // PAGE_BYTES)
         for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
             for at, stop in _parts(table.state, first, end):
@@ -280,7 +280,7 @@ class Mirror:
         if self.limit is None or not self._keeps or not parts:
             return
         pages = [np.concatenate([np.arange(*run) for run in part.missing] or [_NONE]) for part in parts]
-        new = np.concatenate([part.table.again[each] for part, each in zip(parts, pages, strict=True)])
+        new = np.concatenate([part.table.next_use[each] for part, each in zip(parts, pages, strict=True)])
         size = new.size * PAGE_BYTES
         if not size:
             return
@@ -307,7 +307,9 @@ class Mirror:
         assert self.limit is not None
         tables = list(self._all())
         here = [np.flatnonzero(state != ABSENT) for _, state, _ in tables]
-        steps = np.concatenate([*(again[pages] for pages, (_, _, again) in zip(here, tables, strict=True)), new])
+        steps = np.concatenate(
+            [*(next_use[pages] for pages, (_, _, next_use) in zip(here, tables, strict=True)), new]
+        )
         room = max(1, (self.limit - self.limit // SLACK) // PAGE_BYTES)
         if steps.size <= room:
             self._last = NEVER
