@@ -228,7 +228,7 @@ def test_iterations_that_are_given_up_keep_no_maps(make_run):
             break
     del loader
     maps = run.stores["web"].maps
-    assert maps.num_open <= 64
+    assert len(maps._maps) <= 64
     assert not [file for file in maps._maps.values() if file.borrowers]
 
 

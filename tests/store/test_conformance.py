@@ -352,7 +352,7 @@ def test_a_file_that_is_a_link_is_refused_but_a_link_to_the_store_is_not(copied,
     (path / "shard-00001.h5").symlink_to(tmp_path / "moved")
     with pytest.raises(StoreCorruptError, match=r"shard-00001\.h5"):
         verify(path)
-    with pytest.raises(StoreCorruptError, match=r"shard-00001\.h5: must be a file of the store, got a link"):
+    with pytest.raises(StoreCorruptError, match=r"shard-00001\.h5: must be a plain file, got a link"):
         open_store(path).fetch_record(1, "chosen")
 
 

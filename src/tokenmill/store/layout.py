@@ -330,8 +330,11 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def _read_plain(file: Path) -> bytes:
-    """Read a plain file: a link may lead anywhere, and a pipe keeps its reader waiting."""
+def open_plain(file: Path) -> tuple[int, int]:
+    """Open a plain file: a link may lead anywhere, and a pipe keeps its reader waiting.
+
+    Return its descriptor, which the caller closes, and its size.
+    """
     try:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
@@ -339,15 +342,19 @@ def _read_plain(file: Path) -> bytes:
             raise
         kind = "a link" if error.errno == errno.ELOOP else "another kind"
         raise StoreCorruptError(f"{file}: must be a plain file, got {kind}; {WAY_OUT}") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "another kind"
+        raise StoreCorruptError(f"{file}: must be a plain file, got {kind}; {WAY_OUT}")
+    return descriptor, status.st_size
+
+
+def _read_plain(file: Path) -> bytes:
+    descriptor, size = open_plain(file)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "another kind"
-            raise StoreCorruptError(f"{file}: must be a plain file, got {kind}; {WAY_OUT}")
-        if status.st_size > MAX_LIST_BYTES:
-            raise StoreCorruptError(
-                f"{file}: must have at most {MAX_LIST_BYTES} bytes, got {status.st_size}; {WAY_OUT}"
-            )
+        if size > MAX_LIST_BYTES:
+            raise StoreCorruptError(f"{file}: must have at most {MAX_LIST_BYTES} bytes, got {size}; {WAY_OUT}")
         parts = []
         while part := os.read(descriptor, 1 << 24):
             parts.append(part)
@@ -411,7 +418,7 @@ def _broken_rules(manifest: Manifest, totals: Mapping[str, object]) -> Iterator[
 
 
 def _broken_count_rules(manifest: Manifest) -> Iterator[tuple[str, object]]:
-    """Yield rules that what is said of inputs and of records that were left out breaks."""
+    """Yield rules that the counts of inputs, and of records that were left out, break."""
     for entry in manifest.inputs:
         for name in ("bytes", "documents", "tokens"):
             if not _is_count(entry.get(name, 0)):
@@ -434,7 +441,7 @@ def _is_count(value: object) -> bool:
 
 
 def _broken_tokenizer_rules(tokenizer: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield rules that what is said of a tokenizer breaks: its numbers become tokens of batches."""
+    """Yield rules that the identity of a tokenizer breaks: its numbers become tokens of batches."""
     vocab_size = tokenizer.get("vocab_size")
     if type(vocab_size) is not int or not 1 <= vocab_size <= 1 << 32:
         yield "vocab_size must be a whole number from 1 to 2^32", vocab_size
@@ -454,9 +461,9 @@ def _broken_tokenizer_rules(tokenizer: Mapping[str, Any]) -> Iterator[tuple[str,
 def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     """Yield rules that the numbers of a shard break."""
     axes = axes_of(kind, keys)
-    given = sorted(shard.axes or ("documents",))
-    if given != sorted(axes):
-        yield f"{shard.name} must say the sizes of {sorted(axes)}", given
+    sized = sorted(shard.axes or ("documents",))
+    if sized != sorted(axes):
+        yield f"{shard.name} must say the sizes of {sorted(axes)}", sized
     if "responses" in axes and "groups" not in axes:
         yield f"keys of {shard.name} must have rewards, which cut responses into records", sorted(keys)
     sizes = {index_file(axis): document_file_bytes(*shard.size_of(axis)) for axis in axes}

@@ -6,10 +6,8 @@ written to take room. So a span has an address as it has one in a local file, an
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
 import sys
 import threading
 import weakref
@@ -24,7 +22,7 @@ import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
 from tokenmill.faults import forget, num_faults, watch
-from tokenmill.store.layout import WAY_OUT
+from tokenmill.store.layout import WAY_OUT, open_plain
 from tokenmill.types import Int64Array, Uint8Array
 
 MAX_MAPS = 1024
@@ -34,8 +32,6 @@ LARGE_BYTES = 1 << 28
 """Of a larger file only the pages that are used are read and mapped, not their neighbours as well: rows are read in
 random order, and reading ahead would read and hold many times what they need."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# No link is followed out of the store, and a pipe in place of a file does not make us wait for its other end.
-_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -132,14 +128,9 @@ class RangeRequest:
     """By which the reader knows the file."""
     bytes: int
     """Size of the whole file."""
-    begin: int = 0
-    size: int | None = None
-    """How many bytes from `begin` on are wanted; None: all that there are."""
-
-    @property
-    def wanted(self) -> int:
-        """How many bytes are wanted."""
-        return self.bytes - self.begin if self.size is None else self.size
+    begin: int
+    wanted: int
+    """How many bytes from `begin` on the request is for."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -179,11 +170,6 @@ class MapCache:
         """Take a new lock, in a process that was forked: a thread that is not here may hold the old one."""
         self._lock = threading.Lock()
 
-    @property
-    def num_open(self) -> int:
-        """How many files are mapped now."""
-        return len(self._maps)
-
     def take(self, requests: Sequence[Request]) -> list[MappedFile]:
         """Lend the maps of some files, in the order asked for, until they are given back."""
         with self._lock:
@@ -197,7 +183,8 @@ class MapCache:
                         continue
                     file = self._maps.get(request)
                     if file is None:
-                        self._make_room()
+                        if len(self._maps) >= self.limit:
+                            self._close_idle()
                         file = self._maps[request] = map_file(request)
                     else:
                         self._maps.move_to_end(request)
@@ -240,11 +227,8 @@ class MapCache:
         while len(self._maps) > self.limit and self._close_idle():
             pass
 
-    def _make_room(self) -> None:
-        if len(self._maps) >= self.limit:
-            self._close_idle()
-
     def _close_idle(self) -> bool:
+        """Close the map that was used longest ago and that nobody uses now; False where there is none."""
         for request, file in self._maps.items():
             if not file.borrowers:
                 del self._maps[request]
@@ -320,23 +304,14 @@ def _open_checked(request: FileRequest) -> Iterator[int]:
         # A part of a file lies in the store's own folder, which may be a link; a whole file in that of its shard.
         if request.size is None and request.path.parent.is_symlink():
             raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {WAY_OUT}")
-        descriptor = os.open(request.path, _FLAGS)
+        descriptor, size = open_plain(request.path)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMissingError(
             f"{request.path}: must exist, as the manifest lists it, got nothing there; {WAY_OUT}"
         ) from None
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise StoreCorruptError(f"{request.path}: must be a file of the store, got a link; {WAY_OUT}") from None
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise StoreCorruptError(f"{request.path}: must be a plain file, got another kind; {WAY_OUT}")
-        if status.st_size != request.bytes:
-            raise StoreCorruptError(
-                f"{request.path}: must have {request.bytes} bytes, got {status.st_size}; {WAY_OUT}"
-            )
+        if size != request.bytes:
+            raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got {size}; {WAY_OUT}")
         if request.begin + request.wanted > request.bytes:
             raise StoreCorruptError(
                 f"{request.path}: a part must lie within its {request.bytes} bytes, "

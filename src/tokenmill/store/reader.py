@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from glob import has_magic, iglob
 from itertools import islice
 from pathlib import Path
@@ -193,8 +192,8 @@ class Store:
         for files in self.remotes:
             if place.parent == files.folder:
                 files.bring_origins(place.name)
-        found = find_origin(place, document, self.document_begins[: shard + 1])
-        return found or input_of(self.manifest, document)
+        origin = find_origin(place, document, self.document_begins[: shard + 1])
+        return origin or input_of(self.manifest, document)
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Return where a document begins and ends (exclusive) in the whole stream."""
@@ -313,34 +312,30 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
     """
     items = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     places = [place for item in items for place in _places(item)]
+    claims: dict[str, Any] = {
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "bos_id": bos_id,
+        "format": format,
+    }
     if len(places) != 1:
-        open_one = partial(
-            open_store,
-            maps=maps or MapCache(),
-            dtype=dtype,
-            vocab_size=vocab_size,
-            eos_id=eos_id,
-            bos_id=bos_id,
-            format=format,
-            remote=remote,
-            verify_pages=verify_pages,
+        maps = maps or MapCache()
+        return join_stores(
+            [open_store(place, maps=maps, remote=remote, verify_pages=verify_pages, **claims) for place in places]
         )
-        return join_stores([open_one(place) for place in places])
     place = places[0]
     if isinstance(place, str):
-        said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
-        return _open_remote(place, said, maps, remote)
+        return _open_remote(place, claims, maps, remote)
     if layout.is_ours(place) or format == "tokenmill":
-        said = {"dtype": dtype, "vocab_size": vocab_size, "eos_id": eos_id, "bos_id": bos_id, "format": format}
-        store = store_of(place, read_ours(place, said), maps)
+        store = store_of(place, read_ours(place, claims), maps)
         return _proven(store) if verify_pages else store
     if verify_pages:
         raise ConfigError(f"{place}: verify_pages is for stores of ours, got files of another project; import them")
     from tokenmill.store.foreign.files import ForeignOptions
     from tokenmill.store.foreign.open import open_foreign
 
-    options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
-    return open_foreign(place, options, maps)
+    return open_foreign(place, ForeignOptions(**claims), maps)
 
 
 def _proven(store: Store) -> Store:
@@ -355,14 +350,14 @@ def _proven(store: Store) -> Store:
 
 
 def _open_remote(
-    text: str, said: Mapping[str, object], maps: MapCache | None, remote: RemoteOptions | Network | None
+    text: str, claims: Mapping[str, object], maps: MapCache | None, remote: RemoteOptions | Network | None
 ) -> Store:
     """Open the store at an address by reading its manifest."""
     from tokenmill.store.remote.fetch import Network
     from tokenmill.store.remote.files import open_remote
 
     files, manifest = open_remote(text, remote if isinstance(remote, Network) else Network(remote))
-    check_said(str(files.address), manifest, said)
+    _check_claims(str(files.address), manifest, claims)
     return replace(store_of(files.folder, manifest, maps), remotes=(files,))
 
 
@@ -428,20 +423,19 @@ def join_stores(stores: Sequence[Store]) -> Store:
     return replace(joined, remotes=tuple(files for store in stores for files in store.remotes))
 
 
-def read_ours(path: Path, said: Mapping[str, object]) -> layout.Manifest:
-    """Read the manifest of a store of ours; what is said of it and contradicts it is refused."""
+def read_ours(path: Path, claims: Mapping[str, object]) -> layout.Manifest:
+    """Read the manifest of a store of ours; claims of the caller that contradict it are refused."""
     manifest = layout.read_manifest(path)
-    check_said(str(path), manifest, said)
+    _check_claims(str(path), manifest, claims)
     return manifest
 
 
-def check_said(where: str, manifest: layout.Manifest, said: Mapping[str, object]) -> None:
-    """Refuse what is said of a store of ours and contradicts its manifest."""
-    known = {**manifest.tokenizer, "dtype": np.dtype(manifest.keys[manifest.token_key]).name, "format": "tokenmill"}
-    for name, value in said.items():
-        if value not in (None, known.get(name)):
+def _check_claims(where: str, manifest: layout.Manifest, claims: Mapping[str, object]) -> None:
+    facts = {**manifest.tokenizer, "dtype": np.dtype(manifest.keys[manifest.token_key]).name, "format": "tokenmill"}
+    for name, value in claims.items():
+        if value not in (None, facts.get(name)):
             raise ConfigError(
-                f"{where}: {name} must be as the manifest says, {known.get(name)!r}, got {value!r}; leave it out"
+                f"{where}: {name} must be as the manifest says, {facts.get(name)!r}, got {value!r}; leave it out"
             )
 
 

@@ -6,8 +6,7 @@ of each file of its shard, and the checksums of the whole files that they were m
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -23,29 +22,24 @@ from tokenmill.types import Uint8Array, Uint64Array
 FORMAT = "tokenmill-sums-1"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PageSums:
-    """The checksum of each page of a file; the last page may be shorter."""
+def page_sums(data: Uint8Array | bytes) -> list[int]:
+    """Return the checksum of each page of some bytes; the last page may be shorter."""
+    view = memoryview(data)  # type: ignore[arg-type]
+    pages = range(0, len(view), layout.PAGE_BYTES)
+    return [xxhash.xxh3_64_intdigest(view[begin : begin + layout.PAGE_BYTES]) for begin in pages]
 
-    sums: Uint64Array
 
-    def prover(self, begin: int) -> Callable[[Uint8Array | bytes], int | None]:
-        """Return what gives the first page of some bytes that is not right, if any; `begin` is where they begin."""
-        assert begin % layout.PAGE_BYTES == 0
+def wrong_page(sums: Uint64Array, begin: int, data: Uint8Array | bytes) -> int | None:
+    """Return the first page of some bytes of a file that is not what its sums say; None where all are right.
 
-        def prove(data: Uint8Array | bytes) -> int | None:
-            view = memoryview(data)  # type: ignore[arg-type]
-            first = begin // layout.PAGE_BYTES
-            expected = self.sums[first : first - (-len(view) // layout.PAGE_BYTES)].tolist()
-            for number, known in enumerate(expected):
-                if (
-                    xxhash.xxh3_64_intdigest(view[number * layout.PAGE_BYTES : (number + 1) * layout.PAGE_BYTES])
-                    != known
-                ):
-                    return first + number
-            return None
-
-        return prove
+    `begin` is where the bytes begin in the file: at a page.
+    """
+    first, extra = divmod(begin, layout.PAGE_BYTES)
+    assert not extra
+    actual = page_sums(data)
+    expected = sums[first : first + len(actual)].tolist()
+    wrong = (page for page, pair in enumerate(zip(actual, expected, strict=True), first) if pair[0] != pair[1])
+    return next(wrong, None)
 
 
 def sums_file(shard: str) -> str:
@@ -62,24 +56,6 @@ def files_of(shard: layout.ShardInfo) -> dict[str, tuple[int, str]]:
     if shard.container is not None:
         return {shard.name: (shard.container.bytes, shard.container.xxh3)}
     return {f"{shard.name}/{name}": (info.bytes, info.xxh3) for name, info in shard.files.items()}
-
-
-class SumsBuilder:
-    """Computes the page sums of a file that is given in blocks, each of whole pages but the last."""
-
-    def __init__(self) -> None:
-        self._parts: list[Uint64Array] = []
-
-    def update(self, block: Uint8Array) -> None:
-        """Add the next block."""
-        view = memoryview(block)  # type: ignore[arg-type]
-        pages = range(0, len(view), layout.PAGE_BYTES)
-        sums = [xxhash.xxh3_64_intdigest(view[at : at + layout.PAGE_BYTES]) for at in pages]
-        self._parts.append(np.array(sums, np.uint64))
-
-    def result(self) -> Uint64Array:
-        """Return the sums of all blocks."""
-        return np.concatenate([*self._parts, np.empty(0, np.uint64)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,13 +84,13 @@ def write_sums(store: Path, shard: layout.ShardInfo, sums: Mapping[str, Uint64Ar
     return file
 
 
-def read_sums(file: Path, shard: layout.ShardInfo) -> dict[str, PageSums | None]:
-    """Read the page sums of a shard; those of other files than the manifest lists are refused."""
-    kept = read_index(file, _Footer)
-    if kept is None or (kept[1].format, kept[1].page_bytes) != (FORMAT, layout.PAGE_BYTES):
+def read_sums(file: Path, shard: layout.ShardInfo) -> dict[str, Uint64Array]:
+    """Read the page sums of each file of a shard; those of other files than the manifest lists are refused."""
+    index = read_index(file, _Footer)
+    if index is None or (index[1].format, index[1].page_bytes) != (FORMAT, layout.PAGE_BYTES):
         raise _damaged(file, "a cut or changed one")
-    data, footer = kept[0].data, kept[1]
-    found: dict[str, PageSums | None] = {}
+    data, footer = index[0].data, index[1]
+    sums: dict[str, Uint64Array] = {}
     for name, (size, checksum) in files_of(shard).items():
         begin, sums_bytes, proof, of = footer.files.get(name, (0, 0, "", ""))
         section = data[begin : begin + sums_bytes]
@@ -125,8 +101,8 @@ def read_sums(file: Path, shard: layout.ShardInfo) -> dict[str, PageSums | None]
             or xxhash.xxh3_128_hexdigest(section.tobytes()) != proof
         ):
             raise _damaged(file, f"other ones for {name}")
-        found[name] = PageSums(sums=section.view("<u8"))
-    return found
+        sums[name] = section.view("<u8")
+    return sums
 
 
 def _damaged(file: Path, got: str) -> StoreCorruptError:
@@ -160,7 +136,8 @@ class ProvenFiles:
 
     folder: Path
     manifest: layout.Manifest
-    _sums: dict[str, PageSums | None] = field(default_factory=dict)
+    _sums: dict[str, Uint64Array] = field(default_factory=dict)
+    """Of each file of which ranges were read."""
 
     def request(self, shard: int, name: str) -> maps.Request:
         """Return where a file of a shard is; an index is proven as a whole, when it is first asked for."""
@@ -184,7 +161,7 @@ class ProvenFiles:
         files = []
         for item in ranges:
             request = item.request
-            proof = self._sums_of(request.name)
+            sums = self._sums_of(request.name)
             begins, ends = maps.merged(
                 item.begins + request.begin, item.ends + request.begin, layout.PAGE_BYTES, request.bytes
             )
@@ -192,7 +169,7 @@ class ProvenFiles:
             whole = maps.FileRequest(self.folder / request.name, request.bytes)
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 data = maps.read_range(whole, begin, end - begin)
-                page = proof.prover(begin)(data)
+                page = wrong_page(sums, begin, data)
                 if page is not None:
                     raise StoreCorruptError(
                         f"{request.path}: bytes {begin}:{end} must be what their checksums say, got others in page "
@@ -202,11 +179,9 @@ class ProvenFiles:
             files.append(maps.part_of(mapped, request))
         return _Ready(files)
 
-    def _sums_of(self, name: str) -> PageSums:
+    def _sums_of(self, name: str) -> Uint64Array:
         if name not in self._sums:
-            number = {shard.name: shard for shard in self.manifest.shards}
-            shard = number[name.partition(os.sep)[0]]
+            folder = name.partition("/")[0]
+            shard = next(shard for shard in self.manifest.shards if shard.name == folder)
             self._sums.update(read_sums(self.folder / sums_file(shard.name), shard))
-        found = self._sums[name]
-        assert found is not None
-        return found
+        return self._sums[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,18 +19,18 @@ from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
 from tokenmill.store.maps import FileRequest, RangeRequest, Request, map_file, read_range
 from tokenmill.store.notes import check_hashes, check_origins
 from tokenmill.store.reader import Store, open_store, read_ours, store_of
+from tokenmill.store.sums import page_sums, read_sums, sums_file, write_sums
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import AnyArray, RemoteOptions, Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.store.foreign.files import ForeignOptions
-    from tokenmill.store.sums import SumsBuilder
 
 _BLOCK = 1 << 24
-MAX_TOLD = 20
+MAX_LISTED = 20
 """Problems that the message of an error lists; the report has them all."""
 Progress = Callable[[int], None]
-"""Told the bytes that were read since its last call."""
+"""Called with the number of bytes that were read since its last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +72,10 @@ def verify(
     """
     report = check_store(path, progress=progress, options=options, remote=remote, add_page_sums=add_page_sums)
     if report.problems:
-        first, told = report.problems[0], [str(problem) for problem in report.problems[:MAX_TOLD]]
-        more = len(report.problems) - len(told)
-        raise type(first)("\n".join([*told, f"and {more} more"] if more else told))
+        lines = [str(problem) for problem in report.problems[:MAX_LISTED]]
+        if len(report.problems) > MAX_LISTED:
+            lines.append(f"and {len(report.problems) - MAX_LISTED} more")
+        raise type(report.problems[0])("\n".join(lines))
     return report
 
 
@@ -86,7 +88,7 @@ def check_store(
     add_page_sums: bool = False,
 ) -> VerifyReport:
     """Read every byte of a store as `verify` does, but return what is wrong instead of raising it."""
-    text, said = path_of("store", path), options.given if options else {}
+    text, claims = path_of("store", path), options.given if options else {}
     place = Path(text)
     problems: list[StoreError] = []
     report = VerifyReport(path=text.partition("?")[0] if is_address(text) else place)
@@ -94,8 +96,8 @@ def check_store(
         if is_address(text):
             store = open_store(text, remote=remote, **(asdict(options) if options else {}))
             report = _check_files(store, progress, problems, add_page_sums=add_page_sums)
-        elif layout.is_ours(place) or said.get("format") == "tokenmill":
-            report = _check_ours(place, said, progress, problems, add_page_sums=add_page_sums)
+        elif layout.is_ours(place) or claims.get("format") == "tokenmill":
+            report = _check_ours(place, claims, progress, problems, add_page_sums=add_page_sums)
         else:
             from tokenmill.store.foreign.files import ForeignOptions
             from tokenmill.store.foreign.open import check_foreign
@@ -117,13 +119,13 @@ def collected(problems: list[StoreError], path: Path) -> Iterator[None]:
 
 def _check_ours(
     path: Path,
-    said: Mapping[str, object],
+    claims: Mapping[str, object],
     progress: Progress,
     problems: list[StoreError],
     *,
     add_page_sums: bool,
 ) -> VerifyReport:
-    manifest = read_ours(path, said)
+    manifest = read_ours(path, claims)
     if (path / MANIFEST).read_bytes() != manifest_bytes(manifest):
         problems.append(
             StoreCorruptError(
@@ -203,28 +205,24 @@ class _SumsCheck:
 
     def __init__(self, store: Store, shard: layout.ShardInfo, *, add: bool) -> None:
         self._store, self._shard, self._add = store, shard, add
-        self._file = store.bring(f"{layout.SUMS_FOLDER}/{shard.name}.bin")
-        self._built: dict[str, SumsBuilder] = {}
+        self._file = store.bring(sums_file(shard.name))
+        self._sums: dict[str, array[int]] = {}
+        """Of each file, as far as it was read."""
 
-    def of(self, name: str) -> SumsBuilder | None:
-        """Return what computes the sums of a file; None where nobody wants them."""
+    def of(self, name: str) -> array[int] | None:
+        """Return where the sums of a file are collected; None where nobody wants them."""
         if not self._add and not self._file.exists():
             return None
-        from tokenmill.store.sums import SumsBuilder
-
-        return self._built.setdefault(name, SumsBuilder())
+        return self._sums.setdefault(name, array("Q"))
 
     def finish(self) -> None:
         """Compare the sums with those that are there, or write them where there are none."""
-        if not self._built:
+        if not self._sums:
             return
-        from tokenmill.store.sums import read_sums, write_sums
-
-        sums = {name: built.result() for name, built in self._built.items()}
+        sums = {name: np.array(collected, np.uint64) for name, collected in self._sums.items()}
         if self._file.exists():
-            known = read_sums(self._file, self._shard)
-            for name, pages in known.items():
-                wrong = np.flatnonzero(pages.sums != sums[name]) if pages is not None else np.empty(0)
+            for name, expected in read_sums(self._file, self._shard).items():
+                wrong = np.flatnonzero(expected != sums[name])
                 if wrong.size:
                     raise StoreCorruptError(
                         f"{self._file}: must have the checksum of every page of {name}, got another of page "
@@ -233,7 +231,7 @@ class _SumsCheck:
             return
         file = write_sums(self._store.path, self._shard, sums)
         for files in self._store.remotes:
-            files.send(f"{layout.SUMS_FOLDER}/{self._shard.name}.bin", file)
+            files.send(sums_file(self._shard.name), file)
 
 
 def _blocks(request: Request) -> Iterator[Uint8Array]:
@@ -248,12 +246,13 @@ def _blocks(request: Request) -> Iterator[Uint8Array]:
         file.check()
 
 
-def _check_checksum(request: Request, expected: str, progress: Progress, sums: SumsBuilder | None = None) -> None:
+def _check_checksum(request: Request, expected: str, progress: Progress, sums: array[int] | None = None) -> None:
+    """Refuse a file of another checksum; the sums of its pages are added to `sums`."""
     state = xxhash.xxh3_128()
     for block in _blocks(request):
         state.update(block.data)
         if sums is not None:
-            sums.update(block)
+            sums.extend(page_sums(block))
         progress(block.size)
     if state.hexdigest() != expected:
         raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {WAY_OUT}")

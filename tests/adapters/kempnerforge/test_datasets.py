@@ -137,7 +137,7 @@ def test_a_closed_dataset_holds_no_file(tmp_path):
     dataset = MemoryMappedDataset(write(tmp_path / "t", {"a": ids_of(0, 50, "uint16")}, ".npy"), 10)
     maps = dataset.stores[0].maps
     dataset[0]
-    assert maps.num_open == 1
+    assert len(maps._maps) == 1
     dataset.close()
     assert dataset.stores == []
     with pytest.raises(PlanError, match="within 0:0, got 0"):

@@ -30,7 +30,8 @@ from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, 
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted
-from tokenmill.store.sums import PageSums, files_of, read_sums, sums_file
+from tokenmill.store.sums import files_of, read_sums, sums_file
+from tokenmill.types import Uint64Array
 
 logger = logging.getLogger("tokenmill")
 _NO_SUMS = (
@@ -105,7 +106,7 @@ class RemoteFiles:
             self.objects.etags |= self.mirror.pins()
             self.objects.pin = self._pin
         self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
-        self._sums: dict[str, PageSums | None] = {}
+        self._sums: dict[str, Uint64Array | None] = {}
         self._listed: dict[str, dict[str, int]] = {}
         self._listings = listings
         """Folder -> what is in it, as it was asked for with the manifest."""
@@ -126,14 +127,12 @@ class RemoteFiles:
                 self.bring_small(shard)
             return FileRequest(self._local(info, name), part.bytes)
         if info.container is None:
-            place = f"{info.name}/{name}"
-            return RangeRequest(self._shown(place), self, place, part.bytes)
-        container = info.container.bytes
-        return RangeRequest(self._shown(info.name), self, info.name, container, part.begin, part.bytes)
+            return self.whole(f"{info.name}/{name}", part.bytes)
+        return replace(self.whole(info.name, info.container.bytes), begin=part.begin, wanted=part.bytes)
 
     def whole(self, name: str, size: int) -> RangeRequest:
         """Return a whole object as something to read ranges of."""
-        return RangeRequest(self._shown(name), self, name, size)
+        return RangeRequest(str(self.address / name), self, name, size, 0, size)
 
     def send(self, name: str, file: Path) -> None:
         """Write a file that was made here beside the shards."""
@@ -145,9 +144,6 @@ class RemoteFiles:
         assert self.mirror is not None
         return self.objects.etags.setdefault(name, self.mirror.pin(name, etag))
 
-    def _shown(self, name: str) -> str:
-        return str(self.address / name)
-
     # Ranges.
 
     def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> RangeLoan:
@@ -155,11 +151,11 @@ class RemoteFiles:
         files, wanted, size = [], self._around(ranges), 0
         limited = self.mirror is not None and self.mirror.limit is not None
         for item in ranges:
-            request, proof = item.request, self.sums_of(item.request.name)
-            page = layout.PAGE_BYTES if proof is not None or self.mirror is not None else 1
+            request, sums = item.request, self.sums_of(item.request.name)
+            page = layout.PAGE_BYTES if sums is not None or self.mirror is not None else 1
             begins, ends = merged(item.begins + request.begin, item.ends + request.begin, page, request.bytes)
             mapped = sparse_map(request.path, request.bytes)
-            need = Wanted(request.name, request.bytes, mapped.data, begins, ends, proof)
+            need = Wanted(request.name, request.bytes, mapped.data, begins, ends, sums)
             pages = need.pages
             if limited and item.next_use is not None:
                 need = replace(need, next_use=item.next_use(pages * layout.PAGE_BYTES - request.begin))
@@ -207,9 +203,9 @@ class RemoteFiles:
         await gathered(tasks)
 
     async def _one(self, need: Wanted, begin: int, end: int) -> None:
-        prove = need.proof.prover(begin) if need.proof is not None else None
         assert need.out is not None
-        need.out[begin:end] = np.frombuffer(await self.objects.get(need.name, begin, end, prove), np.uint8)
+        data = await self.objects.get(need.name, begin, end, need.prover(begin))
+        need.out[begin:end] = np.frombuffer(data, np.uint8)
 
     # Page sums.
 
@@ -224,7 +220,7 @@ class RemoteFiles:
             logger.warning(_NO_SUMS, self.address)
         return found
 
-    def sums_of(self, name: str) -> PageSums | None:
+    def sums_of(self, name: str) -> Uint64Array | None:
         """Return the page sums of a file by its name, brought once; None where there are, or shall be, none."""
         if not self.has_sums:
             return None

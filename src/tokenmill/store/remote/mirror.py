@@ -16,9 +16,10 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ import numpy as np
 from tokenmill.store.durable import write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
-from tokenmill.store.sums import PageSums
-from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, counted_from
+from tokenmill.store.sums import wrong_page
+from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from
 
 logger = logging.getLogger("tokenmill")
 ABSENT, HERE, UNPROVEN = 0, 1, 2
@@ -57,7 +58,8 @@ class Wanted:
     begins: Int64Array
     ends: Int64Array
     """Ranges of whole pages, ascending, that neither touch nor overlap."""
-    proof: PageSums | None = None
+    sums: Uint64Array | None = None
+    """The checksums of its pages; None: there are none."""
     next_use: Int64Array | None = None
     """The step at which each page of the ranges is needed again; None: nobody knows."""
 
@@ -66,6 +68,10 @@ class Wanted:
         """The numbers of all pages, in the order of the ranges."""
         first = self.begins // PAGE_BYTES
         return counted_from(first, -(-self.ends // PAGE_BYTES) - first)
+
+    def prover(self, begin: int) -> Callable[[Uint8Array | bytes], int | None] | None:
+        """Return what finds the first wrong page of bytes that begin there; None where pages have no checksums."""
+        return None if self.sums is None else partial(wrong_page, self.sums, begin)
 
 
 @dataclass(eq=False, slots=True)
@@ -223,8 +229,7 @@ class Mirror:
     async def _fetch(self, objects: RemoteObjects, part: _Part, first: int, end: int) -> None:
         item = part.item
         begin, stop = first * PAGE_BYTES, min(end * PAGE_BYTES, item.size)
-        prove = item.proof.prover(begin) if item.proof is not None else None
-        data = np.frombuffer(await objects.get(item.name, begin, stop, prove), np.uint8)
+        data = np.frombuffer(await objects.get(item.name, begin, stop, item.prover(begin)), np.uint8)
         if item.out is not None:
             item.out[begin:stop] = data
         self._keep(part, data, first, end)
@@ -244,7 +249,7 @@ class Mirror:
             if not state.all() or os.preadv(data, [item.out[begin:stop].data], begin) != stop - begin:
                 return False
             if (state == UNPROVEN).any():
-                prove = item.proof.prover(begin) if item.proof is not None else None
+                prove = item.prover(begin)
                 if prove is None or prove(item.out[begin:stop]) is not None:
                     table.state[first:end] = ABSENT
                     return False
