@@ -1,13 +1,13 @@
-"""Files that are cut while they are mapped: counted, and told of, where the system would end the process.
+"""Files that are cut while they are mapped: noticed, where the system would end the process.
 
-Who reads a page of a mapped file that is no longer there gets the signal SIGBUS, which ends a process without a
+A process that reads a page of a mapped file that is no longer there gets the signal SIGBUS, which ends it without a
 word. Looking at the size first leaves a moment between the look and the read. So, as systemd does for its
 journals, the signal is answered: a page of zeros takes the place of the missing one, the map is marked, and the
-reader goes on. Whoever reads maps asks afterwards (`num_faults`) and throws away what was read.
+reader goes on. It asks afterwards (`num_faults`), and throws away what was read of such a map.
 
 The answer must be machine code, as Python cannot run inside a signal: a few instructions, made by the LLVM that
 compiles kernels, in 10 ms. So it is on Linux; elsewhere sizes alone are checked. A signal for another address
-goes to whoever answered it before us.
+goes to the handler that was there before ours.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from tokenmill.types import Int64Array
 
 LONGEST_JOIN_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
-"""How often who waits looks whether the thread still lives."""
+"""How often a waiting caller looks whether the thread still lives."""
 MAX_PLACES = 100
 LOG_SECONDS = 30.0
 """Between two lines that say that the run waits for text."""
@@ -82,10 +82,10 @@ class LaneWindow:
 def find_window(
     source: LiveSource, windows: Windows, request: Request, show: Show, *, ahead: int = 0
 ) -> LaneWindow:
-    """Return the first window of a lane from a position on that has rows left, whose full rows look `ahead` so far.
+    """Return the first window of a lane, from a position on, that has rows left.
 
-    A lane without any would look for ever: it is given up after as many windows as there are, or, where every epoch
-    is the same, after one epoch.
+    Full rows have up to `ahead` tokens more, as `pack_window` says. The search ends after as many windows as there
+    are, or, where every epoch is the same, after one epoch: without text it would never end.
     """
     lane, position = request.lane, request.position
     options = source.options.in_format(request.format)
@@ -216,7 +216,7 @@ class WindowThreads:
             except BaseException as error:  # handed on, whatever it is: the thread has no one else to tell
                 task.error = error
             task.done.set()
-            del task  # the window belongs to who asked for it
+            del task  # the window belongs to the caller that asked for it
 
     def _show(self, task: Task, where: str) -> None:
         if task.cancelled or self._stopped.is_set():
@@ -351,7 +351,7 @@ class LiveLanes:
         return places, dict(self.skipped.counts), len(self.skipped.places)
 
     def back(self, mark: Mark) -> None:
-        """Be where the lanes were; whoever draws again gets the same rows, by other threads."""
+        """Go back to where the lanes were: the next draws give the same rows again, by other threads."""
         places, counts, num_skipped = mark
         self.close()
         positions = {number: position_at(place) for number, place in places}
@@ -387,7 +387,7 @@ class LiveLanes:
                 lane.go(LanePosition(epoch=position.epoch + 1))
 
     def close(self) -> None:
-        """Stop the threads and let go of all windows; who goes on drawing starts them again."""
+        """Stop the threads and let go of all windows; the next draw starts them again."""
         for lane in self.lanes.values():
             lane.drop()
         if self._finalizer is not None:
@@ -489,7 +489,7 @@ class LiveLanes:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRows:
-    """What a plan is told of live text: when rows of it are drawn, not which."""
+    """What a plan knows of live text: when rows of it are drawn, not which."""
 
     source: LiveSource
     lanes: int

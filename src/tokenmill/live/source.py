@@ -138,7 +138,7 @@ class ForeignTokenizer:
 # What a user may choose about live text.
 
 MEMORY_BYTES = 256 << 20
-"""Input that the windows of all lanes hold together, where the size of a window is not said."""
+"""Bytes of input that the windows of all lanes hold together, where `window_bytes` is left out."""
 TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes", "keep_empty", "fim")
 """What decides which documents a lane reads when; the others of `describe` are how rows are made of them."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
@@ -208,7 +208,7 @@ class LiveOptions:
 
     @property
     def framing(self) -> dict[str, bool | str | None]:
-        """What is said of BOS and EOS, as a tokenizer is opened with."""
+        """What a tokenizer is opened with: the choices about BOS and EOS."""
         return {
             "add_bos": self.add_bos,
             "add_eos": self.add_eos,
@@ -417,7 +417,7 @@ class LiveSource:
     options: LiveOptions
 
     def windows(self, lanes: int) -> Windows:
-        """Cut the files into windows for so many lanes."""
+        """Cut the files into windows for a number of lanes."""
         options = self.options
         windows = cut_windows(
             self.files,

@@ -256,7 +256,7 @@ def pack_window(
     """Pack the documents of a window; or, where rows of it were drawn, those that are left.
 
     Where they were made in another format, what they have left is packed anew; the rows of `drawn` before the last
-    are of formats before that one. The same documents and options give the same rows, whoever asks. A full row has
+    are of formats before that one. The same documents and options always give the same rows. A full row has
     up to `ahead` tokens more, if its last document goes on: labels of inputs before them.
     """
     formats = [options.in_format(format) for format, _ in drawn]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 200
-"""Times as long as a look at the sizes of mapped files takes, until the next one."""
+"""The sizes of mapped files are looked at again after this many times as long as the last look took."""
 
 
 # The arrays of a batch: their shapes, and the memory they live in
@@ -109,7 +109,7 @@ def record_type(stage: Stage) -> str | None:
 
 
 def stage_shapes(stage: Stage, arrays: Sequence[str], rows: int, horizon: int = 1) -> Shapes:
-    """Return shape and dtype of those arrays that have a line for every row, in a batch of so many rows."""
+    """Return shape and dtype of those arrays that have a line for every row, in a batch of `rows` rows."""
     kind = record_type(stage)
     if kind is None:
         return array_shapes(arrays, rows, stage.spec.seq_len, horizon)
@@ -298,7 +298,7 @@ class Block(ABC):
 
     @abstractmethod
     def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:
-        """Return shape and dtype of arrays of a batch of so many rows; of all that have a line for every row."""
+        """Return shape and dtype of arrays of a batch of `rows` rows; None: of all with a line for every row."""
 
     def _row_shapes(self, rows: int, arrays: Sequence[str]) -> Shapes:
         """Return the shapes of whole rows, where a batch may have a part of each."""
@@ -337,8 +337,8 @@ class Block(ABC):
         for maps, files in self._maps:
             for file in files:
                 maps.check(file)
-        # Missing pages are told at once. A page that is cut in its middle reads as zeros: only the size tells that,
-        # and a look at it is a system call, of about a microsecond a file.
+        # Missing pages are noticed at once. A page that is cut in its middle reads as zeros: only the size of the
+        # file shows that, and to look at it is a system call, of about a microsecond a file.
         self._next_look = monotonic() + LOOK_EVERY * (monotonic() - begin)
 
     @abstractmethod
@@ -533,7 +533,7 @@ SEGMENT_ARRAYS = frozenset(("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen"))
 class SequenceBlock(Block):
     """A block of rows that are sequences, with everything that is made of their spans."""
 
-    def __init__(  # noqa: PLR0913 - what a loader is told
+    def __init__(  # noqa: PLR0913 - the options of a loader
         self,
         stage: Stage,
         index: Mapping[int, StoredRows],
@@ -614,7 +614,7 @@ class SequenceBlock(Block):
         return out
 
     def _whole_rows(self, count: int) -> Batch:
-        """Return arrays for so many whole rows."""
+        """Return arrays for `count` whole rows."""
         if count not in self._rows:
             self._rows[count] = BufferPool(self._row_shapes(count, self.arrays))
         return self._rows[count].batch()

@@ -61,7 +61,7 @@ class Lanes(Protocol):
         """Return what `back` needs to undo the draws from some of the lanes."""
 
     def back(self, mark: Any) -> None:  # noqa: ANN401 - what `mark` gave
-        """Be where the lanes were; whoever draws again gets the same rows."""
+        """Go back to where the lanes were: the next draws give the same rows again."""
 
     def positions(self) -> dict[int, LanePosition]:
         """Return where each lane stands."""
@@ -72,13 +72,13 @@ class Lanes(Protocol):
     def stand(
         self, positions: Mapping[int, LanePosition], left: Mapping[int, int], skipped: Mapping[str, int]
     ) -> None:
-        """Go to where positions say; the run still asks `left` rows of each lane, and has `skipped` so much."""
+        """Go to some positions; the run still asks for `left` rows of each lane, and has counted `skipped`."""
 
     def restart(self) -> None:
         """Begin the next epoch in every lane that is within one."""
 
     def close(self) -> None:
-        """Stop all threads and let go of all memory; who goes on drawing starts them again."""
+        """Stop all threads and let go of all memory; the next draw starts them again."""
 
 
 class LaneRows(Rows, Protocol):
@@ -161,7 +161,7 @@ class DrawnSources:
         return rows.open_lanes(range(self._part.rank * each, (self._part.rank + 1) * each), options)
 
     def close(self) -> None:
-        """Stop the threads and let go of all windows; who goes on drawing starts them again."""
+        """Stop the threads and let go of all windows; the next draw starts them again."""
         for lanes in self.lanes.values():
             lanes.close()
 
@@ -187,13 +187,13 @@ class DrawnSources:
             block.batch(number, out, drawn)
         except BaseException:
             for lanes, mark in marks:
-                lanes.back(mark)  # a thread may hang: who tries again gets others
+                lanes.back(mark)  # a thread may hang: the next draw has others
             raise
         self._at = after
         return out
 
     def _enter(self, block: Block, count: int) -> None:
-        """Find out which lanes give the rows of the batches of a block, each of so many rows."""
+        """Find out which lanes give the rows of the batches of a block, each of `count` rows."""
         stage, self._draws = block.stage, []
         last = self._part.batches(stage) - 1
         index = (block.slots[::count] - self._part.rank * self._part.rows(stage)) // count
@@ -255,7 +255,7 @@ class DrawnSources:
     # States.
 
     def state(self, batch: int) -> dict[str, Any]:
-        """Return where the lanes of this rank stand after so many micro-batches of a step, as JSON."""
+        """Return where the lanes of this rank stand after the first `batch` micro-batches of a step, as JSON."""
         return live_json(
             self._at,
             batch,

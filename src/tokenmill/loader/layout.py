@@ -232,11 +232,11 @@ class RankSlice:
 
 # The deal by cost
 #
-# The batch of a step is the same set of rows, whoever takes which. Neighbouring ranks are a group, which shares out
-# the rows that they would take in order; no rank looks at those of other groups, so what a deal costs it does not
-# grow with the number of ranks. A micro-batch of a rank is a cell. Rows go, dearest first, each to the cell with
-# room that costs least so far. Cells go, dearest first, to the micro-batches in turn, so that those of all ranks at
-# one time are alike; and of these the dearest to the rank that has had least.
+# The batch of a step is the same set of rows, whichever rank takes which. Neighbouring ranks are a group, which
+# shares out the rows that they would take in order. No rank looks at the rows of other groups, so the cost of a
+# deal does not grow with the number of ranks. A micro-batch of a rank is a cell. Rows go, dearest first, each to
+# the cell with room that costs least so far. Cells go, dearest first, to the micro-batches in turn, so that those
+# of all ranks at one time are alike; and of these the dearest to the rank that has had least.
 
 NODE_RANKS = 8
 """Ranks of a group at most under `shuffle = "window"`: those of a machine, often. Its batches are ordered by what

@@ -279,7 +279,7 @@ class Loader:
         return {**self.plan.describe(), "steps": self.plan.steps, **common}
 
     def close(self) -> None:
-        """Stop the threads that read live text and let go of it; who goes on drawing starts them again."""
+        """Stop the threads that read live text and let go of it; the next batch starts them again."""
         if self._drawn:
             self._drawn.close()
 
@@ -404,7 +404,7 @@ class Loader:
         return digest(["balance", DEAL, fingerprint]) if balance and position.batch else fingerprint
 
     def _go_to(self, position: Position) -> None:
-        # Skipped steps have no batches: who goes to one of them stands at the next that has.
+        # Skipped steps have no batches: instead of one of them comes the next that has.
         position = Position(step=self.plan.next_trained(position.step), batch=position.batch)
         if position.step == self.plan.steps:
             self.num_drawn = len(self)
@@ -623,7 +623,7 @@ class _Batches(Iterator[Batch]):
         except StopIteration:
             raise
         except BaseException:
-            self._jumps = -1  # whoever tries again gets this batch, or the error again, not the end of the run
+            self._jumps = -1  # a further `next` gives this batch, or the error again, not the end of the run
             raise
         loader.num_drawn += 1
         return batch

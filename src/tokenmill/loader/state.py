@@ -78,7 +78,7 @@ class LiveState:
     skipped: Mapping[str, Mapping[str, Count]] = field(default_factory=dict)
     """How much was left out of each source, by reason."""
     digest: str = ""
-    """Of all of the above: a place that was altered is not to be told from another that a lane may stand at."""
+    """Of all of the above: nothing else would show that the place of a lane was altered."""
 
     def __post_init__(self) -> None:
         for source, lanes in self.lanes.items():

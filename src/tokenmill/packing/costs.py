@@ -26,7 +26,7 @@ from tokenmill.store.maps import MappedFile
 from tokenmill.types import BoolArray, Int64Array, Uint16Array
 
 IN_MEMORY_ROWS = 1 << 17
-"""The costs of up to so many rows are counted anew by every process, in a fraction of a second."""
+"""Of no more rows than these, every process counts the costs itself, in a fraction of a second."""
 BLOCK = 1 << 16
 FORMAT = "tokenmill-costs-1"
 logger = logging.getLogger("tokenmill")

@@ -73,7 +73,7 @@ class Policy:
     crop: str = "return"
     """What `bos_best_fit` does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
     multiple: int = 1
-    """Every segment is filled up with padding to so many columns, or a multiple of them."""
+    """Every segment is filled up with padding to a multiple of this number of columns."""
 
     def __post_init__(self) -> None:
         for field, value, known in (

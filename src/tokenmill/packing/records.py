@@ -338,6 +338,6 @@ def responses_of(store: Store, records: Int64Array) -> tuple[Int64Array, Int64Ar
 
 
 def _blocks(number: int) -> Iterator[tuple[int, int]]:
-    """Cut so many records into runs."""
+    """Cut a number of records into runs that are looked at together."""
     for begin in range(0, number, _BLOCK):
         yield begin, min(begin + _BLOCK, number)

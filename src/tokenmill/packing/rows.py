@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 IN_MEMORY_DOCUMENTS = 1 << 21
-"""Up to so many documents are packed anew by every process, in a fraction of a second; more are kept in a file."""
+"""Every process packs up to this many documents itself, in a fraction of a second; of more, an index is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -421,7 +421,8 @@ def items_within(
     return first + items[shard], last + items[shard], *inside
 
 
-# Where documents are. Not in the store: who writes or verifies one need not wait for numba, which compiles this.
+# Where documents are. It is not in the room of stores: numba compiles it, and what writes or verifies a store need
+# not wait for numba.
 
 
 def locate(

@@ -70,10 +70,10 @@ def drained(
             name: max(Fraction(0), share / total * free - ahead.get(name, Fraction(0)))
             for name, share in others.items()
         }
-        found = _apportion(wanted, free)
-        short = [name for name, rows in found.items() if rows > rooms.get(name, rows)]
+        shared = _apportion(wanted, free)
+        short = [name for name, rows in shared.items() if rows > rooms.get(name, rows)]
         if not short:
-            return quotas | found
+            return quotas | shared
         for name in short:
             quotas[name] = rooms[name]
             del others[name]
@@ -84,10 +84,10 @@ def _apportion(wanted: Mapping[str, Fraction], free: int) -> dict[str, int]:
     total = sum(wanted.values())
     if total:
         wanted = {name: value * free / total for name, value in wanted.items()}
-    found = {name: floor(value) for name, value in wanted.items()}
-    order = sorted(wanted, key=lambda name: (found[name] - wanted[name], name))
-    left = free - sum(found.values())
-    return {name: rows + (order.index(name) < left) for name, rows in found.items()}
+    whole = {name: floor(value) for name, value in wanted.items()}
+    order = sorted(wanted, key=lambda name: (whole[name] - wanted[name], name))
+    left = free - sum(whole.values())
+    return {name: rows + (order.index(name) < left) for name, rows in whole.items()}
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class _Mixing:
 def compile_stages(
     specs: Sequence[StageSpec], sources: Sequence[str], steps: int, stops: Mapping[str, Fraction] | None = None
 ) -> tuple[Stage, ...]:
-    """Compile stages; sources of `stops` leave the mixture when they have been read so often."""
+    """Compile stages; a source of `stops` leaves the mixture once it has been read as often as that says."""
     progress: dict[str, Progress] = {}
     mixing = _Mixing()
     begun: set[tuple[int, str, str]] = set()

@@ -212,7 +212,7 @@ class Plan:
     @cached_property
     def _described(self) -> list[tuple[int, dict[str, Any]]]:
         """First step and description of every stage but those that only go on with the one before."""
-        found: list[tuple[int, dict[str, Any]]] = []
+        described: list[tuple[int, dict[str, Any]]] = []
         for number, part in enumerate(self.stages):
             if number and part.goes_on(self.stages[number - 1]):
                 continue
@@ -220,11 +220,11 @@ class Plan:
                 name: {**source, "id": self.sources.index(name)}
                 for name, source in part.description["sources"].items()
             }
-            found.append((part.spec.start_step, {**part.description, "sources": sources}))
-        return found
+            described.append((part.spec.start_step, {**part.description, "sources": sources}))
+        return described
 
     def _num_described(self, step: int) -> int:
-        """Return how many of them decide the batches before a step."""
+        """Return how many of the described stages decide the batches before a step."""
         return bisect_left(self._described, step, key=lambda item: item[0])
 
     @cached_property
@@ -417,8 +417,8 @@ class TokenSchedule:
         begin = self.warmup if self.decay_tokens is None else max(self.warmup, end - self.decay_tokens)
         if self.decay == "none" or before < begin:
             return factor * scale
-        way = (before - begin) / (end - begin) if end > begin else 1.0
-        left = (1 + cos(pi * way)) / 2 if self.decay == "cosine" else 1 - way
+        decayed = (before - begin) / (end - begin) if end > begin else 1.0
+        left = (1 + cos(pi * decayed)) / 2 if self.decay == "cosine" else 1 - decayed
         return min(factor, self.final + (1 - self.final) * left) * scale
 
     def nth(self, number: int) -> float:

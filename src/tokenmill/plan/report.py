@@ -20,9 +20,9 @@ from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
 from tokenmill.types import Fates
 
 COUNTED_ROWS = 1 << 20
-"""Of the epochs that a stage does not draw whole, up to so many rows are counted; for more, the mean must do."""
+"""Rows that are counted at most, of the epochs that a stage does not draw whole; for more, the mean must do."""
 COUNTED_IN_ALL = 1 << 24
-"""Where many stages have many sources, each counts its part of so many."""
+"""Rows that are counted at most, of all sources of all stages together."""
 _BLOCK = 1 << 16
 
 
@@ -203,15 +203,16 @@ def _changes(plan: Plan, parts: Sequence[Stage]) -> Iterator[StageChange]:
     grows = len({part.spec.global_batch_size for part in parts}) > 1
     for before, part in zip((None, *parts), parts, strict=False):
         spec, old = part.spec, before.spec if before else None
-        told = []
+        changes = []
         if grows and (old is None or old.global_batch_size != spec.global_batch_size):
-            told.append(f"batch of {spec.global_batch_size:,}")
+            changes.append(f"batch of {spec.global_batch_size:,}")
         if spec.ramp is None and old is not None and old.ramp is not None:
-            told.append("the ramp is over")
+            changes.append("the ramp is over")
         if spec.skipped is not None and (old is None or old.skipped != spec.skipped):
-            told.append(f"skipped until step {part.end_step:,}: {spec.skipped}")
+            changes.append(f"skipped until step {part.end_step:,}: {spec.skipped}")
         tokens = slots_before(plan, spec.start_step, skipped=True)
-        yield from (StageChange(stage=spec.name, step=spec.start_step, tokens=tokens, what=what) for what in told)
+        for what in changes:
+            yield StageChange(stage=spec.name, step=spec.start_step, tokens=tokens, what=what)
 
 
 def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
@@ -337,7 +338,7 @@ def _epochs(part: Stage, index: CountedRows, name: str) -> tuple[int, tuple[rang
 
 
 def _mean(index: CountedRows, rows: int) -> Held:
-    """Return what so many rows hold if they are like those of an epoch: exact for whole epochs."""
+    """Return what a number of rows hold if they are like those of an epoch: exact for whole epochs."""
     fates = index.fates()
     tokens = fates.rows * index.row_slots - fates.padding
     return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)

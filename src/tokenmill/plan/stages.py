@@ -111,7 +111,7 @@ class StageSpec:
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the batches of the stage, as JSON. Its name does not."""
-        found: dict[str, Any] = {
+        described: dict[str, Any] = {
             "start_step": self.start_step,
             "global_batch_size": self.global_batch_size,
             "seq_len": self.seq_len,
@@ -121,12 +121,12 @@ class StageSpec:
             "sources": {name: dict(self.rows[name].description) for name in self.names},
         }
         if self.ramp:
-            found["ramp"] = self.ramp.describe()
+            described["ramp"] = self.ramp.describe()
         if self.skipped is not None:
-            found["skipped"] = True
+            described["skipped"] = True
         if self.drained is not None:
-            found["drained"] = list(self.drained)
-        return found
+            described["drained"] = list(self.drained)
+        return described
 
 
 def _plain(weights: Weights) -> dict[str, float | str]:
@@ -227,10 +227,13 @@ class Stage:
 
         What it starts again was started again by that one already, which has not drawn from it.
         """
-        told = ("start_step", "on_change", "restarted")
-        one, other = ({k: v for k, v in stage.description.items() if k not in told} for stage in (before, self))
+        of_the_edge = ("start_step", "on_change", "restarted")
+        old, new = (
+            {name: value for name, value in stage.description.items() if name not in of_the_edge}
+            for stage in (before, self)
+        )
         again = {name for name in self.restarted if name in before.restarted and not before.draws.get(name)}
-        return one == other and again == self.restarted
+        return old == new and again == self.restarted
 
     def draws_like(self, other: Stage) -> bool:
         """Say whether both draw the same rows at the same steps, going by the numbers that the kernels are given.
@@ -274,13 +277,13 @@ class Stage:
 
     def order(self, line: int, epoch: int) -> EpochOrder:
         """Return the order of one epoch of a source, known by its line of the table; -1 is the rest."""
-        found = self._orders.get((line, epoch))
-        if found is None:
+        order = self._orders.get((line, epoch))
+        if order is None:
             rows = self.counted(self.names[line])
             old = int(epoch == self.table[line, OLD_EPOCH])
             first = OLD_MODE if old else MODE
             mode, block_rows, window_blocks = self.table[line, first : first + 3].tolist()
-            found = EpochOrder(
+            order = EpochOrder(
                 size=int(self.table[line, REST if epoch < 0 else SIZE]),
                 key=np.uint64(derived_key(self.keys[line, old], epoch)),
                 numbers=(mode, block_rows, window_blocks),
@@ -288,8 +291,8 @@ class Stage:
             )
             if len(self._orders) >= _KEPT_ORDERS:
                 self._orders.clear()
-            self._orders[line, epoch] = found
-        return found
+            self._orders[line, epoch] = order
+        return order
 
     @cached_property
     def by_block(self) -> bool:
@@ -356,7 +359,7 @@ def stage_at(stages: Sequence[Stage], starts: Sequence[int], step: int) -> Stage
     return stages[bisect_right(starts, step) - 1]
 
 
-# What the plan is told of a source: how many rows it has and what they are made of.
+# What the plan knows of a source: how many rows it has and what they are made of.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -521,10 +524,10 @@ def _draw(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -
     first, last = (
         stage.origin + (int(step) - stage.spec.start_step) * batch for step in (steps.min(), steps.max() + 1)
     )
-    found = stage.mixture.segments(first, last)
-    nodes = found.nodes.reshape(-1, found.nodes.shape[2])
+    segments = stage.mixture.segments(first, last)
+    nodes = segments.nodes.reshape(-1, segments.nodes.shape[2])
     shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin)
-    _ordinals(steps, slots, shape, (found.starts, nodes, found.bases), stage.table, stage.rotation_key, out)
+    _ordinals(steps, slots, shape, (segments.starts, nodes, segments.bases), stage.table, stage.rotation_key, out)
     return out
 
 
@@ -754,14 +757,14 @@ def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array
     end = carry + stage.draws[name]
     epochs = range(max(0, carry - rest) // size, max(0, -(-(end - rest) // size)))
     full, left = rows[rows < size], rows[rows >= size]
-    found = [(stage.order(line, epoch).places(full) + rest + epoch * size, full) for epoch in epochs if full.size]
+    uses = [(stage.order(line, epoch).places(full) + rest + epoch * size, full) for epoch in epochs if full.size]
     if left.size:
-        found.append((stage.order(line, -1).places(left - size), left))
-    if not found:
+        uses.append((stage.order(line, -1).places(left - size), left))
+    if not uses:
         empty = np.empty(0, np.int64)
         return empty, empty, empty
-    ordinals = np.concatenate([ordinal for ordinal, _ in found])
-    used = np.concatenate([row for _, row in found])
+    ordinals = np.concatenate([ordinal for ordinal, _ in uses])
+    used = np.concatenate([row for _, row in uses])
     inside = (ordinals >= carry) & (ordinals < end)
     positions = stage.positions_of(name, ordinals[inside] - carry)
     used = used[inside]

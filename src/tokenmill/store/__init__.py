@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenmill.store.foreign.export import ExportReport, export_store
     from tokenmill.store.foreign.files import ForeignOptions, detect_format
 
-# Late, as who reads and writes stores of ours needs none of it: a third of what this room takes to load.
+# Imported late: stores of ours need none of it, and it is a third of what this room takes to load.
 _FOREIGN = {
     "ExportReport": "export",
     "ForeignOptions": "files",

@@ -218,9 +218,8 @@ def read_index(file: Path, kind: type[T]) -> tuple[MappedFile, T] | None:
 # Leases: the right to write to a folder, held by one process of any number of machines.
 #
 # A lease is a file that only one process can create; the system need not know locks. Its holder touches it every
-# few seconds. Who wants it looks at it: a holder on this machine lives or not, which the system knows; of one on
-# another machine the file is watched, by the clock of who watches alone. What was not touched for a minute is
-# stale.
+# few seconds. Whether a holder on this machine still lives, the system knows. For one on another machine, the file
+# is watched, by the clock of the watching process alone: a lease that was not touched for a minute is stale.
 #
 # To take over from a stale holder is to create the file that is named after the holder's token, which again only
 # one process can, and which counts only while the stale lease is still there. So there are never two heirs, and a
@@ -233,7 +232,7 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 """After how long without a touch a lease of another machine is stale."""
 _LOOK_SECONDS = 0.05
-_SAY_SECONDS = 2.0
+_WARN_SECONDS = 2.0
 _log = logging.getLogger("tokenmill")
 _held: set[str] = set()
 """Tokens of the leases that this process holds: one of its own that is not here was copied with its folder."""
@@ -306,10 +305,12 @@ class Holder:
     """The process on that host, for people."""
 
     @property
-    def told(self) -> str:
-        """Name it for people."""
-        here = self.process.startswith(f"{this_machine()}-")
-        return f"process {self.number}" if here else f"process {self.number} on {self.host}"
+    def is_local(self) -> bool:
+        """Whether the process is on this machine."""
+        return self.process.startswith(f"{this_machine()}-")
+
+    def __str__(self) -> str:
+        return f"process {self.number}" if self.is_local else f"process {self.number} on {self.host}"
 
 
 class LeaseWatch:
@@ -329,8 +330,8 @@ class LeaseWatch:
         holders: list[Holder] = []
         name = LEASE
         touched = 0
-        while (found := _read(self.folder / name)) is not None:
-            holder, touched = found
+        while (lease := _read(self.folder / name)) is not None:
+            holder, touched = lease
             holders.append(holder)
             name = f"{LEASE}-{holder.token}"
         if not holders:
@@ -338,7 +339,7 @@ class LeaseWatch:
         last = holders[-1]
         if last.process == this_process():
             return holders, last.token in _held
-        if last.process.startswith(f"{this_machine()}-"):
+        if last.is_local:
             return holders, not has_ended(last.process)
         if self._seen is None or self._seen[0] != last.token:
             self._seen, self._since = (last.token, touched), time.monotonic()
@@ -369,8 +370,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise if another process has taken over, as this one did not touch its lease for long."""
-        found = _read(self._file)
-        if found is None or found[0].token != self._token or (self.folder / f"{LEASE}-{self._token}").exists():
+        lease = _read(self._file)
+        if lease is None or lease[0].token != self._token or (self.folder / f"{LEASE}-{self._token}").exists():
             raise StoreError(
                 f"{self.folder}: a build must keep its lease, got it taken over by another process after this one "
                 f"had not touched it for {STALE_SECONDS:g} s; let that one finish, or run again"
@@ -389,8 +390,8 @@ class Lease:
             if _create(end, heir):
                 # The first goes first: a late heir finds then that it came too late.
                 for file, token in [*self._chain.items(), (end, heir.token)]:
-                    found = _read(file)
-                    if found is not None and found[0].token == token:
+                    lease = _read(file)
+                    if lease is not None and lease[0].token == token:
                         file.unlink(missing_ok=True)
         finally:
             _held.difference_update((self._token, heir.token))
@@ -414,7 +415,7 @@ def _this_holder() -> Holder:
 def _take(folder: Path, holder: Holder) -> dict[Path, str]:
     """Take the lease; return its file and token, behind those of the holders that it is taken over from."""
     watch = LeaseWatch(folder)
-    begin, said = time.monotonic(), False
+    begin, has_warned = time.monotonic(), False
     while True:
         holders, lives = watch.look()
         if not holders or lives is False:
@@ -430,15 +431,15 @@ def _take(folder: Path, holder: Holder) -> dict[Path, str]:
         elif lives:
             raise StoreExistsError(
                 f"{folder}: only one build may write to it at a time, got another under way in "
-                f"{holders[-1].told}; wait for it or stop it, or choose another path"
+                f"{holders[-1]}; wait for it or stop it, or choose another path"
             )
-        elif not said and time.monotonic() - begin > _SAY_SECONDS:
-            said = True
+        elif not has_warned and time.monotonic() - begin > _WARN_SECONDS:
+            has_warned = True
             _log.warning(
                 "%s: waiting up to %g s to see whether %s still builds here",
                 folder,
                 STALE_SECONDS,
-                holders[-1].told,
+                holders[-1],
             )
         time.sleep(_LOOK_SECONDS)
 
@@ -458,7 +459,7 @@ def _create(file: Path, holder: Holder) -> bool:
 
 
 def _read(file: Path) -> tuple[Holder, int] | None:
-    """Return who holds a lease and when it was touched last; None if there is none."""
+    """Return the holder of a lease and when it was touched last; None if there is none."""
     try:
         # Opened, not only looked at: then a file system of a network asks its server.
         with open(file, "rb") as opened:

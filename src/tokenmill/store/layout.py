@@ -48,7 +48,8 @@ SIDE_FOLDERS = (ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER, SUMS_FOLDER, HASH
 """What a store may have beside its manifest and shards."""
 SHARDS_FOLDER = ".tmp-shards"
 LEASE = ".tmp-lease"
-"""Who may write to a folder; what follows it in a name is whose heir it is (see `lease`)."""
+"""Says which process may write to a folder; behind it in a name stands the holder that it is taken over from (see
+`durable`)."""
 TEMPORARY = frozenset({LEASE, SHARDS_FOLDER, f".tmp-{MANIFEST}", ".tmp-pid"})
 """What a build that was killed may leave in the folder of a store beside its shards; the last, of an older one."""
 ANCHOR_TOKENS = 1024
@@ -96,7 +97,7 @@ def is_shard_name(name: str) -> bool:
 
 
 def is_lease_name(name: str) -> bool:
-    """Whether a name is that of a lease, or of who took it over."""
+    """Whether a name is that of a lease, or of one that was taken over."""
     return re.fullmatch(rf"{re.escape(LEASE)}(-[0-9a-z]+)?", name) is not None
 
 
@@ -117,7 +118,7 @@ def is_ours(path: Path) -> bool:
 def stores_below(folder: Path) -> list[Path]:
     """List the stores of ours in a folder, at any depth; none within another, nor in hidden folders.
 
-    Beside a finished one, those that were not finished count too: whoever looks at all must not pass them over.
+    Beside a finished one, those that were not finished count too, so that none is passed over.
     """
     stores: list[Path] = []
     any_finished = False
@@ -132,7 +133,7 @@ def stores_below(folder: Path) -> list[Path]:
 
 
 def num_anchors(tokens: int) -> int:
-    """Return how many anchors stand behind the offsets of a shard with so many tokens."""
+    """Return how many anchors stand behind the offsets of a shard with a number of tokens."""
     return -(-tokens // ANCHOR_TOKENS)
 
 

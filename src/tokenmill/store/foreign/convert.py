@@ -29,7 +29,7 @@ from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 BATCH_TOKENS = 1 << 22
 """Tokens that are copied together; a longer document is copied in one piece."""
 Progress = Callable[[str, int, int], None]
-"""Told (what is done: look, write or compare; tokens done; tokens in all)."""
+"""Called with what is done (look, write or compare), the tokens done, and the tokens in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,9 +113,9 @@ def _with_tokenizer(options: ForeignOptions, tokenizer: Mapping[str, Any] | None
     if tokenizer is None:
         return options
     for name in ("vocab_size", "eos_id", "bos_id"):
-        given, known = getattr(options, name), tokenizer.get(name)
-        if given is not None and given != known:
-            raise ConfigError(f"{name}: must be that of the tokenizer, {known!r}, got {given!r}; leave it out")
+        claim, fact = getattr(options, name), tokenizer.get(name)
+        if claim is not None and claim != fact:
+            raise ConfigError(f"{name}: must be that of the tokenizer, {fact!r}, got {claim!r}; leave it out")
     return replace(options, **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")})
 
 

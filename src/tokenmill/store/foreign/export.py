@@ -460,7 +460,7 @@ def _store_digest(store: Store, keys: Sequence[str], advance: Advance) -> dict[s
 def _compare(
     store: Store, keys: Sequence[str], format: str, folder: Path, advance: Advance
 ) -> tuple[list[str], list[str]]:
-    """Read a folder back and compare it with the store; return who read it, and notes."""
+    """Read a folder back and compare it with the store; return the names of the readers, and notes."""
     export, kind = EXPORTS[format], store.manifest.kind
     expected = _store_digest(store, keys, advance)
     readers, notes = [], []
@@ -542,17 +542,17 @@ def main() -> None:
     os._exit(0)  # threads of such packages do not always let a process end in peace
 
 
-Found = Iterator[tuple[str, AnyArray, Sequence[int] | AnyArray]]
+ArrayBlocks = Iterator[tuple[str, AnyArray, Sequence[int] | AnyArray]]
 """Array, values, and the lengths of the items that they are of."""
 
 
-def _read_megatron(folder: Path) -> Found:
+def _read_megatron(folder: Path) -> ArrayBlocks:
     dataset = import_module("megatron.core.datasets.indexed_dataset").IndexedDataset(str(folder / "tokens"))
     for number in range(len(dataset)):
         yield "sequence", dataset[number], [dataset[number].size]
 
 
-def _read_datatrove(folder: Path) -> Found:
+def _read_datatrove(folder: Path) -> ArrayBlocks:
     merger = import_module("datatrove.pipeline.tokens.merger")
     for file in sorted(folder.glob("*.ds")):
         ends = merger.load_doc_ends(open(f"{file}.index", "rb"))  # noqa: SIM115 - closed there
@@ -564,14 +564,14 @@ def _read_datatrove(folder: Path) -> Found:
                     yield column, values, [values.size]
 
 
-def _read_numpy(folder: Path) -> Found:
+def _read_numpy(folder: Path) -> ArrayBlocks:
     for file in sorted(folder.glob("*.npy")):
         ids = np.load(file, mmap_mode="r")
         for begin in range(0, ids.size, _BLOCK):
             yield "sequence", ids[begin : begin + _BLOCK], ()
 
 
-def _read_parquet(folder: Path) -> Found:
+def _read_parquet(folder: Path) -> ArrayBlocks:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -580,7 +580,7 @@ def _read_parquet(folder: Path) -> Found:
             yield from _lists(pa.Table.from_batches([batch]))
 
 
-def _read_datasets(folder: Path) -> Found:
+def _read_datasets(folder: Path) -> ArrayBlocks:
     from datasets import load_dataset
 
     files = sorted(map(str, (folder / "data").glob("*.parquet")))
@@ -589,7 +589,7 @@ def _read_datasets(folder: Path) -> Found:
         yield from _lists(table)
 
 
-def _lists(table: Any) -> Found:  # noqa: ANN401 - pyarrow ships no types
+def _lists(table: Any) -> ArrayBlocks:  # noqa: ANN401 - pyarrow ships no types
     """Yield the columns of an Arrow table of lists, and of lists of lists their groups too."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -604,7 +604,7 @@ def _lists(table: Any) -> Found:  # noqa: ANN401 - pyarrow ships no types
         yield key, values.to_numpy(), lengths
 
 
-_READERS: Mapping[str, Callable[[Path], Found]] = {
+_READERS: Mapping[str, Callable[[Path], ArrayBlocks]] = {
     "megatron": _read_megatron,
     "nanoset": _read_datatrove,
     "npy": _read_numpy,

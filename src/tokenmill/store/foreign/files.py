@@ -76,7 +76,7 @@ class ForeignOptions:
 
     @property
     def given(self) -> dict[str, int | str]:
-        """What was said, by name."""
+        """The options that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def check_dtype(self, where: Path, dtype: np.dtype[Any]) -> None:

@@ -120,12 +120,12 @@ def _with_sidecars(files: Sequence[Path], format: str, options: ForeignOptions) 
         sidecar = folder / SIDECAR
         if not sidecar.is_file():
             continue
-        said = read_json(ForeignOptions, head(sidecar, MAX_SIDECAR), f"{sidecar}:", error=StoreError).given
-        for name, value in said.items():
+        sidecar_options = read_json(ForeignOptions, head(sidecar, MAX_SIDECAR), f"{sidecar}:", error=StoreError)
+        for name, value in sidecar_options.given.items():
             if known.setdefault(name, value) != value:
                 raise ConfigError(
                     f"{sidecar}: {name} must be {known[name]!r}, as the options or other files say, got {value!r}; "
-                    "mend the one that is wrong, or name the files apart"
+                    "correct the one that is wrong, or name the files apart"
                 )
     return replace(options, **{name: value for name, value in known.items() if name != "format"})
 

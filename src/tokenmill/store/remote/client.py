@@ -2,7 +2,7 @@
 
 An address such as `s3://bucket/path?endpoint=...` says where, and may not say more: no secret is in it.
 
-A failure is told by its kind alone. What a server or library said may have a signed address or a token in it.
+A failure is named by its kind alone. The message of a server or library may have a signed address or a token in it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "file": "its file permissions",
 }
-"""Scheme -> what says who asks; clouds know other ways, too."""
+"""Scheme -> what identifies the user; clouds know other ways, too."""
 CHUNK_BYTES = 8 << 20
 """Of a whole object, that is read or written in parts."""
 _STATUS = re.compile(r"\b(?:status(?: code)?:? ?|error \()([1-5]\d\d)\b", re.IGNORECASE)

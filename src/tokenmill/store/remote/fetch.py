@@ -81,7 +81,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningCounters:
-    """What one process that trains has asked of object storage so far, as it noted it itself."""
+    """What one process that trains has asked of object storage so far, by its own count."""
 
     host: str
     process: int
@@ -110,13 +110,13 @@ def read_counters(folder: Path | str) -> list[RunningCounters]:
 
     A process notes its counters every five seconds, and when nothing is left to read. No secret is among them.
     """
-    found = []
+    running = []
     for file in (Path(folder) / COUNTERS_FOLDER).glob("*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # removed meanwhile, or not of ours
             noted = json.loads(file.read_bytes())
             counters = Counters(**noted.pop("counters"))
-            found.append(RunningCounters(**{**noted, "stores": tuple(noted["stores"])}, counters=counters))
-    return sorted(found, key=lambda each: each.noted, reverse=True)
+            running.append(RunningCounters(**{**noted, "stores": tuple(noted["stores"])}, counters=counters))
+    return sorted(running, key=lambda each: each.noted, reverse=True)
 
 
 class Loop:
@@ -184,12 +184,12 @@ class Network:
         self._ordinal = next(_ordinals)
         self._began, self._next_note = time(), 0.0
         self._trains = False
-        """Whether somebody read ahead: who looks at a step alone notes nothing."""
+        """Whether somebody read ahead of training: a look at single steps is not noted."""
         self._lock = threading.Lock()
         self._held = 0
         self._queue: deque[tuple[int, Callable[[], object]]] = deque()
 
-    # Memory: who begins ahead of training waits for room, who is waited for does not.
+    # Memory: what is read ahead of training waits for room, what somebody waits for does not.
 
     @property
     def held(self) -> int:
@@ -197,7 +197,7 @@ class Network:
         return self._held
 
     def admit(self, size: int, go: Callable[[], object], *, ahead: bool) -> None:
-        """Call `go` once there is room for so many bytes; at once unless it is ahead of training."""
+        """Call `go` once there is room for `size` bytes; at once unless it is ahead of training."""
         self._trains = self._trains or ahead
         with self._lock:
             if ahead and (self._queue or (self._held and self._held + size > self.options.horizon_bytes)):
@@ -217,7 +217,7 @@ class Network:
             each()
 
     def leave(self, size: int, go: Callable[[], object]) -> None:
-        """Say that so many bytes are no more in memory, or that they are not wanted any more."""
+        """Say that `size` bytes are no longer in memory, or no longer wanted."""
         with self._lock:
             waiting = [item for item in self._queue if item[1] == go]
             for item in waiting:
@@ -236,7 +236,7 @@ class Network:
             self._note()
 
     def _note(self) -> None:
-        """Write what was counted to where others can look at it; who cannot write there trains on."""
+        """Write what was counted to where others can look at it; where that fails, training goes on."""
         self._next_note = monotonic() + NOTE_SECONDS
         if self.folder is None:
             return
@@ -305,7 +305,7 @@ class RemoteObjects:
         self.address = address
         self.network = network
         self.etags = {} if etags is None else etags
-        """Name -> what its version is known by; whoever keeps it elsewhere fills it, and `pin`."""
+        """Name -> what its version is known by; a mirror, which keeps versions on disk, fills it and sets `pin`."""
         self.pin: Callable[[str, str], str] = self.etags.setdefault
         """Called with the version of an object that was seen; gives back the one that counts."""
         self.sizes: dict[str, int] = {}

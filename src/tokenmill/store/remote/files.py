@@ -66,7 +66,7 @@ class RangeLoan:
         """Return the files once all ranges are there; raise what kept one from coming."""
         if not self._begun.is_set():
             self._network.hurry(self.start)
-            self._begun.wait()  # who gave it room is about to begin
+            self._begun.wait()  # another thread gave it room, and is about to begin
         assert self._work is not None, "it was released"
         self._work.result()
         return self._files
@@ -177,7 +177,7 @@ class RemoteFiles:
             and 2 * sum(int((ends - begins).sum()) for _, begins, ends in around) > mirror.limit
         ):
             return []
-        found = []
+        wanted = []
         for item, begins, ends in around:
             request = item.request
             pages = merged(begins + request.begin, ends + request.begin, layout.PAGE_BYTES, request.bytes)
@@ -186,8 +186,8 @@ class RemoteFiles:
                 need = Wanted(request.name, request.bytes, None, *lacking, self.sums_of(request.name))
                 if mirror.limit is not None and item.next_use is not None:
                     need = replace(need, next_use=item.next_use(need.pages * layout.PAGE_BYTES - request.begin))
-                found.append(need)
-        return found
+                wanted.append(need)
+        return wanted
 
     async def _fill(self, wanted: Sequence[Wanted]) -> None:
         if self.mirror is not None:
@@ -214,11 +214,11 @@ class RemoteFiles:
         """Whether the store has page sums, and they are to be used."""
         if not self.network.options.verify_pages:
             return False
-        is_asked = layout.SUMS_FOLDER in self._listed
-        found = bool(self.listed(layout.SUMS_FOLDER))
-        if not found and not is_asked:
+        is_first = layout.SUMS_FOLDER not in self._listed
+        has_sums = bool(self.listed(layout.SUMS_FOLDER))
+        if not has_sums and is_first:
             logger.warning(_NO_SUMS, self.address)
-        return found
+        return has_sums
 
     def sums_of(self, name: str) -> Uint64Array | None:
         """Return the page sums of a file by its name, brought once; None where there are, or shall be, none."""
@@ -243,9 +243,9 @@ class RemoteFiles:
         """Return the names and sizes of what is in a folder beside the shards; asked for once."""
         if folder not in self._listed:
             begun = self._listings.pop(folder, None)
-            found = begun.result() if begun else Client(self.address, self.network.options).list(folder)
+            objects = begun.result() if begun else Client(self.address, self.network.options).list(folder)
             self.network.counters.requests += 1
-            self._listed[folder] = {item.name: item.bytes for item in found}
+            self._listed[folder] = {item.name: item.bytes for item in objects}
         return self._listed[folder]
 
     def bring(self, name: str) -> Path | None:
@@ -340,7 +340,7 @@ class _Copy:
     bytes: int
     file: Path
     xxh3: str | None = None
-    """What its checksum must be; None: whoever reads it checks it."""
+    """What its checksum must be; None: it is checked by what reads it."""
 
 
 def _digest(descriptor: int) -> str:
@@ -353,7 +353,7 @@ def _digest(descriptor: int) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes, and threads, from copying the same; the lock goes with who holds it."""
+    """Keep other processes, and threads, from copying the same; the lock ends with its process."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("wb") as lock:
         with suppress(OSError):

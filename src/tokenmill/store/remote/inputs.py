@@ -32,7 +32,7 @@ _LIST = ".objects.json"
 """Name of an object -> its size and version, of those that were copied."""
 _WILD = re.compile(r"[*\[]")
 Progress = Callable[[int, int], None]
-"""Told the bytes that are here, and all there are."""
+"""Called with the bytes that are here, and all there are."""
 
 
 def copy_inputs(
@@ -50,13 +50,13 @@ def copy_inputs(
     for its `progress`, a line is logged every 30 s.
     """
     items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    found: list[str | os.PathLike[str]] = []
+    local: list[str | os.PathLike[str]] = []
     for item in items:
         if isinstance(item, str) and is_address(item):
-            found += _copied(item, folder, is_known, options or RemoteOptions(), progress or _logged())
+            local += _copied(item, folder, is_known, options or RemoteOptions(), progress or _logged())
         else:
-            found.append(item)
-    return found
+            local.append(item)
+    return local
 
 
 def _logged() -> Progress:
@@ -84,34 +84,34 @@ def _copied(
     pattern = path[len(fixed) :].strip("/") if wild else None
     root, objects = _objects(address, pattern, is_known, options)
     place = {"scheme": root.scheme, "bucket": root.bucket, "endpoint": root.endpoint, "key": root.key}
-    here = folder / f"{root.name}-{digest(place)[:12]}"
+    copies = folder / f"{root.name}-{digest(place)[:12]}"
     client = Client(root, options)
-    with locked(here):
-        known = _read_list(here)
-        missing = [info for info in objects if not _is_here(here, info, known)]
+    with locked(copies):
+        known = _read_list(copies)
+        missing = [info for info in objects if not _is_here(copies, info, known)]
         total = sum(info.bytes for info in objects)
         done = total - sum(info.bytes for info in missing)
-        free = shutil.disk_usage(here).free
+        free = shutil.disk_usage(copies).free
         if total - done > free:
             raise DocumentError(
-                f"{here}: must have room for {total - done:,} bytes of inputs that are copied there, got {free:,} "
-                "free; prepare fewer of them at a time, or name a larger disk (--staging)"
+                f"{copies}: must have room for {total - done:,} bytes of inputs that are copied there, got "
+                f"{free:,} free; prepare fewer of them at a time, or name a larger disk (--staging)"
             )
         progress(done, total)
         with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-inputs") as executor:
             try:
-                work = {executor.submit(_copy, client, here, info): info for info in missing}
+                work = {executor.submit(_copy, client, copies, info): info for info in missing}
                 for finished in as_completed(work):
                     finished.result()
                     info = work[finished]
                     known[info.name] = (info.bytes, info.etag)
-                    write_atomically(here / _LIST, json.dumps(known).encode())
+                    write_atomically(copies / _LIST, json.dumps(known).encode())
                     done += info.bytes
                     progress(done, total)
             except BaseException:
                 executor.shutdown(wait=True, cancel_futures=True)
                 raise
-    return [str(here / info.name) for info in objects]
+    return [str(copies / info.name) for info in objects]
 
 
 def _objects(
@@ -164,22 +164,22 @@ def _is_hidden(name: str) -> bool:
     return any(not part or part.startswith(".") for part in name.split("/"))
 
 
-def _read_list(here: Path) -> dict[str, tuple[int, str | None]]:
+def _read_list(copies: Path) -> dict[str, tuple[int, str | None]]:
     try:
-        kept = json.loads((here / _LIST).read_bytes())
+        kept = json.loads((copies / _LIST).read_bytes())
     except (OSError, ValueError):
         return {}
     return {name: (int(size), etag) for name, (size, etag) in kept.items()}
 
 
-def _is_here(here: Path, info: ObjectInfo, known: dict[str, tuple[int, str | None]]) -> bool:
-    file = here / info.name
+def _is_here(copies: Path, info: ObjectInfo, known: dict[str, tuple[int, str | None]]) -> bool:
+    file = copies / info.name
     same = info.etag is not None and known.get(info.name) == (info.bytes, info.etag)
     return same and file.is_file() and file.stat().st_size == info.bytes
 
 
-def _copy(client: Client, here: Path, info: ObjectInfo) -> None:
-    file = here / info.name
+def _copy(client: Client, copies: Path, info: ObjectInfo) -> None:
+    file = copies / info.name
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".tmp-{file.name}")
     with partial.open("wb") as out:

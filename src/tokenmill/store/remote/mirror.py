@@ -1,9 +1,9 @@
 """The mirror: a folder on local disk with the pages of remote files that were read, shared by all processes.
 
 A file of the mirror has the size of its object, with holes where pages are not here. Its table says of each page
-whether it is here, and the step at which the run needs it again. Who fetches pages holds a lock on them, which goes
-with the process; a page counts as here once all of it was written. When the limit is reached, those pages go first
-that are needed again last, by the plan: Belady's rule, which nobody can better.
+whether it is here, and the step at which the run needs it again. A process that fetches pages holds a lock on them,
+which ends with the process; a page counts as here once all of it was written. When the limit is reached, those
+pages go first that are needed again last, by the plan: Belady's rule, which nobody can better.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ABSENT, HERE, UNPROVEN = 0, 1, 2
 NEVER = 2**32 - 1
 """A step that does not come."""
 SLACK = 50
-"""One of so many parts of the limit is made free at a time, or all pages would be looked at for each block."""
+"""The limit divided by this is made free at a time, or all pages would be looked at for each block."""
 WHOLE_REQUESTS = 8
 """Requests under way for what goes to the disk alone: each is large."""
 FOLDER = "pages"
@@ -147,7 +147,8 @@ class Mirror:
         self._tables: dict[str, PageTable] = {}
         self._keeps = self.limit != 0
         self._last, self._missed = NEVER, 0
-        """Pages needed again after this step were not worth their room when last looked, so many bytes ago."""
+        """When pages were last let go, those needed again after this step were not worth their room; and how many
+        bytes had no room since."""
         with self._locked():
             self._notice_restart()
             self._write_used(sum(int(np.count_nonzero(state)) for _, state, _ in self._all()) * PAGE_BYTES)
@@ -219,7 +220,7 @@ class Mirror:
                 await asyncio.sleep(pause)
                 pause = min(0.05, 2 * pause)
             try:
-                # Whoever held the lock before may have brought some of them.
+                # The process that held the lock before may have brought some of them.
                 for at, stop in _parts(part.table.state, first, end):
                     if not self._read(part, at, stop, lock=False):
                         await self._fetch(objects, part, at, stop)
@@ -272,7 +273,7 @@ class Mirror:
             for at, stop in runs:
                 block = data[at * PAGE_BYTES : stop * PAGE_BYTES]
                 os.pwrite(part.descriptors[0], block.data, (first + at) * PAGE_BYTES)
-                # Only now: who dies before leaves nothing to trust.
+                # Only now: a process that dies before leaves nothing to trust.
                 part.table.state[first + at : first + stop] = HERE
         except OSError as error:
             self._keeps = False
@@ -311,21 +312,20 @@ class Mirror:
         """
         assert self.limit is not None
         tables = list(self._all())
-        here = [np.flatnonzero(state != ABSENT) for _, state, _ in tables]
-        steps = np.concatenate(
-            [*(next_use[pages] for pages, (_, _, next_use) in zip(here, tables, strict=True)), new]
-        )
+        present = [np.flatnonzero(state != ABSENT) for _, state, _ in tables]
+        next_uses = [next_use[pages] for pages, (_, _, next_use) in zip(present, tables, strict=True)]
+        steps = np.concatenate([*next_uses, new])
         room = max(1, (self.limit - self.limit // SLACK) // PAGE_BYTES)
         if steps.size <= room:
             self._last = NEVER
-            return sum(pages.size for pages in here) * PAGE_BYTES, np.ones(new.size, np.bool_)
+            return sum(pages.size for pages in present) * PAGE_BYTES, np.ones(new.size, np.bool_)
         # Of those needed at the last step that has room the first stay: those here before those that come.
         self._last = int(np.partition(steps, room - 1)[room - 1])
         stays = steps < self._last
         at_last = np.flatnonzero(steps == self._last)
         stays[at_last[: room - int(np.count_nonzero(stays))]] = True
         used, begin = 0, 0
-        for pages, (file, state, _) in zip(here, tables, strict=True):
+        for pages, (file, state, _) in zip(present, tables, strict=True):
             gone = pages[~stays[begin : begin + pages.size]]
             begin += pages.size
             used += pages.size * PAGE_BYTES - self._drop(file, state, gone)

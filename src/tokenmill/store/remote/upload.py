@@ -27,7 +27,7 @@ THREADS = 8
 """Files that are on their way at a time; the parts of a large one are, too."""
 _BLOCK = 8 << 20
 Progress = Callable[[int, int], None]
-"""Told the bytes that are there and proven, and all there are."""
+"""Called with the bytes that are there and proven, and all there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ def upload(
 
 
 def _publish(client: Client, body: bytes) -> None:
-    """Write the manifest, if nobody has; the same one may be there from a request that was told to have failed."""
+    """Write the manifest, if nobody has; the same one may be there from a request that seemed to have failed."""
     try:
         client.create(layout.MANIFEST, body)
     except StoreExistsError:
