@@ -24,7 +24,7 @@ from tokenmill.adapters.torch import find_rank, gather, is_running, to_device, t
 from tokenmill.errors import ConfigError, DocumentError, ResumeError, nearest
 from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live
-from tokenmill.live.lanes import LaneWindow, Request, find_window
+from tokenmill.live.lanes import LaneWindow, WindowRequest, find_window
 from tokenmill.live.source import NanochatTokenizer
 from tokenmill.loader import IGNORE
 from tokenmill.loader.state import DrawnRows, LanePosition, live_json
@@ -361,7 +361,7 @@ class LaneLog:
             _log.warning(
                 "lane %d: reads text again from row %d on, which %s tells nothing of", number, start, self._folder
             )
-        request = Request(lane=number, position=place, format=self._source.options.format)
+        request = WindowRequest(lane=number, position=place, format=self._source.options.format)
         found = find_window(self._source, self._text.windows, request, lambda _: None)
         return _Window(start, found.epoch, found.turn, found.rows.num_rows, found.rows.tokenized.check)
 

@@ -22,7 +22,7 @@ from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerE
 from tokenmill.fingerprint import digest
 from tokenmill.live.source import LiveSource, Windows
 from tokenmill.live.tokens import EMPTY, WindowRows, in_order, no_documents, pack_window, tokenize_window
-from tokenmill.loader.assemble import Drawn, pad_id
+from tokenmill.loader.assemble import RowsInMemory, pad_id
 from tokenmill.loader.drawn import Skipped, SkippedText
 from tokenmill.loader.kernels import SPAN_COLUMNS
 from tokenmill.loader.layout import Layout, RankSlice
@@ -56,7 +56,7 @@ Show: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class WindowRequest:
     """What is asked for: the rows of a lane from a position on, made in one format."""
 
     lane: int
@@ -80,7 +80,7 @@ class LaneWindow:
 
 
 def find_window(
-    source: LiveSource, windows: Windows, request: Request, show: Show, *, ahead: int = 0
+    source: LiveSource, windows: Windows, request: WindowRequest, show: Show, *, ahead: int = 0
 ) -> LaneWindow:
     """Return the first window of a lane, from a position on, that has rows left.
 
@@ -131,10 +131,10 @@ def _after(windows: Windows, lane: int, epoch: int, turn: int) -> LanePosition:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Task:
+class WindowTask:
     """A window that was asked for."""
 
-    request: Request
+    request: WindowRequest
     cancelled: bool = False
     where: str = ""
     """What is being worked on; empty before the start."""
@@ -156,10 +156,10 @@ class WindowThreads:
     waited for, as an extension that is still at work when the interpreter goes may crash it.
     """
 
-    def __init__(self, find: Callable[[Request, Show], LaneWindow], threads: int, timeout: float) -> None:
+    def __init__(self, find: Callable[[WindowRequest, Show], LaneWindow], threads: int, timeout: float) -> None:
         self._find = find
         self._timeout = timeout
-        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._queue: SimpleQueue[WindowTask | None] = SimpleQueue()
         self._stopped = threading.Event()
         self._last_beat = 0.0
         """When any thread last did something."""
@@ -171,13 +171,13 @@ class WindowThreads:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, request: Request) -> Task:
+    def ask(self, request: WindowRequest) -> WindowTask:
         """Ask for the next window of a lane that has rows."""
-        task = Task(request=request, beat=time.monotonic())
+        task = WindowTask(request=request, beat=time.monotonic())
         self._queue.put(task)
         return task
 
-    def wait(self, task: Task) -> LaneWindow:
+    def wait(self, task: WindowTask) -> LaneWindow:
         """Return what was asked for; raise what the thread raised, or that it is dead or hangs."""
         begun = time.monotonic()
         while not task.done.wait(min(_LOOK_SECONDS, self._timeout)):
@@ -218,7 +218,7 @@ class WindowThreads:
             task.done.set()
             del task  # the window belongs to the caller that asked for it
 
-    def _show(self, task: Task, where: str) -> None:
+    def _show(self, task: WindowTask, where: str) -> None:
         if task.cancelled or self._stopped.is_set():
             raise _Unwanted
         task.where = self._last_where = where
@@ -227,9 +227,9 @@ class WindowThreads:
 
 # Lanes.
 
-Place: TypeAlias = tuple[LanePosition, LaneWindow | None, int, int]
+LanePlace: TypeAlias = tuple[LanePosition, LaneWindow | None, int, int]
 """Where a lane stands, as `position_at` wants it: a position for every row would take longer than the row."""
-Mark: TypeAlias = tuple[list[tuple[int, Place]], dict[str, int], int]
+LanesMark: TypeAlias = tuple[list[tuple[int, LanePlace]], dict[str, int], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -244,7 +244,7 @@ class Lane:
     """Of that window, the row that comes next."""
     left: int = 0
     """Rows at most that the run still asks for."""
-    task: Task | None = None
+    task: WindowTask | None = None
     """The window that is needed next."""
 
     @property
@@ -253,7 +253,7 @@ class Lane:
         return position_at(self.place)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LanePlace:
         """Where the lane stands, for `position_at`."""
         return self.begun, self.window, self.row, self.left
 
@@ -278,7 +278,7 @@ class Lane:
         self.task = None
 
 
-def position_at(place: Place) -> LanePosition:
+def position_at(place: LanePlace) -> LanePosition:
     """Return where the next row is of a lane that stands at a place."""
     begun, window, row, _ = place
     if window is None:
@@ -313,7 +313,7 @@ class LiveLanes:
         self._logged = (time.monotonic(), 0.0)
         self._logged_skips = float("-inf")
 
-    def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> Drawn:
+    def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> RowsInMemory:
         """Return the next row of each of some lanes, in the order given; those are the `chosen` rows of a batch."""
         windows, lines = [], []
         rows: list[int] = []  # numbers of Python: there are few, and numpy takes longer to begin
@@ -327,7 +327,7 @@ class LiveLanes:
             rows += (end, count)
             end += count
         spans = np.frombuffer(bytearray().join(lines), np.int64).reshape(-1, SPAN_COLUMNS)
-        return Drawn(np.array(rows, np.int64).reshape(-1, 2), spans, windows, chosen)
+        return RowsInMemory(np.array(rows, np.int64).reshape(-1, 2), spans, windows, chosen)
 
     def next_row(self, number: int, format: RowFormat) -> tuple[WindowRows, int]:
         """Return the next row of a lane, made in the given format, and go on to the one after it."""
@@ -345,12 +345,12 @@ class LiveLanes:
             self._ask_ahead()
         return window.rows, row
 
-    def mark(self, numbers: Collection[int]) -> Mark:
+    def mark(self, numbers: Collection[int]) -> LanesMark:
         """Return what `back` needs to undo the draws from some of the lanes."""
         places = [(number, self.lanes[number].place) for number in numbers]
         return places, dict(self.skipped.counts), len(self.skipped.places)
 
-    def back(self, mark: Mark) -> None:
+    def back(self, mark: LanesMark) -> None:
         """Go back to where the lanes were: the next draws give the same rows again, by other threads."""
         places, counts, num_skipped = mark
         self.close()
@@ -398,7 +398,7 @@ class LiveLanes:
         """Hold the window at the position of a lane, or the next one that has rows, and return it; waits for it."""
         begun = time.monotonic()
         self._format = format
-        request = Request(lane=number, position=lane.position, format=format)
+        request = WindowRequest(lane=number, position=lane.position, format=format)
         if lane.task is not None and lane.task.request != request:
             lane.drop()
         if not self._num_threads:
@@ -445,7 +445,7 @@ class LiveLanes:
             position, window = lane.begun, lane.window
             if window is not None:
                 position = _after(self.windows, number, window.epoch, window.turn)
-            lane.task = self._running().ask(Request(lane=number, position=position, format=self._format))
+            lane.task = self._running().ask(WindowRequest(lane=number, position=position, format=self._format))
 
     def _running(self) -> WindowThreads:
         if self._threads is None:

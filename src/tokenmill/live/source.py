@@ -207,7 +207,7 @@ class LiveOptions:
         return ReadOptions(text_field=self.text_field)
 
     @property
-    def framing(self) -> dict[str, bool | str | None]:
+    def framing(self) -> dict[str, Any]:
         """What a tokenizer is opened with: the choices about BOS and EOS."""
         return {
             "add_bos": self.add_bos,
@@ -503,7 +503,7 @@ def open_live(
     `tokenizer` is what `prepare` takes, an open tokenizer, or an object with the methods of nanochat's.
     """
     files = find_files(inputs).files
-    opened = _opened(tokenizer, files, options)
+    opened = _open_tokenizer(tokenizer, files, options)
     if options.packing == "bos_best_fit" and not opened.identity.add_bos:
         raise ConfigError(
             "packing: bos_best_fit needs documents that start with BOS, got a tokenizer that adds none; "
@@ -514,28 +514,20 @@ def open_live(
     return LiveSource(files=files, digests=tuple(map(file_digest, files)), tokenizer=opened, options=options)
 
 
-def _opened(
+def _open_tokenizer(
     tokenizer: str | Tokenizer | NanochatTokenizer, files: Sequence[InputFile], options: LiveOptions
 ) -> Tokenizer:
-    framing = {name: value for name, value in options.framing.items() if value is not None}
     if isinstance(tokenizer, str):
         sample = _sample(files, options) if len(ENGINES[kind_of(tokenizer)]) > 1 else []
-        opened, note = trusted(
-            tokenizer,
-            sample,
-            add_bos=options.add_bos,
-            add_eos=options.add_eos,
-            bos_token=options.bos_token,
-            eos_token=options.eos_token,
-        )
+        opened, note = trusted(tokenizer, sample, **options.framing)
         if note is not None:
             _log.warning("%s", note)
         return opened
-    if framing:
-        raise ConfigError(
-            f"{next(iter(framing))}: must be left to a tokenizer that is already open, "
-            f"got {next(iter(framing.values()))!r}; open it so"
-        )
+    for name, value in options.framing.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}: must be left to a tokenizer that is already open, got {value!r}; open it so"
+            )
     if _is_ours(tokenizer):
         return tokenizer
     if isinstance(tokenizer, NanochatTokenizer):

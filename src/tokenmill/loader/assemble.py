@@ -178,7 +178,7 @@ def _references(buffers: list[Int64Array], number: int) -> int:
 # Blocks of rows
 
 
-class Drawn(NamedTuple):
+class RowsInMemory(NamedTuple):
     """Rows of a batch whose tokens stand in memory."""
 
     rows: Int64Array
@@ -305,7 +305,7 @@ class Block(ABC):
         return self.shapes(rows, arrays)
 
     @abstractmethod
-    def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
+    def batch(self, number: int, out: Batch, drawn: Sequence[RowsInMemory] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it.
 
         Rows that do not stand in a store must have been `drawn`.
@@ -587,7 +587,7 @@ class SequenceBlock(Block):
         spans = piece.places
         return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + self.horizon
 
-    def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
+    def batch(self, number: int, out: Batch, drawn: Sequence[RowsInMemory] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
         if self._arriving:
             self._wait_for_tokens()
@@ -718,7 +718,7 @@ class SequenceBlock(Block):
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]
 
-    def _with_drawn(self, begin: int, count: int, drawn: Sequence[Drawn]) -> _Field:
+    def _with_drawn(self, begin: int, count: int, drawn: Sequence[RowsInMemory]) -> _Field:
         """Return the rows of a batch, those of stores and those that were drawn."""
         if drawn[0].chosen is None:
             return _Field(drawn[0].rows, drawn[0].spans)
@@ -791,7 +791,7 @@ class RecordBlock(Block):
             return counts, self._group
         return lengths, self._group if piece.key == REWARDS else self.seq_len
 
-    def batch(self, number: int, out: Batch, drawn: Sequence[Drawn] = ()) -> Batch:
+    def batch(self, number: int, out: Batch, drawn: Sequence[RowsInMemory] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
         assert not drawn, "records stand in stores"
         if self._arriving:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import numpy as np
 
 from tokenmill.errors import ConfigError, ResumeError
-from tokenmill.loader.assemble import Block, Drawn
+from tokenmill.loader.assemble import Block, RowsInMemory
 from tokenmill.loader.state import EDITED, LanePosition, LiveState, Position, RowFormat, live_json
 from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.types import Batch, Int64Array
@@ -54,7 +54,7 @@ class Lanes(Protocol):
     skipped: SkippedText
     """What was left out so far."""
 
-    def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> Drawn:
+    def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> RowsInMemory:
         """Return the next row of each of some lanes, in the order given; those are the `chosen` rows of a batch."""
 
     def mark(self, numbers: Collection[int]) -> Any:  # noqa: ANN401 - what `back` takes
@@ -351,10 +351,5 @@ class DrawnSources:
 
 def _drawn_before(plan: Plan, name: str, step: int) -> int:
     """Return how many rows of a source all batches before a step hold."""
-    rows = 0
-    for stage in plan.stages:
-        if name in stage.names and stage.spec.start_step < step:
-            positions = (min(step, stage.end_step) - stage.spec.start_step) * stage.spec.global_batch_size
-            line = stage.names.index(name)
-            rows += int(stage.mixture.counts(stage.origin + positions)[line]) - stage.bases[line]
-    return rows
+    stages = [stage for stage in plan.stages if name in stage.names and stage.spec.start_step < step]
+    return sum(stage.drawn(min(step, stage.end_step))[name] for stage in stages)

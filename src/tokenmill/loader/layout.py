@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
 
-Place: TypeAlias = tuple[int, int]
+GroupRank: TypeAlias = tuple[int, int]
 """A rank among the members of a group, and how many there are."""
 CUTS = ("zigzag", "contiguous", "segments")
 """How a row can be cut for the members of a context-parallel group."""
@@ -46,13 +46,13 @@ MAX_MICRO_BATCH = 1 << 24
 class Layout:
     """Where a process stands among all: its rank and the number of members in each kind of group."""
 
-    dp: Place = (0, 1)
+    dp: GroupRank = (0, 1)
     """Data parallel: members share out the rows of a batch."""
-    cp: Place = (0, 1)
+    cp: GroupRank = (0, 1)
     """Context parallel: each member has a part of every row."""
-    tp: Place = (0, 1)
+    tp: GroupRank = (0, 1)
     """Tensor parallel: all members have the same batch."""
-    pp: Place = (0, 1)
+    pp: GroupRank = (0, 1)
     """Pipeline parallel: all members have the same batch."""
     cut: str = "zigzag"
     """How a row is cut for `cp` of C members. `zigzag`: into 2 C chunks, of which member r gets the r-th from the

@@ -63,16 +63,16 @@ if hasattr(os, "register_at_fork"):
 logger = logging.getLogger("tokenmill")
 
 
-def announce_plan(plan: Plan, step: int) -> None:
+def _announce_plan(plan: Plan, step: int) -> None:
     """Log the stages of a plan, and where the run stands."""
     if not logger.isEnabledFor(logging.INFO):
         return
     logger.info("plan %s: %s steps, now at step %s", plan.fingerprint[:16], f"{plan.steps:,}", f"{step:,}")
-    for line in stage_lines(plan):
+    for line in _stage_lines(plan):
         logger.info("%s", line)
 
 
-def announce_stage(plan: Plan, before: int, after: int) -> None:
+def _announce_stage(plan: Plan, before: int, after: int) -> None:
     """Log that a stage has begun, if the steps belong to different ones, or that steps were skipped."""
     if not logger.isEnabledFor(logging.INFO):
         return
@@ -90,7 +90,7 @@ def announce_stage(plan: Plan, before: int, after: int) -> None:
         logger.info("step %s: stage %r -> %r: %s", f"{after:,}", old.name, new.name, shown)
 
 
-def stage_lines(plan: Plan) -> Iterator[str]:
+def _stage_lines(plan: Plan) -> Iterator[str]:
     """Yield a line for each stage: its steps, batch, sequence length and weights."""
     for number, parts in groupby(plan.stages, key=lambda stage: stage.spec.number):
         stages = list(parts)
@@ -636,9 +636,9 @@ class _Batches(Iterator[Batch]):
         if not loader.part.layout.leads or step == loader.plan.steps:
             return
         if self._step < 0:
-            announce_plan(loader.plan, step)
+            _announce_plan(loader.plan, step)
         elif step > self._step:
-            announce_stage(loader.plan, self._step, step)
+            _announce_stage(loader.plan, self._step, step)
         self._step = step
 
     def _start(self) -> None:

@@ -91,7 +91,7 @@ def _apportion(wanted: Mapping[str, Fraction], free: int) -> dict[str, int]:
 
 
 @dataclass(slots=True)
-class Progress:
+class SourceProgress:
     """How far a source has been read, and the order of the epoch that is under way."""
 
     index: Rows
@@ -195,7 +195,7 @@ def compile_stages(
     specs: Sequence[StageSpec], sources: Sequence[str], steps: int, stops: Mapping[str, Fraction] | None = None
 ) -> tuple[Stage, ...]:
     """Compile stages; a source of `stops` leaves the mixture once it has been read as often as that says."""
-    progress: dict[str, Progress] = {}
+    progress: dict[str, SourceProgress] = {}
     mixing = _Mixing()
     begun: set[tuple[int, str, str]] = set()
     stages: list[Stage] = []
@@ -207,7 +207,7 @@ def compile_stages(
         fresh = {name for name in spec.names if (spec.number, spec.name, name) not in begun}
         restarted = frozenset(name for name in fresh if _restarts(progress.get(name), spec, name))
         arrived = {name: _arrive(progress.get(name), spec, name, name in restarted) for name in spec.names}
-        place = _Place(
+        place = _StagePlace(
             index=len(stages),
             end=end,
             position=stages[-1].first_position + stages[-1].num_positions if stages else 0,
@@ -244,7 +244,7 @@ def compile_stages(
 
 def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
     """Compile one stage that draws the whole of each source, one after another in the order of `sources`."""
-    progress = {name: Progress(index=spec.rows[name]) for name in spec.names}
+    progress = {name: SourceProgress(index=spec.rows[name]) for name in spec.names}
     sizes = {name: rows.counted.num_rows if rows.counted else 0 for name, rows in spec.rows.items()}
     ends = dict(zip(sources, accumulate(sizes[name] for name in sources), strict=True))
     steps, rest = divmod(ends[sources[-1]], spec.global_batch_size)
@@ -254,12 +254,12 @@ def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
         begins=np.array([ends[name] - sizes[name] for name in spec.names], np.int64),
         sizes=np.array([sizes[name] for name in spec.names], np.int64),
     )
-    place = _Place(index=0, end=steps, position=0, sources=sources, restarted=frozenset())
+    place = _StagePlace(index=0, end=steps, position=0, sources=sources, restarted=frozenset())
     return replace(_compile(spec, place, progress, turn, 0), rotate=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _StagePlace:
     """Where a stage stands in the run."""
 
     index: int
@@ -287,7 +287,11 @@ def _without(spec: StageSpec, names: Sequence[str]) -> StageSpec:
 
 
 def _drain(
-    stage: Stage, rooms: Mapping[str, int], place: _Place, arrived: Mapping[str, Progress], mixing: _Mixing
+    stage: Stage,
+    rooms: Mapping[str, int],
+    place: _StagePlace,
+    arrived: Mapping[str, SourceProgress],
+    mixing: _Mixing,
 ) -> Stage:
     """Return the one step in which sources give the last rows that they have."""
     spec = stage.spec
@@ -317,14 +321,14 @@ def _drain(
     )
 
 
-def _restarts(before: Progress | None, spec: StageSpec, name: str) -> bool:
+def _restarts(before: SourceProgress | None, spec: StageSpec, name: str) -> bool:
     """Say whether a stage starts a source again in the midst of an epoch, as its rows are others than before."""
     if before is None or spec.on_change != "restart" or not before.under_way:
         return False
     return dict(before.index.epoch_description) != dict(spec.rows[name].description)
 
 
-def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool) -> Progress:
+def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts: bool) -> SourceProgress:
     """Return where a source stands at the start of a stage."""
     index = spec.rows[name]
     rows = index.counted
@@ -340,13 +344,13 @@ def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool)
         )
     size = 0 if rows is None else rows.num_rows
     if before is None:
-        return Progress(index=index, repeats_from=size)
+        return SourceProgress(index=index, repeats_from=size)
     if dict(before.index.epoch_description) == dict(index.description):
         return before
     if not before.consumed:
-        return Progress(index=index, repeats_from=size, era=before.era)
+        return SourceProgress(index=index, repeats_from=size, era=before.era)
     if restarts or not before.under_way:
-        return Progress(index=index, era=before.era + 1, epochs_before=before.epochs_read)
+        return SourceProgress(index=index, era=before.era + 1, epochs_before=before.epochs_read)
     if index.cross_document_labels:
         raise ConfigError(
             f"stage {spec.name!r}: labels of {name!r} that cross documents know no rest of an epoch, got "
@@ -354,11 +358,11 @@ def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool)
         )
     earlier = before.index.counted
     if rows is None or earlier is None:
-        return Progress(index=index, era=before.era + 1)  # what makes the rows knows what is left of its text
+        return SourceProgress(index=index, era=before.era + 1)  # what makes the rows knows what is left of its text
     seen = before.seen()
     following = rows.following(earlier, seen)
     left = (1 - Fraction(seen.drawn, seen.size)) * (before.left if seen.rest else 1)
-    return Progress(
+    return SourceProgress(
         index=following,
         repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
         era=before.era + 1,
@@ -369,8 +373,8 @@ def _arrive(before: Progress | None, spec: StageSpec, name: str, restarts: bool)
 
 def _compile(
     spec: StageSpec,
-    place: _Place,
-    progress: Mapping[str, Progress],
+    place: _StagePlace,
+    progress: Mapping[str, SourceProgress],
     mixture: Mixture | RampMixture | InTurn,
     origin: int,
 ) -> Stage:
@@ -413,7 +417,7 @@ def _compile(
     )
 
 
-def _advance(progress: Progress, stage: Stage, line: int, drawn: int) -> None:
+def _advance(progress: SourceProgress, stage: Stage, line: int, drawn: int) -> None:
     if not drawn:
         return
     progress.consumed += drawn - 1

@@ -120,11 +120,11 @@ class Plan:
         """Return what was trained on before a step, or by the end of the run."""
         return TokensSeen(
             slots=slots_before(self, step, skipped=False),
-            count_labels=lambda: labels_before(self, step, self._labels),
+            count_labels=lambda: labels_before(self, step, self._labels_before),
         )
 
     @cached_property
-    def _labels(self) -> dict[int, int | None]:
+    def _labels_before(self) -> dict[int, int | None]:
         """Labels before each step that was asked for."""
         return {}
 
@@ -342,35 +342,30 @@ def labels_before(plan: Plan, step: int, known: dict[int, int | None]) -> int | 
             first, last = max(stage.spec.start_step, begin), min(stage.end_step, step)
             if total is None or stage.spec.skipped is not None or first >= last:
                 continue
-            for line, name in enumerate(stage.names):
+            drawn, drawn_after = stage.drawn(first), stage.drawn(last)
+            for name in stage.names:
                 index = stage.rows[name].counted
                 if index is None:
                     total = None
                     break
-                draws = range(_drawn(stage, line, first), _drawn(stage, line, last))
-                total += _labels(stage, name, index, draws)
+                draws = range(drawn[name], drawn_after[name])
+                total += _count_labels(stage, name, index, draws)
         known[step] = total
     return known[step]
 
 
-def _drawn(stage: Stage, line: int, step: int) -> int:
-    """Return how many rows of a source a stage draws before a step."""
-    positions = stage.origin + (step - stage.spec.start_step) * stage.spec.global_batch_size
-    return stage.mixture.counts(positions)[line] - stage.bases[line]
-
-
-def _labels(stage: Stage, name: str, index: CountedRows, draws: range) -> int:
-    """Return the labels of some draws of a source, counted from the first of the stage."""
+def _count_labels(stage: Stage, name: str, index: CountedRows, draws: range) -> int:
+    """Return the labels of some draws of a source, counted from the first of the stage; whole epochs at once."""
     size, first = index.num_rows, index.num_rest - stage.carry(name)  # draw at which the first whole epoch begins
     whole = range(-((first - max(draws.start, first)) // size), (draws.stop - first) // size)
     if len(whole) < 1:
-        return _count(stage, name, index, draws)
+        return _count_one_by_one(stage, name, index, draws)
     before, after = range(draws.start, first + whole.start * size), range(first + whole.stop * size, draws.stop)
-    counted = sum(_count(stage, name, index, part) for part in (before, after))
+    counted = sum(_count_one_by_one(stage, name, index, part) for part in (before, after))
     return counted + len(whole) * index.fates().trained
 
 
-def _count(stage: Stage, name: str, index: CountedRows, draws: range) -> int:
+def _count_one_by_one(stage: Stage, name: str, index: CountedRows, draws: range) -> int:
     parts = (draws[begin : begin + _BLOCK] for begin in range(0, len(draws), _BLOCK))
     # In ascending order, so that neighbours on disk are read together.
     return sum(index.held(np.sort(drawn_rows(stage, name, part))).trained for part in parts)

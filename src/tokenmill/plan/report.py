@@ -225,7 +225,7 @@ def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Drawn:
+class _SourceDraws:
     """What the parts of a stage draw from a source, added up."""
 
     asked: Fraction
@@ -279,13 +279,13 @@ def _dropped(part: Stage, name: str) -> dict[str, int]:
     return {} if rows is None else dict(rows.fates().dropped)
 
 
-def _drawn(parts: Sequence[Stage], name: str, most: int) -> _Drawn:
+def _drawn(parts: Sequence[Stage], name: str, most: int) -> _SourceDraws:
     held, counted = NOTHING, True
     for part in parts:
         more, exact = _held_rows(part, name, most)
         held, counted = held + more, counted and exact
     asked = [(part.num_positions * part.asked()[name], part) for part in parts]
-    return _Drawn(
+    return _SourceDraws(
         asked=sum((rows for rows, _ in asked), Fraction(0)),
         asked_tokens=sum((rows * _tokens_of_a_row(part, name) for rows, part in asked), Fraction(0)),
         rows=sum(part.draws[name] for part in parts),

@@ -804,8 +804,7 @@ def next_steps(stage: Stage, name: str, rows: Int64Array, after: int) -> Int64Ar
     line, batch = stage.names.index(name), stage.spec.global_batch_size
     rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
     carry, end = stage.carry(name), stage.carry(name) + stage.draws[name]
-    passed = max(0, min(after + 1, stage.end_step) - stage.spec.start_step) * batch
-    first = carry + stage.mixture.counts(stage.origin + passed)[line] - stage.bases[line]
+    first = carry + stage.drawn(min(max(after + 1, stage.spec.start_step), stage.end_step))[name]
     ordinals = np.full(rows.size, LAST_STEP, np.int64)
     left = rows >= size
     if left.any():

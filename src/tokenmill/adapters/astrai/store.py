@@ -18,7 +18,7 @@ from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingErr
 from tokenmill.packing.stored import locate
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
-from tokenmill.store.foreign.astrai import POSITIONS, written_positions
+from tokenmill.store.foreign.astrai import POSITION_IDS, written_positions
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.maps import FileRequest, MemoryRequest, RangeRequest, read_range
@@ -297,19 +297,19 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
         if array.obstacle or array.dtype.kind not in "iu":
             obstacle = array.obstacle or f"its numbers are {array.dtype.name}"
             raise StoreError(
-                f"{array.path}: {POSITIONS} must be whole numbers as they are, but {obstacle}; {_WAY_OUT}"
+                f"{array.path}: {POSITION_IDS} must be whole numbers as they are, but {obstacle}; {_WAY_OUT}"
             )
     dtypes = {array.dtype for array in arrays}
     if not all(parts) or len(dtypes) > 1:
         raise StoreError(
-            f"{path}: all parts must have {POSITIONS} of one dtype, got {len([part for part in parts if part])} of "
-            f"{len(parts)} with {sorted(dtype.name for dtype in dtypes)}; {_WAY_OUT}"
+            f"{path}: all parts must have {POSITION_IDS} of one dtype, got {len([part for part in parts if part])} "
+            f"of {len(parts)} with {sorted(dtype.name for dtype in dtypes)}; {_WAY_OUT}"
         )
     begins = np.cumsum([0, *(array.count for array in arrays)]).tolist()
     edges = store.token_begins.tolist()
     if begins[-1] != edges[-1]:
         raise StoreError(
-            f"{path}: {POSITIONS} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}"
+            f"{path}: {POSITION_IDS} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}"
         )
     requests = dict(store.requests)
     # A shard is an array of the tokens; an array of positions may serve several.
@@ -318,12 +318,12 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
         array, size = arrays[number], arrays[number].dtype.itemsize
         if end > begins[number + 1]:
             raise StoreError(
-                f"{path}: a dataset of {POSITIONS} must hold those of whole datasets of tokens, "
+                f"{path}: a dataset of {POSITION_IDS} must hold those of whole datasets of tokens, "
                 f"got one that ends at {begins[number + 1]} within {begin}:{end}; {_WAY_OUT}"
             )
         first = array.begin + (begin - begins[number]) * size
-        requests[shard, key_file(POSITIONS)] = FileRequest(
+        requests[shard, key_file(POSITION_IDS)] = FileRequest(
             array.path, array.file_bytes, first, (end - begin) * size
         )
-    keys = {**store.manifest.keys, POSITIONS: arrays[0].dtype.str}
+    keys = {**store.manifest.keys, POSITION_IDS: arrays[0].dtype.str}
     return replace(store, manifest=replace(store.manifest, keys=keys), requests=requests)

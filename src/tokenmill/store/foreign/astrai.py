@@ -27,7 +27,7 @@ from tokenmill.store.layout import axes_of, axis_of
 from tokenmill.store.writer import import_h5py
 from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 
-POSITIONS = "position_ids"
+POSITION_IDS = "position_ids"
 """What AstrAI writes beside the tokens and delivers; the engine counts positions itself."""
 MAX_META = 1 << 28
 """Bytes that a meta.json may have."""
@@ -142,9 +142,9 @@ def written_positions(file: Path) -> list[ForeignArray]:
     """
     if file.name == META:
         table = _read_meta(file)
-        return [_bin_array(file, POSITIONS, table[POSITIONS])] if POSITIONS in table else []
+        return [_bin_array(file, POSITION_IDS, table[POSITION_IDS])] if POSITION_IDS in table else []
     with _h5_groups(file) as (groups, array):
-        return [array(POSITIONS, name) for name in groups.get(POSITIONS, ())]
+        return [array(POSITION_IDS, name) for name in groups.get(POSITION_IDS, ())]
 
 
 @contextmanager

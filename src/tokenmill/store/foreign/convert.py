@@ -13,8 +13,8 @@ import numpy as np
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.store.foreign.files import ForeignFiles, ForeignOptions, ForeignShard
 from tokenmill.store.foreign.open import (
-    Documents,
-    Facts,
+    ShardDocuments,
+    ShardFacts,
     check_vocabulary,
     find_documents,
     read_foreign,
@@ -119,7 +119,7 @@ def _with_tokenizer(options: ForeignOptions, tokenizer: Mapping[str, Any] | None
     return replace(options, **{name: tokenizer.get(name) for name in ("vocab_size", "eos_id", "bos_id")})
 
 
-def _keys(files: ForeignFiles, facts: Sequence[Facts], options: ForeignOptions) -> dict[str, str]:
+def _keys(files: ForeignFiles, facts: Sequence[ShardFacts], options: ForeignOptions) -> dict[str, str]:
     """Return key -> the smallest dtype that holds the vocabulary, or else the ids that there are."""
     bound = options.vocab_size or 1 + max((shard.largest for shard in facts), default=0)
     if bound > 1 << 32:
@@ -142,14 +142,14 @@ def counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
     return count
 
 
-def _with_documents(files: ForeignFiles, options: ForeignOptions) -> Iterator[tuple[ForeignShard, Documents]]:
+def _with_documents(files: ForeignFiles, options: ForeignOptions) -> Iterator[tuple[ForeignShard, ShardDocuments]]:
     """Yield shards with their documents, which are found one shard at a time."""
     for shard in files.shards:
         yield shard, find_documents(shard, files.kind, options, look=False)
 
 
 def _write(
-    writer: StoreWriter, shards: Iterable[tuple[ForeignShard, Documents]], progress: Callable[[int], None]
+    writer: StoreWriter, shards: Iterable[tuple[ForeignShard, ShardDocuments]], progress: Callable[[int], None]
 ) -> Manifest:
     spec = writer.spec
     inputs = []
@@ -165,7 +165,7 @@ def _write(
     return writer.commit(inputs=inputs)
 
 
-def _batches(documents: Documents) -> Iterator[tuple[int, int]]:
+def _batches(documents: ShardDocuments) -> Iterator[tuple[int, int]]:
     """Yield ranges of documents of a bounded number of tokens, at least one document each."""
     total = sum(documents.offsets.values())  # of all axes together
     assert not isinstance(total, int)
@@ -187,7 +187,9 @@ def _cast(shard: ForeignShard, key: str, starts: Int64Array, dtype: str) -> AnyA
     return cast
 
 
-def _compare(out: Path, shards: Iterable[tuple[ForeignShard, Documents]], progress: Callable[[int], None]) -> int:
+def _compare(
+    out: Path, shards: Iterable[tuple[ForeignShard, ShardDocuments]], progress: Callable[[int], None]
+) -> int:
     """Read a store back and compare every number and boundary with the files; return how many numbers."""
     store = store_of(out, read_manifest(out), None)
     documents = dict.fromkeys(store.axes, 0)

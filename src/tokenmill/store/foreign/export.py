@@ -24,6 +24,7 @@ import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError, nearest
 from tokenmill.store.durable import make_folder, sync_folder
+from tokenmill.store.foreign.astrai import POSITION_IDS
 from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER
@@ -34,7 +35,6 @@ from tokenmill.store.writer import import_h5py
 from tokenmill.tables import path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
-POSITIONS = "position_ids"
 _BLOCK = 1 << 22
 """Values, or documents, that are copied at a time."""
 _IDS = np.dtype("<i4")
@@ -150,7 +150,7 @@ def _chosen_keys(store: Store, format: str, *, drop_masks: bool) -> tuple[list[s
         )
     keys = [key for key in store.keys if key in export.kinds[kind]]
     # Positions follow from the documents, so nothing is lost where a format has no place for them.
-    lost = [key for key in store.keys if key not in keys and key != POSITIONS]
+    lost = [key for key in store.keys if key not in keys and key != POSITION_IDS]
     if lost and not drop_masks:
         fitting = [name for name, other in EXPORTS.items() if set(lost) <= set(other.kinds.get(kind, ()))]
         raise StoreError(
@@ -308,10 +308,10 @@ def _astrai_arrays(
     """Yield name, dtype and blocks of what AstrAI expects of a shard; positions are numbered through it."""
     for key in keys:
         yield key, _dtype(store, key), _blocks(store, key, shard)
-    if store.manifest.kind == "sft" and POSITIONS not in keys:
+    if store.manifest.kind == "sft" and POSITION_IDS not in keys:
         count = int(np.diff(store.token_begins)[shard])
         blocks = (np.arange(first, min(count, first + _BLOCK)) for first in range(0, count, _BLOCK))
-        yield POSITIONS, _IDS, blocks
+        yield POSITION_IDS, _IDS, blocks
 
 
 def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
@@ -392,7 +392,7 @@ def _ragged(store: Store, key: str, begin: int, end: int) -> tuple[AnyArray, lis
 _TEXT = {"seq": ("sequence",), "sft": ("sequence",)}
 _WITH_MASK = {"seq": ("sequence",), "sft": ("sequence", "loss_mask")}
 _PAIRS = ("chosen", "rejected", "chosen_mask", "rejected_mask")
-_ASTRAI = {"seq": ("sequence",), "sft": ("sequence", "loss_mask", POSITIONS), "dpo": _PAIRS}
+_ASTRAI = {"seq": ("sequence",), "sft": ("sequence", "loss_mask", POSITION_IDS), "dpo": _PAIRS}
 EXPORTS: Mapping[str, ExportFormat] = {
     "megatron": ExportFormat(
         write=_write_megatron, kinds=_TEXT, opened_as="megatron", boundaries=("seq", "sft"), package="megatron-core"
@@ -411,7 +411,7 @@ EXPORTS: Mapping[str, ExportFormat] = {
         write=_write_hf,
         kinds={
             "seq": ("sequence",),
-            "sft": ("sequence", "loss_mask", POSITIONS),
+            "sft": ("sequence", "loss_mask", POSITION_IDS),
             "dpo": _PAIRS,
             "grpo": ("prompts", "responses", "masks", "rewards"),
         },
@@ -474,7 +474,7 @@ def _compare(
         eos_id = None if kind in export.boundaries else store.manifest.tokenizer.get("eos_id")
         written = open_store(folder, format=export.opened_as, eos_id=eos_id)
         # Of AstrAI's files positions are not read: they follow from the documents.
-        known = {key: expected[key] for key in keys if key != POSITIONS}
+        known = {key: expected[key] for key in keys if key != POSITION_IDS}
         _require_same(format, "tokenmill", known, _store_digest(written, list(known), _nothing), kind)
         readers.append("tokenmill")
         if kind not in export.boundaries and written.num_documents != store.num_documents:

@@ -146,7 +146,7 @@ def _keys_of(path: Path, files: ForeignFiles) -> dict[str, str]:
     return keys
 
 
-def check_vocabulary(shard: ForeignShard, facts: Facts, options: ForeignOptions) -> None:
+def check_vocabulary(shard: ForeignShard, facts: ShardFacts, options: ForeignOptions) -> None:
     """Refuse ids outside the vocabulary that was given."""
     if options.vocab_size is not None and facts.largest >= options.vocab_size:
         raise StoreError(
@@ -176,7 +176,7 @@ def _shard_info(shard: ForeignShard, kind: str, index: ShardIndex) -> tuple[Shar
     return info, places
 
 
-def tokenizer_of(keys: Mapping[str, str], facts: Sequence[Facts], options: ForeignOptions) -> dict[str, Any]:
+def tokenizer_of(keys: Mapping[str, str], facts: Sequence[ShardFacts], options: ForeignOptions) -> dict[str, Any]:
     """Return what stands for the identity of a tokenizer: `given` if the user bounded the ids, else `unknown`."""
     key = token_keys(keys)[0]
     filled = [shard for shard in facts if any(shard.items.values())]
@@ -196,7 +196,7 @@ def tokenizer_of(keys: Mapping[str, str], facts: Sequence[Facts], options: Forei
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class ShardFacts:
     """What is known of a shard once its documents are found."""
 
     items: Mapping[str, Count]
@@ -208,19 +208,19 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Documents:
+class ShardDocuments:
     """Where the documents of a shard are."""
 
     offsets: Mapping[str, Int64Array]
     """Axis -> where each document starts, and the end of the last."""
-    facts: Facts
+    facts: ShardFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIndex:
     """What a store needs of a foreign shard beside its own arrays: `documents.bin`, and masks of a byte a token."""
 
-    facts: Facts
+    facts: ShardFacts
     requests: Mapping[str, Request]
     """File name -> its bytes, in memory or in a file of ours."""
     digests: Mapping[str, str]
@@ -266,7 +266,7 @@ def _fits(index: ShardIndex, shard: ForeignShard, kind: str) -> bool:
 # Finding documents.
 
 
-def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, look: bool) -> Documents:
+def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, look: bool) -> ShardDocuments:
     """Find the documents of a shard: by its own boundaries, else by EOS, else by BOS, else it is one document.
 
     With `look` all ids are looked at, which costs one reading of the file; a negative one is refused.
@@ -294,8 +294,8 @@ def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, l
         raise StoreCorruptError(
             f"{shard.name}: every axis must have as many records as the others, got {counts}; write the file again"
         )
-    return Documents(
-        offsets=offsets, facts=Facts(items=counts, largest=largest, starts_with_bos=bos, ends_with_eos=eos)
+    return ShardDocuments(
+        offsets=offsets, facts=ShardFacts(items=counts, largest=largest, starts_with_bos=bos, ends_with_eos=eos)
     )
 
 
@@ -379,7 +379,7 @@ class _Footer:
 
     format: str
     description: Mapping[str, Any]
-    facts: Facts
+    facts: ShardFacts
     sections: Mapping[str, tuple[Count, Count, str]]
     """File name -> first byte, number of bytes, XXH3-128."""
 
@@ -413,7 +413,7 @@ def _read_kept(shard: ForeignShard, beside: Path, description: Mapping[str, Any]
 
 
 def _keep(
-    beside: Path, description: Mapping[str, Any], facts: Facts, sections: Mapping[str, Iterable[Uint8Array]]
+    beside: Path, description: Mapping[str, Any], facts: ShardFacts, sections: Mapping[str, Iterable[Uint8Array]]
 ) -> ShardIndex:
     """Write sections, given in blocks, to a file beside the data or in a folder of this user's; return them."""
     folder = writable(beside.parent / FOLDER) or private_folder(PURPOSE)

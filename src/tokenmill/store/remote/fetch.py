@@ -387,8 +387,7 @@ class RemoteObjects:
                         raise TimeoutError
                     if all(task.exception() is not None for task in done) and waiting:
                         done = set()  # the other one may still come
-            task = next((task for task in tasks if task.done() and task.exception() is None), first)
-            return task.result() if task.done() else (await first)
+            return next((task for task in tasks if task.done() and task.exception() is None), first).result()
         finally:
             for task in tasks:
                 if not task.done():
