@@ -126,7 +126,7 @@ def _call(ir: Any, builder: Any, function: Any, result: Any, *arguments: Any) ->
 
 
 def _load(builder: Any, begin: Any, offset: int, kind: Any) -> Any:  # noqa: ANN401
-    """Write a read of a number so many bytes behind an address."""
+    """Write a read of a number that stands `offset` bytes after an address."""
     return builder.load(builder.inttoptr(builder.add(begin, begin.type(offset)), kind.as_pointer()))
 
 

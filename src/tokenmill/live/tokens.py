@@ -338,7 +338,7 @@ def _seen(packed: _Packed, tokenized: Tokenized, options: LiveOptions, drawn: in
 
 
 def _check_row(row: int, packed: _Packed, tokenized: Tokenized) -> None:
-    """Refuse a place behind the last row of a window: where all were delivered, a lane is at the next window."""
+    """Refuse a place past the last row of a window: where all were delivered, a lane is at the next window."""
     if not 0 < row < packed.index.num_rows:
         raise ResumeError(
             f"state: a lane must be at a row of {tokenized.window}, got row {row} of {packed.index.num_rows} in "

@@ -489,7 +489,7 @@ class Block(ABC):
         )
 
     def _next_use(self, store: Store, key: str, shard: int) -> Callable[[Int64Array], Int64Array] | None:
-        """Return what says of pages, by their first bytes, when the run needs them behind this block."""
+        """Return what says of pages, by their first bytes, when the run needs them after this block."""
         if self._fetching.plan is None:
             return None
         plan, axis, width = self._fetching.plan, store.axis(key), store.dtype(key).itemsize

@@ -141,7 +141,7 @@ class DrawnSources:
         self._block: Block | None = None
         self._draws: list[_Draws] = []
         self._places: list[tuple[int, bool, int]] = []
-        """Of each batch of the block: its step, whether it begins that, and the step of the lanes behind it."""
+        """Of each batch of the block: its step, whether it begins that, and the step of the lanes after it."""
         self.begin()
 
     def _open(self, name: str, rows: LaneRows, options: LoaderOptions) -> Lanes:

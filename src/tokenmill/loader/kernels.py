@@ -2,7 +2,7 @@
 
 A segment is what attends to itself: a span, the rest of a document with the BOS before it, or the padding of a row.
 
-Lengths come from files. Whatever they are, no kernel writes behind the end of a row; blocks refuse a longer one.
+Lengths come from files. Whatever they are, no kernel writes past the end of a row; blocks refuse a longer one.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _copy_ahead(
 
 @inner
 def _fill(target: int, begin: int, end: int, value: int) -> None:
-    """Write a number of 64 bits to some columns; to none where `end` is not behind `begin`."""
+    """Write a number of 64 bits to some columns; to none where `end` is not after `begin`."""
     for k in range(begin, end):
         write_int64(target, k, value)
 
@@ -330,7 +330,7 @@ def _find_segments(
             last = span + rows[k * batch + i, 1]
             column = int64(0)
             while span <= last and column < seq_len:
-                # Behind the last span stands the padding, a segment of its own.
+                # After the last span stands the padding, a segment of its own.
                 if span == last or not spans[span, JOINED]:
                     column = padded_to(column, multiple)
                     if column >= seq_len:
@@ -431,7 +431,7 @@ def copy_records(
 
 @inner
 def _copy_flags(mask: int, address: int, length: int, target: int, size: int) -> None:
-    """Write what a mask says, or True where there is none; False behind it. Without an address nothing is known."""
+    """Write what a mask says, or True where there is none; False after it. Without an address nothing is known."""
     if mask:
         for k in range(length):
             write_int8(target, k, int64(read_uint8(mask, k) != 0))
@@ -444,7 +444,7 @@ def _copy_flags(mask: int, address: int, length: int, target: int, size: int) ->
 
 @kernel
 def copy_words(rows: Int64Array, spans: Int64Array, begin: int, out: Uint32Array) -> None:
-    """Copy values of 32 bits, whatever they mean, one span a row, and put 0 behind them."""
+    """Copy values of 32 bits, whatever they mean, one span a row, and put 0 after them."""
     line = address_of(out)
     for i in range(out.shape[0]):
         span = rows[begin + i, 0]

@@ -358,7 +358,7 @@ def _fill_cells(
     """Deal the rows of each step, dearest first, to cells.
 
     Write the rows of each cell side by side, and what it costs, counted down from the most that it could, followed
-    by its number. Behind `sizes` stand the rows of a cell, and the bits of a number of rows or cells.
+    by its number. `sizes` are the rows of a cell, and the bits of a number of rows or cells.
     """
     micro_batch, bits = sizes
     mask = (int64(1) << bits) - 1
@@ -410,7 +410,7 @@ def _place_cells(
     ranks, num_rows = totals.size, out.shape[1] // totals.size
     for step in range(out.shape[0]):
         for rank in range(ranks):
-            totals[rank] = rank  # behind what it has had: nothing
+            totals[rank] = rank  # what it has had, nothing yet, and then its number
         for batch in range(num_rows // micro_batch):
             if batch:
                 _sort(totals)

@@ -514,7 +514,7 @@ class Loader:
     def _begun(self, begin: Callable[[Stage, int, int], B]) -> Iterator[tuple[B, int]]:
         """Yield blocks from where the loader stands on, in order, each with its number of micro-batches.
 
-        Those behind it have been begun by then, as many as the horizon holds: of stores on this machine none. While
+        Those after it have been begun by then, as many as the horizon holds: of stores on this machine none. While
         the horizon fills, one goes out for every two that are begun, so that the first batch does not wait for it.
         """
         waiting: deque[tuple[B, int, int]] = deque()

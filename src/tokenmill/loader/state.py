@@ -68,7 +68,7 @@ class LiveState:
     """Where the lanes of live text stand, those of one rank or of all, as JSON."""
 
     at: Count = 0
-    """The first step of which they have not given all rows; behind it steps may follow that are skipped."""
+    """The first step of which they have not given all rows; after it steps may follow that are skipped."""
     batch: Count = 0
     """Micro-batches of that step that were drawn."""
     formats: tuple[RowFormat, ...] = ()
@@ -228,7 +228,7 @@ def save_state(position: Position, part: RankSlice, made_by: Mapping[str, Any]) 
 
 
 def check_position(state: State, plan: Plan, part: RankSlice) -> None:
-    """Refuse a state that lies behind the end of the run, or within a step that is cut otherwise now."""
+    """Refuse a state past the end of the run, or within a step that is cut otherwise now."""
     if state.position.covered > plan.steps:
         raise ResumeError(
             f"state: step must be at most the {plan.steps} steps of the run, got {state.step}; raise steps to go on"

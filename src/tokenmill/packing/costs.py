@@ -65,7 +65,7 @@ def _add_squares(
         last = span + count[i]
         column = total = int64(0)
         while column < seq_len:
-            # Behind the last span stands the padding, a segment of its own.
+            # After the last span stands the padding, a segment of its own.
             end = seq_len
             if span < last:
                 end = column + length[span]

@@ -98,7 +98,7 @@ class Policy:
 
     @property
     def drops_ends(self) -> bool:
-        """Whether what a document has behind the end of a row may be dropped."""
+        """Whether what a document has after the end of a row may be dropped."""
         if self.name == "bos_best_fit":
             return self.crop == "discard"
         return self.name != "concat" and self.split_mode == TRUNCATE_END
@@ -157,7 +157,7 @@ def emit(
 def count_window(
     lengths: Int32Array, seq_len: int, later: int, out: Output, written: Written, counts: Int64Array
 ) -> None:
-    """Add up what the rows of a window hold; `later` pieces go on behind a token that was trained before."""
+    """Add up what the rows of a window hold; `later` pieces go on after a token that was trained before."""
     num_rows, num_pieces, num_cuts = written
     rows, pieces, cuts = out.rows[:num_rows], out.pieces[:num_pieces], out.cuts[:num_cuts]
     used, padding = _measure_rows(rows, pieces, cuts, lengths, seq_len)
@@ -232,7 +232,7 @@ def _pack_stream(
                 rows[row] = number
                 row += 1
                 column = 0
-            # A row takes the token behind its last input as a label; it is the first input of the next row.
+            # A row takes the token after its last input as a label; it is the first input of the next row.
             taken = min(size, seq_len + 1 - column)
             cut = emit(pieces, cuts, number, cut, document, start, taken, int64(lengths[document]))
             number += 1
@@ -276,7 +276,7 @@ def _pack_best_fit(
     else:
         sizes = rests[2]
         if multiple > 1:
-            # A row that is one piece has its last label behind the last column; others end with their last input.
+            # A row that is one piece has its last label after the last column; others end with their last input.
             room, sizes = seq_len, np.minimum(-(-sizes // multiple) * multiple, seq_len)
         slots, free = np.zeros(room + 2, np.int32), empty_set(room + 1)
         opened = _fill_bins(sizes, bins, order, below, slots, free)
@@ -295,7 +295,7 @@ def _truncate(fragments: Fragments, room: int, split: int, counts: Int64Array) -
 
 @kernel
 def _cut_long(fragments: Fragments, seq_len: int, out: tuple[Uint32Array, Uint16Array, Uint32Array]) -> int:
-    """Give each row-filling piece of a long fragment a row, and leave what is behind them; return their number."""
+    """Give each row-filling piece of a long fragment a row, and leave what is after them; return their number."""
     rows, pieces, cuts = out
     row = int64(0)
     for i in range(fragments.shape[1]):
@@ -373,7 +373,7 @@ def _emit_bins(
     out: tuple[Uint32Array, Uint16Array, Uint32Array],
     row: int,
 ) -> Written:
-    """Write each bin as a row, its documents in the order of the store, behind rows of one cut piece each.
+    """Write each bin as a row, its documents in the order of the store, after rows of one cut piece each.
 
     `ends` has one more than there are bins, all 0.
     """

@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def joined(self) -> BoolArray:
-        """Say of each run whether it goes on behind the one before it: none does."""
+        """Say of each run whether it continues the one before it: none does."""
         return np.zeros(self.length.size, np.bool_)
 
 

@@ -199,7 +199,7 @@ def _index(
 
 @dataclass(frozen=True, kw_only=True)
 class FollowingRows(stored.StoredRows):
-    """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is behind them."""
+    """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is after them."""
 
     full: ConcatRows | PackedRows
     rest: PackedRows
@@ -392,7 +392,7 @@ def _owed(spans: Spans, begin: int, end: int, lengths: Int64Array) -> tuple[Int6
     """Return (document of the window, first label, end of labels) for the spans that lie in it."""
     order = counted_from(spans.first, spans.count)
     document, start, length = spans.document[order], spans.start[order], spans.length[order]
-    # Behind the BOS that was put before it, all tokens of a rest are labels.
+    # After the BOS that was put before it, all tokens of a rest are labels.
     joined = spans.joined[order]
     inside = (document >= begin) & (document < end)
     local = document[inside] - begin

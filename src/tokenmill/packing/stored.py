@@ -99,13 +99,13 @@ class StoredRows(Counted):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether what a document has behind the end of a row is trained on as well, and not dropped."""
+        """Whether what a document has after the end of a row is trained on as well, and not dropped."""
         return True
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their part of the loss mask where the store has one."""
         spans = self.spans(rows)
-        # The first token of a span has nothing before it that predicts it, unless it goes on behind its BOS.
+        # The first token of a span has nothing before it that predicts it, unless it follows its BOS.
         skip = (~spans.joined).astype(np.int64)
         if self.cross_document_labels:
             skip[:] = 0
@@ -136,7 +136,7 @@ class StoredRows(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class TakenRows(StoredRows):
-    """Some rows of others, and behind them rows that hold nothing: what an eval reads of a source."""
+    """Some rows of others, and after them rows that hold nothing: what an eval reads of a source."""
 
     rows: StoredRows
     taken: int
@@ -252,7 +252,7 @@ class Holes:
     begins: Int64Array
     """First open number of each hole; between two holes there is at least one number."""
     places: Int64Array
-    """The closed number that comes right behind each hole, ascending."""
+    """The closed number that comes right after each hole, ascending."""
     before: Int64Array
     """How many numbers the holes before each hole have, and all together: one more than there are holes."""
 
@@ -266,7 +266,7 @@ class Holes:
         return closed + self.before[np.searchsorted(self.places, closed, side="right")]
 
     def closed(self, opened: Int64Array) -> Int64Array:
-        """Return the closed number of each open one; within a hole, that of the first number behind it."""
+        """Return the closed number of each open one; within a hole, that of the first number after it."""
         if not self.begins.size:
             return opened
         hole = np.searchsorted(self.begins, opened, side="right") - 1
@@ -286,7 +286,7 @@ class Holes:
             return begins + self.before[first], np.full(begins.size, length, np.int64), count
         heads = np.cumsum(count) - count
         hole = np.arange(int(count.sum())) + np.repeat(first - heads, count)
-        # A part begins behind a hole and ends before the next one, but for the first and the last of a run.
+        # A part begins after a hole and ends before the next one, but for the first and the last of a run.
         start, end = self.places[hole - 1], self.places[np.minimum(hole, self.begins.size - 1)]
         start[heads] = begins
         end[heads + count - 1] = begins + length
@@ -478,7 +478,7 @@ def _gather(
 def next_uses(
     plan: Plan, store: Store, axis: str, shard: int, values: tuple[Int64Array, Int64Array], after: int
 ) -> Int64Array:
-    """Return for runs of values of a shard, (begins, ends), the first step behind `after` that needs any of them.
+    """Return for runs of values of a shard, (begins, ends), the first step after `after` that needs any of them.
 
     It is LAST_STEP where none does. All ranks count, as any of them may be on this machine.
     """

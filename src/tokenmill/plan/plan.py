@@ -69,7 +69,7 @@ class Moment:
     index: int
     """Index of the stage, from 0."""
     progress: float
-    """How much of the stage is behind: 0 at its first step, less than 1 at its last."""
+    """How much of the stage is done: 0 at its first step, less than 1 at its last."""
     lr_scale: float
     """What the learning rate is to be multiplied by."""
     shares: Mapping[str, float]
@@ -385,7 +385,7 @@ class TokenSchedule:
     decay: str = "cosine"
     """How it goes down: `cosine`, `linear`, or `none`."""
     decay_tokens: int | None = None
-    """Last tokens of the run over which it goes down; None: all behind the warm-up."""
+    """Last tokens of the run over which it goes down; None: all after the warm-up."""
     final: float = 0.1
     """What it is at the last step, without `lr_scale`."""
 
@@ -403,7 +403,7 @@ class TokenSchedule:
             )
 
     def __call__(self, step: int) -> float:
-        """Return the factor of a step; behind the last it stays as it is there."""
+        """Return the factor of a step; after the last it stays as it is there."""
         last = self.plan.steps - 1
         step = min(step, last)
         scale = self.plan.stage(step).spec.lr_scale

@@ -671,7 +671,7 @@ def _ordinals(
 
 
 _BEGIN, _END = EPOCH_COLUMNS, EPOCH_COLUMNS + 1
-"""Columns of an epoch behind those of its shuffle: the ordinals of its first row, and behind its last."""
+"""Columns of an epoch after those of its shuffle: the ordinals of its first row, and after its last."""
 
 
 @kernel
@@ -800,7 +800,7 @@ LAST_STEP = np.iinfo(np.int64).max
 
 
 def next_steps(stage: Stage, name: str, rows: Int64Array, after: int) -> Int64Array:
-    """Return the first step of a stage behind `after` that draws each of some rows; LAST_STEP where none does."""
+    """Return the first step of a stage after `after` that draws each of some rows; LAST_STEP where none does."""
     line, batch = stage.names.index(name), stage.spec.global_batch_size
     rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
     carry, end = stage.carry(name), stage.carry(name) + stage.draws[name]

@@ -157,7 +157,7 @@ class CheckedFile:
 # under a name of its own, synced and renamed, so what has the final name is whole. Any of them can be deleted.
 
 _END = 16
-"""Bytes behind a footer: its size, and its checksum."""
+"""Bytes after a footer: its size, and its checksum."""
 
 
 def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -182,7 +182,7 @@ def write_footed(out: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
 
 
 def footer_bytes(footer: object) -> bytes:
-    """Return what stands behind the bytes of an index: its footer, the size and the checksum of that."""
+    """Return what stands after the bytes of an index: its footer, the size and the checksum of that."""
     encoded = msgspec.json.encode(footer)
     return encoded + len(encoded).to_bytes(8, "little") + xxhash.xxh3_64_digest(encoded)
 
@@ -413,7 +413,7 @@ def _this_holder() -> Holder:
 
 
 def _take(folder: Path, holder: Holder) -> dict[Path, str]:
-    """Take the lease; return its file and token, behind those of the holders that it is taken over from."""
+    """Take the lease; return its file and token, after those of the holders that it is taken over from."""
     watch = LeaseWatch(folder)
     begin, has_warned = time.monotonic(), False
     while True:

@@ -48,7 +48,7 @@ SIDE_FOLDERS = (ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER, SUMS_FOLDER, HASH
 """What a store may have beside its manifest and shards."""
 SHARDS_FOLDER = ".tmp-shards"
 LEASE = ".tmp-lease"
-"""Says which process may write to a folder; behind it in a name stands the holder that it is taken over from (see
+"""Says which process may write to a folder; after it in a name stands the holder that it is taken over from (see
 `durable`)."""
 TEMPORARY = frozenset({LEASE, SHARDS_FOLDER, f".tmp-{MANIFEST}", ".tmp-pid"})
 """What a build that was killed may leave in the folder of a store beside its shards; the last, of an older one."""
@@ -133,7 +133,7 @@ def stores_below(folder: Path) -> list[Path]:
 
 
 def num_anchors(tokens: int) -> int:
-    """Return how many anchors stand behind the offsets of a shard with a number of tokens."""
+    """Return how many anchors stand after the offsets of a shard with a number of tokens."""
     return -(-tokens // ANCHOR_TOKENS)
 
 
@@ -479,7 +479,7 @@ def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) ->
         if shard.container is None and info.begin:
             yield f"{shard.name}/{name} must begin at 0 in a file of its own", info.begin
         if shard.container is not None and info.bytes and not info.begin:
-            yield f"{shard.name}/{name} must begin behind the header of HDF5", info.begin
+            yield f"{shard.name}/{name} must begin after the header of HDF5", info.begin
         if shard.container is not None and info.begin + info.bytes > shard.container.bytes:
             yield f"{shard.name}/{name} must lie within {shard.container.bytes} bytes", info.begin + info.bytes
     for axis, (items, _) in shard.axes.items():

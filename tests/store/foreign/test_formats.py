@@ -161,7 +161,7 @@ def test_a_cut_file_of_numpy_is_refused(tmp_path):
     file = npy(tmp_path, np.arange(100, dtype=np.uint16))
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(
-        StoreCorruptError, match=r"must hold 100 numbers of uint16 behind 128 bytes .* got 197 bytes"
+        StoreCorruptError, match=r"must hold 100 numbers of uint16 after 128 bytes .* got 197 bytes"
     ):
         open_store(file)
 
@@ -318,7 +318,7 @@ FORGED = {
     "cut": (lambda data: data[:-1], r"must have \d+ bytes for 22 sequences and 12 marks of documents, got"),
     "a longer sequence": (edit(34, "<i", 8), "sequences must have the 303 tokens of the .bin together, got"),
     "a negative length": (edit(34, "<i", -3), "lengths of sequences must not be negative, got -3"),
-    "moved": (edit(34 + 4 * 22 + 8, "<q", 2), "sequences must lie one behind the other to be read in place"),
+    "moved": (edit(34 + 4 * 22 + 8, "<q", 2), "sequences must lie one after the other to be read in place"),
     "documents backwards": (edit(34 + 12 * 22 + 8, "<q", 9), "marks of documents must rise from 0 to at most 22"),
     "document past the end": (
         edit(34 + 12 * 22 + 8 * 11, "<q", 23),
@@ -443,7 +443,7 @@ FORGED = {
     "another count": (
         ".metadata",
         b"gpt2|2\n4\n4 T",
-        "must hold 4 numbers of uint16 behind 0 bytes .* got 6 bytes",
+        "must hold 4 numbers of uint16 after 0 bytes .* got 6 bytes",
     ),
     "an endless count": (".metadata", b"gpt2|2\n" + b"9" * 5000, "must hold 99999999999999999999 numbers"),
     "cut index": (".index", b"\2\0\0\0\0\0\0", "must hold whole numbers of uint64"),

@@ -343,7 +343,7 @@ def array_of(path: Path, dtype: np.dtype[Any], *, begin: int = 0, count: int | N
     if room < 0 or room % dtype.itemsize or (count is not None and count * dtype.itemsize != room):
         claimed = f"{count} numbers" if count is not None else "whole numbers"
         raise StoreCorruptError(
-            f"{path}: must hold {claimed} of {dtype.name} behind {begin} bytes of header, "
+            f"{path}: must hold {claimed} of {dtype.name} after {begin} bytes of header, "
             f"got {room} bytes there; copy the file again, or fix dtype"
         )
     obstacle = "its numbers are big-endian" if dtype.byteorder == ">" else ""

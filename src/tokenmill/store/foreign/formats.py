@@ -126,13 +126,13 @@ def read_olmo(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
 
 
 def _ends_of_table(table: Path, count: int) -> Int64Array:
-    """Read where documents end; they must lie one behind the other."""
+    """Read where documents end; they must lie one after the other."""
     ends: list[int] = []
     last = 0
 
     def refuse(got: object) -> StoreCorruptError:
         return StoreCorruptError(
-            f"{table}: rows must be start, end, ... of documents one behind the other within {count} tokens, "
+            f"{table}: rows must be start, end, ... of documents one after the other within {count} tokens, "
             f"got {got} in row {len(ends)}; write it again, or remove it and give eos_id"
         )
 
@@ -160,7 +160,7 @@ def _lines(opened: TextIO) -> Iterator[str]:
         yield line
 
 
-# Tokens behind a header: llm.c and numpy.
+# Tokens after a header: llm.c and numpy.
 
 
 def read_llmc(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
@@ -297,9 +297,9 @@ def _index(path: Path) -> _Index:
 
 
 def _sequence_ends(index: _Index, count: int) -> Int64Array:
-    """Return where documents end, after proving that sequences lie one behind the other in the .bin.
+    """Return where documents end, after proving that sequences lie one after the other in the .bin.
 
-    Sequences behind the last mark, which a writer leaves that did not end its last document, are one more document.
+    Sequences after the last mark, which a writer leaves that did not end its last document, are one more document.
     """
 
     def refuse(rule: str, got: object) -> StoreCorruptError:
@@ -318,7 +318,7 @@ def _sequence_ends(index: _Index, count: int) -> Int64Array:
         expected = starts[begin : min(begin + BLOCK, index.sequences)] * index.dtype.itemsize
         if not np.array_equal(pointers[begin : begin + BLOCK], expected):
             raise StoreError(
-                f"{index.path}: sequences must lie one behind the other to be read in place, got others; "
+                f"{index.path}: sequences must lie one after the other to be read in place, got others; "
                 "write the dataset anew with Megatron's own tools"
             )
     if not index.marks:

@@ -283,7 +283,7 @@ def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, l
             largest = max(largest, largest_id)
         if axis in shard.ends:
             ends = shard.ends[axis]()
-        # What stands behind the last end is one more document.
+        # What stands after the last end is one more document.
         last = int(ends[-1]) if ends.size else 0
         tail = np.array([array.count] if last < array.count else [], np.int64)
         offsets[axis] = np.concatenate([np.zeros(1, np.int64), ends, tail])
@@ -301,7 +301,7 @@ def find_documents(shard: ForeignShard, kind: str, options: ForeignOptions, *, l
 
 def _look(array: ForeignArray, key: str, options: ForeignOptions, *, cut: bool) -> tuple[Int64Array, int]:
     """Return where documents end by their EOS, or else by their BOS, if they are to be cut; and the largest id."""
-    mark, behind = (options.eos_id, 1) if options.eos_id is not None else (options.bos_id, 0)
+    mark, after = (options.eos_id, 1) if options.eos_id is not None else (options.bos_id, 0)
     ends: list[Int64Array] = [np.empty(0, np.int64)]
     begin, largest = 0, -1
     for block in array.blocks():
@@ -313,7 +313,7 @@ def _look(array: ForeignArray, key: str, options: ForeignOptions, *, cut: bool) 
                 "replace padding such as -100 first"
             )
         if cut:
-            ends.append(np.flatnonzero(block == mark) + (begin + behind))
+            ends.append(np.flatnonzero(block == mark) + (begin + after))
         begin += block.size
     joined = np.concatenate(ends)
     return joined[joined > 0], largest

@@ -109,7 +109,7 @@ def parse_address(text: str, options: RemoteOptions | None = None) -> Address:
     for name in query:
         if name != "endpoint":
             raise ConfigError(
-                f"{shown}: behind the ? of an address must stand endpoint= alone, got another key; leave it out, "
+                f"{shown}: after the ? of an address must stand endpoint= alone, got another key; leave it out, "
                 "credentials are taken from the environment"
             )
     bucket, key = parts.netloc, parts.path.strip("/")

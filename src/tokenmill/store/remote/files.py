@@ -278,7 +278,7 @@ class RemoteFiles:
         return self.folder / shard.name / name
 
     def bring_small(self, number: int = 0) -> None:
-        """Copy offsets and page sums of a shard, and of those behind it, which will be wanted soon: all at once."""
+        """Copy offsets and page sums of a shard, and of those after it, which will be wanted soon: all at once."""
         sums = self.listed(layout.SUMS_FOLDER) if self.has_sums else {}
         jobs: list[_Copy] = []
         total = 0

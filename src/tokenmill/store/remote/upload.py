@@ -63,7 +63,7 @@ def upload(
 
     A store without page sums, by which readers prove every page, gets them first.
 
-    Each file is proven by its checksum before it is sent, and read back and proven behind that. Another store at
+    Each file is proven by its checksum before it is sent, and read back and proven after that. Another store at
     the address is never overwritten: StoreExistsError.
     """
     path = Path(path_of("store", store))
