@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,7 +71,7 @@ def tokenize_window(
     skipped: list[Skipped] = []
     if options.fim is not None:
         tokenizer = options.fim.wrap(tokenizer, epoch)
-    parts = _parts(window, tokenizer, options, skipped, beat)
+    parts = _encode_parts(window, tokenizer, options, skipped, beat)
     places = np.concatenate([np.empty((0, 2), np.int64), *(places for _, places in parts)])
     order = np.arange(len(places))
     if options.shuffle and order.size:
@@ -85,7 +85,7 @@ def tokenize_window(
     )
 
 
-def _parts(
+def _encode_parts(
     window: Window, tokenizer: Tokenizer, options: LiveOptions, skipped: list[Skipped], beat: Beat
 ) -> list[tuple[Encoded, Int64Array]]:
     """Read and tokenize the documents of a window; each part comes with (piece, line) of its documents.
@@ -94,44 +94,52 @@ def _parts(
     rest of the run would not be the one that its state stands for.
     """
     _check_sizes(window)
-    parts: list[tuple[Encoded, Int64Array]] = []
-    documents = bad = 0
     try:
-        for batch in read_unit(window.unit, options.reading):
-            beat()
-            for record in batch.bad:
-                where = record_name(window.unit.pieces[record.piece], record.line)
-                if options.on_error == "stop":
-                    raise DocumentError(
-                        f"{where}: {RULES[record.reason]}, got {record.detail}; correct it, or say on_error='skip'"
-                    )
-                if window.members(bad, 1).size:  # so that each is counted by one of the parts
-                    skipped += [Skipped(reason=record.reason, place=where)] * record.count
-                bad += 1
-            texts: list[str] = batch.documents
-            places = np.array([batch.pieces, batch.lines], np.int64).T
-            members = window.members(documents, len(texts))
-            documents += len(texts)
-            if members.size < len(texts):
-                texts, places = [texts[number] for number in members.tolist()], places[members]
-            if not options.keep_empty and "" in texts:
-                pieces = window.unit.pieces
-                skipped += [
-                    Skipped(reason=EMPTY, place=record_name(pieces[piece], line))
-                    for text, (piece, line) in zip(texts, places.tolist(), strict=True)
-                    if not text
-                ]
-                filled = [number for number, text in enumerate(texts) if text]
-                texts, places = [texts[number] for number in filled], places[filled]
-            if texts:
-                parts.append((frame(tokenizer.encode(texts), tokenizer.identity), places))
+        return [
+            (frame(tokenizer.encode(texts), tokenizer.identity), places)
+            for texts, places in _read_texts(window, options, skipped, beat)
+            if texts
+        ]
     except DocumentError as error:
         _check_sizes(window)
         if options.on_error == "stop":
             raise _placed(error, window) from None
         skipped[:] = [Skipped(reason=BROKEN, place=str(window))]
         return []
-    return parts
+
+
+def _read_texts(
+    window: Window, options: LiveOptions, skipped: list[Skipped], beat: Beat
+) -> Iterator[tuple[list[str], Int64Array]]:
+    """Yield the texts of a window, some at a time, with (piece, line) of each; note what is left out."""
+    pieces = window.unit.pieces
+    documents = bad = 0
+    for batch in read_unit(window.unit, options.reading):
+        beat()
+        for record in batch.bad:
+            where = record_name(pieces[record.piece], record.line)
+            if options.on_error == "stop":
+                raise DocumentError(
+                    f"{where}: {RULES[record.reason]}, got {record.detail}; correct it, or say on_error='skip'"
+                )
+            if window.members(bad, 1).size:  # so that each is counted by one of the parts of its unit
+                skipped += [Skipped(reason=record.reason, place=where)] * record.count
+            bad += 1
+        texts: list[str] = batch.documents
+        places = np.array([batch.pieces, batch.lines], np.int64).T
+        members = window.members(documents, len(texts))
+        documents += len(texts)
+        if members.size < len(texts):
+            texts, places = [texts[number] for number in members.tolist()], places[members]
+        if not options.keep_empty and "" in texts:
+            skipped += [
+                Skipped(reason=EMPTY, place=record_name(pieces[piece], line))
+                for text, (piece, line) in zip(texts, places.tolist(), strict=True)
+                if not text
+            ]
+            filled = [number for number, text in enumerate(texts) if text]
+            texts, places = [texts[number] for number in filled], places[filled]
+        yield texts, places
 
 
 def no_documents(tokenizer: Tokenizer) -> Encoded:

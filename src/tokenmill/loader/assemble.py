@@ -592,16 +592,16 @@ class SequenceBlock(Block):
         if self._arriving:
             self._wait_for_tokens()
         count = next(iter(out.values())).shape[0]
-        begin = number * count
+        field, begin = self._field, number * count
+        first = begin
+        if drawn:
+            field, first = self._with_drawn(begin, count, drawn), 0
         rows = out if self._width == self.seq_len else self._whole_rows(count)
         if self._whole is not None:
             for name, array in rows.items():
                 array[:] = self._whole[name][begin : begin + count]
-        field = self._with_drawn(begin, count, drawn) if drawn else self._field
-        if drawn:
-            self._copy_field(field, 0, begin, rows)
-        elif self._whole is None:
-            self._copy_field(field, begin, begin, rows)
+        if drawn or self._whole is None:
+            self._copy_field(field, first, begin, rows)
         if rows is not out and self._layout.cut == "segments":
             columns = self._layout.segment_columns(self._segments(field, number, count, cached=not drawn)[0])
             self._take_columns(rows, columns, out)

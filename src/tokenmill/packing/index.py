@@ -293,11 +293,11 @@ def pack_one(
     """Pack one window, without the documents that are excluded."""
     fragments, lengths = fragments_of(window)
     counts = np.zeros(NUM_COUNTS, np.int64)
-    gone = excluded_within(excluded, window * MAX_DOCUMENTS, window * MAX_DOCUMENTS + lengths.size)
-    if gone.size:
-        is_gone = np.isin(fragments[0], gone)
-        counts[EXCLUDED] = counts[TOKENS] = policy.count_tokens(fragments[:, is_gone])
-        fragments = fragments[:, ~is_gone]
+    if excluded.size:
+        begin = window * MAX_DOCUMENTS
+        is_excluded = np.isin(fragments[0], excluded_within(excluded, begin, begin + lengths.size))
+        counts[EXCLUDED] = counts[TOKENS] = policy.count_tokens(fragments[:, is_excluded])
+        fragments = fragments[:, ~is_excluded]
     out = make_output(fragments[2], seq_len)
     rows, pieces, cuts = pack_fragments(policy, fragments, lengths, seq_len, out, counts)
     if counts[TOO_LONG]:

@@ -267,7 +267,7 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
         raise MissingExtraError(f"{address}: needs obstore, got none; pip install 'tokenmill[remote]'") from None
     deadline = timedelta(seconds=options.deadline)
     client: Any = {
-        "timeout": timedelta(seconds=options.deadline),
+        "timeout": deadline,
         "connect_timeout": timedelta(seconds=min(5.0, options.deadline)),
         "pool_max_idle_per_host": str(options.concurrency),
     }
@@ -275,23 +275,20 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
         client["allow_http"] = True
     retry: Any = {"max_retries": retries, "retry_timeout": deadline}
     common: Any = {"prefix": address.key or None, "client_options": client, "retry_config": retry}
-    endpoint = {"endpoint": address.endpoint} if address.endpoint else {}
-    region = {"region": options.region} if options.region else {}
-
-    def make() -> ObjectStore:
-        if address.scheme == "s3":
-            return stores.S3Store(address.bucket, **common, **endpoint, **region)
-        if address.scheme == "gs":
-            base = {"base_url": address.endpoint} if address.endpoint else {}
-            return stores.GCSStore(address.bucket, **common, **base)
-        if address.scheme == "az":
-            return stores.AzureStore(address.bucket, **common, **endpoint)
-        return stores.LocalStore(f"/{address.key}", mkdir=False)
-
+    if address.endpoint:
+        common["base_url" if address.scheme == "gs" else "endpoint"] = address.endpoint
+    if options.region and address.scheme == "s3":
+        common["region"] = options.region
     if address.scheme == "file":
         os.makedirs(f"/{address.key}", exist_ok=True)
     try:
-        return make()
+        if address.scheme == "s3":
+            return stores.S3Store(address.bucket, **common)
+        if address.scheme == "gs":
+            return stores.GCSStore(address.bucket, **common)
+        if address.scheme == "az":
+            return stores.AzureStore(address.bucket, **common)
+        return stores.LocalStore(f"/{address.key}", mkdir=False)
     except Exception as error:
         raise ConfigError(
             f"{address}: must be complete with what the environment says, got {kind_of(error)}; check "
