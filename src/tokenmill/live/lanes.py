@@ -74,9 +74,9 @@ class LaneWindow:
     format: RowFormat
     """How its rows were made."""
     before: tuple[DrawnRows, ...] = ()
-    """Rows of it that were drawn before they were made so."""
+    """Rows of the window that were drawn in earlier formats."""
     skipped: tuple[Skipped, ...] = ()
-    """What was left out, of windows without rows that were passed over too."""
+    """What was left out, also of windows without rows that were passed over."""
 
 
 def find_window(
@@ -496,7 +496,7 @@ class LiveRows:
     format: RowFormat
     cross_document_labels: bool = False
     segment_multiple: int = 1
-    """Rows of live text have padding at their ends alone."""
+    """Rows of live text have padding only at their ends."""
     counted: None = None
     """Nobody knows the rows of an epoch before they are read."""
 

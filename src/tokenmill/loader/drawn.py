@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.stages import Stage
 
 _SOME_STEPS = 256
-"""Skipped steps that are gone through at a time."""
+"""Skipped steps whose rows are passed over at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ class DrawnSources:
         self._block: Block | None = None
         self._draws: list[_Draws] = []
         self._places: list[tuple[int, bool, int]] = []
-        """Of each batch of the block: its step, whether it begins that, and the step of the lanes after it."""
+        """For each batch of the block: its step, whether it is the first of that, and where `_at` is after it."""
         self.begin()
 
     def _open(self, name: str, rows: LaneRows, options: LoaderOptions) -> Lanes:
@@ -305,7 +305,7 @@ class DrawnSources:
                 )
 
     def _before_the_first(self, position: Position) -> LiveState:
-        """Return where lanes stand at a step before which nothing was drawn from them, as a state without says."""
+        """Return where lanes stand for a state that has none: at their starts, if nothing was drawn before it."""
         if any(_drawn_before(self._plan, name, position.covered) for name in self.lanes):
             raise ResumeError(
                 f"state: must have the lanes of live text, which is drawn before step {position.covered}, got "

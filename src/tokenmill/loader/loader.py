@@ -44,10 +44,10 @@ BLOCK_TOKENS = 1 << 24
 BLOCK_ROWS = 2048
 """Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
 _NAME_LENGTH = 24
-"""Of the name of a stage in a state."""
+"""Letters of the name of a stage that a state has."""
 
 _forks = 0
-"""How often this process was forked from one that had the module imported: threads of that one are not here."""
+"""How many forks lie between this process and the one that imported the module: no thread survives a fork."""
 
 
 def _count_fork() -> None:
@@ -132,10 +132,10 @@ class LoaderOptions:
     """How far the rows of a batch are padded: to the length of a `row`, or of the longest one of the `batch`, where
     one is iterated over; `loader[step]` pads to the row."""
     timeout: float = 30.0
-    """Seconds after which a thread that reads live text, and comes to nothing, is given up."""
+    """Seconds after which a thread that reads live text, and gets no further, is given up."""
     ahead: int | None = None
-    """Windows of live text that are made before they are needed, beside the one that each lane holds; at least
-    `threads`. None: one more, so that no thread stands still because what it made was not taken yet."""
+    """Windows of live text that are made before they are needed, besides the one that each lane holds; at least
+    `threads`. None: one more than `threads`, so that no thread waits until its last window is taken."""
 
     def __post_init__(self) -> None:
         if self.positions not in POSITIONS:
@@ -160,7 +160,7 @@ class Loader:
     `for batch in loader` goes on from where the loader stands to the end of the run, one micro-batch
     at a time; `loader[step]` is this rank's slice of any step; `state_dict` and `load_state_dict`
     may be called at any time, before or during an iteration. Where a run draws from live text, batches
-    can be drawn in order alone.
+    can be drawn only in order.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class Loader:
     def seek(self, step: int) -> None:
         """Go to the start of a step, or to the end of the run; a running iteration goes on from there.
 
-        Where a run draws from live text, that is possible for the first step alone.
+        Where a run draws from live text, only the first step can be gone to.
         """
         if step != self.plan.steps:
             self.plan.stage(step)
@@ -629,7 +629,7 @@ class _Batches(Iterator[Batch]):
         return batch
 
     def _announce(self, loader: Loader) -> None:
-        """Log the plan where an iteration starts, and then every stage that begins; rank 0 alone."""
+        """Log the plan where an iteration starts, and then every stage that begins; only rank 0 does."""
         step, edges = loader.step, loader._first_batch
         after = bisect_right(edges, loader.num_drawn)
         self._edge = edges[after] if after < len(edges) else -1
@@ -773,26 +773,17 @@ for its training type."""
 
 def row_digests(batch: Batch) -> list[bytes]:
     """Return a digest of every row: 8 bytes over all that the row delivers."""
-    kind = next((kind for kind, names in assemble.RECORD_ARRAYS.items() if names[0] in batch), None)
-    if kind is not None:
-        return _record_digests([np.ascontiguousarray(batch[name]) for name in assemble.RECORD_ARRAYS[kind]])
-    arrays = [np.ascontiguousarray(batch[name], dtype="<i8") for name in DIGEST_ARRAYS]
+    names = next((names for names in assemble.RECORD_ARRAYS.values() if names[0] in batch), None)
+    arrays: list[AnyArray]
+    if names is None:
+        arrays = [np.ascontiguousarray(batch[name], "<i8") for name in DIGEST_ARRAYS]
+    else:
+        arrays = [np.ascontiguousarray(batch[name], batch[name].dtype.newbyteorder("<")) for name in names]
     digests = []
     for row in range(arrays[0].shape[0]):
         state = xxhash.xxh3_64()
         for array in arrays:
-            state.update(array[row].data)
-        digests.append(state.digest())
-    return digests
-
-
-def _record_digests(arrays: Sequence[AnyArray]) -> list[bytes]:
-    """Return a digest of every row of arrays of any dtype and number of axes."""
-    digests = []
-    for row in range(arrays[0].shape[0]):
-        state = xxhash.xxh3_64()
-        for array in arrays:
-            state.update(array[row : row + 1].astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+            state.update(array[row : row + 1].data)
         digests.append(state.digest())
     return digests
 

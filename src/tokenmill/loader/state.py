@@ -48,7 +48,7 @@ class LanePosition(NamedTuple):
     turn: int = 0
     """Among the windows of the lane in that epoch."""
     drawn: tuple[DrawnRows, ...] = ()
-    """Nothing at the start of a window; several where a stage changed in its midst how rows are made."""
+    """Nothing at the start of a window; several where a stage changed in the middle of it how rows are made."""
     check: str = ""
     """Digest of what the window held when rows of it were drawn."""
 

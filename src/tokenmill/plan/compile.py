@@ -169,7 +169,7 @@ class _Mixing:
         if ramp is None:
             self.mixture = build_mixture(tuple(whole[name] for name in names), leads)
         else:
-            # Where its sources change in its midst, a ramp goes on with the others from where it stands.
+            # Where its sources change in the middle of it, a ramp goes on with the others from where it stands.
             self.mixture = build_ramp(
                 [exact_weight(ramp.weights.get(name, 0)) for name in names],
                 weights,
@@ -203,7 +203,7 @@ def compile_stages(
     waiting = deque(zip(specs, ends, strict=True))
     while waiting:
         spec, end = waiting.popleft()
-        # What changes in the midst of a stage does not start a source again that the stage has drawn from.
+        # A change in the middle of a stage does not start a source again that the stage has drawn from.
         fresh = {name for name in spec.names if (spec.number, spec.name, name) not in begun}
         restarted = frozenset(name for name in fresh if _restarts(progress.get(name), spec, name))
         arrived = {name: _arrive(progress.get(name), spec, name, name in restarted) for name in spec.names}
@@ -322,7 +322,7 @@ def _drain(
 
 
 def _restarts(before: SourceProgress | None, spec: StageSpec, name: str) -> bool:
-    """Say whether a stage starts a source again in the midst of an epoch, as its rows are others than before."""
+    """Say whether a stage starts a source again in the middle of an epoch, as its rows are others than before."""
     if before is None or spec.on_change != "restart" or not before.under_way:
         return False
     return dict(before.index.epoch_description) != dict(spec.rows[name].description)

@@ -1,7 +1,8 @@
 """Which stage of training a step belongs to, and what a stage is compiled to.
 
-A stage is what the config calls so. Where something changes in its midst (a ramp ends, steps are skipped, documents
-are quarantined, a source is used up) it is compiled to several parts, each a `Stage` here; they share its name.
+A stage is what the config calls so. Where something changes in the middle of it (a ramp ends, steps are skipped,
+documents are quarantined, a source is used up) it is compiled to several parts, each a `Stage` here; they share its
+name.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class StageSpec:
     """Where the rows of a source are not those of the stage before (another sequence length or packing): go on with
     what that stage has not used (`unseen`), or `restart` the source."""
     number: int = 0
-    """Of the stage, from 0; its parts share it."""
+    """Index of the stage, from 0; its parts share it."""
     lr_scale: float = 1.0
     """What the stage says of the learning rate; decides no batch."""
     ramp: Ramp | None = None
@@ -168,8 +169,8 @@ class Stage:
     rows: Mapping[str, Rows]
     """The rows of each source, after what earlier stages used."""
     repeats_from: Mapping[str, int]
-    """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts; of
-    sources that are counted, as the two below."""
+    """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts.
+    Like the two below, it has only sources whose rows are counted."""
     epochs_before: Mapping[str, Fraction]
     """How often each source had been read when its rows last changed."""
     rest_epochs: Mapping[str, Fraction]
@@ -181,7 +182,7 @@ class Stage:
     rotate: bool
     """Whether each batch is turned by a keyed number of places, so that no rank always gets the same source."""
     restarted: frozenset[str]
-    """Sources that start again with other rows, in the midst of an epoch."""
+    """Sources that start again with other rows, in the middle of an epoch."""
 
     @property
     def num_steps(self) -> int:

@@ -307,8 +307,8 @@ def _leave_out_defaults(shard: dict[str, Any]) -> None:
     """Leave out what a shard of version 1 does not have, and places in files of their own."""
     if not shard["axes"]:
         del shard["axes"]
-    alone = shard["files"].values() if shard["container"] is None else [shard["container"]]
-    for file in alone:
+    whole_files = shard["files"].values() if shard["container"] is None else [shard["container"]]
+    for file in whole_files:
         del file["begin"]
     if shard["container"] is None:
         del shard["container"]

@@ -388,19 +388,8 @@ def join_stores(stores: Sequence[Store]) -> Store:
     for number, place in enumerate(places):
         if place in places[:number]:
             raise ConfigError(f"{place}: a store must be named once in a source, got it twice; leave one out")
-    first, *others = (store.manifest for store in stores)
     for store in stores[1:]:
-        other = store.manifest
-        differing = layout.tokenizer_difference(first.tokenizer, other.tokenizer)
-        for name, left, right in (("training type", first.kind, other.kind), ("keys", first.keys, other.keys)):
-            if left != right:
-                differing = (name, left, right, "make a source of each")
-        if differing:
-            name, left, right, way_out = differing
-            raise ConfigError(
-                f"{store.path}: stores of one source must be alike, got {right!r} as its {name} where "
-                f"{stores[0].path} has {left!r}; {way_out}"
-            )
+        _check_alike(stores[0], store)
     shards: list[layout.ShardInfo] = []
     requests: dict[tuple[int, str], Request] = {}
     for store in stores:
@@ -409,18 +398,32 @@ def join_stores(stores: Sequence[Store]) -> Store:
             shards.append(replace(shard, name=f"{store.path.name}/{shard.name}"))
     # Of token files of other projects, whether all their documents have BOS and EOS is found out file by file.
     framed = {name: all(store.manifest.tokenizer.get(name) for store in stores) for name in ("add_bos", "add_eos")}
-    known = next(
-        (item.tokenizer for item in (first, *others) if item.tokenizer.get("kind") != layout.GIVEN), first.tokenizer
-    )
+    tokenizers = [store.manifest.tokenizer for store in stores]
+    identity = next((known for known in tokenizers if known.get("kind") != layout.GIVEN), tokenizers[0])
     manifest = replace(
-        first,
-        tokenizer={**known, **framed},
+        stores[0].manifest,
+        tokenizer={**identity, **framed},
         shards=tuple(shards),
         inputs=tuple(item for store in stores for item in store.manifest.inputs),
         skipped={},
     )
     joined = store_of(stores[0].path, manifest, stores[0].maps, requests)
     return replace(joined, remotes=tuple(files for store in stores for files in store.remotes))
+
+
+def _check_alike(first: Store, other: Store) -> None:
+    """Refuse a store of another tokenizer or training type, or with other arrays, than the first of its source."""
+    ours, theirs = first.manifest, other.manifest
+    difference = layout.tokenizer_difference(ours.tokenizer, theirs.tokenizer)
+    for name, left, right in (("training type", ours.kind, theirs.kind), ("keys", ours.keys, theirs.keys)):
+        if left != right:
+            difference = (name, left, right, "make a source of each")
+    if difference:
+        name, left, right, way_out = difference
+        raise ConfigError(
+            f"{other.path}: stores of one source must be alike, got {right!r} as its {name} where "
+            f"{first.path} has {left!r}; {way_out}"
+        )
 
 
 def read_ours(path: Path, claims: Mapping[str, object]) -> layout.Manifest:
