@@ -11,7 +11,7 @@ import pytest
 from tests.object_server import SECRET_KEY
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
-from tokenmill.store import open_store
+from tokenmill.store import open_store, verify
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.upload import upload
@@ -89,21 +89,32 @@ def test_another_store_is_never_overwritten(make_store, place):
     assert objects_of(place) == files_of(path)
 
 
-def test_a_damaged_store_is_not_published(make_store, place):
+@pytest.mark.parametrize(
+    ("proven_before", "message"),
+    [
+        (False, r"sequence\.bin: checksum must be"),
+        (True, r"sequence\.bin: must be what the manifest says before it is uploaded"),
+    ],
+)
+def test_a_damaged_store_is_not_published(make_store, place, proven_before, message):
     path, *_ = make_store("web", LENGTHS)
+    verify(path, add_page_sums=proven_before)
     file = path / "shard-00000" / "sequence.bin"
     data = np.fromfile(file, np.uint8)
     data[5] ^= 1
     data.tofile(file)
-    with pytest.raises(StoreCorruptError, match=r"sequence\.bin: checksum must be"):
+    with pytest.raises(StoreCorruptError, match=message):
         upload(path, place)
     assert client_of(place).head(MANIFEST) is None
-    (path / ".sums").mkdir(exist_ok=True)  # as if it had been proven before it was damaged
-    with pytest.raises(
-        StoreCorruptError, match=r"sequence\.bin: must be what the manifest says before it is uploaded"
-    ):
-        upload(path, place)
-    assert client_of(place).head(MANIFEST) is None
+
+
+def test_page_sums_that_a_killed_upload_did_not_write_are_added(make_store, place):
+    path, *_ = make_store("web", LENGTHS, max_tokens_per_shard=500)
+    verify(path, add_page_sums=True)
+    wanted = files_of(path)
+    (path / ".sums" / "shard-00001.bin").unlink()
+    upload(path, place)
+    assert objects_of(place) == files_of(path) == wanted
 
 
 def test_what_is_no_store_or_no_address_is_refused(make_store, tmp_path):
@@ -135,7 +146,8 @@ def test_uploads_killed_anywhere_leave_nothing_that_reads_as_whole(make_store, t
         time.sleep(0.01)
     if not whole:
         upload(path, place)
-    assert objects_of(place) == files_of(path)
+    # A process that is killed while it writes page sums leaves a temporary file in the store, which is not sent.
+    assert objects_of(place) == {name: data for name, data in files_of(path).items() if "/.tmp-" not in name}
 
 
 def test_no_secret_is_in_what_an_upload_says_or_leaves(make_store, tmp_path, object_server, capfd, caplog):

@@ -19,6 +19,7 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.reader import read_ours
 from tokenmill.store.remote.client import Client, parse_address
+from tokenmill.store.sums import sums_file
 from tokenmill.store.verify import verify
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import RemoteOptions
@@ -73,7 +74,7 @@ def upload(
         )
     place = parse_address(address, options)
     manifest = read_ours(path, {})
-    if not (path / layout.SUMS_FOLDER).is_dir():
+    if not all((path / sums_file(shard.name)).is_file() for shard in manifest.shards):
         verify(path, add_page_sums=True)
     client = Client(place, options)
     body = layout.manifest_bytes(manifest)
