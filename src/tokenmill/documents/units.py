@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import BufferedReader
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -497,7 +498,7 @@ def content_digest(file: InputFile) -> str:
         return str(hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest())
 
 
-def _open(file: InputFile) -> BinaryIO:
+def _open(file: InputFile) -> BufferedReader:
     try:
         return open(file.path, "rb", buffering=BLOCK_BYTES)
     except OSError as error:
