@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -500,7 +500,7 @@ def content_digest(file: InputFile) -> str:
 
 def _open(file: InputFile) -> BufferedReader:
     try:
-        return open(file.path, "rb", buffering=BLOCK_BYTES)
+        return BufferedReader(FileIO(file.path), BLOCK_BYTES)
     except OSError as error:
         raise DocumentError(
             f"{file.path}: must be readable, got {error.strerror}; fix the path or its rights"
