@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenmill.config.run import Config as Config
     from tokenmill.config.run import RunConfig as RunConfig
     from tokenmill.config.run import SourceConfig as SourceConfig
-    from tokenmill.config.run import StageConfig as StageConfig
+    from tokenmill.config.schedule import StageConfig as StageConfig
     from tokenmill.encode.engines import open_tokenizer as open_tokenizer
     from tokenmill.errors import ConfigError as ConfigError
     from tokenmill.errors import ResumeError as ResumeError
@@ -57,7 +57,7 @@ _HOMES = {
     "RunConfig": "tokenmill.config.run",
     "SkipConfig": "tokenmill.config.edits",
     "SourceConfig": "tokenmill.config.run",
-    "StageConfig": "tokenmill.config.run",
+    "StageConfig": "tokenmill.config.schedule",
     "Store": "tokenmill.store",
     "StoreError": "tokenmill.errors",
     "TokenmillError": "tokenmill.errors",

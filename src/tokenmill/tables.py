@@ -61,13 +61,13 @@ def read_table(
 
     `where` names the table in errors: keys stand behind it after a dot, or after a blank where it ends with a
     colon, as for a file: `run.steps: must be ...`, `a.json: steps: must be ...`. A `way_out` ends all of them in
-    place of what to write: nobody writes a state by hand.
+    place of what to write, as for states, which nobody writes by hand.
     """
 
     def refuse(message: str) -> TokenmillError:
         return error(message if way_out is None else f"{message.rpartition('; ')[0]}; {way_out}")
 
-    _check_keys(kind, value, where, refuse)
+    _check_tables(kind, value, where, refuse)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as problem:
@@ -105,8 +105,8 @@ def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str], error
             raise error(f"{_shown(where)}: keys must be known, got {key!r}; {nearest(str(key), known)}")
 
 
-def _check_keys(hint: Any, value: object, where: str, error: Refuse) -> None:  # noqa: ANN401
-    """Refuse unknown keys of a table and of the tables in it, and tables that are none."""
+def _check_tables(hint: Any, value: object, where: str, error: Refuse) -> None:  # noqa: ANN401
+    """Refuse unknown keys of a table and of the tables in it, and other values where a table must be."""
     kind = _bare(hint)
     if _is_record(kind) and (value is not None or kind is hint):
         if not isinstance(value, Mapping):
@@ -116,7 +116,7 @@ def _check_keys(hint: Any, value: object, where: str, error: Refuse) -> None:  #
         check_keys(where, value, list(_hints(kind)), error)
     for inner, item, place in _parts(kind, value, where):
         if _has_records(inner):  # most values have none, and a manifest has 10,000 shards of them
-            _check_keys(inner, item, place, error)
+            _check_tables(inner, item, place, error)
 
 
 @cache
@@ -157,10 +157,10 @@ def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError
             return _refusal(inner, item, place, error)
     where = _shown(where)
     if _is_record(kind) and isinstance(value, Mapping):
-        needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-        for name in needed:
-            if name not in value:
-                return error(f"{where}: {name} must be given, got nothing; add {name} = ...")
+        for key in fields(kind):
+            is_needed = key.default is MISSING and key.default_factory is MISSING
+            if is_needed and key.name not in value:
+                return error(f"{where}: {key.name} must be given, got nothing; add {key.name} = ...")
     way_out = "change its type"
     choices = [name for part in (kind, *get_args(kind)) if get_origin(part) is Literal for name in get_args(part)]
     if choices and isinstance(value, str):
@@ -184,7 +184,7 @@ def _fits(hint: Any, value: object) -> bool:  # noqa: ANN401 - what a hint is
 
 @cache
 def _bare(hint: Any) -> Any:  # noqa: ANN401 - what a hint is
-    """Return a hint without what stands for nothing, and without limits."""
+    """Return a hint without None and Unset, and without limits."""
     if get_origin(hint) in (Union, types.UnionType):
         inner = [part for part in get_args(hint) if part not in _NOTHING]
         return _bare(inner[0]) if len(inner) == 1 else hint
@@ -230,19 +230,19 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line
     return "true or false" if hint is bool else f"a {_WORDS.get(hint, 'tables').removesuffix('s')}"
 
 
-# Texts of files, which may have no end.
+# Texts of files, which may be of any size.
 
 MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 28, 1 << 30
 """Of a config, recipe, template or state; of a file of a tokenizer; of a list of documents, or of shards."""
 
 
 def read_text(file: Path, most: int) -> str:
-    """Return the text of a file of at most so many bytes."""
+    """Return the text of a file; one of more than `most` bytes is refused."""
     return read_bytes(file, most).decode("utf-8")
 
 
 def read_bytes(file: Path, most: int, error: type[TokenmillError] = ConfigError) -> bytes:
-    """Return what a file of at most so many bytes holds."""
+    """Return the content of a file; one of more than `most` bytes is refused."""
     with file.open("rb") as stream:
         data = stream.read(min(most, 1 << 20) + 1)
         while len(data) <= most and (block := stream.read(min(len(data), most + 1 - len(data)))):
@@ -283,7 +283,7 @@ def is_address(path: object) -> bool:
 
 def check_public(path: str) -> None:
     """Refuse an address with a user or a password, also where a path is wanted: it would be written to disk."""
-    if " " not in path and without_secrets(path) != path:
+    if "@" in path and " " not in path and without_secrets(path) != path:
         raise ConfigError(
             f"{path}: an address must have no user and no password, got one; leave it out, credentials are taken "
             "from the environment"
@@ -311,6 +311,12 @@ def check_seed(where: str, seed: int) -> None:
     """Refuse a seed that is no unsigned 63-bit number."""
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"{where}: seed must lie within 0 and 2^63, got {seed}; choose a smaller one")
+
+
+def check_name(where: str, name: str) -> None:
+    """Refuse a name that cannot stand in file names and keys everywhere."""
+    if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise ConfigError(f"{where}: must be letters, digits, - _ . only, got {name!r}; rename it")
 
 
 def check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.evals import read_numbers
-from tokenmill.config.schedule import UNSAID, TokenClock, Tokens, read_tokens
+from tokenmill.config.evals import read_numbers, read_range
+from tokenmill.config.schedule import UNSAID, TokenClock, Tokens, agreed, read_tokens
 from tokenmill.errors import ConfigError
 from tokenmill.tables import MAX_NUMBER
 from tokenmill.types import Int64Array
@@ -32,25 +32,26 @@ class SkipConfig:
         """Return it with the steps that its tokens come to."""
         if self.tokens is None:
             return self
-        first, _, last = self.tokens.partition(":")
-        steps = [
-            clock.step_at(read_tokens("skip", "tokens", part) if part.strip("0 ") else 0) for part in (first, last)
-        ]
-        found = f"{steps[0]}:{steps[1]}"
-        if self.steps not in ("", found):
+        begin, _, end = self.tokens.partition(":")
+        first, last = (
+            clock.step_at(read_tokens("skip", "tokens", part) if part.strip("0 ") else 0) for part in (begin, end)
+        )
+        counted = f"{first}:{last}"
+        if self.steps not in ("", counted):
             raise ConfigError(
-                f"skip: steps must be what the tokens come to, {found}, got {self.steps}; leave one of the two out"
+                f"skip: steps must be what the tokens come to, {counted}, got {self.steps}; "
+                "leave one of the two out"
             )
-        return replace(self, steps=found)
+        return replace(self, steps=counted)
 
     def range(self) -> tuple[int, int]:
         """Return the first step and the one after the last."""
-        first, _, last = (part.strip() for part in self.steps.partition(":"))
-        if not all(part.isascii() and part.isdecimal() for part in (first, last)) or int(first) >= int(last):
+        steps = read_range(self.steps)
+        if steps is None:
             raise ConfigError(
                 f"skip: steps must be a:b with a below b, got {self.steps!r}; for example steps = '1200:1240'"
             )
-        return int(first), int(last)
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,15 @@ class QuarantineConfig:
         bad = [number for number in self.documents or () if not 0 <= number < MAX_NUMBER]
         if bad:
             raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
+
+    def resolved(self, clock: TokenClock) -> QuarantineConfig:
+        """Return it with the step that its tokens come to."""
+        if self.from_tokens is None:
+            return self
+        where = f"quarantine of {self.source!r}"
+        counted = clock.step_at(read_tokens(where, "from_tokens", self.from_tokens))
+        written = None if self.from_step < 0 else self.from_step
+        return replace(self, from_step=agreed(where, "from_step", written, counted))
 
     @property
     def whole(self) -> bool:

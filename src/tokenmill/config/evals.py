@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.schedule import Tokens, read_tokens
+from tokenmill.config.schedule import WHOLE_PACKINGS, Tokens, check_on_long, read_tokens
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.tables import MAX_LIST_BYTES, MAX_NUMBER, Number, check_choice, check_positive, read_text
-from tokenmill.types import ON_LONG, SPLITS, Int64Array
-
-EVAL_PACKINGS = ("padded", "best_fit")
-"""How the documents of an eval can become rows: both hold every document once."""
+from tokenmill.tables import (
+    MAX_LIST_BYTES,
+    MAX_NUMBER,
+    Number,
+    check_choice,
+    check_name,
+    check_positive,
+    read_text,
+)
+from tokenmill.types import SPLITS, Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +28,7 @@ class EvalSource:
     """Where an eval takes documents from: a store, or a source of the run, which is not trained on them."""
 
     name: str = ""
-    """Under which `source` of a batch and the report speak of it; that of the store or source, if not given."""
+    """What `source` of a batch and the report call it; the name of the store or source, if not given."""
     store: str | tuple[str, ...] | None = None
     """As in [[sources]]."""
     source: str | None = None
@@ -49,7 +54,7 @@ class EvalSource:
         if self.weight is not None and not 0 < self.weight < inf:
             raise ConfigError(f"{where}: weight must be positive, got {self.weight}; leave out the source instead")
         if self.documents is not None and self.file is None:
-            self._given(where)
+            self._listed(where)
 
     @property
     def whole(self) -> bool:
@@ -58,22 +63,17 @@ class EvalSource:
 
     def numbers(self, folder: Path, where: str) -> Int64Array:
         """Return the documents, ascending, each once; reads the file, if there is one."""
-        return self._given(where) if self.file is None else read_numbers(folder / self.file, where)
+        return self._listed(where) if self.file is None else read_numbers(folder / self.file, where)
 
-    def _given(self, where: str) -> Int64Array:
-        documents = self.documents
-        if isinstance(documents, str):
-            first, _, last = (part.strip() for part in documents.partition(":"))
-            if not all(part.isascii() and part.isdecimal() and int(part) < MAX_NUMBER for part in (first, last)):
-                first, last = "1", "0"
-            numbers = np.arange(int(first), int(last), dtype=np.int64)
+    def _listed(self, where: str) -> Int64Array:
+        if isinstance(self.documents, str):
+            numbers = np.arange(*(read_range(self.documents) or (0, 0)), dtype=np.int64)
         else:
-            numbers = np.unique(np.array(documents or (), np.int64))
+            numbers = np.unique(np.array(self.documents or (), np.int64))
         if not numbers.size or int(numbers[0]) < 0:
             raise ConfigError(
                 f"{where}: documents must be a:b with a below b, or a list of numbers from 0 on, got "
-                f"{documents!r}; "
-                'for example documents = "0:1000"'
+                f'{self.documents!r}; for example documents = "0:1000"'
             )
         return numbers
 
@@ -106,9 +106,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         where = f"eval {self.name!r}"
-        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise ConfigError(f"evals.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
-        check_choice(where, "packing", self.packing, EVAL_PACKINGS)
+        check_name("evals.name", self.name)
+        check_choice(where, "packing", self.packing, WHOLE_PACKINGS)
         check_choice(where, "split", self.split, SPLITS)
         check_on_long(where, self.on_long, self.split, self.packing)
         for key in ("seq_len", "rows", "every"):
@@ -138,25 +137,13 @@ class EvalConfig:
             )
 
     @property
-    def long_documents(self) -> str:
-        """What becomes of documents longer than a row, as `Policy.split` has it."""
-        return long_documents(self.on_long, self.split, self.packing)
-
-    @property
     def parts(self) -> tuple[EvalSource, ...]:
         """Where documents come from, in order, each with its name."""
         own = EvalSource(
             name=self.name, store=self.store, source=self.source, documents=self.documents, file=self.file
         )
         return tuple(
-            EvalSource(
-                name=part.name or part.source or _last_name(part.store),
-                store=part.store,
-                source=part.source,
-                documents=part.documents,
-                file=part.file,
-                weight=part.weight,
-            )
+            replace(part, name=part.name or part.source or _last_name(part.store))
             for part in (self.sources or (own,))
         )
 
@@ -186,32 +173,20 @@ class EvalConfig:
                 yield part.source, part.numbers(folder, f"eval {self.name!r}")
 
 
-def check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
-    """Refuse what is said twice of documents longer than a row, or where no rule of them holds."""
-    if on_long is None:
-        return
-    check_choice(where, "on_long", on_long, ON_LONG)
-    if packing not in ("best_fit", "padded"):
-        raise ConfigError(
-            f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
-            f"with {packing!r}; leave it out"
-        )
-    if split == "forbid" or (on_long != "cut" and split != "allow"):
-        raise ConfigError(
-            f"{where}: split says how a document is cut, got {split!r} with on_long = {on_long!r}; leave out split"
-        )
-
-
-def long_documents(on_long: str | None, split: str, packing: str) -> str:
-    """Return what becomes of documents longer than a row, as `Policy.split` has it, under a packing."""
-    if on_long is None or on_long == "cut":
-        # Alone in its row a document cannot go on in another: it loses its end.
-        return "truncate_end" if on_long and (packing, split) == ("padded", "allow") else split
-    return {"drop": "drop", "stop": "forbid"}[on_long]
-
-
 def _last_name(store: str | tuple[str, ...] | None) -> str:
     return Path(store if isinstance(store, str) else store[0]).name if store else ""
+
+
+def read_range(text: str) -> tuple[int, int] | None:
+    """Return a and b of `a:b`, where a is below b; None for anything else.
+
+    >>> read_range("1200: 1240"), read_range("7:7")
+    ((1200, 1240), None)
+    """
+    first, _, last = (part.strip() for part in text.partition(":"))
+    if not all(part.isascii() and part.isdecimal() and len(part) < 20 for part in (first, last)):
+        return None
+    return (int(first), int(last)) if int(first) < int(last) <= MAX_NUMBER else None
 
 
 def read_numbers(file: Path, where: str) -> Int64Array:

@@ -1,7 +1,8 @@
-"""What a run is: one record for each table of its config, and the stages with everything filled in.
+"""What a run is: one record for each table of its config, and how a config is read and written.
 
 `parse_config` reads the tables into records as they are written; `Config.resolved_stages` are the stages with what
-they leave out taken from [run]. A rule that a single record can know stands in its `__post_init__`.
+they leave out taken from [run]. A rule that a single record can check is in its `__post_init__`. Stages are in
+`schedule.py`, edits in `edits.py`, evals in `evals.py`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,36 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, inf
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import tomli_w
 
-from tokenmill.config import schedule
 from tokenmill.config.edits import QuarantineConfig, SkipConfig
-from tokenmill.config.evals import EvalConfig, check_on_long, long_documents
+from tokenmill.config.evals import EvalConfig
+from tokenmill.config.schedule import (
+    WHOLE_PACKINGS,
+    BatchSize,
+    ResolvedStage,
+    Sizes,
+    StageConfig,
+    TokenClock,
+    Tokens,
+    agreed,
+    check_on_long,
+    check_packing,
+    check_sizes,
+    check_weighing,
+    read_tokens,
+    wind_clock,
+)
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
     Number,
     check_choice,
     check_keys,
+    check_name,
     check_positive,
     check_seed,
     read_list,
@@ -36,46 +53,34 @@ from tokenmill.tables import (
 )
 from tokenmill.types import (
     ARRAYS,
-    CROPS,
-    ON_CHANGE,
     ON_ERROR,
     ON_EXHAUSTED,
-    PACKINGS,
     PAD_TO,
     POSITIONS,
-    RAMPS,
-    SPLITS,
-    WEIGHINGS,
     Int64Array,
     RemoteOptions,
 )
 
-MAX_SEQ_LEN = 1 << 24
 MAX_HORIZON = 64
-MAX_RAMP_BATCH = 1 << 22
-MAX_RAMP_STEPS = 1 << 24
-"""Compiling a ramp takes a third of a microsecond a step, and a source."""
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
 logger = logging.getLogger("tokenmill.config")
-Sizes: TypeAlias = Literal["tokens", "rows", "documents"]
-"""What stands for weights: how much of that each source has."""
 NATIVE = "native"
-TABLES = ("run", "sources", "stages", "skip", "quarantine", "evals", "remote")
-_SINGLE = ("run", "remote")
-"""Tables of which there is one."""
+LISTS = ("sources", "stages", "skip", "quarantine", "evals")
+"""Tables of which a config may have several."""
+TABLES = ("run", *LISTS, "remote")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The table [run]."""
 
-    global_batch_size: schedule.BatchSize
+    global_batch_size: BatchSize
     """Rows of one optimizer step, over all ranks; or a table of `from`, `to`, `step`, and `over_tokens` or
     `over_steps`: it then grows from the first step of the run on."""
     seq_len: int
     steps: int | None = None
     """Optimizer steps. This, `tokens` or `epochs`, unless a trainer says how long it goes on."""
-    tokens: schedule.Tokens | None = None
+    tokens: Tokens | None = None
     """In place of steps: input slots of the whole run, such as "2T"; as many steps as it takes to have them."""
     epochs: Number | None = None
     """In place of steps: how often every row of every source is read. The last step is filled with the first rows
@@ -136,14 +141,14 @@ class RunConfig:
         if self.steps is not None:
             check_positive("run", "steps", self.steps)
         if self.tokens is not None:
-            schedule.read_tokens("run", "tokens", self.tokens)
+            read_tokens("run", "tokens", self.tokens)
         if self.epochs is not None:
             self._check_epochs(self.epochs)
-        _check_sizes("run", self.global_batch_size, self.seq_len)
+        check_sizes("run", self.global_batch_size, self.seq_len)
         check_seed("run", self.seed)
-        _check_packing("run", self.packing, self.split, self.crop)
+        check_packing("run", self.packing, self.split, self.crop)
         check_on_long("run", self.on_long, self.split, self.packing)
-        _check_weighing("run", self.temperature, self.weigh_by)
+        check_weighing("run", self.temperature, self.weigh_by)
         check_choice("run", "positions", self.positions, POSITIONS)
         check_choice("run", "pad_to", self.pad_to, PAD_TO)
         if not self.arrays:
@@ -154,7 +159,7 @@ class RunConfig:
             check_choice("run", "arrays", name, ARRAYS)
 
     def _check_epochs(self, epochs: Number) -> None:
-        """Refuse epochs beside what else says how often sources are read."""
+        """Refuse epochs beside anything else that decides how often sources are read."""
         if not 0 < epochs < inf:
             raise ConfigError(f"run: epochs must be positive, got {epochs}; say how often every row is read")
         if self.steps is not None or self.tokens is not None:
@@ -216,8 +221,7 @@ class SourceConfig:
     def __post_init__(self) -> None:
         for key in ("store", "documents", "tokenizer"):
             object.__setattr__(self, key, _plain_paths(getattr(self, key)))
-        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise ConfigError(f"sources.name: must be letters, digits, - _ . only, got {self.name!r}; rename it")
+        check_name("sources.name", self.name)
         where = f"source {self.name!r}"
         if self.max_epochs is not None and not 0 < self.max_epochs < inf:
             raise ConfigError(f"{where}: max_epochs must be positive, got {self.max_epochs}; omit it for no limit")
@@ -267,139 +271,6 @@ class SourceConfig:
             check_choice(where, "on_error", self.on_error, ON_ERROR)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageConfig:
-    """A run of steps as it is written; what it does not say (None), it takes from [run]."""
-
-    name: str
-    start_step: int = schedule.UNSAID
-    """This, or `start_tokens`."""
-    start_tokens: schedule.Tokens | None = None
-    """In place of a step: after so many input slots of the run, such as "800B"; the first step from there on."""
-    weights: Mapping[str, Number] | Sizes | None = None
-    seed: int | None = None
-    global_batch_size: schedule.BatchSize | None = None
-    seq_len: int | None = None
-    packing: str | None = None
-    split: str | None = None
-    on_long: str | None = None
-    crop: str | None = None
-    shuffle: str | None = None
-    on_change: str = "unseen"
-    """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
-    `restart` the sources."""
-    lr_scale: Number = 1.0
-    """What the learning rate is to be multiplied by: handed on to the trainer, batches do not depend on it."""
-    ramp: str | None = None
-    """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
-    `cosine`."""
-    ramp_steps: int | None = None
-    ramp_tokens: schedule.Tokens | None = None
-    """In place of steps: input slots that the ramp takes."""
-    ramp_from: Mapping[str, Number] | None = None
-    """Weights that the ramp starts from, if not those of the stage before."""
-    temperature: Number | None = None
-    weigh_by: str | None = None
-
-    def __post_init__(self) -> None:
-        where = f"stage {self.name!r}"
-        if not self.name.isprintable() or not self.name.strip():
-            raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
-        if self.start_step < 0 and self.start_tokens is None:
-            raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
-        if not 0 < self.lr_scale < inf:
-            raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
-        if self.ramp is not None:
-            check_choice(where, "ramp", self.ramp, RAMPS)
-            if self.ramp_tokens is not None:
-                schedule.read_tokens(where, "ramp_tokens", self.ramp_tokens)
-            elif self.ramp_steps is None or self.ramp_steps < 1:
-                got = "none" if self.ramp_steps is None else self.ramp_steps
-                raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
-        elif any(getattr(self, key) is not None for key in ("ramp_steps", "ramp_tokens", "ramp_from")):
-            key = next(key for key in ("ramp_steps", "ramp_tokens", "ramp_from") if getattr(self, key) is not None)
-            raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
-        check_on_long(where, self.on_long, self.split or "allow", self.packing or "best_fit")
-        _check_weighing(where, self.temperature, self.weigh_by)
-        _check_sizes(where, self.global_batch_size, self.seq_len)
-        if self.seed is not None:
-            check_seed(where, self.seed)
-        check_choice(where, "on_change", self.on_change, ON_CHANGE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedStage:
-    """A run of steps with everything filled in: what the stage says itself, else what [run] says."""
-
-    name: str
-    start_step: int
-    end_step: int
-    """First step that is no longer of the stage."""
-    weights: Mapping[str, Number]
-    sizes: Sizes | None
-    """What of each source is counted and multiplied by its weight, which is 1 then; None: weights are as given."""
-    seed: int
-    batches: tuple[tuple[int, int], ...]
-    """First step of each batch size, and the size; the first is that of the stage."""
-    seq_len: int
-    packing: str
-    split: str
-    on_long: str | None
-    crop: str
-    shuffle: str
-    temperature: Number
-    weigh_by: str
-    on_change: str
-    lr_scale: Number
-    ramp: str | None
-    ramp_steps: int
-    """0 without a ramp."""
-    ramp_from: Mapping[str, Number] | None
-    """None: the weights of the stage before."""
-
-    def __post_init__(self) -> None:
-        where = f"stage {self.name!r}"
-        _check_packing(where, self.packing, self.split, self.crop)
-        check_on_long(where, self.on_long, self.split, self.packing)
-        if self.ramp_steps > MAX_RAMP_STEPS:
-            raise ConfigError(
-                f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {self.ramp_steps}; "
-                "shorten it, or put several stages after each other"
-            )
-        if self.ramp_steps > self.end_step - self.start_step:
-            raise ConfigError(
-                f"{where}: ramp_steps must be at most the {self.end_step - self.start_step} steps of the stage, "
-                f"got {self.ramp_steps}; shorten it"
-            )
-        if self.ramp and self.start_step == 0 and self.ramp_from is None:
-            raise ConfigError(
-                f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
-            )
-        if self.ramp and self.global_batch_size > MAX_RAMP_BATCH:
-            raise ConfigError(
-                f"{where}: global_batch_size must be at most {MAX_RAMP_BATCH} in a ramp, "
-                f"got {self.global_batch_size}; lower it"
-            )
-
-    def long_documents(self, packing: str) -> str:
-        """Return what becomes of documents longer than a row, as `Policy.split` has it, under a packing."""
-        return long_documents(self.on_long, self.split, packing)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of the largest step."""
-        return max(size for _, size in self.batches)
-
-    def batch_at(self, step: int) -> int:
-        """Return how many rows a step has."""
-        return next(size for first, size in reversed(self.batches) if first <= step)
-
-    @property
-    def sources(self) -> set[str]:
-        """Names of the sources that some step of it draws from."""
-        return {*self.weights, *(self.ramp_from or ())}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole config file."""
@@ -411,13 +282,12 @@ class Config:
     quarantine: tuple[QuarantineConfig, ...] = ()
     evals: tuple[EvalConfig, ...] = ()
     remote: RemoteOptions = RemoteOptions()  # noqa: RUF009 - it is frozen
-    clock: schedule.TokenClock = field(init=False, repr=False, compare=False)
+    clock: TokenClock = field(init=False, repr=False, compare=False)
     """How many tokens have passed before each step."""
 
     def __post_init__(self) -> None:
-        for key in TABLES:
-            if key not in _SINGLE:
-                object.__setattr__(self, key, tuple(getattr(self, key)))
+        for key in LISTS:
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         if not self.sources:
             raise ConfigError(
                 "sources: a run must have at least one, got none; add [[sources]] with name and store"
@@ -444,30 +314,34 @@ class Config:
         return self.run.steps
 
     def _settle_tokens(self) -> None:
-        """Fill in the steps of what is said in tokens."""
-        stages = self.stages or (StageConfig(name="main", start_step=0),)
-        clock, starts = schedule.wind_clock(self.run, stages)
+        """Fill in the steps of all that is given in tokens."""
+        clock, starts = wind_clock(self.run, self._written_stages)
         object.__setattr__(self, "clock", clock)
         run = self.run
         if run.tokens is not None:
-            steps = clock.step_at(schedule.read_tokens("run", "tokens", run.tokens))
-            object.__setattr__(self, "run", replace(run, steps=schedule.agreed("run", "steps", run.steps, steps)))
+            steps = clock.step_at(read_tokens("run", "tokens", run.tokens))
+            object.__setattr__(self, "run", replace(run, steps=agreed("run", "steps", run.steps, steps)))
         settled = []
         for stage, start in zip(self.stages, starts, strict=False):
-            ramp = stage.ramp_steps
+            ramp_steps = stage.ramp_steps
             if stage.ramp_tokens is not None:
                 where = f"stage {stage.name!r}"
-                tokens = schedule.read_tokens(where, "ramp_tokens", stage.ramp_tokens)
-                found = clock.step_at(clock.tokens_at(start) + tokens) - start
-                ramp = schedule.agreed(where, "ramp_steps", ramp, found)
-            settled.append(replace(stage, start_step=start, ramp_steps=ramp))
+                tokens = read_tokens(where, "ramp_tokens", stage.ramp_tokens)
+                counted = clock.step_at(clock.tokens_at(start) + tokens) - start
+                ramp_steps = agreed(where, "ramp_steps", ramp_steps, counted)
+            settled.append(replace(stage, start_step=start, ramp_steps=ramp_steps))
         object.__setattr__(self, "stages", tuple(settled))
         object.__setattr__(self, "skip", tuple(skip.resolved(clock) for skip in self.skip))
-        object.__setattr__(self, "quarantine", tuple(self._settled(edit) for edit in self.quarantine))
+        object.__setattr__(self, "quarantine", tuple(edit.resolved(clock) for edit in self.quarantine))
+
+    @property
+    def _written_stages(self) -> tuple[StageConfig, ...]:
+        """The stages; where none is written, one over the whole run."""
+        return self.stages or (StageConfig(name="main", start_step=0),)
 
     @property
     def says_tokens(self) -> bool:
-        """Whether something is said in tokens in place of steps."""
+        """Whether anything is given in tokens in place of steps."""
         batches = [self.run.global_batch_size, *(stage.global_batch_size for stage in self.stages)]
         return (
             self.run.tokens is not None
@@ -477,14 +351,6 @@ class Config:
             or any(edit.from_tokens is not None for edit in self.quarantine)
             or any(item.every_tokens is not None for item in self.evals)
         )
-
-    def _settled(self, edit: QuarantineConfig) -> QuarantineConfig:
-        if edit.from_tokens is None:
-            return edit
-        where = f"quarantine of {edit.source!r}"
-        step = self.clock.step_at(schedule.read_tokens(where, "from_tokens", edit.from_tokens))
-        said = None if edit.from_step < 0 else edit.from_step
-        return replace(edit, from_step=schedule.agreed(where, "from_step", said, step))
 
     @property
     def trained_names(self) -> tuple[str, ...]:
@@ -498,11 +364,11 @@ class Config:
 
     def held_out(self, folder: Path) -> dict[str, Int64Array]:
         """Return the documents that evals keep out of training, ascending, of each source that gives some."""
-        held: dict[str, Int64Array] = {}
+        held_out: dict[str, Int64Array] = {}
         for item in self.evals:
             for name, documents in item.held_out(folder):
-                held[name] = np.union1d(held.get(name, documents), documents)
-        return held
+                held_out[name] = np.union1d(held_out.get(name, documents), documents)
+        return held_out
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -514,7 +380,7 @@ class Config:
         """The stages with everything filled in; where none is written, one over the whole run."""
         from tokenmill.plan.plan import check_order
 
-        stages = self.stages or (StageConfig(name="main", start_step=0),)
+        stages = self._written_stages
         check_order([(stage.name, stage.start_step) for stage in stages], self.steps)
         ends = [*(stage.start_step for stage in stages[1:]), self.steps]
         resolved = tuple(self._resolve(stage, end) for stage, end in zip(stages, ends, strict=True))
@@ -542,13 +408,13 @@ class Config:
         sizes = weights if isinstance(weights, str) else None
         if isinstance(weights, str):
             weights = dict.fromkeys(trained, 1)
-        for key, given in (("weights", weights), ("ramp_from", stage.ramp_from or {})):
-            held = next((name for name in given if name in self.source_names and name not in trained), None)
-            if held is not None:
-                raise ConfigError(
-                    f"{where}: {key} must name sources that are trained on, got {held!r}, which an eval holds out "
-                    "as a whole; leave it out, or say which documents the eval takes"
-                )
+        for key, names in (("weights", weights), ("ramp_from", stage.ramp_from or {})):
+            for name in names:
+                if name in self.held_whole:
+                    raise ConfigError(
+                        f"{where}: {key} must name sources that are trained on, got {name!r}, which an eval holds "
+                        "out as a whole; leave it out, or say which documents the eval takes"
+                    )
         _check_weights(where, weights, self.source_names)
         if stage.ramp_from is not None:
             _check_weights(f"{where}, ramp_from", stage.ramp_from, self.source_names)
@@ -562,7 +428,7 @@ class Config:
             for name in ("seed", "seq_len", "packing", "shuffle", "temperature", "weigh_by")
         }
         packing = inherited["packing"]
-        packs_whole = packing in ("best_fit", "padded")
+        packs_whole = packing in WHOLE_PACKINGS
         resolved = ResolvedStage(
             name=stage.name,
             start_step=stage.start_step,
@@ -597,7 +463,7 @@ class Config:
     def _check_multiple(self, stage: ResolvedStage) -> None:
         """Refuse segments that cannot be filled up to a multiple."""
         multiple, where = self.run.segment_multiple, f"stage {stage.name!r}"
-        if stage.packing not in ("best_fit", "padded") or self.run.pad_to == "batch":
+        if stage.packing not in WHOLE_PACKINGS or self.run.pad_to == "batch":
             got = f"packing = {stage.packing!r}" if self.run.pad_to == "row" else 'pad_to = "batch"'
             raise ConfigError(
                 f"{where}: segment_multiple is for whole rows of best_fit or padded, got {got}; leave one out"
@@ -614,7 +480,7 @@ class Config:
             )
 
     def num_lanes(self, source: SourceConfig) -> int:
-        """Return how many streams a source of live text has: as it says, or as many as divide every batch."""
+        """Return how many streams a source of live text has: its `lanes`, or the most that divide every batch."""
         batches = [
             size for stage in self.resolved_stages if source.name in stage.sources for _, size in stage.batches
         ]
@@ -729,15 +595,6 @@ def _plain_paths(value: Any) -> Any:  # noqa: ANN401 - a path, several, or nothi
     return tuple(map(_plain_paths, value)) if isinstance(value, list | tuple) else value
 
 
-def _check_sizes(where: str, global_batch_size: schedule.BatchSize | None, seq_len: int | None) -> None:
-    if global_batch_size is not None:
-        schedule.read_batch(where, global_batch_size)
-    if seq_len is not None:
-        check_positive(where, "seq_len", seq_len)
-    if seq_len is not None and seq_len > MAX_SEQ_LEN:
-        raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {seq_len}; shorten it")
-
-
 ATTENTION = {"linear": 1.0, "quadratic": 1.75e-5}
 """What a token and a squared token of a segment cost a model of 8B parameters (Llama 3's: 15 GFLOP a token in its
 matrices, and 32 layers * 2 * 4096 a pair of tokens of which half are masked), where that of a token is 1."""
@@ -753,26 +610,6 @@ def _check_balance(balance: Mapping[str, Number] | str | None) -> None:
                 f"run: balance must have costs of at least 0, and a quadratic one above, got {dict(balance)}; "
                 f'for example balance = "attention", or {{ linear = 1, quadratic = {ATTENTION["quadratic"]:g} }}'
             )
-
-
-def _check_packing(where: str, packing: str, split: str, crop: str) -> None:
-    """Refuse choices of packing that do not go together."""
-    check_choice(where, "packing", packing, PACKINGS)
-    check_choice(where, "split", split, SPLITS)
-    check_choice(where, "crop", crop, CROPS)
-    if split != "allow" and packing not in ("best_fit", "padded"):
-        raise ConfigError(
-            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
-        )
-    if crop != "return" and packing != "bos_best_fit":
-        raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
-
-
-def _check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
-    if temperature is not None and not 0 < temperature < inf:
-        raise ConfigError(f"{where}: temperature must be positive, got {temperature}; leave it out for 1")
-    if weigh_by is not None:
-        check_choice(where, "weigh_by", weigh_by, WEIGHINGS)
 
 
 def _check_weights(where: str, weights: Mapping[str, Number], sources: Sequence[str]) -> None:

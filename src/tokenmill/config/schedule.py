@@ -1,9 +1,9 @@
-"""The schedule of a run: which steps its tokens come to, and the parts of its stages.
+"""The schedule of a run: its stages, the steps that its tokens come to, and the parts that a plan is compiled from.
 
 A token is an input slot: a step has `global_batch_size` * `seq_len` of them, padding and skipped steps included, so
-that no edit of a run moves a step. What is said in tokens begins with the first step before which so many, or more,
-have passed. A batch ramp cuts a stage into runs of steps, each with a batch size of its own. Wherever what is drawn
-changes, a part of a stage ends, and another begins.
+that no edit of a run moves a step. What is given in tokens begins with the first step before which so many, or
+more, have passed. A batch ramp cuts a stage into runs of steps, each with a batch size of its own. Wherever what
+is drawn changes, a part of a stage ends, and another begins.
 """
 
 from __future__ import annotations
@@ -16,24 +16,32 @@ from fractions import Fraction
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from tokenmill.errors import ConfigError
-from tokenmill.tables import MAX_NUMBER, Number, check_keys, check_positive
-from tokenmill.types import Int64Array
+from tokenmill.tables import MAX_NUMBER, Number, check_choice, check_keys, check_positive, check_seed
+from tokenmill.types import CROPS, ON_CHANGE, ON_LONG, PACKINGS, RAMPS, SPLITS, WEIGHINGS, Int64Array
 
 if TYPE_CHECKING:
-    from tokenmill.config.run import Config, ResolvedStage, RunConfig, Sizes, StageConfig
+    from tokenmill.config.run import Config, RunConfig
     from tokenmill.plan.stages import Ramp, Rows, StageSpec, Weights
 
 Tokens: TypeAlias = int | str
 """A number of tokens: 2000000, "2M", "1.5B", "800B", "2T"."""
 BatchSize: TypeAlias = int | Mapping[str, int | str]
 """Rows of a step; or a ramp: `from`, `to`, `step`, and `over_tokens` or `over_steps`."""
+Sizes: TypeAlias = Literal["tokens", "rows", "documents"]
+"""What stands for weights: how much of that each source has."""
 UNSAID = -1
-"""A step that is said in tokens."""
+"""A step that is given in tokens instead."""
+MAX_SEQ_LEN = 1 << 24
+MAX_RAMP_BATCH = 1 << 22
+MAX_RAMP_STEPS = 1 << 24
+"""Compiling a ramp takes a third of a microsecond a step, and a source."""
+WHOLE_PACKINGS = ("padded", "best_fit")
+"""Those that keep a document whole where it fits a row; `split` and `on_long` decide about longer ones."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_SIZES = 4096
 """Sizes that a batch ramp may have: each is a part of the plan."""
@@ -111,6 +119,199 @@ def read_batch(where: str, value: BatchSize) -> int | BatchRamp:
     )
 
 
+# Stages, as they are written and with everything filled in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """A table of [[stages]]: a run of steps as it is written. What it leaves out (None), it takes from [run]."""
+
+    name: str
+    start_step: int = UNSAID
+    """This, or `start_tokens`."""
+    start_tokens: Tokens | None = None
+    """In place of a step: after so many input slots of the run, such as "800B"; the first step from there on."""
+    weights: Mapping[str, Number] | Sizes | None = None
+    seed: int | None = None
+    global_batch_size: BatchSize | None = None
+    seq_len: int | None = None
+    packing: str | None = None
+    split: str | None = None
+    on_long: str | None = None
+    crop: str | None = None
+    shuffle: str | None = None
+    on_change: str = "unseen"
+    """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
+    `restart` the sources."""
+    lr_scale: Number = 1.0
+    """What the learning rate is to be multiplied by: handed on to the trainer, batches do not depend on it."""
+    ramp: str | None = None
+    """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
+    `cosine`."""
+    ramp_steps: int | None = None
+    ramp_tokens: Tokens | None = None
+    """In place of steps: input slots that the ramp takes."""
+    ramp_from: Mapping[str, Number] | None = None
+    """Weights that the ramp starts from, if not those of the stage before."""
+    temperature: Number | None = None
+    weigh_by: str | None = None
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}"
+        if not self.name.isprintable() or not self.name.strip():
+            raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
+        if self.start_step < 0 and self.start_tokens is None:
+            raise ConfigError(f"{where}: start_step must not be negative, got {self.start_step}; count from 0")
+        if not 0 < self.lr_scale < inf:
+            raise ConfigError(f"{where}: lr_scale must be positive, got {self.lr_scale}; leave it out for 1")
+        if self.ramp is not None:
+            check_choice(where, "ramp", self.ramp, RAMPS)
+            if self.ramp_tokens is not None:
+                read_tokens(where, "ramp_tokens", self.ramp_tokens)
+            elif self.ramp_steps is None or self.ramp_steps < 1:
+                got = "none" if self.ramp_steps is None else self.ramp_steps
+                raise ConfigError(f"{where}: a ramp must have ramp_steps of at least 1, got {got}; say how many")
+        for key in ("ramp_steps", "ramp_tokens", "ramp_from") if self.ramp is None else ():
+            if getattr(self, key) is not None:
+                raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
+        check_on_long(where, self.on_long, self.split or "allow", self.packing or "best_fit")
+        check_weighing(where, self.temperature, self.weigh_by)
+        check_sizes(where, self.global_batch_size, self.seq_len)
+        if self.seed is not None:
+            check_seed(where, self.seed)
+        check_choice(where, "on_change", self.on_change, ON_CHANGE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedStage:
+    """A run of steps with everything filled in: by the stage itself, or else by [run]."""
+
+    name: str
+    start_step: int
+    end_step: int
+    """First step that is no longer of the stage."""
+    weights: Mapping[str, Number]
+    sizes: Sizes | None
+    """What of each source is counted and multiplied by its weight, which is 1 then; None: weights are as given."""
+    seed: int
+    batches: tuple[tuple[int, int], ...]
+    """First step of each batch size, and the size; the first is that of the stage."""
+    seq_len: int
+    packing: str
+    split: str
+    on_long: str | None
+    crop: str
+    shuffle: str
+    temperature: Number
+    weigh_by: str
+    on_change: str
+    lr_scale: Number
+    ramp: str | None
+    ramp_steps: int
+    """0 without a ramp."""
+    ramp_from: Mapping[str, Number] | None
+    """None: the weights of the stage before."""
+
+    def __post_init__(self) -> None:
+        where = f"stage {self.name!r}"
+        check_packing(where, self.packing, self.split, self.crop)
+        check_on_long(where, self.on_long, self.split, self.packing)
+        if self.ramp_steps > MAX_RAMP_STEPS:
+            raise ConfigError(
+                f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {self.ramp_steps}; "
+                "shorten it, or put several stages after each other"
+            )
+        if self.ramp_steps > self.end_step - self.start_step:
+            raise ConfigError(
+                f"{where}: ramp_steps must be at most the {self.end_step - self.start_step} steps of the stage, "
+                f"got {self.ramp_steps}; shorten it"
+            )
+        if self.ramp and self.start_step == 0 and self.ramp_from is None:
+            raise ConfigError(
+                f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
+            )
+        if self.ramp and self.global_batch_size > MAX_RAMP_BATCH:
+            raise ConfigError(
+                f"{where}: global_batch_size must be at most {MAX_RAMP_BATCH} in a ramp, "
+                f"got {self.global_batch_size}; lower it"
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of the largest step."""
+        return max(size for _, size in self.batches)
+
+    def batch_at(self, step: int) -> int:
+        """Return how many rows a step has."""
+        return next(size for first, size in reversed(self.batches) if first <= step)
+
+    @property
+    def sources(self) -> set[str]:
+        """Names of the sources that some step of it draws from."""
+        return {*self.weights, *(self.ramp_from or ())}
+
+
+def check_sizes(where: str, global_batch_size: BatchSize | None, seq_len: int | None) -> None:
+    """Refuse a batch or a sequence length that cannot be; None is one that is not given."""
+    if global_batch_size is not None:
+        read_batch(where, global_batch_size)
+    if seq_len is not None:
+        check_positive(where, "seq_len", seq_len)
+    if seq_len is not None and seq_len > MAX_SEQ_LEN:
+        raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {seq_len}; shorten it")
+
+
+def check_packing(where: str, packing: str, split: str, crop: str) -> None:
+    """Refuse choices of packing that do not go together."""
+    check_choice(where, "packing", packing, PACKINGS)
+    check_choice(where, "split", split, SPLITS)
+    check_choice(where, "crop", crop, CROPS)
+    if split != "allow" and packing not in WHOLE_PACKINGS:
+        raise ConfigError(
+            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
+        )
+    if crop != "return" and packing != "bos_best_fit":
+        raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
+
+
+def check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
+    """Refuse what cannot be done to weights; None is what is not given."""
+    if temperature is not None and not 0 < temperature < inf:
+        raise ConfigError(f"{where}: temperature must be positive, got {temperature}; leave it out for 1")
+    if weigh_by is not None:
+        check_choice(where, "weigh_by", weigh_by, WEIGHINGS)
+
+
+def check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
+    """Refuse `on_long` beside a `split` that contradicts it, or under a packing that cuts every document."""
+    if on_long is None:
+        return
+    check_choice(where, "on_long", on_long, ON_LONG)
+    if packing not in WHOLE_PACKINGS:
+        raise ConfigError(
+            f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
+            f"with {packing!r}; leave it out"
+        )
+    if split == "forbid" or (on_long != "cut" and split != "allow"):
+        raise ConfigError(
+            f"{where}: split says how a document is cut, got {split!r} with on_long = {on_long!r}; leave out split"
+        )
+
+
+def long_documents(on_long: str | None, split: str, packing: str) -> str:
+    """Return what becomes of documents longer than a row under a packing, in the words of `Policy.split`."""
+    if on_long == "drop":
+        return "drop"
+    if on_long == "stop":
+        return "forbid"
+    if on_long == "cut" and (packing, split) == ("padded", "allow"):
+        return "truncate_end"  # alone in its row, a document cannot go on in another
+    return split
+
+
+# The clock of a run
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
     """A run of steps of one batch size and sequence length, to the start of the next."""
@@ -162,8 +363,8 @@ def wind_clock(run: RunConfig, stages: Sequence[StageConfig]) -> tuple[TokenCloc
         start = stage.start_step
         if stage.start_tokens is not None:
             tokens = read_tokens(where, "start_tokens", stage.start_tokens) if stage.start_tokens else 0
-            found = clock.step_at(tokens) if clock else tokens
-            start = agreed(where, "start_step", None if start < 0 else start, found)
+            counted = clock.step_at(tokens) if clock else tokens
+            start = agreed(where, "start_step", None if start < 0 else start, counted)
         starts.append(start)
         begun = clock.tokens_at(start) if clock and start >= 0 else 0
         stretches = [stretch for stretch in stretches if stretch.step < start]
@@ -181,27 +382,27 @@ def _stretches(
     if isinstance(batch, int):
         return [Stretch(step=step, tokens=tokens, batch=batch, seq_len=seq_len)]
     sizes = batch.sizes()
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     for number, size in enumerate(sizes):
         stretch = Stretch(step=step, tokens=tokens, batch=size, seq_len=seq_len)
         # The n-th of so many sizes lasts until its part of the way, counted in tokens or steps, is behind.
         edge = -(-batch.over * (number + 1) // (len(sizes) - 1))
         if number == len(sizes) - 1:
-            return [*found, stretch]
+            return [*stretches, stretch]
         end = stretch.step_at(origin[1] + edge) if batch.in_tokens else max(step, origin[0] + edge)
         if end > step:
-            found.append(stretch)
+            stretches.append(stretch)
             step, tokens = end, stretch.tokens_at(end)
-    return found
+    return stretches
 
 
-def agreed(where: str, key: str, said: int | None, found: int) -> int:
-    """Return the step that tokens come to; refuse another that is said beside them."""
-    if said not in (None, found):
+def agreed(where: str, key: str, written: int | None, counted: int) -> int:
+    """Return the steps that tokens come to; refuse another number that is written beside them."""
+    if written not in (None, counted):
         raise ConfigError(
-            f"{where}: {key} must be what the tokens come to, {found}, got {said}; leave one of the two out"
+            f"{where}: {key} must be what the tokens come to, {counted}, got {written}; leave one of the two out"
         )
-    return found
+    return counted
 
 
 # From a config to the parts of its stages
@@ -225,7 +426,7 @@ class _Part:
     number: int
     start: int
     skipped: str | None
-    gone: frozenset[str]
+    quarantined: frozenset[str]
     """Sources that are in quarantine as a whole."""
     excluded: Mapping[str, Int64Array]
     """Documents that are in quarantine or held out by evals, by source."""
@@ -286,11 +487,11 @@ def _parts(config: Config, folder: Path) -> list[_Part]:
     cuts |= {edge for first, last, _ in skips for edge in (first, last)}
     cuts |= {edit.from_step for edit in config.quarantine}
     numbers = {edit: edit.numbers(folder) for edit in config.quarantine if not edit.whole}
-    held = config.held_out(folder)
+    held_out = config.held_out(folder)
     parts = []
     for start, _ in pairwise(sorted(cut for cut in cuts if cut <= steps)):
         number = max(index for index, stage in enumerate(stages) if stage.start_step <= start)
-        excluded = dict(held)
+        excluded = dict(held_out)
         for edit, documents in numbers.items():
             if edit.from_step <= start:
                 excluded[edit.source] = np.union1d(excluded.get(edit.source, _NONE), documents)
@@ -300,7 +501,9 @@ def _parts(config: Config, folder: Path) -> list[_Part]:
                 number=number,
                 start=start,
                 skipped=next((reason for first, last, reason in skips if first <= start < last), None),
-                gone=frozenset(edit.source for edit in config.quarantine if edit.whole and edit.from_step <= start),
+                quarantined=frozenset(
+                    edit.source for edit in config.quarantine if edit.whole and edit.from_step <= start
+                ),
                 excluded=excluded,
             )
         )
@@ -318,7 +521,7 @@ def _ramp(part: _Part, weights_before: Weights, rows_of: RowsOf) -> Ramp | None:
     if stage.ramp_from is not None:
         begin = _weights(stage, stage.ramp_from, part, rows_of)
     else:
-        begin = {name: weight for name, weight in weights_before.items() if name not in part.gone}
+        begin = {name: weight for name, weight in weights_before.items() if name not in part.quarantined}
     if not begin:
         return None  # all that it comes from is in quarantine
     return Ramp(shape=stage.ramp, begin=stage.start_step, end=end, weights=begin)
@@ -330,7 +533,9 @@ def _weights(
     """Return the shares of rows that weights ask for."""
     from tokenmill.plan.mixture import exact_weight
 
-    shares: dict[str, float | Fraction] = {name: share for name, share in weights.items() if name not in part.gone}
+    shares: dict[str, float | Fraction] = {
+        name: share for name, share in weights.items() if name not in part.quarantined
+    }
     if stage.temperature != 1:
         power = 1 / stage.temperature
         try:
@@ -352,14 +557,14 @@ def _weights(
 
 
 def tokens_of_a_row(rows: Rows) -> Fraction:
-    """Return how many tokens the rows of an epoch hold in the mean; padding is none."""
+    """Return how many tokens a row of an epoch holds in the mean; padding does not count."""
     assert rows.counted is not None, "the config refuses such weights for live text"
     fates = rows.counted.fates()
     return Fraction(max(fates.rows * rows.row_slots - fates.padding, 1), max(fates.rows, 1))
 
 
 def limits(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how often sources may be read: those that must not be read more often, and those that stop then."""
+    """Return how often sources may be read: first those for which more is an error, then those that stop there."""
     errors: dict[str, float] = {}
     stops: dict[str, float] = {}
     for source in config.sources:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.config.evals import EvalConfig, EvalSource
-from tokenmill.config.schedule import read_tokens
+from tokenmill.config.schedule import long_documents, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.loader.layout import find_layout
@@ -155,7 +155,8 @@ class Eval:
                 f"{where}: seq_len must be divisible by segment_multiple, got {self.seq_len} and {multiple}; "
                 f"use {-(-self.seq_len // multiple) * multiple}"
             )
-        policy = Policy(name=self.config.packing, split=self.config.long_documents, multiple=multiple)
+        split = long_documents(self.config.on_long, self.config.split, self.config.packing)
+        policy = Policy(name=self.config.packing, split=split, multiple=multiple)
         rows: StoredRows
         if store.manifest.kind in RECORD_TYPES:
             rows = RecordRows(store=store, seq_len=self.seq_len, policy=replace(policy, name="padded"))

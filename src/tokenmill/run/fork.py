@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.config.run import ResolvedStage, Translation, parse_config, to_toml
+from tokenmill.config.run import Translation, parse_config, to_toml
+from tokenmill.config.schedule import ResolvedStage
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, tables_of

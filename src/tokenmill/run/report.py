@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from tokenmill.config.edits import QuarantineConfig
-from tokenmill.config.run import ATTENTION, ResolvedStage
-from tokenmill.config.schedule import limits
+from tokenmill.config.run import ATTENTION
+from tokenmill.config.schedule import ResolvedStage, limits, long_documents
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
 from tokenmill.packing.stored import QUARANTINED, StoredRows, count_ones, is_stored, locate
@@ -464,7 +464,7 @@ def _long_records(stage: ResolvedStage, store: Store, name: str, rows: StoredRow
     """Say which records a stage does not keep whole; None if it keeps all. `rows` know some of it uncounted."""
     is_record = store.manifest.kind in RECORD_TYPES
     packing, records = "padded" if is_record else stage.packing, f"{store.num_documents:,} records of {name!r}"
-    split = stage.long_documents(packing)
+    split = long_documents(stage.on_long, stage.split, packing)
     if packing == "bos_best_fit" and stage.crop == "discard":
         return None
     way_out = f'packing = "best_fit" cuts only longer ones, and none with on_long = "stop" or "drop" ({_GUIDE})'

@@ -17,13 +17,12 @@ from tokenmill.config.run import (
     DEFAULT_ARRAYS,
     TABLES,
     Config,
-    ResolvedStage,
-    Sizes,
     SourceConfig,
     Translation,
     parse_config,
     read_tables,
 )
+from tokenmill.config.schedule import WHOLE_PACKINGS, limits, long_documents, read_tokens, schedule
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.tables import is_address, path_of, read_table
@@ -31,7 +30,7 @@ from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS
 
 if TYPE_CHECKING:
     from tokenmill.config.evals import EvalSource
-    from tokenmill.config.schedule import Tokens
+    from tokenmill.config.schedule import ResolvedStage, Sizes, Tokens
     from tokenmill.live.lanes import LiveRows
     from tokenmill.loader import Layout, Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
@@ -131,7 +130,6 @@ class Run:
 
     def _counted_epochs(self, epochs: float) -> tuple[EpochCount, Config]:
         """Count the rows of an epoch; return that, and the config with the steps that so many epochs take."""
-        from tokenmill.config.schedule import schedule
         from tokenmill.plan.mixture import exact_weight
 
         one_step = replace(self.config.run, steps=1, epochs=None, weights="rows")
@@ -358,7 +356,6 @@ class Run:
 
     @cached_property
     def _compiled(self) -> tuple[Plan, float]:
-        from tokenmill.config.schedule import limits, schedule
         from tokenmill.plan.plan import compile_plan
 
         records = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
@@ -408,7 +405,6 @@ class Run:
         It rises over `warmup_tokens`, and goes down to `final` at the last step: over all that follows, or over the
         last `decay_tokens` of the run.
         """
-        from tokenmill.config.schedule import read_tokens
         from tokenmill.plan.plan import TokenSchedule
 
         where = "lr_schedule"
@@ -551,7 +547,8 @@ class Run:
                 f"{got}; leave it out"
             )
         multiple = self.config.run.segment_multiple
-        policy = Policy(name=packing, split=stage.long_documents(packing), crop=stage.crop, multiple=multiple)
+        split = long_documents(stage.on_long, stage.split, packing)
+        policy = Policy(name=packing, split=split, crop=stage.crop, multiple=multiple)
         if name in self.live:
             return self.live[name].in_format(stage.seq_len, policy)
         return self.rows(name, stage.seq_len, policy, excluded)
@@ -572,7 +569,7 @@ class Run:
         kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
         if not kinds:
             return stage.packing
-        if stage.packing not in ("best_fit", "padded"):
+        if stage.packing not in WHOLE_PACKINGS:
             raise ConfigError(
                 f"stage {stage.name!r}: packing is for stores of sequences, got {stage.packing!r} with stores of "
                 f"{kinds.pop()}; leave it out, a record is a row"
