@@ -19,7 +19,7 @@ from tokenmill.view.tables import fates, store_tables
 if TYPE_CHECKING:
     from tokenmill.run.inspect import Example
     from tokenmill.run.run import Run
-    from tokenmill.store import ForeignOptions, Store, VerifyReport
+    from tokenmill.store import ForeignOptions, VerifyReport
 
 MAX_TOKENS = 1000
 """Tokens of a document that are listed."""
@@ -53,7 +53,7 @@ def inspect(
 ) -> None:
     """Show what is in a store, or behind a run: facts, lengths, how much is trained on, examples."""
     from tokenmill.plan.report import report
-    from tokenmill.run.inspect import examples, inspect_store
+    from tokenmill.run.inspect import examples, inspect_store, open_stores
     from tokenmill.store import ForeignOptions
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
@@ -66,7 +66,7 @@ def inspect(
     counted = report(run.plan()) if run else None
     shown = []
     with ui.busy("reading lengths and masks"):
-        for name, store in (run.stores if run else _open_stores(path, options)).items():
+        for name, store in (run.stores if run else open_stores(path, options)).items():
             decoder = ui.tokenizer_for(store, tokenizer)
             shown.append((name, inspect_store(store, decoder), examples(store, decoder, seed=seed)))
 
@@ -103,16 +103,16 @@ def _inspect_document(
     if isinstance(path, Path) and _is_run(path):
         raise ConfigError(f"--document: must be given with a store, got the run {path}; name the store of a source")
     store = open_store(path, **asdict(options))
-    found = inspect_document(store, document, ui.tokenizer_for(store, tokenizer), template=template_of(store))
+    contents = inspect_document(store, document, ui.tokenizer_for(store, tokenizer), template=template_of(store))
     if json:
-        ui.print_json(found.to_json())
+        ui.print_json(contents.to_json())
         return
-    ui.print_line(f"Document {document} of {store.where}, from {ui.printable(str(found.origin))}")
-    for name, value in found.origin.kept.items():
+    ui.print_line(f"Document {document} of {store.where}, from {ui.printable(str(contents.origin))}")
+    for name, value in contents.origin.kept.items():
         ui.print_line(f"{ui.printable(name)}: {ui.printable(str(value))}")
-    if found.rewards is not None:
-        ui.print_line(f"rewards: {', '.join(map(str, found.rewards))}")
-    for part in found.parts:
+    if contents.rewards is not None:
+        ui.print_line(f"rewards: {', '.join(map(str, contents.rewards))}")
+    for part in contents.parts:
         turns = part.turns.turns if part.turns else ()
         roles = {place: turn.role for turn in turns for place in range(turn.first, turn.end)}
         columns = ("token", "id", "text", "mask", "trained", *(["says"] if turns else []))
@@ -137,20 +137,6 @@ def _token(text: str | None, control: bool) -> str | None:
     if text is None:
         return None
     return f"{CONTROLS[0]}{ui.printable(text)}{CONTROLS[1]}" if control else repr(ui.printable(text))
-
-
-def _open_stores(path: Path | str, options: ForeignOptions) -> dict[str, Store]:
-    """Open a store, or all stores in a folder."""
-    from tokenmill.store import open_store
-
-    if isinstance(path, str):
-        store = open_store(path, **asdict(options))
-        return {store.remotes[0].address.name: store}
-    names = {
-        path.absolute().name if place == path else place.relative_to(path).as_posix(): place
-        for place in _places(path)
-    }
-    return {name: open_store(place, **asdict(options)) for name, place in names.items()}
 
 
 def _open_run(path: Path, options: ForeignOptions) -> Run:
@@ -221,12 +207,13 @@ def verify(
 
     Files of other projects have no checksums; what was checked of them is said.
     """
+    from tokenmill.run.inspect import stores_at
     from tokenmill.store import ForeignOptions, check_store, open_store
     from tokenmill.store.notes import write_hashes
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     named_places = [ui.place(store) for store in stores]
-    places = [place for store in named_places for place in ([store] if isinstance(store, str) else _places(store))]
+    places = [place for named in named_places for place in stores_at(named)]
     total, done = sum(_num_bytes(place, options) for place in places), 0
     with ui.progress(ui.megabytes) as tell:
 
@@ -251,13 +238,6 @@ def verify(
         ui.print_json(checked[0] if places == named_places[:1] else {**named, "ok": ok, "stores": checked})
     if not ok:
         raise typer.Exit(1)
-
-
-def _places(path: Path) -> list[Path]:
-    """Return the stores in a folder that is none itself, such as train and val; else the path alone."""
-    from tokenmill.store.layout import is_ours, stores_below
-
-    return [path] if is_ours(path) or not path.is_dir() else stores_below(path) or [path]
 
 
 def _num_bytes(store: Path | str, options: ForeignOptions) -> int:

@@ -72,7 +72,7 @@ class EvalPart:
 
     @property
     def name(self) -> str:
-        """Under which it is spoken of."""
+        """What batches and reports call it."""
         return self.config.name
 
     @property
@@ -101,8 +101,8 @@ class Eval:
     @property
     def every_tokens(self) -> int | None:
         """After how many input slots of the run to evaluate, if the config says that."""
-        said = self.config.every_tokens
-        return None if said is None else read_tokens(f"eval {self.name!r}", "every_tokens", said)
+        tokens = self.config.every_tokens
+        return None if tokens is None else read_tokens(f"eval {self.name!r}", "every_tokens", tokens)
 
     def due(self, step: int) -> bool:
         """Say whether to evaluate after so many steps: at each `every`-th, or where `every_tokens` have passed."""
@@ -287,7 +287,7 @@ def _apportion(shares: Sequence[Fraction], rows: int) -> list[int]:
 # those of the training stores are read once, in blocks, so memory does not grow with what is trained on.
 
 SHOWN = 5
-"""Documents of an eval that are trained on, which are named; all are counted."""
+"""How many documents of an eval that are trained on are named; all are counted."""
 _HASHES = 1 << 20
 _PREFIX_BITS = 20
 """Of a hash, by which almost all that are not looked for are passed over."""
@@ -331,21 +331,11 @@ def overlaps(run: Run) -> dict[str, tuple[Overlap, ...]]:
     plan = run.plan()
     drawn = {name for stage in plan.stages if stage.spec.skipped is None for name in stage.names}
     names = [name for name in run.config.source_names if name in drawn - run.config.held_whole]
-    items = {name: [_Documents.of(part) for part in item.parts] for name, item in run.evals.items()}
-    found: dict[str, list[Overlap]] = {name: [] for name in items}
-    for source in names:
-        store = run.stores.get(source)
-        matches = None if store is None else _find(store, items, _never_drawn(plan, source))
-        unknown = None
-        if store is None:
-            unknown = f"{source!r} is live text, of which documents have no hashes; prepare it"
-        elif matches is None:
-            ours = is_ours(store.path)
-            way_out = f"run `tokenmill verify --hashes {store.path}`" if ours else "`tokenmill import` it"
-            unknown = f"{store.path} has no hashes of its documents; {way_out}"
-        for name, documents in items.items():
-            found[name].append(_overlap(plan, source, store, documents, matches, unknown))
-    return {name: tuple(each) for name, each in found.items()}
+    evals = {name: [_Documents.of(part) for part in item.parts] for name, item in run.evals.items()}
+    trained = [_trained(run, name, evals) for name in names]
+    return {
+        name: tuple(_overlap(plan, source, documents) for source in trained) for name, documents in evals.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,21 +353,21 @@ class _Documents:
 
 
 def _hashes_of(store: Store, numbers: Int64Array) -> Uint64Array:
-    """Return the hashes of some documents; those that the store does not keep are made of their tokens."""
-    found = np.empty(numbers.size, np.uint64)
+    """Return the hashes of some documents; those that the store does not keep are computed from their tokens."""
+    hashes = np.empty(numbers.size, np.uint64)
     shards = np.searchsorted(store.document_begins, numbers, side="right") - 1
     for shard in np.unique(shards).tolist():
         own = np.flatnonzero(shards == shard)
         kept = read_hashes(store, shard)
         if kept is not None:
-            found[own] = kept[numbers[own] - store.document_begins[shard]]
+            hashes[own] = kept[numbers[own] - store.document_begins[shard]]
             continue
         for run in np.split(own, np.flatnonzero(np.diff(numbers[own]) != 1) + 1):
             first, last = int(numbers[run[0]]), int(numbers[run[-1]]) + 1
             for begin in range(first, last, 1 << 16):
                 end = min(begin + (1 << 16), last)
-                found[run[0] + begin - first : run[0] + end - first] = hash_documents(store, begin, end)
-    return found
+                hashes[run[0] + begin - first : run[0] + end - first] = hash_documents(store, begin, end)
+    return hashes
 
 
 def _never_drawn(plan: Plan, source: str) -> Int64Array:
@@ -410,9 +400,38 @@ class _Matches:
         return self.first[np.searchsorted(self.hashes, hashes)]
 
 
-def _find(store: Store, items: Mapping[str, Sequence[_Documents]], never: Int64Array) -> _Matches | None:
-    """Look for the documents of all evals among those of a store but `never`; None where it keeps no hashes."""
-    wanted = np.unique(np.concatenate([part.hashes for parts in items.values() for part in parts]))
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    """A source that is trained on."""
+
+    name: str
+    store: Store | None
+    """None: it is live text."""
+    never_drawn: Int64Array
+    """Documents of it that no step draws."""
+    matches: _Matches | None
+    """Where it has the documents of the evals; None: it keeps no hashes."""
+    unknown: str | None
+    """Why there are no matches, and the way out."""
+
+
+def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> _Trained:
+    store = run.stores.get(name)
+    if store is None:
+        unknown: str | None = f"{name!r} is live text, of which documents have no hashes; prepare it"
+        return _Trained(name=name, store=None, never_drawn=np.empty(0, np.int64), matches=None, unknown=unknown)
+    never_drawn = _never_drawn(run.plan(), name)
+    matches, unknown = _find(store, evals, never_drawn), None
+    if matches is None:
+        ours = is_ours(store.path)
+        way_out = f"run `tokenmill verify --hashes {store.path}`" if ours else "`tokenmill import` it"
+        unknown = f"{store.path} has no hashes of its documents; {way_out}"
+    return _Trained(name=name, store=store, never_drawn=never_drawn, matches=matches, unknown=unknown)
+
+
+def _find(store: Store, evals: Mapping[str, Sequence[_Documents]], never_drawn: Int64Array) -> _Matches | None:
+    """Look for the documents of all evals among those that a store gives; None where it keeps no hashes."""
+    wanted = np.unique(np.concatenate([part.hashes for parts in evals.values() for part in parts]))
     first = np.full(wanted.size, -1, np.int64)
     shift = np.uint64(64 - _PREFIX_BITS)
     prefixes = np.zeros(1 << _PREFIX_BITS, np.bool_)
@@ -426,24 +445,18 @@ def _find(store: Store, items: Mapping[str, Sequence[_Documents]], never: Int64A
             likely = np.flatnonzero(prefixes[block >> shift])
             place = np.minimum(np.searchsorted(wanted, block[likely]), wanted.size - 1)
             documents = likely + begin + int(store.document_begins[shard])
-            # A document without a token is no content that could be known.
+            # A document without a token has no content to recognise.
             same = (wanted[place] == block[likely]) & (block[likely] != EMPTY) & (first[place] < 0)
-            same &= ~are_excluded(never, documents)
+            same &= ~are_excluded(never_drawn, documents)
             first[place[same][::-1]] = documents[same][::-1]
     return _Matches(hashes=wanted, first=first)
 
 
-def _overlap(
-    plan: Plan,
-    source: str,
-    store: Store | None,
-    parts: Sequence[_Documents],
-    matches: _Matches | None,
-    unknown: str | None,
-) -> Overlap:
-    never = np.empty(0, np.int64) if store is None else _never_drawn(plan, source)
-    own = [part for part in parts if store is not None and part.part.store.fingerprint == store.fingerprint]
-    by_number = sum(int((~are_excluded(never, part.numbers)).sum()) for part in own) if own else None
+def _overlap(plan: Plan, source: _Trained, parts: Sequence[_Documents]) -> Overlap:
+    """Compare the documents of an eval with those of a source."""
+    store, matches = source.store, source.matches
+    of_this_store = [part for part in parts if store and part.part.store.fingerprint == store.fingerprint]
+    drawable = [~are_excluded(source.never_drawn, part.numbers) for part in of_this_store]
     shared: list[tuple[str, int, int]] = []
     by_content = None
     if matches is not None:
@@ -453,14 +466,14 @@ def _overlap(
             by_content += int((trained >= 0).sum())
             shared += _shown(part, trained >= 0, trained)
     else:
-        for part in own:
-            shared += _shown(part, ~are_excluded(never, part.numbers), part.numbers)
+        for part, is_drawable in zip(of_this_store, drawable, strict=True):
+            shared += _shown(part, is_drawable, part.numbers)
     return Overlap(
-        source=source,
-        by_number=by_number,
+        source=source.name,
+        by_number=sum(int(is_drawable.sum()) for is_drawable in drawable) if drawable else None,
         by_content=by_content,
-        first=tuple(_shared(plan, source, shared[:SHOWN])),
-        unknown=unknown,
+        first=tuple(_shared(plan, source.name, shared[:SHOWN])),
+        unknown=source.unknown,
     )
 
 

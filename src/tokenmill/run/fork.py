@@ -169,7 +169,7 @@ def _parts_at(run: Run, new: Run) -> int | None:
 
 
 def _tables(run: Run) -> dict[str, Any]:
-    """Return the native tables of a run, as they were written or translated; what is said in tokens, in steps."""
+    """Return the native tables of a run, as they were written or translated; tokens are turned into steps."""
     tables = run.translation.tables if run.translation else tables_of(run.config)
     if not any(key in item for item, keys in _token_keys(tables) for key in keys):
         return tables
@@ -181,10 +181,10 @@ def _tables(run: Run) -> dict[str, Any]:
 
 
 def _token_keys(tables: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Return the tables that may say tokens, each with the keys by which it does."""
+    """Return the tables in which something may be given in tokens, each with the keys for it."""
     listed = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "quarantine": ("from_tokens",)}
-    found = [(item, keys) for name, keys in listed.items() for item in tables.get(name, [])]
-    return [(tables["run"], ("tokens",)), *found]
+    items = [(item, keys) for name, keys in listed.items() for item in tables.get(name, [])]
+    return [(tables["run"], ("tokens",)), *items]
 
 
 def _run(tables: dict[str, Any], file: Path) -> Run:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ import numpy as np
 from tokenmill.documents.units import RULES
 from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.files import kind_of, spec_of_copy
+from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
-from tokenmill.run.turns import Turns, find_turns
-from tokenmill.store import Origin, Store
-from tokenmill.store.layout import TOKENIZER_FOLDER, token_keys
+from tokenmill.run.turns import Turns, find_turns, tokenizer_specs
+from tokenmill.store import ForeignOptions, Origin, Store, open_store
+from tokenmill.store.layout import TOKENIZER_FOLDER, is_ours, stores_below, token_keys
 from tokenmill.tables import as_json
 from tokenmill.types import STORED_ARRAYS, AnyArray, BoolArray, Float64Array, Int64Array, Span
 
@@ -131,6 +131,27 @@ class StoreContents:
         return dict(as_json(self))
 
 
+def stores_at(path: Path | str) -> Sequence[Path | str]:
+    """Return the stores in a folder that is none itself, such as train and val; else the path or address alone."""
+    if isinstance(path, str) or is_ours(path) or not path.is_dir():
+        return [path]
+    return stores_below(path) or [path]
+
+
+def open_stores(path: Path | str, options: ForeignOptions | None = None) -> dict[str, Store]:
+    """Open a store, or all stores in a folder, by name; a string is an address in object storage."""
+    facts = asdict(options or ForeignOptions())
+    stores = {}
+    for place in stores_at(path):
+        store = open_store(place, **facts)
+        if isinstance(place, str):
+            name = store.remotes[0].address.name
+        else:
+            name = place.absolute().name if place == path else place.relative_to(path).as_posix()
+        stores[name] = store
+    return stores
+
+
 def inspect_store(
     store: Store, tokenizer: Tokenizer | None = None, *, max_items: int | None = None
 ) -> StoreContents:
@@ -197,8 +218,7 @@ def _string_of(id_: int | None, tokenizer: Tokenizer | None) -> str | None:
 
 def _lengths(store: Store, key: str, max_items: int | None) -> tuple[int, dict[str, int]]:
     """Return the length of the longest item of an array of token ids, and how many items lie in each bin."""
-    axis = store.axis(key)
-    items = int(store.axes[axis].items[-1])
+    axis, items = store.axis(key), _num_items(store, key)
     histogram = np.zeros(64, np.int64)
     longest = 0
     blocks = ((begin, min(begin + _LENGTHS_BLOCK, items)) for begin in range(0, items, _LENGTHS_BLOCK))
@@ -207,6 +227,16 @@ def _lengths(store: Store, key: str, max_items: int | None) -> tuple[int, dict[s
         histogram += np.bincount(bins_of(lengths), minlength=64)
         longest = max(longest, int(lengths.max()))
     return longest, named_bins(histogram)
+
+
+def _num_items(store: Store, key: str) -> int:
+    """Return how many documents, answers or responses an array has."""
+    return int(store.axes[store.axis(key)].items[-1])
+
+
+def _mask_key(key: str) -> str | None:
+    """Return the array that says which tokens of another are trained on; None if there is none."""
+    return STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
 
 
 def bins_of(values: Int64Array) -> Int64Array:
@@ -243,10 +273,9 @@ def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
         return tokenizer
     for files in store.remotes:
         files.bring_folder(TOKENIZER_FOLDER)
-    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
-    for each in (*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))):
+    for candidate in tokenizer_specs(store):
         try:
-            tokenizer = _opened(each)
+            tokenizer = _opened(candidate)
         except (TokenizerError, OSError):
             continue
         if tokenizer.identity.content == known:
@@ -298,7 +327,7 @@ def audit(store: Store, ends: Collection[int] = (), *, max_items: int = MAX_ITEM
 
 
 def _audit_key(store: Store, key: str, ends: Int64Array, max_items: int) -> Audit:
-    items = int(store.axes[store.axis(key)].items[-1])
+    items = _num_items(store, key)
     prompts = key == "prompts"
     bos_id = store.manifest.tokenizer.get("bos_id") if key != "responses" else None
     audited = tokens = supervised = fully_masked = without_eos = with_bos = num_turns = unended = 0
@@ -357,7 +386,7 @@ def _trained(store: Store, key: str, offsets: Int64Array) -> BoolArray:
     begin, end = int(offsets[0]), int(offsets[-1])
     if key == "prompts":
         return np.zeros(end - begin, np.bool_)
-    mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
+    mask_key = _mask_key(key)
     if mask_key not in store.keys:
         trained = np.ones(end - begin, np.bool_)
     else:
@@ -451,8 +480,7 @@ def examples(store: Store, tokenizer: Tokenizer | None, *, seed: int = 0) -> lis
 
 def _chosen(store: Store, key: str, tokenizer: Tokenizer, seed: int) -> dict[int, list[str]]:
     """Return the items to show, and why each."""
-    items = int(store.axes[store.axis(key)].items[-1])
-    mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
+    items, mask_key = _num_items(store, key), _mask_key(key)
     chosen: dict[int, list[str]] = {}
     for note, document in _noted(store).items():
         first = store.offsets("groups", document, document + 1)[0] if store.axis(key) == "responses" else document
@@ -471,9 +499,9 @@ def _chosen(store: Store, key: str, tokenizer: Tokenizer, seed: int) -> dict[int
         chosen.setdefault(item, []).append(f"drawn by seed {seed}")
     for why, pattern in _KINDS.items():
         texts = ((item, _text(store, tokenizer, key, item)) for item in (*chosen, *drawn))
-        found = next((item for item, text in texts if pattern.search(text)), None)
-        if found is not None:
-            chosen.setdefault(found, []).append(why)
+        example = next((item for item, text in texts if pattern.search(text)), None)
+        if example is not None:
+            chosen.setdefault(example, []).append(why)
     return chosen
 
 
@@ -487,8 +515,7 @@ def _extremes(store: Store, key: str, ends: Int64Array) -> dict[str, int]:
             place = int(places[np.argmax(score[places])])
             best[why] = max(best.get(why, (-np.inf, 0)), (float(score[place]), -(begin + place)))
 
-    items = int(store.axes[store.axis(key)].items[-1])
-    for begin, end in _audit_blocks(items, MAX_EXAMINED):
+    for begin, end in _audit_blocks(_num_items(store, key), MAX_EXAMINED):
         offsets = store.offsets(store.axis(key), begin, end)
         trained, lengths = _trained(store, key, offsets), np.diff(offsets)
         ids = store.fetch(int(offsets[0]), int(offsets[-1]), key)
@@ -652,7 +679,7 @@ def _part(
     first, last = min(shown[0], whole), whole if shown[1] is None else min(shown[0] + shown[1], whole)
     begin, end = int(offsets[0]) + first, int(offsets[0]) + max(first, last)
     ids = store.fetch(begin, end, key)
-    mask_key = STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None
+    mask_key = _mask_key(key)
     mask = store.fetch(begin, end, mask_key).tolist() if mask_key in store.keys else None
     trained = _trained(store, key, np.array([begin, end]))
     if first and trained.size:  # the first token of what is shown is not the first of the document

@@ -26,7 +26,7 @@ from tokenmill.tables import as_json
 from tokenmill.types import Int64Array, RemoteOptions
 
 SHUFFLES = ("full", "window")
-"""What is always told, side by side; and what the run has."""
+"""What is always reported, side by side, beside the shuffle of the run."""
 _SAMPLES = 16
 """Blocks of the loader that are counted, of rows that are shuffled far."""
 _SAMPLE_ROWS = 1 << 20
@@ -105,8 +105,8 @@ class ReadingReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        told = dict(as_json(self))
-        for line, reading in zip(told["readings"], self.readings, strict=True):
+        table = dict(as_json(self))
+        for line, reading in zip(table["readings"], self.readings, strict=True):
             per_epoch = max(reading.epochs, 1.0)
             line["mean_request_bytes"] = reading.mean_request_bytes
             line["an_epoch"] = {
@@ -115,7 +115,7 @@ class ReadingReport:
                 "seconds": reading.seconds / per_epoch,
                 "dollars": reading.dollars / per_epoch,
             }
-        return told
+        return table
 
 
 def report_reading(
@@ -155,13 +155,13 @@ def report_reading(
     return ReadingReport(link=link, prices=prices, readings=tuple(readings.values()))
 
 
-def _together(one: Reading, other: Reading) -> Reading:
-    """Add up the parts of a stage."""
+def _together(first: Reading, second: Reading) -> Reading:
+    """Add up two parts of a stage."""
     return replace(
-        other,
-        mirror_bytes=max(one.mirror_bytes, other.mirror_bytes),
+        second,
+        mirror_bytes=max(first.mirror_bytes, second.mirror_bytes),
         **{
-            name: getattr(one, name) + getattr(other, name)
+            name: getattr(first, name) + getattr(second, name)
             for name in ("rows", "requests", "bytes", "seconds", "dollars", "counted_rows", "epochs")
         },
     )
@@ -225,8 +225,8 @@ class _Counting:
         block = max(1, min(round(most * share), -(-drawn // self.link.nodes)))
         begins = range(0, drawn, block)
         for begin in begins[:: max(1, len(begins) // _SAMPLES)]:
-            found = order.rows(np.arange(begin, min(begin + block, drawn)))[0]
-            yield found.size, [found]
+            numbers = order.rows(np.arange(begin, min(begin + block, drawn)))[0]
+            yield numbers.size, [numbers]
 
     def _of_blocks(
         self, stage: Stage, name: str, rows: StoredRows, shuffle: Shuffle
@@ -237,17 +237,17 @@ class _Counting:
         while begin < min(drawn, _SAMPLE_ROWS):
             end = order.group_end(begin)
             places = np.arange(begin, end)
-            found, arranged = order.rows(places)
+            numbers, arranged = order.rows(places)
             starts = order.starts
             blocks = arranged // shuffle.block_rows
             if starts is not None:
-                blocks = np.searchsorted(starts, found, side="right")
+                blocks = np.searchsorted(starts, numbers, side="right")
             batches = places // batch
             by_batch = np.lexsort((arranged, batches)) if shuffle.mode == "window" else np.arange(places.size)
             node = (places - batches * batch) * nodes // batch
             used = places < drawn
-            touched = [np.unique(blocks[by_batch][used & (node == number)]) for number in range(nodes)]
-            yield int(used.sum()), [found[np.isin(blocks, each)] for each in touched]
+            touched = [np.unique(blocks[by_batch][used & (node == which)]) for which in range(nodes)]
+            yield int(used.sum()), [numbers[np.isin(blocks, each)] for each in touched]
             begin = end
 
     def _order(self, stage: Stage, name: str, rows: StoredRows, shuffle: Shuffle) -> tuple[EpochOrder, int]:
@@ -268,10 +268,10 @@ def _count(rows: StoredRows, numbers: Int64Array, page: int) -> tuple[int, int]:
     for key, runs in fields.items():
         width = np.dtype(rows.store.manifest.keys[key]).itemsize
         begin, end = runs.token * width, (runs.token + runs.length) * width
-        held = end > begin
+        filled = end > begin
         # A shard has a file of its own; files lie further apart here than any is long.
-        first = (begin // page * page + (runs.shard << 44))[held]
-        last = (-(-end // page) * page + (runs.shard << 44))[held]
+        first = (begin // page * page + (runs.shard << 44))[filled]
+        last = (-(-end // page) * page + (runs.shard << 44))[filled]
         if not first.size:
             continue
         by_place = np.argsort(first, kind="stable")

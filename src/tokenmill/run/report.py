@@ -1,7 +1,7 @@
 """What is known of a run before its first step: what its plan draws, what that costs, what is odd in it.
 
-What follows from the plan alone is counted in `plan/report.py`; here stands what stores and the config must be
-asked for. No token is read.
+`plan/report.py` counts what follows from the plan alone; this file adds what the stores and the config know. No
+token is read.
 """
 
 from __future__ import annotations
@@ -15,39 +15,38 @@ import numpy as np
 
 from tokenmill.config.edits import QuarantineConfig
 from tokenmill.config.run import ATTENTION
-from tokenmill.config.schedule import ResolvedStage, limits, long_documents
+from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import QUARANTINED, StoredRows, count_ones, is_stored, locate
+from tokenmill.packing.stored import QUARANTINED, is_stored, locate
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import lines, read_history
 from tokenmill.run.inspect import Audit, audit
+from tokenmill.run.long_records import long_records
 from tokenmill.run.run import EpochCount, Run
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import as_json
-from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array, token_arrays
+from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array
 
 PREFETCH = 8
 """Micro-batches that a loader keeps ready, unless it is told otherwise."""
 AUDITED_ITEMS = 1 << 16
 """Of each array with a mask, so that a report takes no longer for a larger store."""
-_BLOCK = 1 << 20
-"""Documents whose lengths are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantined:
-    """What is quarantined of a source at a step, beside what was before."""
+    """What a quarantine adds, at its step, to what of the source was in quarantine before."""
 
     source: str
     from_step: int
     documents: int | None
     tokens: int | None
-    """Over all arrays; both None of live text, which nobody has counted."""
+    """Over all arrays; both None for live text, which is not counted."""
     whole: bool
     """Whether nothing of the source is left."""
     reason: str
@@ -102,7 +101,7 @@ class Imbalance:
     stage: str
     ranks: int
     in_order: float
-    """Where ranks take rows in their order: how often as long as if every rank had the same work at each time."""
+    """Where ranks take rows in their order: how many times as long as if every rank always had the same work."""
     dealt: float
     """Where rows are dealt by what they cost."""
 
@@ -129,7 +128,7 @@ class RunReport(PlanReport):
     history: tuple[str, ...]
     """The plans that the run was loaded with before, a line each."""
     supervision: Mapping[str, tuple[Audit, ...]]
-    """How much is trained on, of each source with a mask. That of EOS is not asked for, as no token is read."""
+    """How much is trained on, of each source with a mask; nothing of EOS, as no token is read."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -139,8 +138,7 @@ class RunReport(PlanReport):
 def report_run(run: Run) -> RunReport:
     """Compile a run, unless it is, and report what it will do. Reads masks and lengths, but no token."""
     plan = run.plan()
-    counted = report(plan, stops=limits(run.config)[1])
-    counted = _tell_held_out(run, counted)
+    counted = _split_held_out(run, report(plan, stops=limits(run.config)[1]))
     quarantined = tuple(_quarantined(run))
     changes = sorted((*counted.changes, *_quarantine_steps(plan, quarantined)), key=lambda change: change.step)
     counted = replace(counted, changes=tuple(changes))
@@ -165,7 +163,7 @@ def report_run(run: Run) -> RunReport:
             ),
             *_overlap_warnings(evals),
             *_unended_ramp(run),
-            *_vain_quarantines(run),
+            *_idle_quarantines(run),
             *long_records(run),
         ),
         history=tuple(lines(read_history(run.folder, run.name))),
@@ -259,12 +257,16 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
         for ranks in _RANKS:
             if batch % ranks == 0:
                 dealt = np.take_along_axis(costs, deal(units, group_edges(part, ranks), 1), axis=1)
-                found = [waiting(order.reshape(steps.size, ranks, -1)) for order in (costs, dealt)]
-                yield Imbalance(stage=part.spec.name, ranks=ranks, in_order=found[0], dealt=found[1])
+                yield Imbalance(
+                    stage=part.spec.name,
+                    ranks=ranks,
+                    in_order=waiting(costs.reshape(steps.size, ranks, -1)),
+                    dealt=waiting(dealt.reshape(steps.size, ranks, -1)),
+                )
 
 
 def waiting(costs: Float64Array) -> float:
-    """Return how often as long steps take as if all ranks cost the same, of costs by (step, rank, micro-batch)."""
+    """Return how many times as long steps take as with equal ranks; costs by (step, rank, micro-batch)."""
     return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
 
 
@@ -274,26 +276,26 @@ HELD_OUT = "held out"
 """The reason for which tokens of documents that evals take are dropped."""
 
 
-def _tell_held_out(run: Run, counted: PlanReport) -> PlanReport:
-    """Return a report that tells tokens of evals from those in quarantine."""
-    tokens = {
+def _split_held_out(run: Run, counted: PlanReport) -> PlanReport:
+    """Return a report that counts tokens of evals apart from those in quarantine."""
+    held_out = {
         name: _count_tokens(run.stores[name], numbers) for name, numbers in run.config.held_out(run.folder).items()
     }
 
-    def told(name: str, dropped: Mapping[str, int]) -> Mapping[str, int]:
-        held = min(tokens.get(name, 0), dropped.get(QUARANTINED, 0))
-        if not held:
+    def split(name: str, dropped: Mapping[str, int]) -> Mapping[str, int]:
+        tokens = min(held_out.get(name, 0), dropped.get(QUARANTINED, 0))
+        if not tokens:
             return dropped
-        split = {**dropped, QUARANTINED: dropped[QUARANTINED] - held, HELD_OUT: held}
-        return {reason: number for reason, number in split.items() if number}
+        reasons = {**dropped, QUARANTINED: dropped[QUARANTINED] - tokens, HELD_OUT: tokens}
+        return {reason: number for reason, number in reasons.items() if number}
 
-    def told_fates(name: str, fates: Fates | None) -> Fates | None:
-        return fates and replace(fates, dropped=told(name, fates.dropped))
+    def split_fates(name: str, fates: Fates | None) -> Fates | None:
+        return fates and replace(fates, dropped=split(name, fates.dropped))
 
     return replace(
         counted,
-        shares=tuple(replace(share, dropped=told(share.source, share.dropped)) for share in counted.shares),
-        sources=tuple(replace(facts, fates=told_fates(facts.name, facts.fates)) for facts in counted.sources),
+        shares=tuple(replace(share, dropped=split(share.source, share.dropped)) for share in counted.shares),
+        sources=tuple(replace(facts, fates=split_fates(facts.name, facts.fates)) for facts in counted.sources),
     )
 
 
@@ -340,7 +342,7 @@ def _overlap_warnings(evals: Sequence[EvalFacts]) -> Iterator[str]:
 
 
 def _unended_ramp(run: Run) -> Iterator[str]:
-    """Tell of batch sizes that the run ends too early for."""
+    """Warn of a batch ramp that the run ends too early for."""
     clock, steps = run.config.clock, run.config.steps
     ahead = [stretch for stretch in clock.stretches if stretch.step >= steps]
     if ahead:
@@ -355,16 +357,16 @@ def _unended_ramp(run: Run) -> Iterator[str]:
 
 
 def _quarantined(run: Run) -> Iterator[Quarantined]:
-    """Yield what each quarantine takes beside those before it, by step; reads lengths of these documents."""
-    gone: dict[str, Int64Array] = {}
+    """Yield what each quarantine adds to those before it, by step; reads lengths of these documents."""
+    quarantined: dict[str, Int64Array] = {}
     for edit in sorted(run.config.quarantine, key=lambda edit: edit.from_step):
         documents = tokens = None
         if edit.source in run.stores:
             store = run.stores[edit.source]
-            before = gone.get(edit.source, np.empty(0, np.int64))
+            before = quarantined.get(edit.source, np.empty(0, np.int64))
             numbers = np.arange(store.num_documents) if edit.whole else edit.numbers(run.folder)
             new = np.setdiff1d(numbers, before, assume_unique=True)
-            gone[edit.source] = np.union1d(before, numbers)
+            quarantined[edit.source] = np.union1d(before, numbers)
             documents, tokens = int(new.size), _count_tokens(store, new)
         yield Quarantined(
             source=edit.source,
@@ -377,7 +379,7 @@ def _quarantined(run: Run) -> Iterator[Quarantined]:
 
 
 def _quarantine_steps(plan: Plan, quarantined: Sequence[Quarantined]) -> Iterator[StageChange]:
-    """Yield when quarantines begin that do not with the run."""
+    """Yield the beginnings of quarantines after the first step."""
     for edit in quarantined:
         if edit.from_step:
             stage, tokens = plan.stage(edit.from_step), slots_before(plan, edit.from_step, skipped=True)
@@ -405,14 +407,14 @@ _MAX_DOCUMENTS = 1000
 """Documents of a quarantine that are looked for in the plan without it; one that is seen is enough."""
 
 
-def _vain_quarantines(run: Run) -> Iterator[str]:
-    """Yield those of the latest quarantines without which nothing else would be trained on."""
+def _idle_quarantines(run: Run) -> Iterator[str]:
+    """Warn of those of the latest quarantines that change nothing: what they name is not trained on anyway."""
     for edit in sorted(run.config.quarantine, key=lambda edit: edit.from_step)[-_MAX_EDITS:]:
         others = tuple(other for other in run.config.quarantine if other is not edit)
         try:
             plan = replace(run, config=replace(run.config, quarantine=others)).plan()
         except ConfigError:
-            continue  # a run that needs the quarantine would not be one without
+            continue  # the run cannot be compiled without this quarantine
         if not _is_seen(plan, run, edit):
             what = "the source" if edit.whole else "what it names"
             yield (
@@ -428,102 +430,10 @@ def _is_seen(plan: Plan, run: Run, edit: QuarantineConfig) -> bool:
         drawing = [part for part in late if part.draws.get(edit.source)]
         return any(step_of(part, edit.source, part.draws[edit.source] - 1) >= edit.from_step for part in drawing)
     documents = edit.numbers(run.folder)
-    asked = documents if documents.size <= _MAX_DOCUMENTS else documents[:: documents.size // _MAX_DOCUMENTS]
+    some = documents if documents.size <= _MAX_DOCUMENTS else documents[:: documents.size // _MAX_DOCUMENTS]
     trained = {part.index for part in late}
     return any(
         use.step >= edit.from_step and plan.stage(use.step).index in trained
-        for document in asked.tolist()
+        for document in some.tolist()
         for use in plan.when(edit.source, document)
     )
-
-
-# Records with a mask that are longer than a row: texts are used to cuts, an answer without its question is not.
-
-_CUT = "what follows a cut is trained without what stood before"
-_GUIDE = "docs/guides/packing.md"
-_ENDS = {"truncate_end": "end", "truncate_start": "beginning"}
-
-
-def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
-    """Yield what becomes of records that are longer than a row, or cut by one, by stage and source.
-
-    To `count` what is lost, lengths and masks are read; else it takes no time that grows with a store.
-    """
-    parts = {part.spec.number: part for part in reversed(run.plan().stages)}
-    for number, stage in enumerate(run.config.resolved_stages):
-        for name, rows in parts[number].rows.items():
-            store = run.stores.get(name)
-            if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
-                continue  # live text has no mask, and none here
-            sentence = _long_records(stage, store, name, None if count else rows)
-            if sentence:
-                yield f"stage {stage.name!r}: {sentence}"
-
-
-def _long_records(stage: ResolvedStage, store: Store, name: str, rows: StoredRows | None) -> str | None:
-    """Say which records a stage does not keep whole; None if it keeps all. `rows` know some of it uncounted."""
-    is_record = store.manifest.kind in RECORD_TYPES
-    packing, records = "padded" if is_record else stage.packing, f"{store.num_documents:,} records of {name!r}"
-    split = long_documents(stage.on_long, stage.split, packing)
-    if packing == "bos_best_fit" and stage.crop == "discard":
-        return None
-    way_out = f'packing = "best_fit" cuts only longer ones, and none with on_long = "stop" or "drop" ({_GUIDE})'
-    if packing == "concat":
-        crossing = _count_crossing(store, stage.seq_len) if rows is None else None
-        of = f"some of {records}" if crossing is None else f"{crossing:,} of {records}"
-        cut = f"{of} are cut where a row of {stage.seq_len:,} tokens ends"
-        return None if crossing == 0 else f"{cut}: {_CUT}; {way_out}"
-    room = stage.seq_len + (not is_record)  # a row of a sequence has one token more, the last label
-    longer, labels = _count_long(store, room, split) if rows is None else (rows.num_long, None)
-    long = f"{longer:,} of {records} are longer than a row of {stage.seq_len:,} tokens and"
-    if packing == "bos_best_fit":
-        return f"{long} are cut, and others where that fills a row: {_CUT}; {way_out}"
-    if not longer:
-        return None
-    lost = "" if labels is None else f", {labels:,} trained tokens with them"
-    ways = f'on_long = "drop" leaves them out, "stop" refuses them ({_GUIDE})'
-    if split == "drop":
-        fate, ways = (
-            f"are dropped{lost}",
-            f'raise seq_len to keep them, or on_long = "stop" refuses them ({_GUIDE})',
-        )
-    else:
-        fate = f"lose their {_ENDS[split]}{lost}" if split in _ENDS else f"are cut: {_CUT}"
-    return f"{long} {fate}; {ways}"
-
-
-def _count_long(store: Store, room: int, split: str) -> tuple[int, int]:
-    """Count the records longer than a row, and the trained tokens of them that no row holds. Reads their masks."""
-    longer = labels = 0
-    arrays = token_arrays(store.manifest.kind)
-    for begin in range(0, store.num_documents, _BLOCK):
-        records = np.arange(begin, min(begin + _BLOCK, store.num_documents))
-        is_long = np.zeros(records.size, np.bool_)
-        runs = []
-        for key, mask in arrays.items():
-            items, owner = records, np.arange(records.size)
-            if store.axis(key) == "responses":
-                items, owner = responses_of(store, records)
-            shard, first, length = locate(store, items, store.axis(key))
-            is_long[owner[length > room]] = True
-            if mask in store.keys:
-                runs.append((mask, owner, shard, first, length))
-        longer += int(is_long.sum())
-        for mask, owner, shard, first, length in runs if is_long.any() else ():
-            lost = length if split == "drop" else np.maximum(0, length - room) if split in _ENDS else length * 0
-            chosen = is_long[owner] & (lost > 0)
-            begins = first + (length - lost) * (split == "truncate_end")
-            labels += count_ones(store, mask, shard[chosen], begins[chosen], lost[chosen])
-    return longer, labels
-
-
-def _count_crossing(store: Store, seq_len: int) -> int:
-    """Count the documents that an edge of a row cuts where `concat` makes rows."""
-    crossing = 0
-    last_row = (store.num_tokens - 1) // seq_len - 1  # what stands behind it is dropped, not cut
-    for begin in range(0, store.num_documents, _BLOCK):
-        offsets = store.document_offsets(begin, min(begin + _BLOCK, store.num_documents))
-        first, last = offsets[:-1], offsets[1:] - 1
-        # A token is the label of the one before it, and is in that one's row.
-        crossing += int((first // seq_len < np.minimum((last - 1) // seq_len, last_row)).sum())
-    return crossing

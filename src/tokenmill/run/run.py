@@ -529,7 +529,7 @@ class Run:
     def _warn_of_long_records(self) -> None:
         """Log what becomes of conversations, pairs and groups that do not fit a row."""
         if any(key in MASK_KEYS for store in self.stores.values() for key in store.keys):
-            from tokenmill.run.report import long_records
+            from tokenmill.run.long_records import long_records
 
             for sentence in long_records(self, count=False):
                 logger.warning("%s", sentence)

@@ -213,7 +213,7 @@ class StepMember:
     micro_batch: int
     slots: tuple[int, ...]
     cost: float
-    """What attention over these rows costs, in shares of the mean of all ranks at all times."""
+    """What attention over these rows costs, where 1 is the mean over all ranks and micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +227,7 @@ class StepDeal:
     in_order: tuple[StepMember, ...]
     dealt: tuple[StepMember, ...]
     waiting_in_order: float
-    """How long the step takes if ranks wait for one another at every micro-batch: how often as long as the mean."""
+    """How many times as long as the mean the step takes where ranks wait for one another at every micro-batch."""
     waiting_dealt: float
 
     @property

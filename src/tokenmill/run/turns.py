@@ -51,13 +51,18 @@ class Turns:
     """Whether the template writes this very text for these messages; else it had more to write, such as tools."""
 
 
+def tokenizer_specs(store: Store) -> list[str]:
+    """Return where the tokenizer of a store may be: the copy beside it, and where it was then."""
+    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
+    return [*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))]
+
+
 def template_of(store: Store) -> ChatTemplate | None:
     """Return the chat template that a store was made with; None if it has none, or it is not at hand any more."""
     known = store.manifest.recipe.get("recipe", {}).get("chat_template")
     if not isinstance(known, dict):
         return None
-    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
-    for tokenizer in (*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))):
+    for tokenizer in tokenizer_specs(store):
         for spec in ("chatml", "tokenizer"):
             try:
                 template = load_template(spec, tokenizer=tokenizer)
@@ -74,16 +79,16 @@ def find_turns(template: ChatTemplate, strings: Sequence[str], frame: Sequence[s
     `frame` are BOS and EOS, which the tokenizer may have put around it.
     """
     text = "".join(strings)
-    found = list(_spans(text, _wrappings(template.source, template.where, tuple(template.special_tokens.items()))))
-    if not found:
+    spans = list(_spans(text, _wrappings(template.source, template.where, tuple(template.special_tokens.items()))))
+    if not spans:
         return None
-    messages = [{"role": role, "content": text[begin:end]} for role, begin, end in found]
+    messages = [{"role": role, "content": text[begin:end]} for role, begin, end in spans]
     bare = {text, *(text.removeprefix(bos or "") for bos in frame[:1])}
     bare |= {each.removesuffix(eos or "") for each in bare for eos in frame[1:]}
     begins = list(accumulate(map(len, strings), initial=0))[:-1]
     turns = [
         Turn(role=role, first=bisect_left(begins, begin), end=bisect_left(begins, end))
-        for role, begin, end in found
+        for role, begin, end in spans
     ]
     return Turns(turns=tuple(turns), proven=any(_is_rendered(template, messages, each) for each in bare))
 

@@ -19,6 +19,7 @@ from tokenmill.run.inspect import (
     has_chat_template,
     inspect_document,
     inspect_store,
+    open_stores,
     tokenizer_of,
     why_no_texts,
 )
@@ -40,7 +41,7 @@ from tokenmill.run.step import (
 )
 from tokenmill.run.turns import template_of
 from tokenmill.store import Store, open_store
-from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, is_ours, stores_below
+from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
 from tokenmill.store.remote.client import parse_address
 from tokenmill.store.remote.fetch import Counters, read_counters
 
@@ -253,11 +254,10 @@ class Opened:
         """The stores by name: those of the run, the one that was opened, or all in its folder."""
         if self.run is not None:
             return dict(self.run.stores)
-        if isinstance(self.path, str) or not self.path.is_dir():
-            return {self.name: open_store(self.path)}
-        if (self.path / MANIFEST).exists() or (is_ours(self.path) and not self.has_build):
-            return {self.name: open_store(self.path)}
-        return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
+        if isinstance(self.path, Path) and self.has_build and not (self.path / MANIFEST).exists():
+            # A build is under way, which may have finished some of its stores.
+            return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
+        return open_stores(self.path)
 
     @cached_property
     def _decoders(self) -> dict[str, tuple[Any, Any]]:
