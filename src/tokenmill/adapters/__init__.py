@@ -14,17 +14,15 @@ from importlib.util import find_spec
 
 from tokenmill.errors import MissingExtraError
 
-# What an adapter needs beside tokenmill itself, and what to say where it is missing.
-
 
 def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) -> None:
     """Import a framework, or say in one line what to install; `at_least` is a version such as "5.10"."""
     if not _is_there(module):
         raise MissingExtraError(f"{adapter}: needs {module}, got none; pip install 'tokenmill[{extra}]'")
-    found = _version_of(module) if at_least is not None else None
-    if at_least is not None and found is not None and _numbers(found) < _numbers(at_least):
+    installed = _version_of(module) if at_least is not None else None
+    if at_least is not None and installed is not None and _numbers(installed) < _numbers(at_least):
         raise MissingExtraError(
-            f"{adapter}: needs {module} {at_least} or later, got {found}; pip install '{module}>={at_least}'"
+            f"{adapter}: needs {module} {at_least} or later, got {installed}; pip install '{module}>={at_least}'"
         )
     import_module(module)
 
@@ -32,12 +30,12 @@ def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) 
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # by what blocks imports, or a package that the module stands in and that is missing
+    except ImportError:  # something blocks the import, or the package that the module is in is missing
         return False
 
 
 def _version_of(module: str) -> str | None:
-    """Return the version that is installed; None for one that is not, but stands on the path."""
+    """Return the version that is installed; None for a module that is only on the path."""
     try:
         return version(module)
     except PackageNotFoundError:

@@ -157,7 +157,7 @@ def _base_dir() -> Path:
 
 
 class _Stream:
-    """The batches of one rank. All that is needed is opened at once, so that what is wrong is said at the call.
+    """The batches of one rank. All that is needed is opened at once, so that errors are raised by the call.
 
     Lanes of training belong to ranks. To validate, every rank reads the one lane that there is, and keeps its part
     of the rows: those of some batches of all ranks then depend on neither B nor the number of ranks.
@@ -257,7 +257,7 @@ class _Stream:
         rows = self._rows_before + self.loader.step * self._each
         return {**place, ROWS: rows, LIVE: self.loader.state_dict()}
 
-    def _given(self, index: int, rows: int, batches: int) -> int:
+    def _rows_given(self, index: int, rows: int, batches: int) -> int:
         """Return how many rows the lane of an index within any rank has given, after some batches of a step."""
         return rows + min(max(0, batches * self.loader.part.micro_batch - index * self._each), self._each)
 
@@ -267,7 +267,7 @@ class _Stream:
         rows = self._rows_before + position.step * self._each
         for index, (number, lane) in enumerate(self.loader.text.lanes.items()):
             if lane.window is not None:
-                self._lanes.note(number, self._given(index, rows, position.batch) - lane.row, lane.window)
+                self._lanes.note(number, self._rows_given(index, rows, position.batch) - lane.row, lane.window)
 
     def _load(self, state: State) -> None:
         """Go to where a state says; the lanes that it does not have are those of other ranks, and are looked up."""
@@ -278,7 +278,7 @@ class _Stream:
         if missing and lanes and made_by_this:
             batches = live.get("batches", 0)
             places = {
-                number: self._lanes.position(number, self._given(number - text.numbers.start, rows, batches))
+                number: self._lanes.position(number, self._rows_given(number - text.numbers.start, rows, batches))
                 for number in missing
             }
             live = merge_live(
@@ -289,7 +289,7 @@ class _Stream:
 
 
 class _Window(NamedTuple):
-    """A window of a lane, as a line of the log tells of it."""
+    """A window of a lane, as a line of the log describes it."""
 
     start: int
     """Rows that the lane had given before it."""
@@ -303,9 +303,10 @@ class _Window(NamedTuple):
 class LaneLog:
     """Which windows lanes came to after how many rows: by this the state of one rank does for all ranks.
 
-    nanochat saves what rank 0 has. How many rows the lanes of other ranks have given is known, as all go in step;
-    in which window that is, only who has read the text knows. So every rank writes a line for each window that its
-    lanes come to. A line is a fact of the text, the same in every run of it. What no line tells is read again.
+    nanochat saves the state of rank 0. How many rows the lanes of other ranks have given is known, as all go in
+    step; in which window that is, only the rank that has read the text knows. So every rank writes a line for each
+    window that its lanes come to. A line is a fact of the text, the same in every run of it. Text without a line is
+    read again.
     """
 
     def __init__(self, folder: Path, loader: LiveLoader, *, name: str) -> None:
@@ -339,15 +340,15 @@ class LaneLog:
                 error,
             )
 
-    def position(self, number: int, given: int) -> LanePosition:
+    def position(self, number: int, rows: int) -> LanePosition:
         """Return where a lane stands that has given so many rows."""
-        window = max((window for window in self._known.get(number, ()) if window.start <= given), default=None)
+        window = max((window for window in self._known.get(number, ()) if window.start <= rows), default=None)
         start, place = 0, LanePosition()
-        while window is not None or start < given:
+        while window is not None or start < rows:
             window = window or self._find(number, start, place)
-            if given < window.start + window.rows:
-                drawn = (DrawnRows(self._source.options.format, given - window.start),)
-                stands = (drawn, window.check) if given > window.start else ((), "")
+            if rows < window.start + window.rows:
+                drawn = (DrawnRows(self._source.options.format, rows - window.start),)
+                stands = (drawn, window.check) if rows > window.start else ((), "")
                 return LanePosition(window.epoch, window.turn, *stands)
             start = window.start + window.rows
             place = LanePosition(*self._text.windows.after(number, window.epoch, window.turn))
@@ -359,15 +360,15 @@ class LaneLog:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "lane %d: reads text again from row %d on, which %s tells nothing of", number, start, self._folder
+                "lane %d: reads text again from row %d on, which %s has no line for", number, start, self._folder
             )
         request = WindowRequest(lane=number, position=place, format=self._source.options.format)
-        found = find_window(self._source, self._text.windows, request, lambda _: None)
-        return _Window(start, found.epoch, found.turn, found.rows.num_rows, found.rows.tokenized.check)
+        window = find_window(self._source, self._text.windows, request, lambda _: None)
+        return _Window(start, window.epoch, window.turn, window.rows.num_rows, window.rows.tokenized.check)
 
     @cached_property
     def _known(self) -> dict[int, list[_Window]]:
-        """Lane -> its windows that are on record; lines that are torn, or of other text, are passed over."""
+        """Lane -> its windows that are on record; lines that are torn, or of other text, are ignored."""
         windows: dict[int, list[_Window]] = {}
         for file in self._folder.glob("rank-*"):
             for line in file.read_text("utf-8", errors="replace").splitlines():
@@ -409,7 +410,7 @@ def _checked(state: Mapping[str, Any]) -> State:
 
 
 def _lanes(state: State | None) -> int | None:
-    """Return how many lanes a state was made with; what it says otherwise wrong, the loader finds."""
+    """Return how many lanes a state was made with; the loader checks the rest of it."""
     options = None if state is None else state[LIVE].get("made_of", {}).get("options")
     lanes = options.get("lanes") if isinstance(options, Mapping) else None
     return lanes if isinstance(lanes, int) and lanes > 0 else None

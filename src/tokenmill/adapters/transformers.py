@@ -288,16 +288,16 @@ def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArg
 
 
 def _evals_of(data: object, trained: object) -> dict[str, Eval]:
-    """Return the evals that a Trainer is given, by name, one alone without; none where it is given others."""
+    """Return the evals that a Trainer is given, by name, a single one under ""; none where it is given datasets."""
     if isinstance(data, Mapping):
         evals = {str(name): _eval_of(item, trained) for name, item in data.items()}
-        found = {name: item for name, item in evals.items() if item is not None}
-        if found and len(found) < len(evals):
+        ours = {name: item for name, item in evals.items() if item is not None}
+        if ours and len(ours) < len(evals):
             raise ConfigError(
                 f"eval_dataset: must be evals of a run or stores, or else datasets, got {sorted(evals)} of both; "
                 "evaluate on them one after another"
             )
-        return found
+        return ours
     item = _eval_of(data, trained)
     return {} if item is None else {"": item}
 
@@ -332,7 +332,7 @@ def _of_length(run: Run, args: TrainingArguments) -> Run:
 
 
 def _refuse_epochs(args: TrainingArguments, got: str) -> None:
-    """Refuse a number of epochs that would not be gone by; the default of the arguments says nothing."""
+    """Refuse a number of epochs that would have no effect; the default of the arguments is let pass."""
     default = next(item.default for item in fields(args) if item.name == "num_train_epochs")
     if args.num_train_epochs != default:
         raise ConfigError(

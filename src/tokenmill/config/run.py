@@ -120,8 +120,8 @@ class RunConfig:
     horizon: int = 1
     """How many of the next tokens are labels of an input; with several, labels are rows × seq_len × horizon."""
     segment_multiple: int = 1
-    """With best_fit and padded: every segment of a row is filled up with padding to a multiple of so many columns,
-    as kernels of context parallelism may want it."""
+    """With best_fit and padded: every segment of a row is padded to a multiple of this many columns, as kernels of
+    context parallelism may need it."""
     balance: Mapping[str, Number] | Literal["attention"] | None = None
     """Whether the rows of a step are dealt to ranks and micro-batches by what they cost: `attention`, or the cost
     of a token and of a squared token of a segment, `linear` and `quadratic`. Otherwise ranks take them in order."""
@@ -625,7 +625,7 @@ def _check_weights(where: str, weights: Mapping[str, Number], sources: Sequence[
 
 def _check_edits(config: Config) -> None:
     """Refuse skips and quarantines that do not fit the run."""
-    steps, end = config.run.steps or inf, 0  # of epochs nobody knows yet how many steps they are
+    steps, end = config.run.steps or inf, 0  # how many steps epochs take is not known yet
     ranges = sorted(skip.range() for skip in config.skip)
     for first, last in ranges:
         if last > steps:

@@ -385,7 +385,7 @@ def _stretches(
     stretches: list[Stretch] = []
     for number, size in enumerate(sizes):
         stretch = Stretch(step=step, tokens=tokens, batch=size, seq_len=seq_len)
-        # The n-th of so many sizes lasts until its part of the way, counted in tokens or steps, is behind.
+        # All sizes but the last share `over` evenly, in tokens or steps.
         edge = -(-batch.over * (number + 1) // (len(sizes) - 1))
         if number == len(sizes) - 1:
             return [*stretches, stretch]

@@ -17,7 +17,6 @@ from tokenmill.adapters.astrai.store import (
     Store,
     StoreFactory,
     Value,
-    check_name,
     detect_format,
     dtype_of,
     refuse_unknown,
@@ -28,7 +27,7 @@ from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store.foreign.files import files_of
 from tokenmill.store.layout import is_ours, token_keys
-from tokenmill.tables import check_positive, read_json
+from tokenmill.tables import check_choice, check_positive, read_json
 from tokenmill.types import TRAINING_TYPES
 
 if TYPE_CHECKING:
@@ -301,7 +300,7 @@ class DatasetFactory:
     @classmethod
     def create(cls, train_type: str, window_size: int, stride: int | None = None, **unknown: object) -> BaseDataset:
         """Return a dataset that is yet to be loaded."""
-        check_name("train_type", train_type, cls.datasets)
+        check_choice("DatasetFactory", "train_type", train_type, tuple(cls.datasets))
         refuse_unknown(cls.create, unknown)
         return cls.datasets[train_type](window_size, stride)
 
@@ -324,7 +323,6 @@ class DatasetFactory:
         `.jsonl` files are made a store first, once: `tokenizer_path`, and `max_len` of a record, are for these.
         """
         refuse_unknown(cls.load, unknown)
-        check_name("train_type", train_type, cls.datasets)
         if store is not None:
             return cls.from_store(train_type, store, window_size, stride)
         if load_path is None:

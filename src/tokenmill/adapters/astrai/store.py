@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
@@ -22,6 +22,7 @@ from tokenmill.store.foreign.astrai import POSITION_IDS, written_positions
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.maps import FileRequest, MemoryRequest, RangeRequest, read_range
+from tokenmill.tables import check_choice
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
 _WAY_OUT = "write the store again, or prepare it from its records"
@@ -209,7 +210,7 @@ class StoreFactory:
     @classmethod
     def create(cls, storage_type: str, **unknown: object) -> Store:
         """Return a store that is yet to be loaded."""
-        check_name("StoreFactory.create: storage_type", storage_type, cls.stores)
+        check_choice("StoreFactory.create", "storage_type", storage_type, tuple(cls.stores))
         refuse_unknown(cls.create, unknown)
         return cls.stores[storage_type]()
 
@@ -257,7 +258,7 @@ def detect_format(load_path: str | os.PathLike[str]) -> str:
 
 def _open_as(path: Path, storage_type: str) -> TokenStore:
     """Open the store at a path, which must be of that storage type."""
-    check_name("storage_type", storage_type, StoreFactory.stores)
+    check_choice(str(path), "storage_type", storage_type, tuple(StoreFactory.stores))
     if not is_ours(path):
         return _with_positions(open_store(path, format=f"astrai-{storage_type}"), path, storage_type)
     store = open_store(path)
@@ -267,13 +268,6 @@ def _open_as(path: Path, storage_type: str) -> TokenStore:
             f"got {storage_type!r}; leave it out"
         )
     return store
-
-
-def check_name(where: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not known, with the nearest that is."""
-    names = tuple(known)
-    if name not in names:
-        raise ConfigError(f"{where}: must be one of {', '.join(names)}, got {name!r}; {nearest(name, names)}")
 
 
 def refuse_unknown(called: Callable[..., object], unknown: Mapping[str, object]) -> None:

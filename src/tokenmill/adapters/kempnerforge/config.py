@@ -21,7 +21,7 @@ def read_state(kind: type[T], state: object, where: str = "state") -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(DataTable):
-    """Where data comes from and how it is loaded. What is not said is as there."""
+    """Where data comes from and how it is loaded, with KempnerForge's defaults."""
 
     dtype: str | None = None
     """Of files without a header, such as .bin: it is not guessed."""
@@ -36,8 +36,8 @@ class DataConfig(DataTable):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"data: names of datasets must differ, got {twice[0]!r} twice; rename one")
-        said = {f"phase at step {phase.start_step}": phase.dataset_weights for phase in self.all_phases}
-        for where, weights in (said | {"anneal_weights": self.anneal_weights}).items():
+        phases = {f"phase at step {phase.start_step}": phase.dataset_weights for phase in self.all_phases}
+        for where, weights in (phases | {"anneal_weights": self.anneal_weights}).items():
             for name in weights:
                 if name not in names:
                     way_out = nearest(name, names) if names else "add datasets, or leave the weights out"
@@ -45,19 +45,19 @@ class DataConfig(DataTable):
 
     @classmethod
     def of(cls, config: object) -> DataConfig:
-        """Return a config of KempnerForge's own class as one of these; what it does not have is left as usual."""
+        """Return a config of KempnerForge's own class as one of these; what it does not have keeps its default."""
         if isinstance(config, DataConfig):
             return config
-        given = {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}
-        if "dataset_path" not in given:
+        values = {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}
+        if "dataset_path" not in values:
             raise ConfigError(
                 f"config: must be a DataConfig of this package or of KempnerForge, got {type(config).__name__}; "
                 "give its [data] as DataConfig(...)"
             )
         for key, kind in (("datasets", DatasetSource), ("phases", TrainingPhase)):
             names = [item.name for item in fields(kind)]
-            given[key] = [kind(*(getattr(item, name) for name in names)) for item in given.get(key, ())]
-        return cls(**given)
+            values[key] = [kind(*(getattr(item, name) for name in names)) for item in values.get(key, ())]
+        return cls(**values)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
@@ -77,19 +77,19 @@ class DataConfig(DataTable):
     def weights_at(self, step: int) -> list[float]:
         """Return the weights of the sources at a step, in their order."""
         phase = self.phase_at(step)
-        said: Mapping[str, float] = {} if phase is None else phase.dataset_weights
-        return [said.get(source.called, source.weight) for source in self.datasets]
+        weights: Mapping[str, float] = {} if phase is None else phase.dataset_weights
+        return [weights.get(source.called, source.weight) for source in self.datasets]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """What a batch and a step have."""
+    """How many samples make a batch, and how many batches a step."""
 
     batch_size: int
     """Samples of a batch, of one rank."""
     num_replicas: int
     grad_accum_steps: int | None
-    """Batches of a step; None: nobody said it, and a batch counts as one."""
+    """Batches of a step; None: not given, and a batch counts as a step."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batches < 1:

@@ -33,7 +33,7 @@ from tokenmill.types import Int64Array
 
 Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
-"""Where the tokens of text are kept, unless it is said: the place of a run whose config is in this folder."""
+"""Where the tokens of text are kept by default: where a run keeps them whose config is in this folder."""
 DTYPE_VARIABLE = "TOKENMILL_DTYPE"
 """Environment variable with the dtype of .bin files where no caller can say it, as in KempnerForge's own loop."""
 _FOR_EVER = 1 << 40
@@ -159,10 +159,10 @@ class Chunked(Dataset[Sample]):
         """Take epoch and sample of a state; one of other samples is refused."""
         record, own = read_state(DatasetState, state), self.state_dict()
         for key in ("total_samples", "total_sequences", "fingerprint"):
-            said = getattr(record, key)
-            if key in own and said not in (UNSET, own[key]):
+            saved = getattr(record, key)
+            if key in own and saved not in (UNSET, own[key]):
                 raise ResumeError(
-                    f"state: {key} must be that of this dataset, {own[key]!r}, got {said!r}; "
+                    f"state: {key} must be that of this dataset, {own[key]!r}, got {saved!r}; "
                     "put the files back as they were, or start anew"
                 )
         self.mark(record.epoch, record.sample_idx)
@@ -285,13 +285,13 @@ def _open_files(
 
 
 def _eos_of(stores: Sequence[Store]) -> int | None:
-    """Return the id that ends every document, as the stores themselves say; None where they do not."""
-    said = {store.manifest.tokenizer.get("eos_id") for store in stores if store.manifest.tokenizer.get("add_eos")}
-    return said.pop() if len(said) == 1 and stores else None
+    """Return the id that ends every document, if the stores that add one agree; else None."""
+    ids = {store.manifest.tokenizer.get("eos_id") for store in stores if store.manifest.tokenizer.get("add_eos")}
+    return ids.pop() if len(ids) == 1 else None
 
 
 class MapStyle(Protocol):
-    """What is asked of a dataset that is mixed with others."""
+    """What a dataset must offer to be mixed with others."""
 
     def __len__(self) -> int:
         """Return how many samples there are."""
@@ -303,7 +303,7 @@ class MapStyle(Protocol):
 
 
 class MixtureDataset(Dataset[Sample]):
-    """Several datasets one behind the other; each sample says by `dataset_idx` which it is of."""
+    """Several datasets one behind the other; `dataset_idx` of a sample is the number of its dataset."""
 
     def __init__(self, datasets: Sequence[MapStyle], names: Sequence[str]) -> None:
         if len(datasets) != len(names) or not datasets:
@@ -452,7 +452,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
             yield {name: array[0] for name, array in to_torch(batch).items()}
 
     def close(self) -> None:
-        """Stop the threads; who goes on drawing starts them again."""
+        """Stop the threads; drawing on starts them again."""
         if "live" in self.__dict__:
             self.live.close()
 

@@ -192,7 +192,7 @@ class StatefulDataLoader(StepLoader):
         return self
 
     def _jump(self) -> None:
-        """Go where the sampler was told to go."""
+        """Go to the epoch and the sample that `set_epoch` and `set_skip` of the sampler chose."""
         if self.grad_accum_steps is not None and self.config.all_phases:
             raise ConfigError(
                 "sampler: set_epoch and set_skip must not move a loader whose phases begin at a step, as they do "
@@ -203,7 +203,7 @@ class StatefulDataLoader(StepLoader):
         if self.sampler.epoch != self._epoch:
             self._epoch = self.sampler.epoch
             origin = self._position = self.sampler.first(self._epoch)
-            # Who leaves an epoch in the middle of a step begins another.
+            # An epoch that is left in the middle of a step ends that step.
             self._batches = -(-self._batches // self._shape.batches) * self._shape.batches
         self._position += self.sampler.skip * self.sampler.num_replicas
         self.sampler.set_skip(0)
@@ -251,7 +251,7 @@ class StatefulDataLoader(StepLoader):
     def _end_epoch(self) -> None:
         if not self.sampler.runs_on:
             self._position = 0  # what is left of the epoch is left out
-        if self.sampler.epoch == self._epoch:  # or the next iteration goes where it was told to go
+        if self.sampler.epoch == self._epoch:  # else `set_epoch` has chosen the next one already
             self.sampler.set_epoch(self._epoch + 1)
         self._epoch += 1
         self._batches_yielded = 0
@@ -320,9 +320,9 @@ class StatefulDataLoader(StepLoader):
         record = read_state(LoaderState, state)
         own = getattr(self.dataset, "fingerprint", None)
         if record.dataset != own:
-            said, own = (value and value[:12] for value in (record.dataset, own))
+            saved, own = (value and value[:12] for value in (record.dataset, own))
             raise ResumeError(
-                f"state: the samples must be those of dataset {said!r}, got {own!r}; put the files back as they "
+                f"state: the samples must be those of dataset {saved!r}, got {own!r}; put the files back as they "
                 "were, or start anew"
             )
         ranks = self.sampler.read_state(record.sampler, position=record.position).num_replicas
@@ -452,9 +452,9 @@ def build_dataloader(
     """
     train = getattr(config, "train", None)
     config = DataConfig.of(config if train is None else getattr(config, "data", config))
-    batch_size, seq_len = _given(batch_size, train, "batch_size"), _given(seq_len, train, "seq_len")
-    grad_accum_steps = _given(grad_accum_steps, train, "grad_accum_steps", 1)
-    seed = _given(seed, train, "data_seed", _given(None, train, "seed", 42))
+    batch_size, seq_len = _setting(batch_size, train, "batch_size"), _setting(seq_len, train, "seq_len")
+    grad_accum_steps = _setting(grad_accum_steps, train, "grad_accum_steps", 1)
+    seed = _setting(seed, train, "data_seed", _setting(None, train, "seed", 42))
     rank, world_size = find_rank(rank=rank, world_size=world_size)
     first = config.all_datasets[0]
     if config.hf_streaming and any(source.hf_name for source in config.all_datasets):
@@ -480,11 +480,11 @@ def build_dataloader(
     return StatefulDataLoader(dataset, batch_size, sampler, config, grad_accum_steps=grad_accum_steps)
 
 
-def _given(value: int | None, train: object, name: str, default: int | None = None) -> int:
-    """Return what was given, else what [train] of a job says, else what is usual."""
-    for found in (value, getattr(train, name, None), default):
-        if found is not None:
-            return int(found)
+def _setting(value: int | None, train: object, name: str, default: int | None = None) -> int:
+    """Return a setting: the argument, else that of [train], else the default."""
+    for setting in (value, getattr(train, name, None), default):
+        if setting is not None:
+            return int(setting)
     raise ConfigError(
         f"build_dataloader: {name} must be given where the config has no [train], got none; add {name}=..."
     )

@@ -123,11 +123,11 @@ class RankSampler(Sampler[int]):
     def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
         """Return a state; refuse one of another order. That of a loader, at a `position`, must say all of it."""
         record = read_state(SamplerState, state, "state" if position is None else "state.sampler")
-        own, given = self.state_dict(), as_json(record)
+        own, saved = self.state_dict(), as_json(record)
         for key in ("kind", *self.order_keys):
-            if (position is not None or key in given) and given.get(key) != own[key]:
+            if (position is not None or key in saved) and saved.get(key) != own[key]:
                 raise ResumeError(
-                    f"state: {key} must be that of this sampler, {own[key]!r}, got {given.get(key)!r}; "
+                    f"state: {key} must be that of this sampler, {own[key]!r}, got {saved.get(key)!r}; "
                     "resume with what made it, or start anew"
                 )
         return record
@@ -218,7 +218,7 @@ class Weighing:
 
     @cached_property
     def mixture(self) -> Mixture:
-        """Who is drawn when."""
+        """Which source is drawn at which place."""
         lead = [Fraction(self.ahead[source], _UNITS) for source in self.sources]
         return build_mixture(tuple(weight for weight in self.weights if weight), lead)
 
@@ -229,7 +229,7 @@ class Weighing:
         return sources, drawn + np.array(self.drawn, np.int64)[sources]
 
     def change(self, position: int, weights: Sequence[int]) -> Weighing:
-        """Return other weights from a place on; who is behind its share then is drawn first."""
+        """Return other weights from a place on; sources that are behind their share are drawn first then."""
         drawn, ahead = list(self.drawn), list(self.ahead)
         length = position - self.start
         lead = [Fraction(ahead[source], _UNITS) for source in self.sources]

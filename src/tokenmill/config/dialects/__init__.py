@@ -1,8 +1,8 @@
 """Config files of other projects as native ones.
 
 1. In: the tables of a TOML file: KempnerForge's, or those of the torchtitan fork with data stages.
-2. Does: tells which of them it is, checks what it says of data by the rules of its own project, and says the same
-   in native tables. What both have in common stands here.
+2. Does: recognises which of them it is, checks what concerns data by the rules of its own project, and writes the
+   same in native tables. What both have in common is in this file.
 3. Out: native tables for `config.parse_config`, and notes on what was taken how.
 """
 
@@ -28,11 +28,11 @@ DEFAULT_FIELD = "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """What a config is read with, and what there is to say of it."""
+class Translator:
+    """What is known outside of a foreign config while it is translated, and the notes on how that was done."""
 
     world_size: int | None
-    """Data-parallel ranks, where somebody said how many there are."""
+    """Data-parallel ranks, if the caller knows how many there are."""
     is_store: Callable[[str], bool]
     """Whether a path is a store of ours."""
     notes: list[str] = field(default_factory=list)
@@ -41,12 +41,12 @@ class Reading:
     """Those of the notes that decide what is trained on."""
 
     def warn(self, note: str) -> None:
-        """Note what decides what is trained on, and should not be overlooked."""
+        """Add a note that should not be overlooked, as it decides what is trained on."""
         self.notes.append(note)
         self.warnings.append(note)
 
     def count_ranks(self, shard: int, replicate: int, *, keys: str) -> int:
-        """Return the number of data-parallel ranks: as somebody said, else as a config says by its degrees, else 1.
+        """Return the number of data-parallel ranks: the caller's, else the product of the config's degrees, else 1.
 
         A `shard` of -1 stands for all ranks that there are.
         """
@@ -54,15 +54,15 @@ class Reading:
             raise ConfigError(
                 f"{keys}: must be at least 1, or -1 for the first, got {shard} and {replicate}; raise them"
             )
-        said = shard * replicate if shard > 0 else None
-        if self.world_size is None and said is None:
+        in_config = shard * replicate if shard > 0 else None
+        if self.world_size is None and in_config is None:
             self.warn(
                 "the rows of a step are those of one rank, as the config does not say how many there are; "
                 "give --world-size N, or world_size=N"
             )
-        elif self.world_size is not None and said not in (None, self.world_size):
-            self.warn(f"{keys}: not read, as {self.world_size} ranks were asked for, got {said} there")
-        return self.world_size or said or 1
+        elif self.world_size is not None and in_config not in (None, self.world_size):
+            self.warn(f"{keys}: not read, as {self.world_size} ranks were asked for, got {in_config} there")
+        return self.world_size or in_config or 1
 
 
 def translate(
@@ -87,15 +87,15 @@ def translate(
         from tokenmill.config.dialects.kempnerforge import from_kempnerforge as read
     else:
         from tokenmill.config.dialects.torchtitan import from_torchtitan as read
-    reading = Reading(world_size=world_size, is_store=is_store)
+    translator = Translator(world_size=world_size, is_store=is_store)
     try:
-        native = read(tables, reading)
+        native = read(tables, translator)
         files = [source for source in native["sources"] if "store" in source and not is_store(source["store"])]
-        reading.notes.extend(_add_facts(files, tables, mixed=len(native["sources"]) > 1))
+        translator.notes.extend(_add_facts(files, tables, mixed=len(native["sources"]) > 1))
     except ConfigError as error:
         raise met_in(where, error) from None
-    notes = (*reading.notes, *_path_notes(native["sources"]))
-    return Translation(dialect=dialect, tables=native, notes=notes, warnings=tuple(reading.warnings))
+    notes = (*translator.notes, *_path_notes(native["sources"]))
+    return Translation(dialect=dialect, tables=native, notes=notes, warnings=tuple(translator.warnings))
 
 
 def _dialect(tables: Mapping[str, Any], where: str) -> str:
@@ -111,7 +111,7 @@ def _dialect(tables: Mapping[str, Any], where: str) -> str:
             f"{where}: must be a config of one kind, got {got}; {way_out if edited else 'keep the tables of one'}"
         )
     known = "[run] and [[sources]] (native), [data] (KempnerForge), or [training] (torchtitan)"
-    # A single table under a misspelt name is told the nearest; a file of many is of another kind altogether.
+    # For a single table with a misspelt name, suggest the nearest; a file of many is of another kind altogether.
     hint = nearest(next(iter(tables)), ["run", "data", "training"]) if len(tables) == 1 else "add one of them"
     got = ", ".join(f"[{name}]" for name in tables) or "no table"
     raise ConfigError(f"{where}: must have {known}, got {got}; {hint}")
@@ -148,7 +148,7 @@ def table_of(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_known(kind: type[T], tables: Mapping[str, Any], name: str) -> T:
-    """Read those keys of a table that a record has; the others do not say anything of data."""
+    """Read those keys of a table that a record has; the others do not concern data."""
     known = get_type_hints(kind)
     return read_table(kind, {key: value for key, value in table_of(tables, name).items() if key in known}, name)
 
@@ -168,7 +168,7 @@ def plain_name(text: str) -> str:
 
 
 def free_name(wanted: str, taken: Container[str]) -> str:
-    """Return the name, or with -2, -3, ... behind it the first that nobody has.
+    """Return the name, or the first of name-2, name-3, ... that is not taken.
 
     >>> free_name("web", {"web", "web-2"})
     'web-3'
@@ -190,7 +190,7 @@ def hub_name(dataset: str, config: str = "", split: str = DEFAULT_SPLIT) -> str:
 
 
 def text_source(documents: str, *, tokenizer: str, text_field: str) -> dict[str, Any]:
-    """Return a source of text, without a name; what is as usual is left out."""
+    """Return a source of text, without a name; defaults are left out."""
     source: dict[str, Any] = {"documents": [documents], "tokenizer": tokenizer}
     return source if text_field == DEFAULT_FIELD else {**source, "text_field": text_field}
 
@@ -198,8 +198,8 @@ def text_source(documents: str, *, tokenizer: str, text_field: str) -> dict[str,
 def _add_facts(files: Sequence[dict[str, Any]], tables: Mapping[str, Any], *, mixed: bool) -> list[str]:
     """Add to sources of token files what their config says of the tokens; return what there is to note.
 
-    [tokenmill] is for all of them. The vocabulary of [model] is taken only where something hangs on it, since all
-    ids are then looked at once.
+    [tokenmill] is for all of them. The vocabulary of [model] is taken only where it is needed, as all ids are then
+    checked once.
     """
     table = as_json(read_table(TokenFacts, table_of(tables, OURS), OURS))
     facts: dict[str, Any] = {name: value for name, value in table.items() if value is not None}

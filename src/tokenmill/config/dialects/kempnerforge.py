@@ -13,7 +13,7 @@ from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     OURS,
-    Reading,
+    Translator,
     free_name,
     hub_name,
     plain_name,
@@ -74,7 +74,7 @@ class TrainingPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataTable:
-    """Where data comes from and how it is loaded. What is not said is as there."""
+    """Where data comes from and how it is loaded, with KempnerForge's defaults."""
 
     dataset_path: str = ""
     """Folder of token files."""
@@ -87,7 +87,7 @@ class DataTable:
     """Has no effect where there is no accelerator."""
     prefetch_factor: int = 2
     pack_sequences: bool = False
-    """Whether documents are told apart: -100 at labels that cross them, and `doc_ids`."""
+    """Whether documents are kept apart: -100 at labels that cross them, and `doc_ids`."""
     hf_dataset_name: str | None = None
     hf_dataset_config: str | None = None
     hf_dataset_split: str = DEFAULT_SPLIT
@@ -200,10 +200,10 @@ _LOADING = {
     "pin_memory": "the loader of the adapter decides it",
     "prefetch_factor": "the loader says how many batches are made ahead",
 }
-"""What is not needed, and why."""
+"""Keys that are not needed, and why."""
 
 
-def from_kempnerforge(tables: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+def from_kempnerforge(tables: Mapping[str, Any], translator: Translator) -> dict[str, Any]:
     """Return native tables for the tables of a config of KempnerForge."""
     table = table_of(tables, "data")
     for name in _IMAGES:
@@ -212,7 +212,7 @@ def from_kempnerforge(tables: Mapping[str, Any], reading: Reading) -> dict[str, 
                 f"data: must be a config of text, got {name}, which is for images; leave it out if the run has none"
             )
     data = read_table(DataTable, table, "data")
-    run, notes = _run(data, tables, reading), reading.notes
+    run, notes = _run(data, tables, translator), translator.notes
     for name, why in _LOADING.items():
         if name in table:
             shown = str(table[name]).lower() if name == "pin_memory" else table[name]
@@ -222,17 +222,17 @@ def from_kempnerforge(tables: Mapping[str, Any], reading: Reading) -> dict[str, 
     notes += [
         f"data.{name}: not read, {before} goes before it" for name in (single if data.datasets else single[1:])
     ]
-    datasets = _named(data.all_datasets, reading)
+    datasets = _named(data.all_datasets, translator)
     ends_known = not data.pack_sequences or "eos_id" in table_of(tables, OURS)
     sources = [
-        {"name": name, **_source(data, dataset, reading, ends_known=ends_known)}
+        {"name": name, **_source(data, dataset, translator, ends_known=ends_known)}
         for name, dataset in datasets.items()
     ]
-    stages = _stages(data, datasets, run["steps"], reading)
+    stages = _stages(data, datasets, run["steps"], translator)
     drawn = {name for stage in stages for name in stage.get("weights", datasets)}
     for name in datasets:
         if name not in drawn:
-            reading.warn(f"dataset {name!r}: left out, no phase draws from it")
+            translator.warn(f"dataset {name!r}: left out, no phase draws from it")
     notes.append(
         "data.pack_sequences = true: rows are the stream of tokens cut, labels and positions end at documents"
         if data.pack_sequences
@@ -242,16 +242,16 @@ def from_kempnerforge(tables: Mapping[str, Any], reading: Reading) -> dict[str, 
     return {"run": run, "sources": sources, "stages": stages}
 
 
-def _run(data: DataTable, tables: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
-    train, said = read_known(TrainTable, tables, "train"), table_of(tables, "train")
-    check_keys("train", said, (*(field.name for field in fields(TrainTable)), *_TRAINING))
+def _run(data: DataTable, tables: Mapping[str, Any], translator: Translator) -> dict[str, Any]:
+    train, written = read_known(TrainTable, tables, "train"), table_of(tables, "train")
+    check_keys("train", written, (*(field.name for field in fields(TrainTable)), *_TRAINING))
     names = ("batch_size", "seq_len", "max_steps", "grad_accum_steps")
-    defaults = [f"{name} = {getattr(train, name)}" for name in names if name not in said]
+    defaults = [f"{name} = {getattr(train, name)}" for name in names if name not in written]
     if defaults:
-        reading.notes.append(f"train: taken as there by default, {', '.join(defaults)}")
+        translator.notes.append(f"train: taken as there by default, {', '.join(defaults)}")
     parallel = read_known(DistributedTable, tables, "distributed")
     keys = "distributed.dp_shard, dp_replicate"
-    ranks = reading.count_ranks(parallel.dp_shard, parallel.dp_replicate, keys=keys)
+    ranks = translator.count_ranks(parallel.dp_shard, parallel.dp_replicate, keys=keys)
     run: dict[str, Any] = {
         "steps": train.max_steps,
         "global_batch_size": train.batch_size * train.grad_accum_steps * ranks,
@@ -264,26 +264,26 @@ def _run(data: DataTable, tables: Mapping[str, Any], reading: Reading) -> dict[s
     return run if data.mix_temperature == 1 else {**run, "temperature": data.mix_temperature}
 
 
-def _named(datasets: Sequence[DatasetSource], reading: Reading) -> dict[str, DatasetSource]:
+def _named(datasets: Sequence[DatasetSource], translator: Translator) -> dict[str, DatasetSource]:
     """Return datasets by the names of their sources."""
-    given: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for number, dataset in enumerate(datasets):
-        if dataset.name in given:
+        if dataset.name in renamed:
             raise ConfigError(f"data.datasets[{number}]: names must differ, got {dataset.name!r} twice; rename one")
         if dataset.name:
             # A name is kept as far as it can be; those that are only derived must make way for it.
-            given[dataset.name] = free_name(plain_name(dataset.name), given.values())
-    reading.notes.extend(f"dataset {there!r}: called {name!r}" for there, name in given.items() if there != name)
+            renamed[dataset.name] = free_name(plain_name(dataset.name), renamed.values())
+    translator.notes.extend(f"dataset {old!r}: called {new!r}" for old, new in renamed.items() if old != new)
     named: dict[str, DatasetSource] = {}
     for dataset in datasets:
-        derived = free_name(plain_name(dataset.path or dataset.hf_name), {*given.values(), *named})
-        named[given.get(dataset.name, derived)] = dataset
+        derived = free_name(plain_name(dataset.path or dataset.hf_name), {*renamed.values(), *named})
+        named[renamed.get(dataset.name, derived)] = dataset
     return named
 
 
-def _source(data: DataTable, dataset: DatasetSource, reading: Reading, *, ends_known: bool) -> dict[str, Any]:
+def _source(data: DataTable, dataset: DatasetSource, translator: Translator, *, ends_known: bool) -> dict[str, Any]:
     """Return the native source of a dataset, without a name."""
-    if dataset.path and reading.is_store(dataset.path):
+    if dataset.path and translator.is_store(dataset.path):
         return {"store": dataset.path}
     if dataset.path:
         # What is special in a glob is not, in the name of a folder.
@@ -298,12 +298,12 @@ def _source(data: DataTable, dataset: DatasetSource, reading: Reading, *, ends_k
 
 
 def _stages(
-    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, reading: Reading
+    data: DataTable, datasets: Mapping[str, DatasetSource], steps: int, translator: Translator
 ) -> list[dict[str, Any]]:
     if data.anneal_start_step and not data.anneal_weights:
         raise ConfigError("data: anneal_weights must be given with anneal_start_step, got none; add the weights")
     if data.anneal_weights and not data.anneal_start_step:
-        reading.warn("data.anneal_weights: no effect, as anneal_start_step is 0")
+        translator.warn("data.anneal_weights: no effect, as anneal_start_step is 0")
     stages: list[dict[str, Any]] = []
     if not data.all_phases or data.all_phases[0].start_step > 0:
         stages.append({"name": "base", "start_step": 0})
@@ -322,7 +322,7 @@ def _stages(
         if data.datasets:
             stage["weights"] = _phase_weights((where, f"{prefix}_weights"), phase.dataset_weights, datasets)
         elif phase.dataset_weights:
-            reading.warn(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
+            translator.warn(f"stage {name!r}: {prefix}_weights has no effect, as there is one source")
         stages.append(stage | ({"lr_scale": phase.lr_scale} if phase.lr_scale != 1 else {}))
     return stages
 
@@ -330,10 +330,10 @@ def _stages(
 def _phase_weights(
     place: tuple[str, str], weights: Mapping[str, Number], datasets: Mapping[str, DatasetSource]
 ) -> dict[str, Number]:
-    """Return what a phase draws: the weights that it says, else the original ones; 0 is left out."""
+    """Return what a phase draws: by its own weights, else by those of the datasets; 0 is left out."""
     where, key = place
     called = [dataset.called for dataset in datasets.values()]
-    # What two datasets are called alike names neither of them.
+    # A name that two datasets share stands for neither.
     names = {name: name for name in datasets}
     names |= {dataset.called: name for name, dataset in datasets.items() if called.count(dataset.called) == 1}
     merged = {name: dataset.weight for name, dataset in datasets.items()}

@@ -11,7 +11,7 @@ from tokenmill.config.dialects import (
     DEFAULT_FIELD,
     DEFAULT_SPLIT,
     ModelTable,
-    Reading,
+    Translator,
     free_name,
     hub_name,
     plain_name,
@@ -174,7 +174,7 @@ class ParallelTable:
     data_parallel_replicate_degree: int = 1
 
 
-def from_torchtitan(tables: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+def from_torchtitan(tables: Mapping[str, Any], translator: Translator) -> dict[str, Any]:
     """Return native tables for the tables of a config of the torchtitan fork."""
     table = table_of(tables, "training")
     # Other keys belong to training; one of these misspelt would silently train on other data.
@@ -186,8 +186,8 @@ def from_torchtitan(tables: Mapping[str, Any], reading: Reading) -> dict[str, An
         parallel = read_known(ParallelTable, tables, "parallelism")
         degrees = (parallel.data_parallel_shard_degree, parallel.data_parallel_replicate_degree)
         keys = "parallelism.data_parallel_shard_degree, data_parallel_replicate_degree"
-        rows = training.local_batch_size * reading.count_ranks(*degrees, keys=keys)
-    notes = reading.notes
+        rows = training.local_batch_size * translator.count_ranks(*degrees, keys=keys)
+    notes = translator.notes
     stages = _all_stages(training, table, notes)
     tokenizer = _tokenizer(tables, stages)
     sources: list[dict[str, Any]] = []
@@ -200,13 +200,13 @@ def from_torchtitan(tables: Mapping[str, Any], reading: Reading) -> dict[str, An
         notes.append(
             "dataset_random_seed: a new one orders a source from its next epoch on, so that nothing repeats"
         )
-    # Each stage has a seed of its own, so that the one of the run only stands there for the reader.
-    said = [seed for seed in (read_known(DebugTable, tables, "debug").seed, training.seed) if seed is not None]
+    # Each stage has a seed of its own, so that the one of the run is only there for the reader.
+    of_run = [seed for seed in (read_known(DebugTable, tables, "debug").seed, training.seed) if seed is not None]
     run = {
         "steps": training.steps,
         "global_batch_size": rows,
         "seq_len": stages[0].seq_len,
-        "seed": [*said, seeds[0]][0],
+        "seed": [*of_run, seeds[0]][0],
         "packing": "concat",
         "positions": "row",
     }
