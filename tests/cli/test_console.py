@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tokenmill.cli.console import ToNative, WorldSize, busy, megabytes, print_native, progress, tell
+from tokenmill.cli.console import ToNative, WorldSize, busy, megabytes, print_native, progress, show_notes
 from tokenmill.config.dialects import Translation, translate
 
 TABLES = {"data": {"dataset_path": "/data/[web]", "num_workers": 2}, "train": {"seed": 1}}
@@ -21,7 +21,7 @@ def translation():
 
 
 def test_what_a_foreign_config_was_taken_for_goes_to_stderr(translation, capsys):
-    tell(translation)
+    show_notes(translation)
     out, err = capsys.readouterr()
     assert out == ""
     first, *notes = err.splitlines()
@@ -33,12 +33,12 @@ def test_what_a_foreign_config_was_taken_for_goes_to_stderr(translation, capsys)
 def test_a_note_is_printed_as_it_is(capsys):
     """Brackets are no markup, and a long line is not broken."""
     note = "[red] 'a[1]' " + "x" * 300
-    tell(Translation(dialect="torchtitan", tables={}, notes=(note,)))
+    show_notes(Translation(dialect="torchtitan", tables={}, notes=(note,)))
     assert capsys.readouterr().err == f"taken as a torchtitan config:\n  - {note}\n"
 
 
 def test_nothing_is_said_of_a_native_config(capsys):
-    tell(translate({"run": {}}, where="run.toml"))
+    show_notes(translate({"run": {}}, where="run.toml"))
     assert capsys.readouterr() == ("", "")
 
 

@@ -1,1 +1,7 @@
-"""The command line: one file a command, thin over the Python front door."""
+"""The command line.
+
+1. In: the arguments of `tokenmill COMMAND`.
+2. Does: calls what Python users call, and prints the result. It computes nothing of its own; files hold commands
+   that belong together, `console.py` what they share.
+3. Out: tables for people, `--json` for programs, files of HTML and SVG; errors and progress on stderr.
+"""

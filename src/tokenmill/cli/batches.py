@@ -93,32 +93,32 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *,
                 tokens += room
                 trained += labels
                 rows += row_digests(batch) if digest else []
-        made = batch_digest(rows) if digest else f"{tokens:,} tokens, {trained:,} trained"
-        line = f"{step}\t{stage.spec.name}\t{made}"
+        summary = batch_digest(rows) if digest else f"{tokens:,} tokens, {trained:,} trained"
+        line = f"{step}\t{stage.spec.name}\t{summary}"
         if json:
             facts = {"step": step, "stage": stage.spec.name, "tokens": tokens, "trained": trained}
-            line = msgspec.json.encode(facts | ({"digest": made} if digest else {})).decode()
+            line = msgspec.json.encode(facts | ({"digest": summary} if digest else {})).decode()
         sys.stdout.write((ui.escaped(line) if json else harmless(line)) + "\n")
         if state:
             sys.stdout.flush()
             write_atomically(state.absolute(), msgspec.json.encode(_state(loaders)))
     if json:
         _print_counters(loaders)
-    _tell_skipped(loaders)
+    _show_skipped(loaders)
     if not digest and not json:
         ui.errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
 
 
 def _print_counters(loaders: list[Loader]) -> None:
-    """Print for how long was waited, and what was fetched from object storage, as one JSON object."""
+    """Print how long the loaders waited, and what was fetched from object storage, as one JSON object."""
     network = loaders[0].network  # all loaders of a run share one
     counted = {"remote": network.counters.to_json()} if network else {}
     waited = sum(loader.waited for loader in loaders)
     sys.stdout.write(msgspec.json.encode({"waited": waited, **counted}).decode() + "\n")
 
 
-def _tell_skipped(loaders: list[Loader]) -> None:
-    """Say what was left out of live text."""
+def _show_skipped(loaders: list[Loader]) -> None:
+    """Print what was left out of live text."""
     counts: Counter[tuple[str, str]] = Counter()
     for loader in loaders:
         for source, lanes in loader.lanes.items():
@@ -128,7 +128,7 @@ def _tell_skipped(loaders: list[Loader]) -> None:
 
 
 def _state(loaders: list[Loader]) -> dict[str, Any]:
-    """Return where the run stands: what any rank says, but for lanes of live text, of which each has its own."""
+    """Return where the run stands: the state of any rank, or of all together where each has lanes of live text."""
     states = [loader.state_dict() for loader in loaders]
     if "live" not in states[0]:
         return states[0]
@@ -240,7 +240,7 @@ def when(
     uses = opened.plan().when(source, document)
     origin = opened.stores[source].origin(document)
     if json:
-        found = [
+        listed = [
             {
                 "step": use.step,
                 "slot": use.slot,
@@ -249,7 +249,7 @@ def when(
             }
             for use in uses
         ]
-        ui.print_json({"source": source, "document": document, "origin": asdict(origin), "uses": found})
+        ui.print_json({"source": source, "document": document, "origin": asdict(origin), "uses": listed})
         return
     rows = [
         (use.step, use.slot, use.row, ", ".join(f"{s.start}:{s.start + s.length}" for s in use.spans))

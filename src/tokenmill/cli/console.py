@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Screen(Console):
-    """Prints all that people read: no text in it is markup or an emoji code, or speaks to a terminal."""
+    """Prints all that people read: no text in it is taken for markup or an emoji code, or controls the terminal."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - as of `Console`
         super().__init__(markup=False, emoji=False, **options)
@@ -54,8 +54,8 @@ console = Screen()
 errors = Screen(stderr=True)
 
 
-class _Told(logging.Handler):
-    """Prints what is logged, as Python does where nobody has said how."""
+class _LogPrinter(logging.Handler):
+    """Prints what is logged on stderr, as Python does by default."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
@@ -69,7 +69,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 def take_over() -> None:
     """Have all that reaches the terminal printed here: log lines, warnings of Python, errors that are bugs."""
-    logging.basicConfig(handlers=[_Told(logging.WARNING)], format="%(message)s")
+    logging.basicConfig(handlers=[_LogPrinter(logging.WARNING)], format="%(message)s")
     logging.captureWarnings(True)
     sys.excepthook = _show_traceback
     threading.excepthook = lambda lost: _show_traceback(
@@ -78,7 +78,7 @@ def take_over() -> None:
 
 
 MIN_NAME = 12
-"""Names are not folded to less than so many characters."""
+"""Characters to which a column of names may shrink."""
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
@@ -123,22 +123,22 @@ def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:
 
 
 def open_run(file: Path, world_size: int | None = None) -> Run:
-    """Read the config of a run, and say on stderr what a foreign one was taken for."""
+    """Read the config of a run, and print on stderr how a foreign one was read."""
     from tokenmill.config.run import logger
     from tokenmill.run.run import Run
 
-    logger.disabled = True  # all of it is told below
+    logger.disabled = True  # `show_notes` prints all of it
     try:
         run = Run.from_toml(file, world_size=world_size)
     finally:
         logger.disabled = False
     if run.translation:
-        tell(run.translation)
+        show_notes(run.translation)
     return run
 
 
-def tell(translation: Translation) -> None:
-    """Say on stderr what a foreign config was taken for, a note a line; nothing of a native one."""
+def show_notes(translation: Translation) -> None:
+    """Print on stderr how a foreign config was read, a note a line; nothing for a native one."""
     if translation.dialect == "native":
         return
     lines = [f"taken as a {translation.dialect} config:", *(f"  - {note}" for note in translation.notes)]
@@ -147,7 +147,7 @@ def tell(translation: Translation) -> None:
 
 
 def check_file(option: str, file: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is read; None is one that is not wanted."""
+    """Refuse a file that cannot be written, before anything is read; None: no file was asked for."""
     if file is None:
         return
     if file.is_dir():
@@ -169,7 +169,7 @@ LINE_SECONDS = 30.0
 def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[[str, int, int | None], None]]:
     """Show on stderr how far a command is: a bar on a terminal, else a line every 30 s.
 
-    Yields a function that is told what is done, how much of it, and how much there is, if that is known.
+    Yields a function to be called with what is done, how much of it, and how much there is, if that is known.
     """
     if not errors.is_terminal:
         last = time.monotonic()
@@ -205,7 +205,7 @@ def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Say on stderr that a command is at work whose end nobody knows: on a terminal at once, else every 30 s."""
+    """Show on stderr that a command is at work, where no end is known: on a terminal at once, else every 30 s."""
     if errors.is_terminal:
         with errors.status(Text(what)):
             yield
@@ -232,7 +232,7 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def escaped(text: str) -> str:
-    r"""Return JSON or TOML whose strings say the same and do not speak to a terminal, nor name a secret.
+    r"""Return JSON or TOML that means the same, but cannot control a terminal and holds no secret.
 
     >>> print(escaped('["\x9b1m \u202e"]'))
     ["\u009b1m \u202e"]
@@ -262,7 +262,7 @@ def show_error(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text that cannot speak to the terminal: no escape sequences, no bells, no reversed text."""
+    """Return a text that cannot control the terminal: no escape sequences, no bells, no reversed text."""
     return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else "→" if c == "\t" else "\ufffd" for c in text)
 
 
@@ -283,7 +283,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def show_table(data: Table) -> None:
-    """Print a table, its texts such that they cannot speak to the terminal."""
+    """Print a table; its texts cannot control the terminal."""
     rows = [[_shown(value) for value in row] for row in data.rows]
     if data.folded:
         console.print(table(data.title, data.columns, rows))
@@ -324,7 +324,7 @@ class WideTable(Table):
                 [[row[index] for index in chosen] for row in self.rows],
             )
             room = max(0, width - _needed([least[index] for index in chosen]))
-            # Told to rich in full: where room is scarce, it would take some from numbers as well. Names come last.
+            # All widths are set: where room is scarce, rich would take some from numbers as well. Names come last.
             for column, index in [*zip(part.columns, chosen, strict=True)][::-1]:
                 column.width = min(max(map(cell_len, texts[index])), least[index] + room)
                 column.min_width, column.no_wrap = None, False

@@ -133,14 +133,14 @@ def _inspect_document(
 
 
 def _token(text: str | None, control: bool) -> str | None:
-    """Show a token; a control token otherwise than a text that spells it."""
+    """Show a token; a control token looks different from a text that spells it."""
     if text is None:
         return None
     return f"{CONTROLS[0]}{ui.printable(text)}{CONTROLS[1]}" if control else repr(ui.printable(text))
 
 
 def _open_run(path: Path, options: ForeignOptions) -> Run:
-    """Open a run, and say on stderr what its live text is, as that has no store."""
+    """Open a run, and print on stderr what its live text is, as that has no store."""
     from tokenmill.run.run import Run
 
     if options.given:
@@ -283,7 +283,8 @@ def view(
     diff: Annotated[Path | None, typer.Option(metavar="OTHER.toml", help="Run to compare with.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     expose: Annotated[
-        bool, typer.Option("--i-know", help="Listen beyond this machine: who has the address reads all documents.")
+        bool,
+        typer.Option("--i-know", help="Listen beyond this machine: anyone with the address reads all documents."),
     ] = False,
 ) -> None:
     """Show a run or a store in a browser: batches, mixture, packing, documents, differences of two runs.
@@ -317,14 +318,14 @@ def view(
         word, names = new_word(), (host, *(LOOPBACK if host in LOOPBACK else ()))
         app = make_app(opened, word, tuple(f"{name}:{port}" for name in dict.fromkeys(names)))
         if host not in LOOPBACK:
-            ui.print_line(f"warning: {path} and all documents of its stores can be read by who has this address")
+            ui.print_line(f"warning: {path} and all documents of its stores are open to anyone with this address")
         ui.print_line(f"http://{host}:{port}/{word}/  (Ctrl-C ends it)")
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
         uvicorn.Server(config).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Listen at an address of this machine; where that cannot be, say which option is wrong."""
+    """Listen at an address of this machine, or raise an error that names the wrong option."""
     try:
         return socket.create_server((host.strip("[]"), port))
     except OSError as error:

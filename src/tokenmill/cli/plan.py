@@ -33,7 +33,7 @@ def plan(
         bool,
         typer.Option(
             "--remote",
-            help="Tell what reading from object storage takes, of local stores as well, before an upload.",
+            help="Show what reading from object storage takes, for local stores as well, before an upload.",
         ),
     ] = False,
     nodes: Annotated[int, typer.Option(help="With --remote: machines that train.", min=1)] = 1,
@@ -109,7 +109,7 @@ def diff(
 ) -> None:
     """Find the first step at which two runs differ, the change that causes it, and how many rows differ.
 
-    The exit code is 0 if all batches are the same, 1 if not, and 2 if that cannot be told. Reads no token.
+    The exit code is 0 if all batches are the same, 1 if not, and 2 after an error. Reads no token.
     """
     left, right = (ui.open_run(path, world_size) for path in (old, new))
     with ui.progress() as tell:

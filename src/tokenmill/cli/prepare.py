@@ -222,7 +222,7 @@ def _check_mode(
 ) -> None:
     """Refuse what does not go together."""
     modes = {"--plan-only": plan_only, "--part": part is not None, "--publish": publish}
-    chosen = [name for name, given in modes.items() if given]
+    chosen = [name for name, is_chosen in modes.items() if is_chosen]
     if len(chosen) > 1:
         raise ConfigError(
             f"prepare: must do one of {', '.join(modes)} at a time, got {' and '.join(chosen)}; choose one"
@@ -244,7 +244,7 @@ def _check_mode(
 
 @contextmanager
 def _executor(engine: str, address: str | None, workers: int | None) -> Iterator[Executor | None]:
-    """Give what runs units, None for the workers of this machine; what was started for it ends."""
+    """Yield what runs units, None for the workers of this machine; what was started for it is ended."""
     if engine == "local":
         yield None
         return

@@ -1,8 +1,8 @@
 """Two plans side by side: the first step at which their batches differ, why, and how many rows do.
 
 Descriptions say from which step on batches may differ. From there they are computed, block by block, and compared
-by what they hold, as another description may well give the same rows. A row is the same if it delivers the same: of
-rows of the same index the number tells, of others the spans.
+by what they hold, as another description may well give the same rows. A row is the same if it delivers the same:
+rows of one index are compared by number, others by their spans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK_ROWS = 1 << 16
 """Rows that are computed together."""
 
 Progress: TypeAlias = Callable[[int], None]
-"""Is told how many rows have been compared."""
+"""Called with the number of rows that have been compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ def compare(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Steps:
     """Steps at which each plan draws by one stage; None where it draws nothing: it has ended, or skips them."""
 
     first: int
@@ -135,13 +135,13 @@ class _Run:
         return max(stage.spec.global_batch_size if stage else 0 for stage in (self.old, self.new))
 
 
-def _runs(old: Plan, new: Plan, start: int) -> Iterator[_Run]:
+def _runs(old: Plan, new: Plan, start: int) -> Iterator[_Steps]:
     """Cut the steps from `start` on wherever one of the plans begins a stage or ends."""
     cuts = {start, *(stage.spec.start_step for plan in (old, new) for stage in plan.stages), old.steps, new.steps}
     for first, end in pairwise(sorted(cut for cut in cuts if cut >= start)):
         stages = [plan.stage(first) if first < plan.steps else None for plan in (old, new)]
         drawn = [stage if stage and stage.spec.skipped is None else None for stage in stages]
-        yield _Run(first=first, end=end, old=drawn[0], new=drawn[1])
+        yield _Steps(first=first, end=end, old=drawn[0], new=drawn[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,7 @@ class _Block:
 
 
 def _blocks(old: Plan, new: Plan, start: int, limit_rows: int, progress: Progress | None) -> Iterator[_Block]:
-    """Compare from a step on, until so many rows have been computed."""
+    """Compare from a step on, until `limit_rows` rows have been computed."""
     left = limit_rows
     same_contract = old.contract == new.contract
     for run in _runs(old, new, start):

@@ -105,7 +105,7 @@ class Eval:
         return None if tokens is None else read_tokens(f"eval {self.name!r}", "every_tokens", tokens)
 
     def due(self, step: int) -> bool:
-        """Say whether to evaluate after so many steps: at each `every`-th, or where `every_tokens` have passed."""
+        """Return whether to evaluate after `step` steps: every `every`, or each time `every_tokens` have passed."""
         tokens, clock = self.every_tokens, self.run.config.clock
         if tokens is None:
             return self.every is not None and step > 0 and step % self.every == 0
@@ -195,7 +195,7 @@ class Eval:
         return taken
 
     def plan(self, batch: int = 1) -> Plan:
-        """Return the plan of one epoch in batches of so many rows, over all ranks; the last one is filled up."""
+        """Return the plan of one epoch in batches of `batch` rows, over all ranks; the last one is filled up."""
         parts = [part for part in self.parts if part.taken]
         fill = -self.num_rows % batch
         rows = {
@@ -283,8 +283,8 @@ def _apportion(shares: Sequence[Fraction], rows: int) -> list[int]:
 
 # Whether documents of an eval are trained on: by their numbers within a store, by their content across stores.
 #
-# Content goes by the 8-byte hashes that stores keep of their documents. Those of the evals are held in memory,
-# those of the training stores are read once, in blocks, so memory does not grow with what is trained on.
+# Contents are compared by the 8-byte hashes that stores keep of their documents. Those of the evals are held in
+# memory, those of the training stores are read once, in blocks, so memory does not grow with what is trained on.
 
 SHOWN = 5
 """How many documents of an eval that are trained on are named; all are counted."""

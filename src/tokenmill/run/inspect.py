@@ -157,7 +157,7 @@ def inspect_store(
 ) -> StoreContents:
     """Look into a store: reads where documents begin, and tokens and masks for the audit, a part at a time.
 
-    With `max_items`, lengths and audit are of so many items at most, from all over the store, whatever its size.
+    With `max_items`, lengths and audit are of that many items at most, spread over the store, whatever its size.
     """
     manifest = store.manifest
     lengths = {key: _lengths(store, key, max_items) for key in token_keys(store.keys)}
@@ -614,7 +614,7 @@ class DocumentPart:
     length: int
     """How many tokens it has, also where not all of them are shown."""
     turns: Turns | None
-    """Who says what, of those that are shown; None where no chat template tells it."""
+    """Who says what, of the tokens that are shown; None where no chat template is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

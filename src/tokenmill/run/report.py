@@ -33,7 +33,7 @@ from tokenmill.tables import as_json
 from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array
 
 PREFETCH = 8
-"""Micro-batches that a loader keeps ready, unless it is told otherwise."""
+"""Micro-batches that a loader keeps ready by default."""
 AUDITED_ITEMS = 1 << 16
 """Of each array with a mask, so that a report takes no longer for a larger store."""
 

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tokenmill")
 LIMIT_ROWS = 1 << 22
-"""Rows that `diff` computes at most, before the first difference and after, unless it is told otherwise."""
+"""Rows that `diff` computes at most by default, before the first difference and after."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochCount:
-    """How many rows a run reads that is so many epochs long."""
+    """What the epochs of a run come to in rows and steps."""
 
     epochs: float
     rows: int
@@ -73,7 +73,7 @@ class Run:
     folder: Path = Path()
     """Where relative paths count from, and where plans are recorded."""
     name: str = "run"
-    """Of the config file, without its ending: what the history of edits is kept under."""
+    """Of the config file, without its ending; names the history of edits."""
     translation: Translation | None = None
     """How the config file was read, if it was."""
     epochs: EpochCount | None = field(default=None, init=False)
@@ -86,7 +86,7 @@ class Run:
             object.__setattr__(self, "config", config)
 
     def lasting(self, *, steps: int | None = None, epochs: float | None = None) -> Run:
-        """Return the same run of another length: so many steps, or epochs."""
+        """Return the same run with another length, in steps or in epochs."""
         weights = self.config.run.weights if self.epochs is None else None
         run = replace(self.config.run, steps=steps, tokens=None, epochs=epochs, weights=weights)
         return replace(self, config=replace(self.config, run=run))
@@ -129,7 +129,7 @@ class Run:
         return cls(config=config, folder=folder, name=name, translation=translation)
 
     def _counted_epochs(self, epochs: float) -> tuple[EpochCount, Config]:
-        """Count the rows of an epoch; return that, and the config with the steps that so many epochs take."""
+        """Count the rows of an epoch; return the count, and the config with steps in place of epochs."""
         from tokenmill.plan.mixture import exact_weight
 
         one_step = replace(self.config.run, steps=1, epochs=None, weights="rows")
@@ -170,11 +170,11 @@ class Run:
                 files.bring_small()
             return store
 
-        # Those in object storage beside one another: none waits for the round trips of those before it.
-        away = [source for source in stored if any(map(is_address, _places(source.store)))]
-        with ThreadPoolExecutor(max(1, len(away))) as pool:
-            found = dict(zip((source.name for source in away), pool.map(opened, away), strict=True))
-        stores = {source.name: found.get(source.name) or opened(source) for source in stored}
+        # Those in object storage side by side: none waits for the round trips of those before it.
+        remote = [source for source in stored if any(map(is_address, _places(source.store)))]
+        with ThreadPoolExecutor(max(1, len(remote))) as pool:
+            remote_stores = dict(zip((source.name for source in remote), pool.map(opened, remote), strict=True))
+        stores = {source.name: remote_stores.get(source.name) or opened(source) for source in stored}
         _check_tokenizers(
             {name: store.manifest.tokenizer for name, store in stores.items()}
             | {name: rows.source.tokenizer.identity.to_json() for name, rows in self.live.items()}
@@ -271,10 +271,10 @@ class Run:
         from tokenmill.store.remote.inputs import copy_inputs
 
         folder = (self.folder / ".tokenmill" / "inputs").absolute()
-        found = copy_inputs(
+        copies = copy_inputs(
             texts, folder, is_known=lambda name: suffix_of(name) is not None, options=self.config.remote
         )
-        return list(map(str, found))
+        return list(map(str, copies))
 
     def _tokenizer(self, source: SourceConfig) -> str:
         assert source.tokenizer is not None
@@ -282,7 +282,7 @@ class Run:
         return source.tokenizer if plain else str(self.folder / source.tokenizer)
 
     def _eos_id(self, source: SourceConfig) -> int | None:
-        """Return the id that ends the documents of token files: as the source says, else that of its tokenizer."""
+        """Return the id that ends the documents of token files: that of the source, else that of its tokenizer."""
         if source.eos_id is not None or source.store is None or source.tokenizer is None:
             return source.eos_id
         from tokenmill.encode.engines import read_identity
@@ -358,33 +358,40 @@ class Run:
     def _compiled(self) -> tuple[Plan, float]:
         from tokenmill.plan.plan import compile_plan
 
-        records = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
-        if records and self.config.says_tokens:
-            raise ConfigError(
-                f"run: tokens are counted in rows of seq_len, got stores of {records.pop()}, whose rows have "
-                "several arrays; say steps"
-            )
-        run = self.config.run
-        asked = {
-            "horizon": run.horizon > 1,
-            "balance": run.balance is not None,
-            "segment_multiple": run.segment_multiple > 1,
-        }
-        key = next((key for key, is_asked in asked.items() if is_asked), None)
-        if records and key is not None:
-            raise ConfigError(f"run: {key} is for stores of sequences, got stores of {records.pop()}; leave it out")
+        for kind in self._record_kinds:
+            self._check_for_records(kind)
         began = perf_counter()
-        steps = self.config.steps
         errors, stops = limits(self.config)
         plan = compile_plan(
             schedule(self.config, self.folder, self._stage_rows, self._size),
             sources=self.config.source_names,
-            steps=steps,
+            steps=self.config.steps,
             max_epochs=errors,
             stops=stops,
             contract=self._contract,
         )
         return plan, perf_counter() - began
+
+    @property
+    def _record_kinds(self) -> set[str]:
+        """The training type of the stores, if it is one whose records are rows as they are."""
+        return {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
+
+    def _check_for_records(self, kind: str) -> None:
+        """Refuse what only rows of sequences have, where the stores are of pairs or groups."""
+        if self.config.says_tokens:
+            raise ConfigError(
+                f"run: tokens are counted in rows of seq_len, got stores of {kind}, whose rows have several "
+                "arrays; say steps"
+            )
+        run = self.config.run
+        for key, is_set in (
+            ("horizon", run.horizon > 1),
+            ("balance", run.balance is not None),
+            ("segment_multiple", run.segment_multiple > 1),
+        ):
+            if is_set:
+                raise ConfigError(f"run: {key} is for stores of sequences, got stores of {kind}; leave it out")
 
     @property
     def _contract(self) -> dict[str, str]:
@@ -433,7 +440,8 @@ class Run:
     ) -> Difference:
         """Compare with another run: the first step whose batches differ, why, and how many rows do from there on.
 
-        At most `limit_rows` rows are computed to find it, and as many after it; `progress` is told how many were.
+        At most `limit_rows` rows are computed to find it, and as many after it; `progress` is called with how many
+        were.
         """
         from tokenmill.run.compare import compare
 
@@ -476,13 +484,17 @@ class Run:
     ) -> Loader:
         """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds.
 
-        A `layout` says in place of rank and world size where the process stands among data-, context-, tensor- and
-        pipeline-parallel ones. A thread that reads live text, and comes to nothing within `timeout` seconds, is
-        given up. `arrays` and `pad_to` are those of the config, if not given. `columns` are fields that
-        stores of pairs, groups or prompts keep of each record.
+        A `layout`, in place of rank and world size, is the place of the process among data-, context-, tensor- and
+        pipeline-parallel ones. A thread that reads live text is given up if it gets nowhere for `timeout` seconds.
+        `arrays` and `pad_to` are those of the config, if not given. `columns` are fields that stores of pairs,
+        groups or prompts keep of each record.
+
+        The loader of the first rank keeps the plan beside the config, and notes it in the history if it is a new
+        one.
         """
         from tokenmill.loader import Loader, LoaderOptions, RankSlice
         from tokenmill.loader.layout import find_layout
+        from tokenmill.run.history import record
 
         layout = find_layout(layout, rank, world_size)
         plan = self.plan()
@@ -490,7 +502,7 @@ class Run:
         if columns:
             self.check_columns(columns, arrays, self.stores)
         if layout.leads:
-            self._record(plan)
+            record(self.folder, self.name, plan, self.config)
             self._warn_of_long_records()
             if self.epochs is not None:
                 logger.info("%s", self.epochs.sentence(plan.steps))
@@ -565,8 +577,8 @@ class Run:
         return sizes[counted]
 
     def _packing(self, stage: ResolvedStage) -> str:
-        """Return how a stage packs: as it says, but records of pairs and groups are rows as they are."""
-        kinds = {store.manifest.kind for store in self.stores.values()} & RECORD_TYPES
+        """Return the packing of a stage; records of pairs and groups are rows as they are, and padded."""
+        kinds = self._record_kinds
         if not kinds:
             return stage.packing
         if stage.packing not in WHOLE_PACKINGS:
@@ -577,7 +589,7 @@ class Run:
         return "padded"
 
     def _arrays(self, plan: Plan) -> tuple[str, ...]:
-        """Return what the config says that a batch delivers, or what the training type has."""
+        """Return the arrays of a batch: those of the config for sequences, else those of the training type."""
         from tokenmill.loader import usual_arrays
 
         usual, written = usual_arrays(plan), self.config.run.arrays
@@ -590,14 +602,8 @@ class Run:
             )
         return usual
 
-    def _record(self, plan: Plan) -> None:
-        """Keep the plan beside the config, and note in the history that it is the one, if another was before."""
-        from tokenmill.run.history import record
-
-        record(self.folder, self.name, plan, self.config)
-
     def _explain(self, plan: Plan, made_by: str, step: int) -> str | None:
-        """Say what changed since the plan that made a state, if that one is on record."""
+        """Say what changed since the plan that a state was made by, if that one is on record."""
         from tokenmill.run.history import PlanRecord, explain, read_plan
 
         old = read_plan(self.folder, made_by)

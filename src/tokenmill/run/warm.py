@@ -20,7 +20,7 @@ RUN = {"steps": 12, "global_batch_size": 4, "seq_len": 24}
 STAGES = [
     {"name": "first", "start_step": 0},
     {"name": "longer", "start_step": 3, "seq_len": 32},
-    {"name": "mixed", "start_step": 6, "weights": {"told": 0.7, "web": 0.3}, "ramp": "cosine", "ramp_steps": 4},
+    {"name": "mixed", "start_step": 6, "weights": {"answers": 0.7, "web": 0.3}, "ramp": "cosine", "ramp_steps": 4},
 ]
 """Rows that come whole, what is left of an epoch, and weights that change."""
 
@@ -67,7 +67,7 @@ def warm() -> WarmReport:
 
 @contextmanager
 def _log_of_kernels_only() -> Iterator[None]:
-    """Keep warnings about the rehearsal's own data out of the log: nobody else knows its stores and stages."""
+    """Keep warnings about the rehearsal's own data out of the log: they mean nothing to a user."""
 
     def concerns_kernels(record: logging.LogRecord) -> bool:
         return record.module == "compiled" or record.levelno >= logging.ERROR
@@ -91,7 +91,7 @@ def _build(folder: Path) -> None:
         "dpo": [{"prompt": "a", "chosen": "b " + text, "rejected": "c"} for text in texts],
         "grpo": [{"prompt": "a", "responses": ["b", "c " + text], "rewards": [0.0, 1.0]} for text in texts],
     }
-    for recipe, name in zip(records, ("web", "told", "pairs", "groups"), strict=True):
+    for recipe, name in zip(records, ("web", "answers", "pairs", "groups"), strict=True):
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records[recipe]), encoding="utf-8")
         prepare(file, out=folder / name, tokenizer="bytes", recipe=recipe, workers=1, progress=False)
@@ -99,16 +99,16 @@ def _build(folder: Path) -> None:
 
 def _runs() -> Iterator[dict[str, Any]]:
     """Yield the tables of runs that use every packing, array and order, over stores and live text."""
-    stores = [{"name": name, "store": name} for name in ("web", "told")]
+    stores = [{"name": name, "store": name} for name in ("web", "answers")]
     live = {"name": "talk", "documents": ["web.jsonl"], "tokenizer": "bytes", "live": True}
     for packing in PACKINGS:
         run = {**RUN, "packing": packing, **({"split": "truncate_end"} if packing == "padded" else {})}
-        stored = {**run, "arrays": list(ARRAYS), "weights": {"web": 0.6, "told": 0.4}}
+        stored = {**run, "arrays": list(ARRAYS), "weights": {"web": 0.6, "answers": 0.4}}
         yield {"run": stored, "sources": stores, "stages": STAGES}
         mixed = {**run, "shuffle": "block", "weights": {"web": 0.5, "talk": 0.5}}
         yield {"run": mixed, "sources": [stores[0], live]}
     for packing in ("best_fit", "concat"):
-        ordered = {**RUN, "packing": packing, "shuffle": "window", "weights": {"web": 0.6, "told": 0.4}}
+        ordered = {**RUN, "packing": packing, "shuffle": "window", "weights": {"web": 0.6, "answers": 0.4}}
         yield {"run": ordered, "sources": stores, "stages": STAGES}
     yield {"run": {**RUN, "horizon": 2, "balance": "attention", "arrays": list(ARRAYS)}, "sources": stores[:1]}
     for name in ("pairs", "groups"):

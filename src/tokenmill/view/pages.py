@@ -44,8 +44,8 @@ from tokenmill.view.views import (
 def link(view: str, words: str, current: str = "", /, **parameters: object) -> str:
     """Return a link to a view, relative to any page."""
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
-    here = ' aria-current="page"' if view == current else ""
-    return f'<a href="{text_of(view + (f"?{query}" if query else ""))}"{here}>{words}</a>'
+    mark = ' aria-current="page"' if view == current else ""
+    return f'<a href="{text_of(view + (f"?{query}" if query else ""))}"{mark}>{words}</a>'
 
 
 def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
@@ -141,7 +141,7 @@ def standalone(title: str, body: str) -> str:
 
 
 def plan_html(report: RunReport, reading: ReadingReport | None = None, *, links: bool = False) -> str:
-    """Draw all that `tokenmill plan` tells, below its picture."""
+    """Draw all that `tokenmill plan` shows, below its picture."""
     notes = "".join(
         f"<p{' class=problem' * (kind == 'warning')}>{text_of(': '.join(filter(None, (kind, sentence))))}</p>\n"
         for kind, sentence in plan_notes(report, reading)
@@ -151,7 +151,7 @@ def plan_html(report: RunReport, reading: ReadingReport | None = None, *, links:
 
 
 def stores_html(shown: Sequence[tuple[str, StoreContents, Sequence[Example]]], fates: Table | None) -> str:
-    """Draw all that `tokenmill inspect` tells."""
+    """Draw all that `tokenmill inspect` shows."""
     parts = []
     for name, contents, texts in shown:
         parts += [table(each) for each in store_tables(name, contents, inputs=True)]
@@ -307,7 +307,7 @@ def step_page(view: StepView, run: Run) -> str:  # noqa: ARG001 - all pages of a
 
 
 def _deal(deal: StepDeal) -> str:
-    """Show who takes which rows, and what waiting for the dearest costs."""
+    """Show which rank takes which rows, and how long ranks wait for the most expensive ones."""
     used, other = deal.used, deal.in_order if deal.balanced else deal.dealt
     how = "by cost" if deal.balanced else "in order"
     lines = [
@@ -522,8 +522,7 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
     kept = [(name, str(value)) for name, value in contents.origin.kept.items()]
     controls = set(view.controls)
     parts = "".join(
-        _part(part, view, controls, None if contents.rewards is None else contents.rewards, place)
-        for place, part in enumerate(contents.parts)
+        _part(part, view, controls, contents.rewards, place) for place, part in enumerate(contents.parts)
     )
     steps = [
         (
@@ -565,7 +564,7 @@ def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
 def _part(
     part: DocumentPart, view: DocumentView, controls: set[int], rewards: Sequence[float] | None, place: int
 ) -> str:
-    """Show one array of a document: tokens as text, with what is said of each, by who says it."""
+    """Show one array of a document: tokens as text, each with its id and mask; a chat message by message."""
     strings = part.strings or [f"{number} " for number in part.ids]
     cuts = {start for use in view.uses for start, _ in use.spans if start}
     tokens = [
@@ -583,17 +582,18 @@ def _part(
     heading = f"{part.key}{reward}: {part.length:,} tokens, {sum(part.trained):,} of those shown trained"
     body = tokens_html(tokens)
     if part.turns is not None:
-        said, before = [], 0
+        messages, before = [], 0
         for turn in part.turns.turns:
-            said.append(_said("", tokens[before : turn.first]) + _said(turn.role, tokens[turn.first : turn.end]))
+            messages.append(_message("", tokens[before : turn.first]))
+            messages.append(_message(turn.role, tokens[turn.first : turn.end]))
             before = turn.end
         note = "" if part.turns.proven else " (the template had more to write than these messages, such as tools)"
-        body = f"{TOKENS_LEGEND}<p>Who says what, as the chat template writes it{note}:</p>{''.join(said)}"
-        body += _said("", tokens[before:])
+        body = f"{TOKENS_LEGEND}<p>Who says what, as the chat template writes it{note}:</p>{''.join(messages)}"
+        body += _message("", tokens[before:])
     return f"<section><h2>{text_of(heading)}</h2>{body}</section>"
 
 
-def _said(role: str, tokens: Sequence[ShownToken]) -> str:
+def _message(role: str, tokens: Sequence[ShownToken]) -> str:
     """Show the words of a message, or what the template wrote between two."""
     name = f"<b>{text_of(role)}</b>" if role else "<small>template</small>"
     kind = "said" if role else "said written"

@@ -30,7 +30,7 @@ WINDOWS = 100
 MARKS = 400
 """Evaluations that are marked one by one."""
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-"""Of Okabe and Ito, told apart by readers of every colour vision, and a grey."""
+"""Of Okabe and Ito, which readers of every colour vision can tell apart, and a grey."""
 _STYLE = """
 .tm{font:11px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 .tm-paper{fill:#fff}.tm-ink{fill:#1c1f24}.tm-dim{fill:#5b616b}.tm-head{font-size:15px;font-weight:600}
@@ -139,7 +139,7 @@ def shortened(text: str, size: float, room: float) -> str:
 
 
 def ticks(end: int, most: int) -> list[int]:
-    """Return round numbers from 0 to `end`, at most so many and one more, whole and evenly spaced.
+    """Return round numbers from 0 to `end`, whole and evenly spaced, at most `most` + 1 of them.
 
     >>> ticks(1000, 5), ticks(3, 8)
     ([0, 200, 400, 600, 800, 1000], [0, 1, 2, 3])
@@ -164,7 +164,7 @@ def _line(start: tuple[float, float], rest: str, kind: str) -> str:
 
 
 def _group(kind: str, title: str, *parts: str) -> str:
-    """Return what belongs together, with the text that is shown to who points at it."""
+    """Return a group of shapes, with the text that is shown when it is pointed at."""
     return f'<g class="{kind}"><title>{text_of(title)}</title>{"".join(parts)}</g>'
 
 
@@ -175,7 +175,7 @@ class _Event(NamedTuple):
     step: int
     label: str
     text: str
-    """All of it, for who points at the mark."""
+    """All of it, shown when the mark is pointed at."""
     source: int | None = None
     """Index of the source on whose band it is marked; None where it is marked over the whole height."""
 

@@ -1,4 +1,4 @@
-"""The server of the page: loopback unless told otherwise, a random word in every address, read-only."""
+"""The server of the page: on loopback by default, with a random word in every address, read-only."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 class _Guard:
-    """Refuses whoever does not come by a known name, or from another page, or wants to write."""
+    """Refuses requests for another host, from pages of other origins, and those that would write."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What a run, a store and object storage tell, as tables: the command line prints them, the page draws them."""
+"""Reports on runs, stores and object storage as tables: the command line prints them, the page draws them."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def megabytes(count: int) -> str:
 
 
 def plan_tables(report: RunReport) -> Iterator[Table]:
-    """Yield the report as tables; what no line says anything about has no column, and no table."""
+    """Yield the report as tables; a column or table that would hold nothing but defaults is left out."""
     yield _stages(report)
     if report.changes:
-        told = report.changes if len(report.changes) <= _MOST_CHANGES else report.changes[: _MOST_CHANGES - 1]
-        rows: list[tuple[object, ...]] = [(c.stage, c.step, c.tokens, c.what) for c in told]
-        if len(told) < len(report.changes):
-            rows.append(("–", None, None, f"{len(report.changes) - len(told):,} more, in --json"))
+        listed = report.changes if len(report.changes) <= _MOST_CHANGES else report.changes[: _MOST_CHANGES - 1]
+        rows: list[tuple[object, ...]] = [(c.stage, c.step, c.tokens, c.what) for c in listed]
+        if len(listed) < len(report.changes):
+            rows.append(("–", None, None, f"{len(report.changes) - len(listed):,} more, in --json"))
         columns = ("stage", "from step", "tokens before", "what")
         yield Table(title="Changes within stages", columns=columns, rows=rows)
     yield _mixture(report.shares)
@@ -127,7 +127,7 @@ def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Itera
 
 _MOST_CHANGES = 24
 """Of what changes within stages: a batch may grow in thousands of steps."""
-_DULL = {
+_DEFAULTS = {
     "ramp until": None,
     "tokens before": 0,
     "lr_scale": 1,
@@ -143,14 +143,14 @@ _DULL = {
     "tokens skipped": 0,
     "of them skipped": 0,
 }
-"""Columns that are left out where every line says only this."""
+"""Columns that are left out where every cell has this value."""
 
 
 def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names: int = 1) -> Table:
-    """Make a table of columns, each a header and cells."""
-    told = [(name, cells) for name, cells in columns if name not in _DULL or set(cells) != {_DULL[name]}]
-    rows = list(zip(*(cells for _, cells in told), strict=True))
-    return Table(title=title, columns=[name for name, _ in told], rows=rows, names=names)
+    """Make a table of columns, each a header and cells; those that hold only defaults are left out."""
+    shown = [(name, cells) for name, cells in columns if name not in _DEFAULTS or set(cells) != {_DEFAULTS[name]}]
+    rows = list(zip(*(cells for _, cells in shown), strict=True))
+    return Table(title=title, columns=[name for name, _ in shown], rows=rows, names=names)
 
 
 def _stages(report: RunReport) -> Table:
@@ -246,7 +246,7 @@ def _evals(evals: Sequence[EvalFacts]) -> Table:
 
 
 def _trained_on(facts: EvalFacts) -> str:
-    """Say of an eval which of its documents are trained on: none, so many, or what is not known."""
+    """Return how many documents of an eval are trained on, by source, and of which sources that is not known."""
     known = ", ".join(f"{o.documents:,} in {o.source}" for o in facts.overlaps if o.documents)
     unknown = ", ".join(f"{o.source} not known" for o in facts.overlaps if o.unknown is not None)
     return ", ".join(text for text in (known, unknown) if text) or "none"
@@ -290,8 +290,8 @@ def _costs(costs: Costs) -> Table:
 def reading_tables(report: ReadingReport) -> Iterator[Table]:
     """Yield what each stage asks of object storage, and what an epoch of each source does."""
     lines = report.readings
-    told = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
-    names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", told)]
+    shuffles = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
+    names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", shuffles)]
     for title, parts in (
         ("Object storage, a stage", [1.0] * len(lines)),
         ("Object storage, an epoch", [max(1.0, r.epochs) for r in lines]),
@@ -390,7 +390,7 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
 
 
 def _placed(store: StoreContents, which: str) -> str:
-    """Say which id starts or ends documents, and whether it does; we did not add what others wrote."""
+    """Say which id starts or ends documents, and whether it was added to them; not of files that others wrote."""
     from tokenmill.run.inspect import has_chat_template
 
     identity, recipe = store.tokenizer, store.recipe
@@ -412,7 +412,7 @@ def _placed(store: StoreContents, which: str) -> str:
 
 
 def supervision(audits: Sequence[Audit]) -> Table:
-    """Return how much of each array of token ids is trained on, and what of it is odd."""
+    """Return how much of each array of token ids is trained on, and signs of what may be wrong."""
     rows = []
     for audit in audits:
         items = audit.items if audit.audited == audit.items else f"{audit.items:,} ({audit.audited:,} audited)"

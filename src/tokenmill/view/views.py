@@ -153,7 +153,7 @@ class DocumentView:
     in_run: bool
     no_text: str | None
     no_roles: bool
-    """Whether it is a chat whose template is not at hand, so that nobody knows who says what."""
+    """Whether it is a chat whose template is not at hand, so that its roles are not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -505,7 +505,7 @@ def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: 
     if not networks:
         raise ConfigError(
             f"{opened.path}: must name a store in object storage for this view, got local ones; "
-            "`tokenmill plan --remote` tells what they would cost there"
+            "`tokenmill plan --remote` shows what they would cost there"
         )
     prices, now = Prices(), time.time()
     noted = {
