@@ -38,7 +38,7 @@ def without_secrets(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    r"""Return a text that cannot speak to a terminal: no escape sequences, no reversed text; and without secrets.
+    r"""Return a text that cannot control a terminal: no escape sequences, no reversed text; and without secrets.
 
     >>> harmless("a\x1b[31m b\u202e").count("\ufffd")
     2
@@ -113,7 +113,7 @@ def met_in(where: str, error: TokenmillError) -> TokenmillError:
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """Say which known name is meant, as the end of an error message; if none is near, all of them, or `otherwise`.
+    """Return the end of an error message: the known name that is nearest; if none is near, all, or `otherwise`.
 
     >>> nearest("seqlen", ["seq_len", "seed"])
     "did you mean 'seq_len'?"

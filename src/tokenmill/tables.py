@@ -149,7 +149,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError:  # noqa: ANN401
-    """Go down to what is wrong in a value and say it in our own form: where, the rule, the value, the way out."""
+    """Find what is wrong in a value; return an error that says where, the rule, the value and the way out."""
     kind = _bare(hint)
     for inner, item, place in _parts(kind, value, where):
         # A list or table of plain values is shown whole.
@@ -200,7 +200,7 @@ def _shown(where: str) -> str:
 
 
 def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line a kind
-    """Say in words what a hint asks for.
+    """Return in words what a hint asks for.
 
     >>> _wanted(tuple[int, ...]), _wanted(Mapping[str, float]), _wanted(bool), _wanted(Literal["bin", "h5"])
     ('a list of whole numbers', 'a table of numbers', 'true or false', 'one of bin, h5')
@@ -273,7 +273,7 @@ def check_fields(record: object) -> None:
 
 
 def is_address(path: object) -> bool:
-    """Say whether a path is meant for object storage: it has a scheme.
+    """Return whether a path is an address in object storage: it has a scheme.
 
     >>> is_address("s3://bucket/web"), is_address("stores/web"), is_address("hf:org/data")
     (True, False, False)

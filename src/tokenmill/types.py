@@ -248,7 +248,7 @@ class Spans:
 
     @property
     def joined(self) -> BoolArray:
-        """Say of each span whether it goes on behind the BOS of its document, which is the span before it."""
+        """Which spans go on behind the BOS of their document, which is the span before."""
         after = np.zeros(self.length.size, np.bool_)
         bos = (self.start[:-1] == 0) & (self.length[:-1] == 1)
         after[1:] = bos & (self.document[1:] == self.document[:-1]) & (self.start[1:] > 0)

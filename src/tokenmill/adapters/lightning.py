@@ -40,7 +40,7 @@ class RunData(lightning.LightningDataModule):
             self.val_dataloader = self._val_dataloader
         self.run = run
         self.micro_batch = micro_batch
-        """Rows of a batch of one rank; who passes a function says it there."""
+        """Rows of a batch of one rank; has no effect where `run` is a function, which decides it."""
         self.loader: Loader | None = None
         """Of this rank, once the Trainer has asked for batches."""
         self._saved: Mapping[str, Any] | None = None

@@ -248,7 +248,7 @@ class _Stream:
             self._lanes.close()
 
     def _state(self) -> State:
-        """Return where the rank stands; the keys of nanochat say where its first lane does."""
+        """Return where the rank stands; the keys that nanochat knows are those of its first lane."""
         text = self.loader.text
         lane = text.numbers.start
         position = text.lanes[lane].position
@@ -383,7 +383,7 @@ class LaneLog:
         return xxhash.xxh3_64_hexdigest(f"{self._made_of} {line}".encode())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None and self._file >= 0:
             os.close(self._file)
         self._file = None

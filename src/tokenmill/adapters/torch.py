@@ -214,7 +214,7 @@ def _own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def is_running() -> bool:
-    """Say whether there is a process group."""
+    """Return whether there is a process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
@@ -411,7 +411,7 @@ class RankCheck:
         return self._other_tokens(step, ranks)
 
     def _other_tokens(self, step: int, ranks: Sequence[int]) -> TokenmillError:
-        """Let all ranks read the rows that two disagree on, and name the one that reads others."""
+        """Read, on all ranks, the rows that two disagree on; return an error that names the odd one."""
         after = (self.rank + 1) % self.world_size
         delivered: list[View] = gather(self._view(step, self.rank), self.group)
         awaited: list[View] = gather(self._view(step, after), self.group)
@@ -463,7 +463,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _spread(ranks: Sequence[int], values: Sequence[object]) -> str:
-    """Say what each rank has that is not like most, and what the others have.
+    """Return the values of the ranks that differ from most, and that of the others, as text.
 
     >>> _spread([0, 1, 2], [5, 6, 5]), _spread([0, 1], [5, 6])
     ('6 on rank 1, 5 on the others', '5 on rank 0, 6 on rank 1')
@@ -477,7 +477,7 @@ def _spread(ranks: Sequence[int], values: Sequence[object]) -> str:
 def _difference(
     step: int, ranks: Sequence[int], descriptions: Sequence[Mapping[str, Any]], odd: Sequence[int]
 ) -> TokenmillError:
-    """Say what one rank has otherwise than another."""
+    """Return an error that names the first difference between two ranks."""
     sides = list(zip(ranks, descriptions, strict=True))
     first, old = next(side for side in sides if len(odd) == len(ranks) or side[0] not in odd)
     other, new = next(side for side in sides if side[0] in odd and digest(side[1]) != digest(old))

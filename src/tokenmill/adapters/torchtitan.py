@@ -30,7 +30,7 @@ ARRAYS = ("input_ids", "labels", "position_ids")
 STATE_KEYS = ("stage_idx", "stage_name", "dataloader_state")
 """What the fork documents of its state."""
 _TABLES = ("training", "model", "debug", "tokenmill")
-"""Of a config of torchtitan: those that say something of data."""
+"""Tables of a config of torchtitan that concern data."""
 _log = logging.getLogger("tokenmill")
 
 

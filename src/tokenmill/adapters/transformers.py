@@ -60,7 +60,7 @@ class TrainData:
         self.loader = loader
         self.flat = False
         self.epochs = 1.0
-        """How many the run is; of a run that says its steps all of it counts as one."""
+        """Epochs of the whole run; a run with a number of steps counts as one."""
         self.arrays = loader.options.arrays
         self.batches_per_step = _batches_per_step(loader)
         self.begin = loader.state_dict()
@@ -280,7 +280,7 @@ class LoaderTrainer(transformers.Trainer):
 
 
 def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArguments:
-    """Return the arguments with when to evaluate, where they do not say and the config does."""
+    """Return the arguments, with the steps at which to evaluate from the evals if they leave it open."""
     every = {item.every for item in evals if item.every is not None}
     if len(every) == 1 and args.eval_strategy == "no":
         args.eval_strategy, args.eval_steps, args.do_eval = IntervalStrategy.STEPS, every.pop(), True

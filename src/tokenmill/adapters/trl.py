@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PAIR_ARRAYS = ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len")
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
-"""Fields of a pair that hold what a reference model says of it."""
+"""Fields of a pair that hold the log-probabilities of a reference model."""
 
 
 def to_preference(tensors: Tensors) -> Tensors:
@@ -127,7 +127,7 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
 
 @contextmanager
 def _gathering_nothing(accelerator: Any) -> Iterator[None]:  # noqa: ANN401 - accelerate's, which is not typed
-    """Let what TRL logs of a batch be of this rank alone: to gather it, all would need as many pairs."""
+    """Keep what TRL logs of a batch on this rank: to gather it, all ranks would need as many pairs."""
     names = ("gather", "gather_for_metrics")
     for name in names:
         setattr(accelerator, name, lambda tensor, *_: tensor)

@@ -77,7 +77,6 @@ def main() -> None:
         if error.filename is None:
             raise
         _fail(f"{error.filename}: the system must allow its use, got {error.strerror}; fix the path or its rights")
-
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -88,7 +87,7 @@ def main() -> None:
 
 
 def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public name for it
-    """Say which argument is wrong; a command without any shows its help."""
+    """Print which argument is wrong; a command without any shows its help."""
     message = error.format_message()
     if not message or error.__class__.__name__ == "NoArgsIsHelpError":
         error.show()
@@ -101,7 +100,7 @@ def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public
 
 def _fail(message: str) -> NoReturn:
     ui.show_error(message)
-    # As of diff(1): 1 says that two runs differ.
+    # As with diff(1), 1 means that two runs differ.
     sys.exit(2 if sys.argv[1:2] == ["diff"] else 1)
 
 

@@ -68,7 +68,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def take_over() -> None:
-    """Have all that reaches the terminal printed here: log lines, warnings of Python, errors that are bugs."""
+    """Print all that reaches the terminal by these consoles: log lines, warnings of Python, tracebacks."""
     logging.basicConfig(handlers=[_LogPrinter(logging.WARNING)], format="%(message)s")
     logging.captureWarnings(True)
     sys.excepthook = _show_traceback
@@ -97,7 +97,7 @@ ToNative = Annotated[
     typer.Option("--to-native", help="Print the config as native TOML and stop; no store is opened."),
 ]
 """Type of the option --to-native; its default is False."""
-# What token files of other projects do not say of themselves.
+# Facts that token files of other projects may lack.
 Dtype = Annotated[str | None, typer.Option(help="Type of ids, where files do not say it: uint16, uint32, ...")]
 VocabSize = Annotated[int | None, typer.Option(help="Number of ids that there are, where files do not say it.")]
 EosId = Annotated[int | None, typer.Option(help="Id that ends a document, where the format has no boundaries.")]
@@ -112,7 +112,7 @@ TextsBy = Annotated[
 
 
 def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:
-    """Open the tokenizer that made a store, to show its texts; say on stderr why there is none."""
+    """Open the tokenizer that made a store, to show its texts; where there is none, print why on stderr."""
     from tokenmill.run.inspect import tokenizer_of, why_no_texts
 
     tokenizer = tokenizer_of(store, spec)
@@ -162,7 +162,7 @@ def check_file(option: str, file: Path | None) -> None:
 # What commands write
 
 LINE_SECONDS = 30.0
-"""How often a line says how far a command is, where no terminal shows a bar."""
+"""Seconds between lines of progress where no terminal shows a bar."""
 
 
 @contextmanager

@@ -54,6 +54,7 @@ def inspect(
     """Show what is in a store, or behind a run: facts, lengths, how much is trained on, examples."""
     from tokenmill.plan.report import report
     from tokenmill.run.inspect import examples, inspect_store, open_stores
+    from tokenmill.run.run import is_config
     from tokenmill.store import ForeignOptions
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
@@ -62,7 +63,7 @@ def inspect(
     if document is not None:
         _inspect_document(path, options, document, tokenizer, json=json)
         return
-    run = _open_run(path, options) if isinstance(path, Path) and _is_run(path) else None
+    run = _open_run(path, options) if is_config(path) else None
     counted = report(run.plan()) if run else None
     shown = []
     with ui.busy("reading lengths and masks"):
@@ -89,18 +90,15 @@ def inspect(
         ui.print_line(f"wrote {html}")
 
 
-def _is_run(path: Path) -> bool:
-    return path.suffix == ".toml" and not path.is_dir()
-
-
 def _inspect_document(
     path: Path | str, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
 ) -> None:
     from tokenmill.run.inspect import inspect_document
+    from tokenmill.run.run import is_config
     from tokenmill.run.turns import template_of
     from tokenmill.store import open_store
 
-    if isinstance(path, Path) and _is_run(path):
+    if is_config(path):
         raise ConfigError(f"--document: must be given with a store, got the run {path}; name the store of a source")
     store = open_store(path, **asdict(options))
     contents = inspect_document(store, document, ui.tokenizer_for(store, tokenizer), template=template_of(store))
@@ -139,7 +137,7 @@ def _token(text: str | None, control: bool) -> str | None:
     return f"{CONTROLS[0]}{ui.printable(text)}{CONTROLS[1]}" if control else repr(ui.printable(text))
 
 
-def _open_run(path: Path, options: ForeignOptions) -> Run:
+def _open_run(path: Path | str, options: ForeignOptions) -> Run:
     """Open a run, and print on stderr what its live text is, as that has no store."""
     from tokenmill.run.run import Run
 

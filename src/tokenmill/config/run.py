@@ -79,7 +79,7 @@ class RunConfig:
     `over_steps`: it then grows from the first step of the run on."""
     seq_len: int
     steps: int | None = None
-    """Optimizer steps. This, `tokens` or `epochs`, unless a trainer says how long it goes on."""
+    """Optimizer steps. Give this, `tokens` or `epochs`, unless a trainer decides how long it goes on."""
     tokens: Tokens | None = None
     """In place of steps: input slots of the whole run, such as "2T"; as many steps as it takes to have them."""
     epochs: Number | None = None
@@ -210,7 +210,7 @@ class SourceConfig:
     """What happens when it has been read so often (once, where max_epochs does not say): an `error` before step 0
     (the default with max_epochs), `stop` drawing from it, or `repeat` for ever (the default without)."""
     dtype: str | None = None
-    """What files of another project do not say of themselves, as all below; must not contradict what they say."""
+    """This and the next four: facts that token files of other projects may lack, and must not contradict."""
     vocab_size: int | None = None
     eos_id: int | None = None
     bos_id: int | None = None

@@ -183,7 +183,7 @@ def _blocks(old: Plan, new: Plan, start: int, limit_rows: int, progress: Progres
             # Neither draws, or all that one of them draws is not in the other.
             yield _Block(first=run.first, end=run.end, rows=run.rows, differing=run.rows)
             continue
-        # What a row that is not counted holds depends on all that were drawn before it.
+        # What a row of live text holds depends on all that were drawn before it.
         counted = all(rows.counted is not None for rows in run.old.rows.values())
         if same_contract and counted and run.old.draws_like(run.new):
             yield _Block(first=run.first, end=run.end, rows=run.rows, differing=0)
@@ -232,7 +232,7 @@ def _same_rows(
     *,
     same_contract: bool,
 ) -> BoolArray:
-    """Say which rows deliver the same; of those that are not counted none is known to, behind a difference."""
+    """Return which rows deliver the same; of rows of live text that is not known behind a difference: none."""
     if old is None or new is None:
         return np.zeros(old_rows.size, np.bool_)
     if same_contract and dict(old.description) == dict(new.description):
@@ -307,7 +307,7 @@ def _same_spans(old: _Delivered, new: _Delivered) -> BoolArray:
 
 
 def _same_records(old: RecordRows, old_rows: Int64Array, new: RecordRows, new_rows: Int64Array) -> BoolArray:
-    """Say which records are the same and cut at the same places."""
+    """Return which records are the same and cut at the same places."""
     old_records, new_records = old.records(old_rows), new.records(new_rows)
     same: BoolArray = old_records == new_records
     if old.policy.describe() == new.policy.describe():

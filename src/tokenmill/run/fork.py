@@ -123,7 +123,7 @@ def _forked(
 
 
 def _cut(tables: dict[str, Any], run: Run, step: int, name: str | None, *, keep_on_change: bool) -> str:
-    """Let a stage begin at a step, and return its name."""
+    """Begin a stage at a step of the tables, unless one begins there; return its name."""
     stages: list[dict[str, Any]] = tables.setdefault("stages", [])
     if not stages:
         stages.append({"name": "main", "start_step": 0})

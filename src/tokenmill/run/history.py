@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tokenmill.config.edits import QuarantineConfig
-from tokenmill.config.run import Config
+from tokenmill.config.run import LISTS, Config
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 from tokenmill.plan.plan import Plan
@@ -75,7 +75,7 @@ class PlanRecord:
 def tables_of(config: Config) -> dict[str, Any]:
     """Return a config as tables of JSON values; what is at its default is left out."""
     tables: dict[str, Any] = {"run": _table(config.run)}
-    for name in ("sources", "stages", "skip", "quarantine", "evals"):
+    for name in LISTS:
         items = [_table(item) for item in getattr(config, name)]
         if items:
             tables[name] = items
@@ -106,7 +106,7 @@ _INHERITED = frozenset(
         *("weights", "temperature", "weigh_by"),
     )
 )
-"""Keys of [run] that a stage may say for itself."""
+"""Keys of [run] that a stage may set for itself."""
 _SAME_TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
     "sources": (("name",), ("store", "documents")),
     "stages": (("name", "start_step"), ("name",), ("start_step",)),
@@ -133,7 +133,7 @@ class Change:
         return f"{self.path} {shown(self.old)} -> {shown(self.new)}"
 
     def inert(self) -> Change:
-        """Return it as one that has turned out to change no batch."""
+        """Return it marked as one that changes no batch."""
         return replace(self, step=None)
 
 
@@ -182,8 +182,8 @@ def changes(old: PlanRecord, new: PlanRecord, first_step: int | None = None) -> 
         return [change.inert() for change in changed]
 
     def rank(change: Change) -> tuple[bool, bool, int, bool]:
-        # The nearest cause before the first difference; what begins later cannot have made it. That a stage begins
-        # says less than what it changes.
+        # The nearest cause before the first difference; what begins later cannot have made it. What a stage changes
+        # explains more than that it begins.
         if change.step is None:
             return True, True, 0, False
         new_stage = change.path.endswith(".start_step") and None in (change.old, change.new)
@@ -237,7 +237,7 @@ def _tupled(value: Any) -> Value | None:  # noqa: ANN401 - a value of a config
 def _pairs(
     old: Sequence[Tables], new: Sequence[Tables], keys: Sequence[tuple[str, ...]]
 ) -> list[tuple[int, Tables, Tables]]:
-    """Say which tables of two lists belong together: (number in the new list or the old one, old, new)."""
+    """Pair the tables of two lists that are the same one: (number in the new list or the old one, old, new)."""
     left, right = dict(enumerate(old)), dict(enumerate(new))
     pairs: list[tuple[int, Tables, Tables]] = []
     for key in keys:
@@ -305,7 +305,7 @@ def _stage_step(key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanR
 
 
 def _running(tables: Tables, step: int) -> tuple[int, dict[str, Any]]:
-    """Return the stage that runs at a step: where it begins, and what it says or takes from [run]."""
+    """Return the stage that runs at a step: where it begins, and its values, its own or those of [run]."""
     tables = _with_stages(tables)
     stage = max(
         (stage for stage in tables["stages"] if stage["start_step"] <= step),
@@ -347,7 +347,7 @@ def _uses(run: PlanRecord, names: set[str]) -> list[tuple[int, Tables]]:
 
 
 def _hidden_changes(old: PlanRecord, new: PlanRecord, changed: Sequence[Change]) -> list[Change]:
-    """Return what differs though no key says so: other tokens in a store, other numbers in a file.
+    """Return what differs though no key does: other tokens in a store, other numbers in a file.
 
     Where nothing else is known, the first difference of the descriptions.
     """

@@ -111,7 +111,7 @@ class StoreContents:
     """Array -> dtype."""
     tokenizer: Mapping[str, Any]
     bos: str | None
-    """The string; None where there is none, or the tokenizer is not at hand."""
+    """The string; None where there is none, or the tokenizer is not available."""
     eos: str | None
     recipe: Mapping[str, Any]
     skipped: Mapping[str, Any]
@@ -294,7 +294,7 @@ def _opened(spec: str) -> Tokenizer:
 
 
 def why_no_texts(store: Store) -> str | None:
-    """Say why the texts of a store cannot be shown where `tokenizer_of` finds none; None if none was ever known."""
+    """Return why no text of a store can be shown without its tokenizer; None if its tokenizer was never known."""
     if store.manifest.tokenizer.get("content") is None:
         return None
     named = store.manifest.recipe.get("tokenizer")
@@ -406,7 +406,7 @@ def _turns(offsets: Int64Array, trained: BoolArray) -> tuple[Int64Array, Int64Ar
 
 
 def _ended(ids: AnyArray, starts: Int64Array, stops: Int64Array, ends: Int64Array) -> BoolArray:
-    """Say of runs whether an end token is among their last three: a template may put a line end behind it."""
+    """Return which runs have an end token among their last three: a template may put a line end behind it."""
     is_end = np.concatenate([np.isin(ids, ends), [False]])
     places = [np.where(stops - back >= starts, stops - back, ids.size) for back in (1, 2, 3)]
     ended: BoolArray = np.any([is_end[place] for place in places], axis=0)
@@ -572,7 +572,7 @@ def _example(store: Store, tokenizer: Tokenizer, key: str, item: int, why: tuple
 
 
 def _shown_tokens(trained: BoolArray, starts: Int64Array, stops: Int64Array) -> BoolArray:
-    """Say which tokens of an item to show: all of a short one, of a long one those around what is trained on."""
+    """Return which tokens of an item to show: all of a short one, of a long one those around what is trained on."""
     shown = np.ones(trained.size, np.bool_)
     if trained.size <= EXAMPLE_TOKENS:
         return shown
@@ -608,7 +608,7 @@ class DocumentPart:
     control: tuple[bool, ...] | None
     """Whether each is a control token, which looks like a text that spells it; None without the tokenizer."""
     mask: tuple[int, ...] | None
-    """What the store says of each token; None where it has no mask."""
+    """The mask of each token as it is stored; None where the store has none."""
     trained: tuple[bool, ...]
     """Whether each is a label: the first token of a document never is."""
     length: int

@@ -269,7 +269,7 @@ def _count(rows: StoredRows, numbers: Int64Array, page: int) -> tuple[int, int]:
         width = np.dtype(rows.store.manifest.keys[key]).itemsize
         begin, end = runs.token * width, (runs.token + runs.length) * width
         filled = end > begin
-        # A shard has a file of its own; files lie further apart here than any is long.
+        # Each shard is a file: add an offset to its places that is larger than any file.
         first = (begin // page * page + (runs.shard << 44))[filled]
         last = (-(-end // page) * page + (runs.shard << 44))[filled]
         if not first.size:

@@ -120,7 +120,7 @@ class RunReport(PlanReport):
     """For some numbers of ranks, by stage, over some of its steps; nothing where rows are not dealt by cost."""
     quarantined: tuple[Quarantined, ...]
     epochs: EpochCount | None
-    """What the epochs that the config says come to, if it does."""
+    """What the epochs come to, if the config gives its length in epochs."""
     evals: tuple[EvalFacts, ...]
     costs: Costs
     warnings: tuple[str, ...]
@@ -210,7 +210,7 @@ def _costs(run: Run, counted: PlanReport) -> Costs:
 
 
 def _is_stream(index: CountedRows | None) -> bool:
-    """Say whether rows are cut from one stream of tokens, so that each is full."""
+    """Return whether rows are cut from one stream of tokens, so that each is full."""
     return index is not None and index.description["packing"] == "concat" and not index.num_rest
 
 
@@ -424,7 +424,7 @@ def _idle_quarantines(run: Run) -> Iterator[str]:
 
 
 def _is_seen(plan: Plan, run: Run, edit: QuarantineConfig) -> bool:
-    """Say whether a plan trains on what an edit would quarantine, from its step on."""
+    """Return whether a plan trains on what an edit would quarantine, from its step on."""
     late = [part for part in plan.stages if part.end_step > edit.from_step and part.spec.skipped is None]
     if edit.whole:
         drawing = [part for part in late if part.draws.get(edit.source)]

@@ -60,7 +60,7 @@ class EpochCount:
     """Rows of the last step that are beyond these epochs: the first of the epoch that would be next."""
 
     def sentence(self, steps: int) -> str:
-        """Say what the epochs come to."""
+        """Return a sentence on what the epochs come to."""
         more = f"the last is filled with {self.filled:,} rows of the next epoch" if self.filled else "all are full"
         return f"{self.epochs:g} epochs of {self.rows:,} rows are {steps:,} steps: {more}"
 
@@ -77,7 +77,7 @@ class Run:
     translation: Translation | None = None
     """How the config file was read, if it was."""
     epochs: EpochCount | None = field(default=None, init=False)
-    """Where the config says epochs: what they come to. The config then has the steps in their place."""
+    """What the epochs come to, where the config gives its length in epochs; it then has steps in their place."""
 
     def __post_init__(self) -> None:
         if self.config.run.epochs is not None:
@@ -608,6 +608,11 @@ class Run:
 
         old = read_plan(self.folder, made_by)
         return explain(old, PlanRecord.of(plan, self.config), step) if old else None
+
+
+def is_config(path: Path | str) -> bool:
+    """Return whether a path is the config of a run, and not a store; an address is none."""
+    return isinstance(path, Path) and path.suffix == ".toml" and not path.is_dir()
 
 
 def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ def tokenizer_specs(store: Store) -> list[str]:
 
 
 def template_of(store: Store) -> ChatTemplate | None:
-    """Return the chat template that a store was made with; None if it has none, or it is not at hand any more."""
+    """Return the chat template that a store was made with; None if it has none, or it is no longer available."""
     known = store.manifest.recipe.get("recipe", {}).get("chat_template")
     if not isinstance(known, dict):
         return None

@@ -64,7 +64,7 @@ def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
 
 
 def problem(message: str, step: int | None = None) -> str:
-    """Return the body of a page that says what is wrong, with the way out; from a step, to those beside it."""
+    """Return the body of a page for an error; where a step cannot be shown, with links to those beside it."""
     turn = ""
     if step is not None:
         before, after = link("step", "← earlier", step=max(0, step - 1)), link("step", "later →", step=step + 1)
@@ -332,7 +332,8 @@ def _deal(deal: StepDeal) -> str:
 
 
 ShownToken = tuple[str, bool, bool, str, bool]
-"""Text, whether it is trained, whether it is a control token, what is said of it, whether a span begins there."""
+"""Text, whether it is trained, whether it is a control token, what is shown on pointing at it, whether a span
+begins there."""
 TOKENS_LEGEND = (
     '<p class="legend"><span class="k t">trained</span> <span class="k">not trained</span> '
     '<span class="k c">control token</span> <span class="k first">a span begins</span></p>'

@@ -106,7 +106,7 @@ def plan_tables(report: RunReport) -> Iterator[Table]:
 
 
 def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Iterator[tuple[str, str]]:
-    """Yield what is said below the tables, a kind and a sentence each: warnings, history, totals."""
+    """Yield what is shown below the tables, a kind and a sentence each: warnings, history, totals."""
     if reading is not None:
         link, prices = reading.link, reading.prices
         yield (
@@ -390,7 +390,7 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
 
 
 def _placed(store: StoreContents, which: str) -> str:
-    """Say which id starts or ends documents, and whether it was added to them; not of files that others wrote."""
+    """Return which id starts or ends documents, and whether `prepare` added it or files of others have it."""
     from tokenmill.run.inspect import has_chat_template
 
     identity, recipe = store.tokenizer, store.recipe

@@ -25,7 +25,7 @@ from tokenmill.run.inspect import (
 )
 from tokenmill.run.reading import Prices, ReadingReport
 from tokenmill.run.report import RunReport
-from tokenmill.run.run import Run
+from tokenmill.run.run import Run, is_config
 from tokenmill.run.step import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -153,7 +153,7 @@ class DocumentView:
     in_run: bool
     no_text: str | None
     no_roles: bool
-    """Whether it is a chat whose template is not at hand, so that its roles are not known."""
+    """Whether it is a chat whose template is not available, so that its roles are not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,8 +226,7 @@ class Opened:
     @cached_property
     def run(self) -> Run | None:
         """The run; None where a store was opened."""
-        is_run = isinstance(self.path, Path) and self.path.suffix == ".toml" and not self.path.is_dir()
-        return Run.from_toml(self.path) if is_run else None
+        return Run.from_toml(self.path) if is_config(self.path) else None
 
     @cached_property
     def views(self) -> tuple[str, ...]:
@@ -264,7 +263,7 @@ class Opened:
         return {}
 
     def decoder(self, name: str) -> tuple[Any, Any]:
-        """Return the tokenizer and the chat template of a store, each None where it is not at hand; opened once."""
+        """Return the tokenizer and the chat template of a store, opened once; None for what is not available."""
         if name not in self._decoders:
             store = self.stores[name]
             self._decoders[name] = tokenizer_of(store), template_of(store)

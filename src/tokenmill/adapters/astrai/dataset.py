@@ -345,7 +345,7 @@ class DatasetFactory:
 
 
 _PRESETS = {"seq": "text", "sft": "chat", "dpo": "dpo", "grpo": "grpo"}
-"""Training type -> how its records are read where nothing else is said."""
+"""Training type -> the recipe by which its records are read by default."""
 
 
 def _records_at(path: Path) -> list[Path]:

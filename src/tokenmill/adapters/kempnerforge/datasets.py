@@ -35,7 +35,7 @@ Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
 """Where the tokens of text are kept by default: where a run keeps them whose config is in this folder."""
 DTYPE_VARIABLE = "TOKENMILL_DTYPE"
-"""Environment variable with the dtype of .bin files where no caller can say it, as in KempnerForge's own loop."""
+"""Environment variable with the dtype of .bin files where no caller can pass it, as in KempnerForge's own loop."""
 _FOR_EVER = 1 << 40
 """Steps of a stream that ends when nobody draws from it any more."""
 
@@ -209,7 +209,7 @@ class MemoryMappedDataset(Chunked):
             )
 
     def close(self) -> None:
-        """Let go of all files; a dataset that is closed has no samples."""
+        """Close all files; a closed dataset has no samples."""
         self.stores, self.begins = [], [0]
         self.__dict__.pop("fingerprint", None)  # that of samples which are no more
 
@@ -327,7 +327,7 @@ class MixtureDataset(Dataset[Sample]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what decides every sample, as far as the datasets say it."""
+        """Digest of what decides every sample, where the datasets have one; else of their sizes."""
         return digest([getattr(dataset, "fingerprint", len(dataset)) for dataset in self.datasets])
 
     def __len__(self) -> int:

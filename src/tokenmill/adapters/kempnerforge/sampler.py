@@ -121,7 +121,7 @@ class RankSampler(Sampler[int]):
         }
 
     def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
-        """Return a state; refuse one of another order. That of a loader, at a `position`, must say all of it."""
+        """Return a state; refuse one of another order. That of a loader, at a `position`, must be complete."""
         record = read_state(SamplerState, state, "state" if position is None else "state.sampler")
         own, saved = self.state_dict(), as_json(record)
         for key in ("kind", *self.order_keys):
@@ -343,9 +343,9 @@ class MixtureSampler(RankSampler):
         self._pending = None if whole == self._weighings[-1].weights else whole
 
     def begin_change(self, position: int, since: int | None = None) -> None:
-        """Let new weights, if there are any, begin at a place of the run; what was decided for later is dropped.
+        """Begin new weights, if there are any, at a place of the run; what was decided for later is dropped.
 
-        So are the weights of places before `since`, which nobody can ask for again; None: before `position`.
+        So are the weights of places before `since`, which are not drawn again; None: before `position`.
         """
         pending, self._pending = self._pending, None
         last = self._at(position)
@@ -390,7 +390,7 @@ class MixtureSampler(RankSampler):
         return state if self._pending is None else {**state, "pending": list(self._pending)}
 
     def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
-        """Return a state; refuse one of another order. That of a loader, at a `position`, must say all of it."""
+        """Return a state; refuse one of another order. That of a loader, at a `position`, must be complete."""
         record = super().read_state(state, position=position)
         weighing, pending, sources = record.weighing, record.pending, len(self.sizes)
         if isinstance(weighing, Weighing) and len(weighing.weights) != sources:

@@ -132,7 +132,7 @@ class TokenFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelTable:
-    """What the table [model] says of data."""
+    """The keys of [model] that concern data."""
 
     vocab_size: Positive | None = None
     hf_assets_path: str = ""
@@ -196,7 +196,7 @@ def text_source(documents: str, *, tokenizer: str, text_field: str) -> dict[str,
 
 
 def _add_facts(files: Sequence[dict[str, Any]], tables: Mapping[str, Any], *, mixed: bool) -> list[str]:
-    """Add to sources of token files what their config says of the tokens; return what there is to note.
+    """Add to sources of token files what their config knows of the tokens; return notes on it.
 
     [tokenmill] is for all of them. The vocabulary of [model] is taken only where it is needed, as all ids are then
     checked once.
@@ -229,7 +229,7 @@ def _add_facts(files: Sequence[dict[str, Any]], tables: Mapping[str, Any], *, mi
 
 
 def _path_notes(sources: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Note where relative paths count from, which is another folder there, and that nothing is downloaded."""
+    """Return notes on relative paths, which count from another folder there, and that nothing is downloaded."""
     stores = [source["store"] for source in sources if "store" in source and _is_relative(source["store"])]
     tokenizers = [source["tokenizer"] for source in sources if _is_relative(source.get("tokenizer", "/"))]
     notes = [f"{stores[0]!r}: relative paths count from the folder of the config"] if stores else []

@@ -1,4 +1,4 @@
-"""KempnerForge's [data] with its names, defaults and rules, and what a config of it says in native tables."""
+"""KempnerForge's [data] with its names, defaults and rules, and a config of it in native tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TrainingPhase:
     start_step: int = 0
     """First step of the phase, inclusive."""
     dataset_weights: Mapping[str, Number] = field(default_factory=dict)
-    """By the name of a source; one that is not named keeps the weight of its own, and 0 leaves it out."""
+    """By the name of a source; one that is not named keeps its own weight, and 0 leaves it out."""
     lr_scale: Number = 1.0
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class DataTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainTable:
-    """What [train] says of data."""
+    """The keys of [train] that concern data."""
 
     batch_size: Positive = 8
     seq_len: Positive = 2048
@@ -175,7 +175,7 @@ class TrainTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedTable:
-    """What [distributed] says of data: the data-parallel ranks are the product."""
+    """The keys of [distributed] that concern data: the data-parallel ranks are the product."""
 
     dp_shard: int = -1
     dp_replicate: int = 1

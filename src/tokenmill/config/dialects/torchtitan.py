@@ -1,4 +1,4 @@
-"""What a config of the torchtitan fork with data stages says of data, in native tables."""
+"""The data of a config of the torchtitan fork with data stages, in native tables."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class DataStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingTable:
-    """What [training] says of data."""
+    """The keys of [training] that concern data."""
 
     steps: Positive
     local_batch_size: Positive = 8
@@ -161,14 +161,14 @@ class TrainingTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DebugTable:
-    """What [debug] says of data."""
+    """The keys of [debug] that concern data."""
 
     seed: Seed | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelTable:
-    """What [parallelism] says of data: the data-parallel ranks are the product."""
+    """The keys of [parallelism] that concern data: the data-parallel ranks are the product."""
 
     data_parallel_shard_degree: int = -1
     data_parallel_replicate_degree: int = 1
