@@ -14,9 +14,8 @@ from tokenmill.build.progress import BuildStatus
 from tokenmill.run.inspect import DocumentPart, Example, StoreContents
 from tokenmill.run.reading import ReadingReport
 from tokenmill.run.report import RunReport
-from tokenmill.run.run import Run
 from tokenmill.run.step import StepDeal, StepRow, Strip, StripToken
-from tokenmill.view.picture import COLOURS, text_of, timeline
+from tokenmill.view.picture import COLOURS, text_of
 from tokenmill.view.tables import (
     Bar,
     Table,
@@ -250,7 +249,7 @@ def _named(strip: Strip) -> str:
     return strip.key if strip.reward is None else f"reward {strip.reward:g}"
 
 
-def step_page(view: StepView, run: Run) -> str:  # noqa: ARG001 - all pages of a run have it
+def step_page(view: StepView) -> str:
     """Show a step."""
     contents = view.contents
     last = contents.steps - 1
@@ -354,7 +353,7 @@ def _spelled(tokens: Sequence[ShownToken]) -> str:
     return "".join(parts)
 
 
-def strip_page(view: StripView, run: Run) -> str:  # noqa: ARG001
+def strip_page(view: StripView) -> str:
     """Show one strip of a row, token by token."""
     strip, controls = view.tokens, set(view.controls)
 
@@ -380,7 +379,7 @@ def strip_page(view: StripView, run: Run) -> str:  # noqa: ARG001
     )
 
 
-def arrays_page(view: ArraysView, run: Run) -> str:  # noqa: ARG001
+def arrays_page(view: ArraysView) -> str:
     """Show the arrays of one row as numbers, a place a line."""
     names, shown = list(view.arrays), max((len(values) for values in view.arrays.values()), default=0)
     rows = [
@@ -412,21 +411,19 @@ def paging(view: str, first: int, shown: int, total: int, **parameters: object) 
 # The run as a whole
 
 
-def timeline_page(view: TimelineView, run: Run) -> str:
+def timeline_page(view: TimelineView) -> str:
     """Show shares, stages, edits and epochs over the whole run."""
-    report = view.report
-    picture = timeline(run.plan(), report, run.name, report.quarantined, report.evals, by=view.by)
     choice = " ".join(
         f"<li>{link('timeline', f'by {by}', 'timeline' if by == view.by else '', by=by)}</li>"
         for by in ("steps", "tokens")
     )
     return (
         f'<h1>Timeline</h1><ul class="choice">{choice}</ul>'
-        f'<figure class="timeline" tabindex="0">{picture}</figure>{plan_html(report, links=True)}'
+        f'<figure class="timeline" tabindex="0">{view.picture}</figure>{plan_html(view.report, links=True)}'
     )
 
 
-def packing_page(view: PackingView, run: Run) -> str:  # noqa: ARG001
+def packing_page(view: PackingView) -> str:
     """Show what becomes of the tokens of each source, and how rows are filled."""
     parts = ["<h1>Packing</h1>"]
     for source in view.report.sources:
@@ -488,7 +485,7 @@ def examples_html(shown: Sequence[Example]) -> str:
     return "".join(parts)
 
 
-def store_page(view: StoreView, run: Run | None) -> str:  # noqa: ARG001
+def store_page(view: StoreView) -> str:
     """Show a store and a page of its documents."""
     contents = view.contents
     others = " ".join(
@@ -517,7 +514,7 @@ def store_page(view: StoreView, run: Run | None) -> str:  # noqa: ARG001
     )
 
 
-def document_page(view: DocumentView, run: Run | None) -> str:  # noqa: ARG001
+def document_page(view: DocumentView) -> str:
     """Show one document, and the steps that see it."""
     contents, document = view.contents, view.contents.document
     kept = [(name, str(value)) for name, value in contents.origin.kept.items()]
@@ -604,7 +601,7 @@ def _message(role: str, tokens: Sequence[ShownToken]) -> str:
 # Two runs
 
 
-def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
+def diff_page(view: DiffView) -> str:
     """Show where two runs part, and why."""
     others = "".join(f"<li>{link('diff', text_of(name), **{'with': name})}</li>" for name in view.others)
     choice = f'<p>Compare with a config beside this one:</p><ul class="choice">{others}</ul>'
@@ -652,7 +649,7 @@ def diff_page(view: DiffView, run: Run) -> str:  # noqa: ARG001
     )
 
 
-def remote_page(view: RemoteView, run: Run | None) -> str:  # noqa: ARG001
+def remote_page(view: RemoteView) -> str:
     """Show what is read from object storage."""
     names = [name for name in view.page.counters if name != "waited"]
     rows = [
@@ -679,7 +676,7 @@ BYTES = {"bytes", "hits", "evicted"}
 """Counters that are numbers of bytes."""
 
 
-def build_page(status: BuildStatus, run: Run | None) -> str:  # noqa: ARG001
+def build_page(status: BuildStatus) -> str:
     """Show how far a build is; the page asks again by itself while it is under way."""
     rates = [each.bytes_a_second for each in status.workers if each.state == "at work" and each.bytes_a_second]
     shown = [
@@ -744,7 +741,7 @@ def duration(seconds: float | None) -> str | None:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-PAGES: Mapping[str, Callable[[Any, Any], str]] = {
+PAGES: Mapping[str, Callable[[Any], str]] = {
     "step": step_page,
     "strip": strip_page,
     "arrays": arrays_page,
@@ -756,4 +753,4 @@ PAGES: Mapping[str, Callable[[Any, Any], str]] = {
     "remote": remote_page,
     "build": build_page,
 }
-"""Name of a view -> how its record is drawn, with the run, None where a store was opened."""
+"""Name of a view -> how its record is drawn."""

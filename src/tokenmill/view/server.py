@@ -99,9 +99,7 @@ def _ask(opened: Opened, name: str, parameters: dict[str, str]) -> Any:  # noqa:
 
 
 def _draw(opened: Opened, name: str, parameters: dict[str, str]) -> str:
-    record = _ask(opened, name, parameters)
-    with opened.lock:
-        return PAGES[name](record, opened.run)
+    return PAGES[name](_ask(opened, name, parameters))
 
 
 def _page(opened: Opened, name: str, body: str, status: int = 200) -> Response:

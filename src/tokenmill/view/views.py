@@ -44,6 +44,7 @@ from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
 from tokenmill.store.remote.client import parse_address
 from tokenmill.store.remote.fetch import Counters, read_counters
+from tokenmill.view.picture import timeline
 
 DOCUMENTS_A_PAGE = 50
 AUDITED_ITEMS = 1 << 14
@@ -391,6 +392,8 @@ class TimelineView:
     by: str
     """What is drawn from left to right: `steps`, or `tokens`."""
     report: RunReport
+    picture: str
+    """Shares, stages and edits over the whole run, as SVG."""
 
 
 def timeline_view(opened: Opened, parameters: Parameters) -> TimelineView:
@@ -398,7 +401,9 @@ def timeline_view(opened: Opened, parameters: Parameters) -> TimelineView:
     by = parameters.get("by", "steps")
     if by not in ("steps", "tokens"):
         raise ConfigError(f"by: must be steps or tokens, got {by[:40]!r}; choose one of the two")
-    return TimelineView(by=by, report=opened.report)
+    run, report = opened.the_run, opened.report
+    picture = timeline(run.plan(), report, run.name, report.quarantined, report.evals, by=by)
+    return TimelineView(by=by, report=report, picture=picture)
 
 
 def packing_view(opened: Opened, parameters: Parameters) -> PackingView:  # noqa: ARG001
