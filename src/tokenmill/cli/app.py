@@ -21,7 +21,7 @@ from tokenmill.tables import check_public
 def warm(json: ui.AsJson = False) -> None:
     """Compile all kernels for the CPU of this machine, before the first run needs them.
 
-    NUMBA_CACHE_DIR chooses the folder. What is there already is not compiled again. For container images.
+    For container images. NUMBA_CACHE_DIR chooses the folder; what is there already is not compiled again.
     """
     from tokenmill.run.warm import warm
 

@@ -39,7 +39,7 @@ def inspect(
     document: Annotated[
         int | None, typer.Option(help="Show this document alone: where it came from, its tokens and masks.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws two of the examples; another shows others.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed by which two of the examples are drawn.")] = 0,
     html: Annotated[
         Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
     ] = None,
@@ -203,7 +203,7 @@ def verify(
 ) -> None:
     """Read every byte of stores and name all files that are broken; the exit code is 1 if there are any.
 
-    Files of other projects have no checksums; what was checked of them is said.
+    Files of other projects have no checksums; what was checked instead is printed.
     """
     from tokenmill.run.inspect import stores_at
     from tokenmill.store import ForeignOptions, check_store, open_store

@@ -37,13 +37,17 @@ def plan(
         ),
     ] = False,
     nodes: Annotated[int, typer.Option(help="With --remote: machines that train.", min=1)] = 1,
-    latency: Annotated[float, typer.Option(metavar="MS", help="With --remote: of a request.", min=0)] = 50.0,
-    bandwidth: Annotated[float, typer.Option(metavar="GBIT", help="With --remote: of a machine, a second.")] = 10.0,
+    latency: Annotated[
+        float, typer.Option(metavar="MS", help="With --remote: from a request to its first byte.", min=0)
+    ] = 50.0,
+    bandwidth: Annotated[float, typer.Option(metavar="GBIT", help="With --remote: bandwidth of a machine.")] = 10.0,
     request_price: Annotated[
-        float, typer.Option(metavar="USD", help="With --remote: of 1,000 requests; default: S3 Standard.", min=0)
+        float,
+        typer.Option(metavar="USD", help="With --remote: price of 1,000 requests; default: S3 Standard.", min=0),
     ] = 0.0004,
     gb_price: Annotated[
-        float, typer.Option(metavar="USD", help="With --remote: of a GB; default: S3, within its region.", min=0)
+        float,
+        typer.Option(metavar="USD", help="With --remote: price of a GB; default: S3, within its region.", min=0),
     ] = 0.0,
 ) -> None:
     """Check a run before it starts: stages, shares, epochs, first repeats, costs. Reads masks, but no token."""
@@ -156,13 +160,13 @@ def _sentences(difference: Difference) -> Iterator[str]:
 
 def fork(
     run: ui.RunFile,
-    at: Annotated[int, typer.Option(metavar="STEP", help="First step of the new run's own.")],
+    at: Annotated[int, typer.Option(metavar="STEP", help="First step at which the new run may differ.")],
     to: Annotated[Path, typer.Option(metavar="NEW.toml", help="Config to write; its state is written beside it.")],
     name: Annotated[
-        str | None, typer.Option(help="Of the stage that begins there; default: fork.", show_default=False)
+        str | None, typer.Option(help="Name of the stage that begins there; default: fork.", show_default=False)
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="web=0.5,books=0.5", help="Of that stage; default: as before.")
+        str | None, typer.Option(metavar="web=0.5,books=0.5", help="Weights of that stage; default: as before.")
     ] = None,
     world_size: ui.WorldSize = None,
     json: ui.AsJson = False,

@@ -49,7 +49,7 @@ def prepare(
         str | None, typer.Option(help="For messages: tokenizer (its own), a .jinja file, or chatml.")
     ] = None,
     system: Annotated[
-        str | None, typer.Option(help="What the system says in conversations that do not say it themselves.")
+        str | None, typer.Option(help="System message of conversations that have none of their own.")
     ] = None,
     train_turns: Annotated[
         str | None, typer.Option(help="Messages of trained roles that are trained on: all, or last.")
@@ -72,7 +72,7 @@ def prepare(
         typer.Option(help="Fields to keep beside each document, such as id,url."),
     ] = None,
     on_error: Annotated[
-        str, typer.Option(help="What a bad record or broken file does: stop, or skip (counted and listed).")
+        str, typer.Option(help="What to do about bad records and broken files: stop, or skip (counted, listed).")
     ] = "stop",
     keep_empty: Annotated[
         bool, typer.Option("--keep-empty", help="Keep texts without a character; else left out and counted.")
@@ -83,7 +83,7 @@ def prepare(
     max_seq_len: Annotated[int | None, typer.Option(help="Cut records to this many tokens.")] = None,
     on_long: Annotated[
         str | None,
-        typer.Option(help="What longer records do: be cut (default), drop (counted), or stop the build."),
+        typer.Option(help="What to do about longer records: cut (default), drop (counted), or stop."),
     ] = None,
     domain_key: Annotated[
         str | None, typer.Option(help="Field that names a domain; writes one store for each, below OUT.")
@@ -96,17 +96,18 @@ def prepare(
     ] = None,
     same_names: Annotated[
         bool,
-        typer.Option("--same-names", help="Files named like ones in the store are others: a second dump."),
+        typer.Option("--same-names", help="Add files whose names the store has already: a second dump."),
     ] = False,
     max_record_bytes: Annotated[
         int | None, typer.Option(help="Largest record; a worker takes up to 15 times that. Default: 64 MiB.")
     ] = None,
     max_expansion: Annotated[
-        int | None, typer.Option(help="How many times its size a file may hold of text. Default: 256.")
+        int | None, typer.Option(help="Most text that a file may hold, as a multiple of its size. Default: 256.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
     unit_timeout: Annotated[
-        float | None, typer.Option(help="Seconds without progress of a unit that end the build; default: none do.")
+        float | None,
+        typer.Option(help="Seconds after which a unit without progress ends the build; default: no limit."),
     ] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
     storage_format: Annotated[str | None, typer.Option(help="bin, or h5 for HDF5.")] = None,
@@ -137,17 +138,16 @@ def prepare(
     ] = False,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Do every N-th unit that has no result yet, of the list in OUT; no more."),
+        typer.Option(metavar="I/N", help="Do only every N-th unit of the list in OUT that has no result yet."),
     ] = None,
     publish: Annotated[
-        bool, typer.Option("--publish", help="Do what parts have left and publish, as without any of these.")
+        bool,
+        typer.Option("--publish", help="Do the units that parts have left, and publish; as without these options."),
     ] = False,
     rebuild: ui.Rebuild = False,
     staging: Annotated[
         Path | None,
-        typer.Option(
-            help="Where inputs from addresses are copied, and a store for one is built: with room for both."
-        ),
+        typer.Option(help="Folder for copies of inputs from addresses, and for building a store that goes to one."),
     ] = None,
     json: ui.AsJson = False,
 ) -> None:
@@ -341,7 +341,7 @@ def import_(
     bos_id: ui.BosId = None,
     format: ui.Format = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="What made the ids, as for prepare; it is kept with the store.")
+        str | None, typer.Option(help="Tokenizer that made the ids, as for prepare; a copy is kept with the store.")
     ] = None,
     max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
     rebuild: ui.Rebuild = False,
@@ -438,9 +438,9 @@ def upload(
     ],
     json: ui.AsJson = False,
 ) -> None:
-    """Copy a store to object storage: what is there is proven and kept, the rest sent; the manifest last.
+    """Copy a store to object storage: what is there already is verified, the rest is sent, the manifest last.
 
-    Credentials come from the environment. An upload that was ended is begun again, and goes on where it was.
+    Credentials come from the environment. An upload that was interrupted goes on when it is run again.
     """
     from tokenmill.store.remote.upload import upload
 
