@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.encode.conftest import trained_pieces
 from tests.encode.test_files import BYTES, OWN, ranks
@@ -14,7 +15,7 @@ from tests.encode.test_files import BYTES, OWN, ranks
 import tokenmill as tm
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.errors import TokenizerError
-from tokenmill.run.inspect import examples, inspect_store, tokenizer_of, why_no_texts
+from tokenmill.run.inspect import examples, inspect_store, open_stores, tokenizer_of, why_no_texts
 from tokenmill.store import open_store, verify
 
 KINDS = ("folder", "tokenizer.json", "other name", "rank file", "own encoding", "model")
@@ -107,6 +108,22 @@ def test_a_copy_that_was_altered_is_not_taken_for_the_tokenizer(tmp_path, inputs
     assert tokenizer_of(store, str(moved)).identity.content == store.manifest.tokenizer["content"]
     with pytest.raises(TokenizerError, match=r"tokenizer 'bytes': must be the one that made .*; name that one"):
         tokenizer_of(store, "bytes")
+
+
+def test_a_folder_of_stores_opens_all_of_them_by_name(tmp_path, inputs):
+    options = tm.PrepareOptions(val_fraction=0.5)
+    tm.prepare(inputs, out=tmp_path / "web", tokenizer="bytes", options=options, progress=False)
+    stores = open_stores(tmp_path / "web")
+    assert {name: store.fingerprint for name, store in stores.items()} == {
+        name: open_store(tmp_path / "web" / name).fingerprint for name in ("train", "val")
+    }
+    assert list(open_stores(tmp_path / "web" / "val")) == ["val"]
+
+
+def test_a_folder_of_token_files_of_others_opens_as_one_store(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    np.save(tmp_path / "tokens" / "a.npy", np.arange(9, dtype=np.uint16))
+    assert {name: store.num_tokens for name, store in open_stores(tmp_path / "tokens").items()} == {"tokens": 9}
 
 
 def test_the_facts_of_a_store_hold_the_strings_of_bos_and_eos(tmp_path, inputs):
