@@ -11,7 +11,7 @@ import pytest
 
 from tokenmill.config.run import to_toml
 from tokenmill.errors import ResumeError
-from tokenmill.run.history import Edit, lines, read_history
+from tokenmill.run.history import Edit, read_history
 from tokenmill.run.run import Run
 from tokenmill.tables import as_json
 
@@ -66,7 +66,7 @@ def test_a_line_is_added_when_the_plan_changes_and_only_then(load, folder):
         ("skip[0].reason", None, "loss spike", None),
     ]
     assert new.reasons == ("skip 12:14 (loss spike)",)
-    assert lines([new])[0].endswith(f" plan {digits(second)[:8]}… from step 12: skip 12:14 (loss spike)")
+    assert str(new).endswith(f" plan {digits(second)[:8]}… from step 12: skip 12:14 (loss spike)")
 
 
 def test_every_edit_is_told_with_its_reason(load, folder):
@@ -77,7 +77,7 @@ def test_every_edit_is_told_with_its_reason(load, folder):
     late = [BASE["stages"][0], BASE["stages"][1] | {"weights": {"web": 0.5, "books": 0.6}}]
     for tables in (BASE, BASE | SKIP, BASE | SKIP | {"quarantine": quarantine}, BASE | {"stages": late}):
         load(tables)
-    shown = [line.partition("… ")[2] for line in lines(read_history(folder, "run"))]
+    shown = [line.partition("… ")[2] for line in map(str, read_history(folder, "run"))]
     assert shown == [
         "is the first on record",
         "from step 12: skip 12:14 (loss spike)",
@@ -90,7 +90,7 @@ def test_every_edit_is_told_with_its_reason(load, folder):
 def test_more_steps_are_an_edit_at_the_end(load, folder):
     load(BASE)
     load(BASE | {"run": BASE["run"] | {"steps": 40}})
-    assert lines(read_history(folder, "run"))[1].endswith(" from step 30: run.steps 30 -> 40")
+    assert str(read_history(folder, "run")[1]).endswith(" from step 30: run.steps 30 -> 40")
 
 
 def test_what_changes_no_batch_is_no_edit(load, folder):
@@ -169,7 +169,7 @@ def test_a_plan_that_is_not_on_record_is_no_obstacle(load, folder, left):
     file = folder / ".tokenmill" / "plans" / f"{digits(first)}.json"
     file.unlink() if left is None else file.write_bytes(left)
     load(BASE | SKIP)
-    assert lines(read_history(folder, "run"))[1].endswith("…: what changed is not on record")
+    assert str(read_history(folder, "run")[1]).endswith("…: what changed is not on record")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,5 @@ def test_an_edit_reads_back_as_it_was_written(load, folder):
     found = read_history(folder, "run")
     lines_written = (folder / ".tokenmill/history/run.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines_written] == [json.loads(json.dumps(as_json(edit))) for edit in found]
-    assert lines([Edit(time="2026-11-16T00:00:00Z", plan="ab" * 8, before=None, first_step=None)]) == [
-        "2026-11-16 plan abababab… is the first on record"
-    ]
+    first = Edit(time="2026-11-16T00:00:00Z", plan="ab" * 8, before=None, first_step=None)
+    assert str(first) == "2026-11-16 plan abababab… is the first on record"

@@ -406,7 +406,12 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """A plan that a run was trained with, and what it changed: a line of the history."""
+    """A plan that a run was trained with, and what it changed: a line of the history.
+
+    >>> print(Edit(time="2026-11-16T08:00:00Z", plan="1a2b3c4d5e6f7081", before="77", first_step=1200,
+    ...            reasons=("skip 1200:1240 (loss spike)",)))
+    2026-11-16 plan 1a2b3c4d… from step 1,200: skip 1200:1240 (loss spike)
+    """
 
     time: str
     """When it was first loaded: UTC, ISO 8601."""
@@ -419,6 +424,25 @@ class Edit:
     reasons: tuple[str, ...] = ()
     """Skips and quarantines that are new, with their reasons: `skip 1200:1240 (loss spike)`."""
     forked_from: Origin | None = None
+
+    def __str__(self) -> str:
+        head = f"{self.time[:10]} plan {self.plan[:8]}…"
+        origin = self.forked_from
+        if origin is not None:
+            head += f" forked from {origin.config} (plan {origin.plan[:8]}…) at step {origin.step:,}"
+        elif self.before is None:
+            return f"{head} is the first on record"
+        if self.first_step is not None:
+            head += f"{', differs' if origin else ''} from step {self.first_step:,}"
+        # A skip or quarantine that is new is named by its reason, not again by its keys.
+        added = ("skip[", "quarantine[")
+        rest = [change for change in self.changes if not (change.old is None and change.path.startswith(added))]
+        causes = [*self.reasons, *(str(change) for change in rest[:_SHOWN_CHANGES])]
+        if len(rest) > _SHOWN_CHANGES:
+            causes.append(f"and {len(rest) - _SHOWN_CHANGES} more")
+        if not causes:
+            return head if origin else f"{head}: what changed is not on record"
+        return f"{head}: {', '.join(causes)}"
 
 
 def read_history(folder: Path, name: str) -> list[Edit]:
@@ -439,37 +463,6 @@ def _edits(folder: Path, name: str, *, newest_first: bool = False) -> Iterator[E
     for line in reversed(written) if newest_first else written:
         with suppress(ConfigError):
             yield read_json(Edit, line, "history")
-
-
-def lines(edits: Sequence[Edit]) -> list[str]:
-    """Return a history for people, a line an edit.
-
-    >>> edit = Edit(time="2026-11-16T08:00:00Z", plan="1a2b3c4d5e6f7081", before="77", first_step=1200,
-    ...             reasons=("skip 1200:1240 (loss spike)",))
-    >>> lines([edit])
-    ['2026-11-16 plan 1a2b3c4d… from step 1,200: skip 1200:1240 (loss spike)']
-    """
-    return [_line(edit) for edit in edits]
-
-
-def _line(edit: Edit) -> str:
-    head = f"{edit.time[:10]} plan {edit.plan[:8]}…"
-    origin = edit.forked_from
-    if origin is not None:
-        head += f" forked from {origin.config} (plan {origin.plan[:8]}…) at step {origin.step:,}"
-    elif edit.before is None:
-        return f"{head} is the first on record"
-    if edit.first_step is not None:
-        head += f"{', differs' if origin else ''} from step {edit.first_step:,}"
-    # A skip or quarantine that is new is named by its reason, not again by its keys.
-    added = ("skip[", "quarantine[")
-    rest = [change for change in edit.changes if not (change.old is None and change.path.startswith(added))]
-    causes = [*edit.reasons, *(str(change) for change in rest[:_SHOWN_CHANGES])]
-    if len(rest) > _SHOWN_CHANGES:
-        causes.append(f"and {len(rest) - _SHOWN_CHANGES} more")
-    if not causes:
-        return head if origin else f"{head}: what changed is not on record"
-    return f"{head}: {', '.join(causes)}"
 
 
 def record(

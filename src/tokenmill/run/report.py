@@ -23,7 +23,7 @@ from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
-from tokenmill.run.history import lines, read_history
+from tokenmill.run.history import read_history
 from tokenmill.run.inspect import Audit, audit
 from tokenmill.run.long_records import long_records
 from tokenmill.run.run import EpochCount, Run
@@ -166,7 +166,7 @@ def report_run(run: Run) -> RunReport:
             *_idle_quarantines(run),
             *long_records(run),
         ),
-        history=tuple(lines(read_history(run.folder, run.name))),
+        history=tuple(map(str, read_history(run.folder, run.name))),
         supervision={name: audit(store, max_items=AUDITED_ITEMS) for name, store in masked.items()},
     )
 
