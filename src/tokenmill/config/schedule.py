@@ -283,7 +283,7 @@ def check_weighing(where: str, temperature: float | None, weigh_by: str | None) 
 
 
 def check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
-    """Refuse `on_long` beside a `split` that contradicts it, or under a packing that cuts every document."""
+    """Refuse `on_long` beside a `split` that contradicts it, or under a packing that cuts documents anywhere."""
     if on_long is None:
         return
     check_choice(where, "on_long", on_long, ON_LONG)
