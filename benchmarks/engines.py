@@ -176,7 +176,7 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     from tokenmill.build import journal as journals
     from tokenmill.build import plan_units, run_part
     from tokenmill.build.engines import run_by
-    from tokenmill.build.tasks import Answer, Task
+    from tokenmill.build.job import Answer, Task
     from tokenmill.documents import InputFile, Piece, Unit
 
     (work / "none.jsonl").write_text('{"text": "a document"}\n')

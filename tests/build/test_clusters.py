@@ -20,8 +20,8 @@ from tests.build.clusters import CHATS, bad_records, build, digest_of, write_bad
 
 from tokenmill.build import PrepareOptions, plan_units, prepare, run_part
 from tokenmill.build.engines import MAX_IN_FLIGHT, run_by
+from tokenmill.build.job import Answer, Task
 from tokenmill.build.parts import asked_for
-from tokenmill.build.tasks import Answer, Task
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.documents import cut_files, find_files
 from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreMissingError, WorkerLostError

@@ -19,8 +19,8 @@ from tests.build.corpus import files_of, some_texts, write_file
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.engines import LocalExecutor
+from tokenmill.build.job import Task, read_answer, run_unit
 from tokenmill.build.journal import unit_result
-from tokenmill.build.tasks import Task, read_answer, run_unit
 from tokenmill.build.unit import read_worker_file
 from tokenmill.errors import ConfigError, StoreError, StoreMissingError, WorkerLostError
 from tokenmill.store import read_manifest

@@ -1,4 +1,4 @@
-"""The build: inputs are cut into units, units become shards in worker processes, shards become stores."""
+"""`prepare`: inputs are cut into units, units become shards in worker processes, shards become stores."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
+import xxhash
 
-from tokenmill.build.engines import Executor, LocalExecutor, UnitWatch, run_by
+from tokenmill import __version__
+from tokenmill.build.engines import Executor, WorkerPool, check_timeout, num_workers_of
 from tokenmill.build.job import (
     Job,
     MapIdentity,
     PrepareOptions,
     RecipeSpec,
     Setting,
+    Task,
     build_identity,
     identify,
     is_importable,
@@ -30,8 +32,9 @@ from tokenmill.build.job import (
 )
 from tokenmill.build.journal import (
     MAX_LISTED,
-    WORKERS,
+    SIZE,
     Build,
+    BuildSize,
     FinishedBuild,
     Journal,
     Publication,
@@ -41,30 +44,23 @@ from tokenmill.build.journal import (
     add_counts,
     begin_build,
     stamp_of,
+    unit_key,
     unit_result,
 )
-from tokenmill.build.progress import Look, Progress, Show, shown_progress, warn
+from tokenmill.build.progress import Progress, Show, shown_progress, units_done, warn
 from tokenmill.build.staged import build_remote
-from tokenmill.build.tasks import Task, cut_build, drop_others, missing_scans, run_task, write_job_file, write_tasks
-from tokenmill.build.unit import LEFT_OUT, MapRecord, OpenJob
-from tokenmill.documents import (
-    RULES,
-    BadRecord,
-    Unit,
-    content_digest,
-    format_of,
-    place,
-)
+from tokenmill.build.unit import LEFT_OUT, TAKEN, MapRecord, OpenJob, fates_of, is_whole_scan
+from tokenmill.documents import RULES, BadRecord, Unit, content_digest, cut_files, format_of, place
 from tokenmill.documents.units import is_changed
-from tokenmill.encode.files import copy_of
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import WAYS_OUT, Recipe
 from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
-from tokenmill.errors import ConfigError, DocumentError, StoreError, TokenmillError
+from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import Lease, leased_folder, make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
 from tokenmill.tables import check_types, is_address
+from tokenmill.types import Uint8Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +189,11 @@ def prepare(  # noqa: PLR0913 - the front door
     On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
     `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
     """
+    check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
+    options = PrepareOptions() if options is None else options
+    show: Show = partial(shown_progress, shown=progress, on_progress=on_progress)
+    if progress is False and on_progress is None:
+        show = _not_shown
     build = partial(
         _build_store,
         tokenizer=tokenizer,
@@ -200,19 +201,23 @@ def prepare(  # noqa: PLR0913 - the front door
         map=map,
         workers=workers,
         executor=executor,
-        progress=progress,
-        on_progress=on_progress,
-        options=PrepareOptions() if options is None else options,
+        show=show,
+        options=options,
         unit_timeout=unit_timeout,
     )
     items = [inputs] if isinstance(inputs, str) or not isinstance(inputs, Sequence) else inputs
     if not any(is_address(path) for path in (out, *items)):
         return build(inputs, out=out, rebuild=rebuild)
-    show = partial(shown_progress, shown=progress, on_progress=on_progress)
     return build_remote(build, items, out, staging, options, show, rebuild=rebuild)
 
 
-def _build_store(  # noqa: PLR0913 - what stands behind the front door
+@contextmanager
+def _not_shown(what: str, total_bytes: int, look: Callable[[], object]) -> Iterator[Callable[[], None]]:  # noqa: ARG001
+    """Show nothing of a step of the build."""
+    yield lambda: None
+
+
+def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     out: str | os.PathLike[str],
@@ -222,20 +227,16 @@ def _build_store(  # noqa: PLR0913 - what stands behind the front door
     workers: int | None,
     executor: Executor | None,
     rebuild: bool,
-    progress: bool | None,
-    on_progress: Callable[[Progress], None] | None,
+    show: Show,
     options: PrepareOptions,
     unit_timeout: float | None,
 ) -> PrepareReport:
     """Build a store, or add to it, in a folder."""
     begin = time.monotonic()
-    check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
     check_timeout(unit_timeout)
     num_workers = num_workers_of(workers, executor)
-    mapped = None if map is None else identify(map)
-    if mapped is not None and not is_importable(mapped):
-        num_workers = _one_worker(mapped, workers, executor)
-    show = partial(shown_progress, shown=progress, on_progress=on_progress)
+    if map is not None and not is_importable(function := identify(map)):
+        num_workers = _one_worker(function, workers, executor)
     setting = open_setting(inputs, out=out, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show)
     opening_seconds = time.monotonic() - begin
     result, job, opened = None, setting.job, setting.opened
@@ -247,13 +248,13 @@ def _build_store(  # noqa: PLR0913 - what stands behind the front door
             _publish(build, result, job, opened, setting.warning)
         report = _report(build, result, opened, setting.framing, opening_seconds, begin)
         _warn_of_cut_answers(report, job.recipe)
-        keep_tokenizer(job.tokenizer, [Path(store.path) for store in report.stores])
+        keep_tokenizer(job.files, [Path(store.path) for store in report.stores])
         return report
 
 
 @contextmanager
 def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lease]]:
-    """Find out what there is to do in the folder of the store, which is held by a lease for that long."""
+    """Find out what there is to do in the folder of the store, and hold its lease for as long as that takes."""
     journal, options = setting.journal, setting.job.options
     with _system_errors_explained(journal.out):
         make_folder(journal.out)
@@ -272,34 +273,12 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
             yield build, lease
 
 
-def num_workers_of(workers: int | None, executor: Executor | None) -> int:
-    """Return how many processes to use, by default one a core; refuse what is no executor."""
-    if executor is not None and not callable(getattr(executor, "submit", None)):
-        raise ConfigError(
-            f"executor: must have submit(function, *args), as concurrent.futures has it, got {executor!r}; "
-            "leave it out for the cores of this machine"
-        )
-    if workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if workers < 1:
-        raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
-    return workers
-
-
-def check_timeout(seconds: float | None) -> None:
-    """Refuse what is no number of seconds."""
-    check_types(unit_timeout=(seconds, int | float | None))
-    if seconds is not None and not seconds > 0:
-        raise ConfigError(
-            f"unit_timeout: must be more than 0 seconds, got {seconds}; leave it out to wait for ever"
-        )
-
-
-def _one_worker(mapped: MapIdentity, workers: int | None, executor: Executor | None) -> int:
-    """Return one worker, this process: no other can import the function. Refuse others that were asked for."""
+def _one_worker(function: MapIdentity, workers: int | None, executor: Executor | None) -> int:
+    """Return 1, for this process, as no other one can import the function; refuse more if they were asked for."""
     if executor is not None or (workers or 1) > 1:
         raise ConfigError(
-            f"map: must be a function of a module that workers can import, got {mapped.name} of {mapped.module}; "
+            "map: must be a function of a module that workers can import, "
+            f"got {function.name} of {function.module}; "
             "put it at the top of a file of its own, or use workers=1"
         )
     return 1
@@ -319,7 +298,7 @@ def _warn_of_cut_answers(report: PrepareReport, recipe: Recipe) -> None:
 
 @contextmanager
 def _system_errors_explained(out: Path) -> Iterator[None]:
-    """Say of an error of the system what it means for the build."""
+    """Raise an error of the system, such as a full disk, as one that names the folder and the way out."""
     try:
         yield
     except TokenmillError:
@@ -331,12 +310,12 @@ def _system_errors_explained(out: Path) -> Iterator[None]:
         ) from error
 
 
-# Running the units of a build, and counting what came of them.
+# What came of the units.
 
 
 @dataclass(kw_only=True, slots=True)
 class BuildResult:
-    """What came of the units so far, in input order; a line's number follows from the units before."""
+    """What came of the units so far; they are added in input order, as lines are counted over units of a file."""
 
     units: list[UnitShards] = field(default_factory=list)
     resumed: int = 0
@@ -365,31 +344,30 @@ class BuildResult:
     def add(self, unit: Unit, result: UnitResult, *, resumed: bool, stop: bool) -> None:
         """Count a unit; where bad records `stop` a build, raise the first."""
         counts = result.counts
-        # Where a piece begins in its file, in lines: those of the earlier pieces of the same file.
-        begins = []
+        # Of each piece: its file, what is counted there, and how many lines stand before it in the file.
+        pieces_begin: list[tuple[str, str, int]] = []
         for piece, lines in zip(unit.pieces, counts.lines, strict=True):
-            begins.append(self.lines[piece.file.path])
-            self.lines[piece.file.path] += lines
-        names = [(piece.file.name, format_of(piece.file.suffix).counts) for piece in unit.pieces]
-        pieces_begin = tuple((*name, begin) for name, begin in zip(names, begins, strict=True))
+            file = piece.file
+            pieces_begin.append((file.name, format_of(file.suffix).counts, self.lines[file.path]))
+            self.lines[file.path] += lines
         for route, firsts in sorted(counts.noted.items()):
-            earlier = sum(taken.get(route, (0, 0))[0] for taken in self.taken.values())
-            known = self.noted.setdefault(route, {})
+            documents_before = sum(taken.get(route, (0, 0))[0] for taken in self.taken.values())
+            noted = self.noted.setdefault(route, {})
             for name, document in firsts.items():
-                known.setdefault(name, earlier + document)
+                noted.setdefault(name, documents_before + document)
         for route, pieces in sorted(counts.taken.items()):
             for index, documents, tokens in pieces:
-                routes = self.taken.setdefault(unit.pieces[index].file.path, {})
-                before = routes.get(route, (0, 0))
-                routes[route] = (before[0] + documents, before[1] + tokens)
+                taken = self.taken.setdefault(unit.pieces[index].file.path, {})
+                earlier = taken.get(route, (0, 0))
+                taken[route] = (earlier[0] + documents, earlier[1] + tokens)
         for bad in counts.bad:
-            line = begins[bad.piece] + bad.line
+            name, _, first_line = pieces_begin[bad.piece]
+            line = first_line + bad.line
             if stop or bad.reason == TOO_LONG:
                 raise bad_record(unit, line, bad)
             if len(self.listed) < MAX_LISTED or all(bad.reason != each["reason"] for each in self.listed):
-                name = unit.pieces[bad.piece].file.name
                 self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
-        self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=pieces_begin))
+        self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=tuple(pieces_begin)))
         self.resumed += resumed
         self.documents += counts.documents
         self.tokens += counts.tokens
@@ -402,83 +380,117 @@ class BuildResult:
 
 def bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
     """Return the error that names a bad record by its file and line, the rule that it breaks, and the ways out."""
+    rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES}
     # A chat without messages lacks no text field: the recipe knows better which fields it wants.
-    missing = {"missing_field": RECIPE_RULES["missing_field"]}
-    rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES, **missing}
-    rule = rules.get(bad.reason, f"a record must fit the recipe ({bad.reason})")
-    if bad.reason == TOO_LONG:
-        return DocumentError(
-            f"{place(unit.pieces[bad.piece], line)}: a record must not be longer than max_seq_len, got "
-            f"{bad.detail}; raise --max-seq-len, or say --on-long drop or cut"
-        )
-    ways = WAYS_OUT.get(bad.reason, "mend the record")
-    if bad.reason in ("missing_field", "not_text"):
-        ways = (
-            "name the field of the text with --text-field, or what the records are with --recipe (chat, dpo, ...)"
+    rules["missing_field"] = RECIPE_RULES["missing_field"]
+    skip = "or skip bad ones with --on-error skip"
+    if bad.reason == TOO_LONG:  # it stops the build, whatever --on-error says
+        ways_out = "raise --max-seq-len, or say --on-long drop or cut"
+    elif bad.reason in ("missing_field", "not_text"):
+        ways_out = (
+            "name the field of the text with --text-field, or what the records are with --recipe (chat, dpo, ...), "
+            f"{skip}"
         )
     elif bad.reason == "too_long":
-        ways = "cut the record, allow it with --max-record-bytes"
-    return DocumentError(
-        f"{place(unit.pieces[bad.piece], line)}: {rule}, got {bad.detail}; "
-        f"{ways}, or skip bad ones with --on-error skip"
+        ways_out = f"cut the record, allow it with --max-record-bytes, {skip}"
+    else:
+        ways_out = f"{WAYS_OUT.get(bad.reason, 'mend the record')}, {skip}"
+    where = place(unit.pieces[bad.piece], line)
+    return DocumentError(f"{where}: {rules[bad.reason]}, got {bad.detail}; {ways_out}")
+
+
+# The units of a build as tasks, and running them.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutInput:
+    """The input of a build in units, and what their keys are made of."""
+
+    units: Sequence[Unit]
+    versions: Mapping[str, str]
+    """Path -> digest that stands for its content."""
+    build_digest: str
+    """Of the version, the tokenizer, the recipe and the options."""
+    scans: tuple[str, ...] = ()
+    """Names of the hashes of the records of each unit; none where no record depends on another."""
+    old_scans: tuple[str, ...] = ()
+    """Those of the files that are in the store already."""
+    deduplicate: bool = False
+    max_items: int | None = None
+
+
+def cut_build(build: Build, opened: OpenJob) -> CutInput:
+    """Cut the new files of a build into units."""
+    chosen = opened.chosen
+    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not opened.stop))
+    build_digest = digest([__version__, dict(build.identity)])
+    needs_scan = chosen.deduplicate or chosen.max_items is not None
+    return CutInput(
+        units=units,
+        versions=build.versions,
+        build_digest=build_digest,
+        scans=tuple(unit_key(unit, build.versions, [build_digest, "scan"]) for unit in units) if needs_scan else (),
+        old_scans=build.base.scans if build.base is not None and needs_scan else (),
+        deduplicate=chosen.deduplicate,
+        max_items=chosen.max_items,
     )
 
 
-class WorkerPool:
-    """Runs the tasks of a job by an engine; in this process, where one worker is enough.
+def missing_scans(
+    journal: Journal, cut: CutInput, *, is_done: Callable[[Path], bool] = is_whole_scan
+) -> list[Task]:
+    """Return the tasks of hashing that are not done; units with the same content need one."""
+    missing = {
+        key: unit
+        for unit, key in zip(cut.units if cut.scans else (), cut.scans, strict=True)
+        if not is_done(journal.scans / key)
+    }
+    return [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
 
-    Nothing that it started outlives the `with` block. An executor of the user's stays open.
+
+def write_tasks(journal: Journal, cut: CutInput) -> list[Task]:
+    """Return the task of writing each unit; none of the scans of its input may be missing.
+
+    Each has a key of its own: of units with the same content the second, third ... are numbered.
     """
+    unit_fates: Sequence[Uint8Array | None] = _fates(journal, cut) if cut.scans else [None] * len(cut.units)
+    copies: Counter[str] = Counter()
+    tasks: list[Task] = []
+    for unit, fates in zip(cut.units, unit_fates, strict=True):
+        name, file = "", None
+        if fates is not None and not bool((fates == TAKEN).all()):
+            name = xxhash.xxh3_128_hexdigest(fates.data)
+            file = journal.fates / name
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, fates.tobytes())
+        key = unit_key(unit, cut.versions, [cut.build_digest, name])
+        copies[key] += 1
+        if copies[key] > 1:
+            key = digest([key, copies[key]])
+        tasks.append(Task(unit=unit, key=key, fates=None if file is None else str(file.absolute())))
+    size = BuildSize(units=len(tasks), bytes=sum(task.unit.bytes for task in tasks))
+    write_atomically(journal.folder / SIZE, msgspec.json.encode(size))
+    return tasks
 
-    def __init__(
-        self,
-        job: Job,
-        opened: OpenJob,
-        num_workers: int,
-        executor: Executor | None = None,
-        unit_timeout: float | None = None,
-    ) -> None:
-        self.job = job
-        self._unit_timeout = unit_timeout
-        self.opened = opened
-        self._num_workers = num_workers
-        self._executor = executor
-        self._processes: LocalExecutor | None = None
 
-    def __enter__(self) -> WorkerPool:
-        return self
+def _fates(journal: Journal, cut: CutInput) -> list[Uint8Array]:
+    """Return what becomes of the records of each unit, as if all files of the store were read again before it."""
+    paths = [journal.scans / key for key in (*cut.old_scans, *cut.scans)]
+    if broken := [path for path in paths if not is_whole_scan(path)]:
+        raise StoreCorruptError(
+            f"{broken[0]}: must hold the hashes of records, to add files, got "
+            f"{'other bytes than were written' if broken[0].exists() else 'nothing'}; start over with --rebuild"
+        )
+    fates = fates_of(paths, deduplicate=cut.deduplicate, max_items=cut.max_items)
+    return fates[len(cut.old_scans) :]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._processes is not None:
-            self._processes.close()
 
-    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
-        """Yield the results of tasks in their order; of errors the first in order is raised.
-
-        `tick` is called a few times a second.
-        """
-        if self._executor is not None:
-            job = msgspec.json.encode(self.job)
-            if not getattr(self._executor, "sends_once", False):
-                job = write_job_file(Path(self.job.folder).parent, job)
-            return run_by(self._executor, job, tasks, tick, self._watch())
-        num_workers = min(self._num_workers, len(tasks))
-        if num_workers <= 1 and self._unit_timeout is None:
-            return (run_task(self.opened, task, tick) for task in tasks)
-        return self.run_in_processes(tasks, num_workers, tick)
-
-    def run_in_processes(
-        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
-    ) -> Iterator[UnitResult | None]:
-        """Run tasks in so many processes, those of an earlier call first."""
-        self._processes = self._processes or LocalExecutor()
-        self._processes.grow(num_workers)
-        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick, self._watch())
-
-    def _watch(self) -> UnitWatch:
-        return UnitWatch(Path(self.job.folder).with_name(WORKERS), self._unit_timeout)
+def drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
+    """Remove units of inputs that are no longer asked for, finished or not."""
+    known = {name for task in tasks for name in (task.key, f".tmp-{task.key}")}
+    for folder in list(journal.units.iterdir()):
+        if folder.name not in known:
+            shutil.rmtree(folder)
 
 
 def run_scans(journal: Journal, tasks: Sequence[Task], pool: WorkerPool, show: Show) -> None:
@@ -486,10 +498,10 @@ def run_scans(journal: Journal, tasks: Sequence[Task], pool: WorkerPool, show: S
     if not tasks:
         return
     journal.scans.mkdir(exist_ok=True)
-    done = 0
-    with show("look for duplicates", sum(task.unit.bytes for task in tasks), lambda: (done, 0, 0)) as tick:
+    done_bytes = 0
+    with show("look for duplicates", sum(task.unit.bytes for task in tasks), lambda: (done_bytes, 0, 0)) as tick:
         for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
-            done += task.unit.bytes
+            done_bytes += task.unit.bytes
             tick()
 
 
@@ -502,18 +514,24 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
     tasks = write_tasks(journal, cut)
     drop_others(journal, tasks)
     # As JSON, which takes a tenth of the memory: there may be a hundred thousand.
-    done = {
+    earlier = {
         task.key: msgspec.json.encode(known) for task in tasks if (known := unit_result(journal.units, task.key))
     }
-    look = Look(journal, {task.key for task in tasks})
+    left = {task.key for task in tasks}
+    done_bytes = 0
+
+    def look() -> tuple[int, int, int]:
+        return units_done(journal.workers, left, (done_bytes, result.documents, result.tokens))
+
     with show("prepare", sum(unit.bytes for unit in cut.units), look) as tick:
-        answers = pool.run([task for task in tasks if task.key not in done], tick)
+        new = pool.run([task for task in tasks if task.key not in earlier], tick)
         for task in tasks:
-            resumed = task.key in done
-            finished = msgspec.json.decode(done.pop(task.key), type=UnitResult) if resumed else next(answers)
-            assert finished is not None
-            result.add(task.unit, finished, resumed=resumed, stop=stop)
-            look.count(task.unit, finished)
+            resumed = task.key in earlier
+            unit = msgspec.json.decode(earlier.pop(task.key), type=UnitResult) if resumed else next(new)
+            assert unit is not None
+            result.add(task.unit, unit, resumed=resumed, stop=stop)
+            left.discard(task.key)
+            done_bytes += task.unit.bytes
             tick()
     _note_contents(build, result, show)
     _refuse_changed(build, tasks, result.scans)
@@ -523,11 +541,11 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
 
 def _note_contents(build: Build, result: BuildResult, show: Show) -> None:
     """Hash all bytes of the files, so that a change of any of them is seen when files are added."""
-    done = 0
-    with show("note the inputs", sum(file.bytes for file in build.files), lambda: (done, 0, 0)) as tick:
+    done_bytes = 0
+    with show("note the inputs", sum(file.bytes for file in build.files), lambda: (done_bytes, 0, 0)) as tick:
         for file in build.files:
             result.contents[file.path] = "" if is_changed(file) else content_digest(file)
-            done += file.bytes
+            done_bytes += file.bytes
             tick()
 
 
@@ -550,7 +568,7 @@ def _refuse_changed(build: Build, tasks: Sequence[Task], scans: Sequence[str]) -
 def _refuse_nothing(build: Build, result: BuildResult) -> None:
     """Raise if there is not one document: an empty store is a mistake that would show much later.
 
-    To a store that is there files may add nothing, unless all their records are bad.
+    Files may add nothing to a store that exists, unless all their records are bad.
     """
     all_bad = result.skipped and not result.skipped.keys() & LEFT_OUT
     if not result.documents and (build.base is None or all_bad):
@@ -594,10 +612,9 @@ def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warni
     build.journal.publish(publication)
 
 
-def keep_tokenizer(spec: str, stores: Sequence[Path]) -> None:
-    """Keep a copy of the tokenizer's files in every store, so that its texts can be read wherever it goes."""
-    files = copy_of(spec)
-    first: dict[str, Path] = {}
+def keep_tokenizer(files: Mapping[str, bytes], stores: Sequence[Path]) -> None:
+    """Keep the files of the tokenizer in every store, so that its texts can be read wherever it goes."""
+    copies: dict[str, Path] = {}
     for store in stores:
         for name, data in files.items():
             path = store / TOKENIZER_FOLDER / name
@@ -605,14 +622,14 @@ def keep_tokenizer(spec: str, stores: Sequence[Path]) -> None:
                 continue
             make_folder(path.parent)
             try:
-                os.link(first[name], path)  # the stores of one build share one copy, where links can be made
+                os.link(copies[name], path)  # the stores of one build share one copy, where links can be made
             except (KeyError, OSError):
                 write_atomically(path, data)
-            first.setdefault(name, path)
+            copies.setdefault(name, path)
 
 
 def _finished(build: Build, result: BuildResult) -> FinishedBuild:
-    """Return what is in the store once the units are."""
+    """Return what the store holds once the units are published."""
     new = FinishedBuild(
         identity=build.identity,
         routes=(),
@@ -642,14 +659,14 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
     add_counts(notes, new.notes)
     noted = {route: dict(firsts) for route, firsts in old.noted.items()}
     for route, firsts in new.noted.items():
-        before = sum(file.taken.get(route, (0, 0))[0] for file in old.inputs)
-        later = {name: before + document for name, document in firsts.items()}
+        documents_before = sum(file.taken.get(route, (0, 0))[0] for file in old.inputs)
+        later = {name: documents_before + document for name, document in firsts.items()}
         noted[route] = dict(sorted({**later, **noted.get(route, {})}.items()))
     return replace(
         new,
         inputs=old.inputs + new.inputs,
         counts=counts,
-        listed=(*old.listed, *_still_listed(old.listed, new.listed)),
+        listed=(*old.listed, *_newly_listed(old.listed, new.listed)),
         truncated=old.truncated + new.truncated,
         notes=dict(sorted(notes.items())),
         noted=noted,
@@ -658,14 +675,14 @@ def _finished(build: Build, result: BuildResult) -> FinishedBuild:
     )
 
 
-def _still_listed(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _newly_listed(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return which bad records are listed behind those of earlier builds: the first, and one of each reason."""
     listed = list(new[: max(0, MAX_LISTED - len(old))])
-    known = {each["reason"] for each in (*old, *listed)}
-    for each in new[len(listed) :]:
-        if each["reason"] not in known:
-            listed.append(each)
-            known.add(each["reason"])
+    reasons = {record["reason"] for record in (*old, *listed)}
+    for record in new[len(listed) :]:
+        if record["reason"] not in reasons:
+            listed.append(record)
+            reasons.add(record["reason"])
     return listed
 
 

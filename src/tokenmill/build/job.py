@@ -1,14 +1,15 @@
-"""What a build was asked for: options, recipe, tokenizer, a function of the user; and all of it as a job.
+"""What a build was asked for, as a job: options, recipe, tokenizer, a function of the user; and doing its tasks.
 
 A job holds all that a worker needs beside the files to read and the folder to write to: the files of the tokenizer
-and the chat template go with it, by content. So a unit can be done on any machine that sees input and output. A
-function of the user is never pickled: it stands in the job, and in the manifest, by its name and a hash of its
-source, and a worker imports it by its module.
+and the chat template go with it, by content. So any machine that sees input and output can do a task of it. A
+function of the user is never pickled: the job and the manifest have its name and a hash of its source, and a worker
+imports it by its module.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import inspect
 import os
@@ -16,7 +17,8 @@ import shutil
 import socket
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,34 +26,34 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+import numpy as np
 import xxhash
 
-from tokenmill import __version__
-from tokenmill.build.journal import Journal
+from tokenmill import __version__, errors
+from tokenmill.build.journal import Journal, UnitResult
 from tokenmill.build.progress import Show, warn
-from tokenmill.build.unit import TEXT_KEY, MapRecord, OpenJob
-from tokenmill.documents import (
-    InputFile,
-    ReadOptions,
-    find_files,
-    sample_texts,
-)
+from tokenmill.build.unit import TEXT_KEY, MapRecord, OpenJob, scan_unit, write_unit
+from tokenmill.documents import InputFile, ReadOptions, Unit, find_files, sample_texts
 from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of, spec_of_copy
-from tokenmill.encode.recipe import PRESETS, Recipe, load_recipe, open_encoder, record_keys
+from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
 from tokenmill.encode.tokenizer import Tokenizer, token_dtype, with_policy
 from tokenmill.errors import (
     ConfigError,
     DocumentError,
+    StoreCorruptError,
+    StoreError,
     TokenizerError,
+    TokenmillError,
     nearest,
 )
 from tokenmill.store import StoreSpec
+from tokenmill.store.durable import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 from tokenmill.tables import as_json, check_fields, path_of, read_table
-from tokenmill.types import ON_ERROR
+from tokenmill.types import ON_ERROR, Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.encode.chat.template import ChatTemplate
@@ -61,7 +63,7 @@ RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """What is seldom changed. None leaves it to the recipe or the tokenizer."""
+    """Options that are seldom changed. None leaves it to the recipe or the tokenizer."""
 
     text_field: str | None = None
     """Where the text is in a record, for the recipe `text`; dots go down: `a.b` is field b of the object in a."""
@@ -138,7 +140,8 @@ class PrepareOptions:
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: must be at least 1, got {self.chunk_bytes}; leave it out")
         names = list(self.keep)
-        if isinstance(self.keep, str) or len(set(names)) < len(names) or not all(all(n.split(".")) for n in names):
+        are_paths = all(all(name.split(".")) for name in names)
+        if isinstance(self.keep, str) or len(set(names)) < len(names) or not are_paths:
             raise ConfigError(
                 f"keep: must be a list of fields, each once, got {self.keep!r}; for example id and url"
             )
@@ -151,7 +154,7 @@ class PrepareOptions:
         )
 
     def framing(self) -> dict[str, Any]:
-        """Return what it says of BOS and EOS, as a tokenizer is opened with."""
+        """Return what the options say of BOS and EOS, as arguments of `open_tokenizer`."""
         return {
             "add_bos": self.add_bos,
             "add_eos": self.add_eos,
@@ -161,7 +164,7 @@ class PrepareOptions:
 
 
 def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
-    """Return the recipe that a spec names, with what the options say on top."""
+    """Return the recipe that a spec names, with the options that are set over it."""
     if not isinstance(options, PrepareOptions):
         raise ConfigError(f"options: must be PrepareOptions, got {options!r}; write tm.PrepareOptions(name=value)")
     if not isinstance(spec, Mapping):
@@ -179,11 +182,11 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
     if options.chat_template is not None:
         recipe = replace(recipe, chat_template=options.chat_template)
     table = as_json(recipe)
-    chosen = {name: value for name, value in as_json(options).items() if value is not None}
+    set_options = {name: value for name, value in as_json(options).items() if value is not None}
     if options.mask is not None:
-        chosen["mask"] = dict(sorted({**recipe.mask, **options.mask}.items()))
+        set_options["mask"] = dict(sorted({**recipe.mask, **options.mask}.items()))
     for part in (table, table["preprocessing"], table["output"]):
-        part |= {name: chosen[name] for name in part if name in chosen}
+        part |= {name: set_options[name] for name in part if name in set_options}
     if table != as_json(recipe):
         # Options that are named like keys of a recipe are checked like them.
         recipe = read_table(Recipe, table, "recipe:")
@@ -205,7 +208,7 @@ class MapIdentity:
 
 
 def identify(function: MapRecord) -> MapIdentity:
-    """Return which function it is; one that cannot be told from others is refused."""
+    """Return which function it is; refuse one whose source does not say all that it does."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
     if not inspect.isfunction(function):
         raise ConfigError(f"map: must be a function of a record, got {function!r}; write it with def")
@@ -224,12 +227,12 @@ def identify(function: MapRecord) -> MapIdentity:
 
 
 def is_importable(identity: MapIdentity) -> bool:
-    """Say whether another process can import the function: one of a script that was started it cannot."""
+    """Tell whether another process can import the function; it cannot import one of the main script."""
     return identity.module != "__main__" and "<" not in identity.name and "." not in identity.name
 
 
 def load_map(identity: MapIdentity) -> MapRecord:
-    """Import a function by its module and name; another source than that of the build is refused."""
+    """Import a function by its module and name; refuse it if its source is not that of the build."""
     try:
         module = sys.modules.get(identity.module) or importlib.import_module(identity.module)
         function: MapRecord = getattr(module, identity.name)
@@ -251,32 +254,30 @@ def load_map(identity: MapIdentity) -> MapRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a worker has to know beside its unit: plain values, the same for all units."""
+    """What a worker has to know beside its task: plain values, the same for all tasks."""
 
     folder: str
     """Where units are written."""
     tokenizer: str
     """What names the tokenizer."""
     files: Mapping[str, bytes]
-    """The files that open it, by name; none for `bytes`."""
+    """The files of the tokenizer, by name; none for `bytes`."""
     identity: Mapping[str, Any]
-    """Its identity, as the parent found it."""
+    """The identity of the tokenizer that the parent opened."""
     engine: str
-    """The engine that the parent settled on, as `open_tokenizer` takes it."""
+    """The engine that the parent chose, as `open_tokenizer` takes it."""
     recipe: Recipe
     template: Mapping[str, Any] | str | None = None
-    """Fields of the `ChatTemplate` that the parent found, or why it found none though some records may need one."""
+    """Fields of the `ChatTemplate` that the parent read, or why it read none though some records may need one."""
     options: PrepareOptions
     map: MapIdentity | None = None
     """The function of the user that records go through first, if there is one."""
     version: str = __version__
-    """Of the tokenmill that made it: no other may do its units."""
+    """Of the tokenmill that made the job: no other may do its tasks."""
 
 
-def open_job(job: Job, tokenizer: Tokenizer | None = None, map: MapRecord | None = None) -> OpenJob:
-    """Open a job; the process that made it hands in the tokenizer, which it has open, and the user's function."""
-    if tokenizer is not None:
-        return replace(_open_job(job, tokenizer), map=map)
+def open_job(job: Job) -> OpenJob:
+    """Open a job in a process that did not make it."""
     if job.version != __version__:
         raise ConfigError(
             f"{socket.gethostname()}: workers must have the tokenmill of the build, {job.version}, got "
@@ -291,23 +292,28 @@ def open_job(job: Job, tokenizer: Tokenizer | None = None, map: MapRecord | None
             (folder / name).write_bytes(data)
         spec = spec_of_copy(folder)
     assert spec is not None, sorted(job.files)
-    opened = _open_job(job, _same_tokenizer(job, spec))
-    return replace(opened, map=None if job.map is None else load_map(job.map))
+    tokenizer = open_tokenizer(spec, **job.options.framing(), engine=job.engine)
+    if tokenizer.identity.to_json() != job.identity:
+        raise TokenizerError(
+            f"tokenizer {job.tokenizer!r}: must stay the same during a build, "
+            f"got content {tokenizer.identity.content} after {job.identity['content']}; "
+            "let nothing write to it, run again"
+        )
+    return _open_with(job, tokenizer, None if job.map is None else load_map(job.map))
 
 
-def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
-    """Open a job with its tokenizer."""
+def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob:
+    """Open a job with its tokenizer and its function."""
     recipe, encoder = job.recipe, None
     tokenizer = with_policy(tokenizer, recipe.control_strings)
     if recipe.fim is not None:
         tokenizer = recipe.fim.wrap(tokenizer)
-    # Of texts alone no other field could be kept.
-    identity, text_only = tokenizer.identity, recipe.text_field is not None and not job.options.keep
-    text_only = text_only and job.map is None
+    identity, output = tokenizer.identity, recipe.output
+    # The recipe reads one text field, and nobody asks for another one: not `keep`, and no function either.
+    text_only = recipe.text_field is not None and not job.options.keep and map is None
     # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
     bare = text_only and recipe.control_strings != "encode"
     bos_is_control = identity.bos_id in tokenizer.special_ids.values()
-    vocab_size, output = identity.vocab_size, recipe.output
     if not text_only:
         template: ChatTemplate | str | None = None if isinstance(job.template, Mapping) else job.template
         if isinstance(job.template, Mapping):
@@ -330,8 +336,8 @@ def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
             text_field=recipe.text_field if text_only else None,
             # A function may read any field.
             fields=None
-            if text_only or job.map is not None
-            else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
+            if text_only or map is not None
+            else tuple(dict.fromkeys([*recipe.fields, *_top_fields(job.options.keep)])),
             text_unit=job.options.text_unit,
             max_record_bytes=job.options.max_record_bytes,
             max_expansion=job.options.max_expansion,
@@ -339,7 +345,9 @@ def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
             skip_broken=job.options.on_error == "skip",
         ),
         spec=StoreSpec(
-            keys={TEXT_KEY: token_dtype(vocab_size).str} if text_only else record_keys(recipe, vocab_size),
+            keys={TEXT_KEY: token_dtype(identity.vocab_size).str}
+            if text_only
+            else record_keys(recipe, identity.vocab_size),
             tokenizer=job.identity,
             recipe={},
             kind=recipe.kind,
@@ -347,28 +355,101 @@ def _open_job(job: Job, tokenizer: Tokenizer) -> OpenJob:
             storage=output.storage_format,
             ids_checked=bare and (bos_is_control or not identity.add_bos),
         ),
-        map=None,
+        map=map,
         key_fields=()
         if recipe.text_field is not None
         else replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
     )
 
 
-def _same_tokenizer(job: Job, spec: str) -> Tokenizer:
-    """Open the tokenizer that the parent settled on."""
-    tokenizer = open_tokenizer(spec, **job.options.framing(), engine=job.engine)
-    if tokenizer.identity.to_json() != job.identity:
-        raise TokenizerError(
-            f"tokenizer {job.tokenizer!r}: must stay the same during a build, "
-            f"got content {tokenizer.identity.content} after {job.identity['content']}; "
-            "let nothing write to it, run again"
-        )
-    return tokenizer
-
-
-def top_fields(names: Sequence[str]) -> list[str]:
-    """Return the fields of a record to read for names with dots: a column may have the whole name."""
+def _top_fields(names: Sequence[str]) -> list[str]:
+    """Return the top-level fields to read for dotted names; a column may also have the whole name."""
     return [part for name in names for part in dict.fromkeys((name, name.split(".")[0]))]
+
+
+# Doing a task of a job, in any process.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One unit and what is to be done with it.
+
+    Where records depend on those before them, as duplicates do, every unit is a task twice: its records are hashed
+    first, and when those of all units are, it is written.
+    """
+
+    unit: Unit
+    key: str
+    """Name of the result; no other task of a build has it."""
+    scan: bool = False
+    """Whether the records are only hashed."""
+    fates: str | None = None
+    """File that says what becomes of each record; None: all are taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The result of a task, or its error."""
+
+    result: UnitResult | None = None
+    """None where the records were only hashed."""
+    error: tuple[str, str] | None = None
+    """Class and message of an error of tokenmill: another try would end with the same."""
+
+
+def run_unit(job: bytes, task: bytes) -> bytes:
+    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
+
+    What it writes depends on the input and the options alone; tasks may be done in any order, several times, and at
+    once. A process opens a job once. What tokenmill refuses, such as a record that cannot be read, is an answer and
+    is not raised: an engine would try it again, as it does after a lost worker, and get the same.
+    """
+    try:
+        answer = Answer(result=run_task(_opened(job), msgspec.json.decode(task, type=Task)))
+    except TokenmillError as error:
+        answer = Answer(error=(type(error).__name__, str(error)))
+    return msgspec.json.encode(answer)
+
+
+def read_answer(data: bytes) -> UnitResult | TokenmillError | None:
+    """Return what `run_unit` answered: a result, or an error to be raised."""
+    answer = msgspec.json.decode(data, type=Answer)
+    if answer.error is None:
+        return answer.result
+    error: TokenmillError = getattr(errors, answer.error[0])(answer.error[1])
+    return error
+
+
+def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
+    """Do a task and return its result; None where records were only hashed."""
+    with seldom_collecting():
+        if task.scan:
+            scan_unit(opened, task.unit, task.key, tick)
+            return None
+        fates = None if task.fates is None else _read_fates(Path(task.fates))
+        return write_unit(opened, task.unit, task.key, fates, tick)
+
+
+def _read_fates(file: Path) -> Uint8Array:
+    """Read what becomes of each record, from a file named after the digest of its content."""
+    data = file.read_bytes()
+    if xxhash.xxh3_128_hexdigest(data) != file.name:
+        raise StoreCorruptError(f"{file}: must hold what its name says, got other bytes; run the build again")
+    return np.frombuffer(data, np.uint8)
+
+
+@contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """Let Python seldom look for reference cycles: records come and go by the thousand, and none is part of one.
+
+    Else that takes a tenth of the time of a build (benchmarks/prepare.py).
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 ONE_CORE = {
@@ -380,24 +461,71 @@ ONE_CORE = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 """Environment of a worker: it keeps libraries to one core, as the parallelism is that of the processes."""
+_last_opened: tuple[str, OpenJob] | None = None
+"""The job that this process has open, by its digest."""
 
 
-# From what was asked for to a job, with all open that it needs.
+def _opened(job: bytes) -> OpenJob:
+    """Open a job, unless this process has it open: opening a tokenizer takes longer than many a unit."""
+    global _last_opened  # noqa: PLW0603 - the cache of one job
+    digest = xxhash.xxh3_128_hexdigest(job)
+    if _last_opened is None or _last_opened[0] != digest:
+        for variable, value in ONE_CORE.items():
+            os.environ.setdefault(variable, value)
+        table = msgspec.json.decode(job)
+        if "file" in table:
+            job = read_job_file(msgspec.convert(table, JobFile))
+        _last_opened = digest, open_job(msgspec.json.decode(job, type=Job))
+    return _last_opened[1]
 
-_OF_READING = ("format", "text_unit", "max_record_bytes")
-"""Options beside the recipe and the tokenizer that decide over what is in a store."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFile:
+    """A file that holds a job, for engines that would send the job along with every task."""
+
+    file: str
+    digest: str
+
+
+def write_job_file(folder: Path, job: bytes) -> JobFile:
+    """Write a job to a file; `run_unit` takes the reference to it, as JSON, in place of the job."""
+    digest = xxhash.xxh3_128_hexdigest(job)
+    file = folder / f"job-{digest}.json"
+    if not file.exists():
+        write_atomically(file, job)
+    return JobFile(file=str(file.absolute()), digest=digest)
+
+
+def read_job_file(reference: JobFile) -> bytes:
+    """Return the job that a file holds."""
+    try:
+        job = Path(reference.file).read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{reference.file}: a worker must find its job, got {error.strerror}; is the build over, and does this "
+            "machine see the folder of the store under the same path?"
+        ) from None
+    if xxhash.xxh3_128_hexdigest(job) != reference.digest:
+        raise StoreCorruptError(f"{reference.file}: must be as prepare wrote it, got other content; run again")
+    return job
+
+
+# From what was asked for to an open job.
+
+_IDENTITY_OPTIONS = ("format", "text_unit", "max_record_bytes")
+"""Options beside the recipe and the tokenizer that decide what is in a store; some more count where they are set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a build was asked for, with all open that it needs."""
+    """What a build was asked for, with its job open."""
 
     journal: Journal
     files: Sequence[InputFile]
     job: Job
     opened: OpenJob
     warning: str | None
-    """What was told of the engine of the tokenizer."""
+    """Why the fast engine of the tokenizer is not used; None if it is."""
     framing: str
     """Which strings are BOS and EOS, and what says so."""
 
@@ -409,18 +537,16 @@ def open_setting(
     tokenizer: str | os.PathLike[str],
     recipe: RecipeSpec,
     map: MapRecord | None,
-    options: PrepareOptions | None,
+    options: PrepareOptions,
     show: Show,
 ) -> Setting:
     """List the files and open the tokenizer, as `prepare` was asked to."""
-    mapped = None if map is None else identify(map)
-    options = PrepareOptions() if options is None else options
     settled = settle_recipe(recipe, options)
     journal = Journal(Path(path_of("out", out)).expanduser())
     files = _input_files(inputs, journal.out, options)
     tokenizer = path_of("tokenizer", tokenizer)
     with show("open the tokenizer", 0, lambda: (0, 0, 0)):
-        job, opened, warning = _new_job(journal, tokenizer, settled, options, files, (map, mapped))
+        job, opened, warning = _new_job(journal, tokenizer, settled, options, files, map)
         framing = _settle_framing(tokenizer, settled, options, opened)
     return Setting(journal=journal, files=files, job=job, opened=opened, warning=warning, framing=framing)
 
@@ -428,7 +554,7 @@ def open_setting(
 def _input_files(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: Path, options: PrepareOptions
 ) -> Sequence[InputFile]:
-    """List the files to read; the store itself may stand among them and is left alone."""
+    """List the files to read; those of the store itself, which may lie among them, are not."""
     listed = find_files(inputs, format=options.format)
     for path in (str(out.absolute()), *(file.path for file in listed.files)):
         if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):
@@ -460,24 +586,23 @@ def _new_job(
     recipe: Recipe,
     options: PrepareOptions,
     files: Sequence[InputFile],
-    map: tuple[MapRecord | None, MapIdentity | None],
+    map: MapRecord | None,
 ) -> tuple[Job, OpenJob, str | None]:
-    """Open all that units need, and warn of what is unusual; return also what was told of the engine."""
-    function, mapped = map
+    """Make the job and open it; return also why the fast engine is not used, if it is not."""
     opened_tokenizer, warning = _open_tokenizer(tokenizer, recipe, options, files)
     job = Job(
         folder=str(journal.units.absolute()),
         tokenizer=tokenizer,
-        files=copy_of(tokenizer),
+        files={} if tokenizer == "bytes" else copy_of(tokenizer),
         identity=opened_tokenizer.identity.to_json(),
         engine=opened_tokenizer.engine.split()[0],
         recipe=recipe,
         options=options,
-        map=mapped,
+        map=None if map is None else identify(map),
     )
-    opened = open_job(job, opened_tokenizer, function)
-    _warn_of_spelled_turns(opened)
+    opened = _open_with(job, opened_tokenizer, map)
     if opened.encoder is not None:
+        _warn_of_spelled_turns(opened.encoder)
         chat = opened.encoder.chat
         job = replace(job, template=opened.encoder.no_template if chat is None else chat.template.fields())
     return job, opened, warning
@@ -486,7 +611,7 @@ def _new_job(
 def _open_tokenizer(
     spec: str, recipe: Recipe, options: PrepareOptions, files: Sequence[InputFile]
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer, and what was told of its engine."""
+    """Return the tokenizer, and why its fast engine is not used, if it is not."""
     if options.engine != "auto":
         return open_tokenizer(spec, engine=options.engine, **options.framing()), None
     skip_broken = options.on_error == "skip"
@@ -497,9 +622,9 @@ def _open_tokenizer(
     return tokenizer, warning
 
 
-def _warn_of_spelled_turns(opened: OpenJob) -> None:
+def _warn_of_spelled_turns(encoder: RecordEncoder) -> None:
     """Warn if the ends of turns are no control tokens: any message can spell them."""
-    spelled = opened.encoder.spelled() if opened.encoder is not None else ()
+    spelled = encoder.spelled()
     if spelled:
         warn(
             f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
@@ -526,7 +651,7 @@ def build_identity(job: Job, opened: OpenJob) -> dict[str, Any]:
     return {
         "tokenizer": opened.tokenizer.identity.to_json(),
         "recipe": opened.encoder.to_json() if opened.encoder else job.recipe.to_json(),
-        "options": {name: getattr(job.options, name) for name in _OF_READING}
+        "options": {name: getattr(job.options, name) for name in _IDENTITY_OPTIONS}
         | ({} if job.options.keep_empty else {"keep_empty": False})
         | ({} if job.options.delimiter is None else {"delimiter": job.options.delimiter})
         | ({"keep": list(job.options.keep)} if job.options.keep else {})

@@ -232,6 +232,7 @@ class Journal:
         """Note a new build; what another left is removed."""
         self.drop()
         make_folder(self.units)
+        make_folder(self.workers)
         write_signed(self.folder / BUILD, as_json(build))
 
     def drop(self) -> None:

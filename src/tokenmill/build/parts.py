@@ -20,21 +20,32 @@ import msgspec
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.build import WorkerPool, bad_record, begun_build, check_timeout, num_workers_of, run_scans
-from tokenmill.build.job import Job, PrepareOptions, RecipeSpec, identify, is_importable, open_job, open_setting
-from tokenmill.build.journal import UNITS, Journal, UnitResult, unit_result
-from tokenmill.build.progress import Look, Progress, Show, shown_progress
-from tokenmill.build.tasks import (
+from tokenmill.build.build import (
     CutInput,
-    JobFile,
-    Task,
+    bad_record,
+    begun_build,
     cut_build,
     drop_others,
     missing_scans,
-    read_job_file,
-    write_job_file,
+    run_scans,
     write_tasks,
 )
+from tokenmill.build.engines import WorkerPool, check_timeout, num_workers_of
+from tokenmill.build.job import (
+    Job,
+    JobFile,
+    PrepareOptions,
+    RecipeSpec,
+    Task,
+    identify,
+    is_importable,
+    open_job,
+    open_setting,
+    read_job_file,
+    write_job_file,
+)
+from tokenmill.build.journal import UNITS, Journal, UnitResult, unit_result
+from tokenmill.build.progress import Progress, Show, shown_progress, units_done
 from tokenmill.build.unit import MapRecord, is_whole_scan
 from tokenmill.documents import Unit, read_unit
 from tokenmill.encode.recipe.encoder import TOO_LONG
@@ -137,13 +148,12 @@ def _write_list(
         version=__version__,
         asked=asked,
         phase=phase,
-        job=msgspec.json.decode(write_job_file(journal.folder, job), type=JobFile),
-        cut={each.name: getattr(cut, each.name) for each in fields(cut) if each.name != "units"},
+        job=write_job_file(journal.folder, job),
+        cut={field.name: getattr(cut, field.name) for field in fields(cut) if field.name != "units"},
         num_tasks=len(tasks),
         checksum=checksum.hexdigest(),
     )
-    for folder in (journal.scans, journal.workers):
-        folder.mkdir(exist_ok=True)
+    journal.scans.mkdir(exist_ok=True)
     lines: Iterator[bytes] = (msgspec.json.encode(line) + b"\n" for line in (head, *tasks))
     write_parts_atomically(journal.folder / UNITS, lines)
     return tasks
@@ -176,15 +186,15 @@ def asked_for(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     tokenizer: str | os.PathLike[str],
     recipe: RecipeSpec,
-    options: PrepareOptions | None,
+    options: PrepareOptions,
 ) -> dict[str, Any]:
-    """Return what a build was asked for, as JSON, to see whether a part means the same."""
-    listed = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    """Return what a build was asked for, as JSON, to compare it with what a part is asked for."""
+    items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     return {
-        "inputs": [path_of("inputs", each) for each in listed],
+        "inputs": [path_of("inputs", item) for item in items],
         "tokenizer": path_of("tokenizer", tokenizer),
         "recipe": dict(recipe) if isinstance(recipe, Mapping) else path_of("recipe", recipe),
-        "options": as_json(options or PrepareOptions()),
+        "options": as_json(options),
     }
 
 
@@ -206,6 +216,7 @@ def plan_units(
 
     Arguments are those of `prepare`. Called again it writes the list anew, which does no harm to what is done.
     """
+    options = PrepareOptions() if options is None else options
     show = partial(shown_progress, shown=None, on_progress=None)
     if map is not None and not is_importable(identify(map)):
         raise ConfigError(f"map: must be a function that parts can import, got {map!r}; put it into a module")
@@ -331,7 +342,7 @@ def _hash_part(
     """Hash the records of a part; where all are hashed then, write the list of units that are to be written."""
     run_scans(journal, [task for task in tasks if not is_whole_scan(journal.scans / task.key)], pool, show)
     cut = units.cut()
-    if missing_scans(journal, cut, there=Path.exists):
+    if missing_scans(journal, cut, is_done=Path.exists):
         return units
     try:
         with leased_folder(journal.out):
@@ -347,16 +358,20 @@ def _write_part(
     journal: Journal, units: _UnitList, tasks: Sequence[Task], pool: WorkerPool, show: Show
 ) -> list[UnitResult]:
     results: list[UnitResult] = []
-    look = Look(journal, {task.key for task in tasks})
-    with show("prepare", sum(task.unit.bytes for task in tasks), look) as tick:
+    left = {task.key for task in tasks}
+    done = (0, 0, 0)
+    with show(
+        "prepare", sum(task.unit.bytes for task in tasks), lambda: units_done(journal.workers, left, done)
+    ) as tick:
         for task, result in zip(tasks, pool.run(tasks, tick), strict=True):
             assert result is not None
             if not result.finished:
-                bad = next(each for each in result.counts.bad if pool.opened.stop or each.reason == TOO_LONG)
+                bad = next(record for record in result.counts.bad if pool.opened.stop or record.reason == TOO_LONG)
                 line = _lines_before(journal, units, task, bad.piece, pool) + bad.line
                 raise bad_record(task.unit, line, bad)
             results.append(result)
-            look.count(task.unit, result)
+            left.discard(task.key)
+            done = done[0] + task.unit.bytes, done[1] + result.counts.documents, done[2] + result.counts.tokens
             tick()
     return results
 

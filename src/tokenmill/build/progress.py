@@ -1,4 +1,4 @@
-"""How far a build is: told while it runs, by a bar, lines and a hook; and read off its folder at any time."""
+"""How far a build is: shown while it runs, by a bar, lines and a hook; and read from its folder at any time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,21 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from tokenmill.build.journal import BUILD, PUBLISH, SIZE, BuildSize, Journal, UnitResult, unit_result
+from tokenmill.build.journal import BUILD, PUBLISH, SIZE, BuildSize, Journal, add_counts, unit_result
 from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
-from tokenmill.documents import Unit
 from tokenmill.errors import StoreCorruptError, harmless
 from tokenmill.store.durable import has_ended
 
 _SECONDS_BETWEEN = 0.2
-"""Two looks at how far a build has come."""
+"""Between two looks at how far a build is."""
 LINE_SECONDS = 30.0
-"""How often a line says so, where no terminal shows a bar."""
+"""Between two lines of text, where no terminal shows a bar."""
 SLOW_SECONDS = 2.0
-"""How long the tokenizer is opened before a line says so."""
-Show: TypeAlias = Callable[
-    [str, int, Callable[[], tuple[int, int, int]]], AbstractContextManager[Callable[[], None]]
-]
-"""What shows how far a step of the build is: what it is, its bytes, and a look at those that are done."""
+"""How long the tokenizer may take to open before a line says so."""
+Look: TypeAlias = Callable[[], tuple[int, int, int]]
+"""Returns the bytes of input, documents and tokens that are done."""
+Show: TypeAlias = Callable[[str, int, Look], AbstractContextManager[Callable[[], None]]]
+"""Shows how far a step of the build is, by its name, its bytes and a look at what is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +55,7 @@ def warn(message: str) -> None:
     Console(stderr=True).print(text, soft_wrap=True)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stderr.write(harmless(line) + "\n")
     sys.stderr.flush()
 
@@ -65,27 +64,28 @@ def _say(line: str) -> None:
 def shown_progress(
     what: str,
     total_bytes: int,
-    look: Callable[[], tuple[int, int, int]],
+    look: Look,
     *,
     shown: bool | None,
     on_progress: Callable[[Progress], None] | None,
 ) -> Iterator[Callable[[], None]]:
-    """Show how far a step of the build is: a bar on a terminal, else a line every 30 s; a hook is told as well.
+    """Show how far a step of the build is: a bar on a terminal, else a line every 30 s; call a hook as well.
 
-    Gives a function that brings it up to date, if it has been a while: cheap enough to call at any time. `look`
-    returns the bytes, documents and tokens that are done. A step without bytes has a line, if it is slow.
+    Gives a function that brings it up to date, if it has been a while: cheap enough to call at any time. `look` is
+    called at most so often that it takes a fiftieth of the time, however slow the file system is. A step without
+    bytes has a line, if it is slow.
     """
-    begin, last = time.monotonic(), 0.0
+    begin, next_look = time.monotonic(), 0.0
     with ExitStack() as stack:
-        tell = (lambda _: None) if shown is False else stack.enter_context(_told(what, total_bytes, always=shown))
+        print_progress: Callable[[Progress], None] = lambda _: None  # noqa: E731
+        if shown is not False:
+            print_progress = stack.enter_context(_printer(what, total_bytes, always=shown))
 
-        def tick(seconds_between: float = _SECONDS_BETWEEN) -> None:
-            nonlocal last
+        def update() -> None:
+            nonlocal next_look
             now = time.monotonic()
-            if now - last < seconds_between:
-                return
-            last = now
             done_bytes, documents, tokens = look()
+            next_look = now + max(_SECONDS_BETWEEN, 50 * (time.monotonic() - now))
             progress = Progress(
                 what=what,
                 done_bytes=done_bytes,
@@ -94,20 +94,24 @@ def shown_progress(
                 tokens=tokens,
                 seconds=now - begin,
             )
-            tell(progress)
+            print_progress(progress)
             if on_progress is not None:
                 on_progress(progress)
 
-        tick()
+        def tick() -> None:
+            if time.monotonic() >= next_look:
+                update()
+
+        update()
         yield tick
-        tick(0)
+        update()
 
 
 @contextmanager
-def _told(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Callable[[Progress], None]]:
-    """Give what tells people on stderr how far a step is; a bar is shown on a terminal, or `always`."""
+def _printer(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Callable[[Progress], None]]:
+    """Give a function that prints on stderr how far a step is; with a bar on a terminal, or `always`."""
     if not total_bytes:
-        line = threading.Timer(SLOW_SECONDS, _say, [f"{what}: this takes a while"])
+        line = threading.Timer(SLOW_SECONDS, _print_line, [f"{what}: this takes a while"])
         line.daemon = True
         line.start()
         try:
@@ -116,19 +120,20 @@ def _told(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Calla
             line.cancel()
         return
     if not (always or sys.stderr.isatty()):
-        last = 0.0
+        last_line = 0.0
 
-        def tell(now: Progress) -> None:
-            nonlocal last
-            if now.seconds - last >= LINE_SECONDS:
-                last = now.seconds
-                done, total = now.done_bytes / 1e6, total_bytes / 1e6
-                _say(
-                    f"{what}: {done:,.0f} of {total:,.0f} MB, {done / total:.0%}; {now.documents:,} documents, "
-                    f"{now.tokens:,} tokens, {done / now.seconds:,.1f} MB/s"
+        def print_progress(progress: Progress) -> None:
+            nonlocal last_line
+            if progress.seconds - last_line >= LINE_SECONDS:
+                last_line = progress.seconds
+                done, total = progress.done_bytes / 1e6, total_bytes / 1e6
+                _print_line(
+                    f"{what}: {done:,.0f} of {total:,.0f} MB, {done / total:.0%}; "
+                    f"{progress.documents:,} documents, {progress.tokens:,} tokens, "
+                    f"{done / progress.seconds:,.1f} MB/s"
                 )
 
-        yield tell
+        yield print_progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -146,64 +151,34 @@ def _told(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Calla
     with Bar(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=total_bytes, documents=0, megabytes=0.0, tokens=0.0)
 
-        def show(now: Progress) -> None:
-            seconds = max(now.seconds, 1e-3)
+        def update_bar(progress: Progress) -> None:
+            seconds = max(progress.seconds, 1e-3)
             bar.update(
                 task,
-                completed=now.done_bytes,
-                documents=now.documents,
-                megabytes=now.done_bytes / 1e6 / seconds,
-                tokens=now.tokens / seconds,
+                completed=progress.done_bytes,
+                documents=progress.documents,
+                megabytes=progress.done_bytes / 1e6 / seconds,
+                tokens=progress.tokens / seconds,
             )
 
-        yield show
+        yield update_bar
 
 
-# From the results and the files of workers.
-
-
-class Look:
-    """Counts the bytes of input, documents and tokens that are done, in finished units and in those under way.
-
-    Workers say in a file each how far they are. These are read at most so often that it takes a fiftieth of the
-    time, however slow the file system is and however many they are.
-    """
-
-    def __init__(self, journal: Journal, wanted: Container[str]) -> None:
-        """Of units under way, those whose keys are `wanted` count."""
-        self._folder = journal.workers
-        self._wanted = wanted
-        self._folder.mkdir(exist_ok=True)
-        self._counted: set[str] = set()
-        self._done = (0, 0, 0)
-        self._ahead: Mapping[str, tuple[int, int, int]] = {}
-        self._next = 0.0
-
-    def count(self, unit: Unit, result: UnitResult) -> None:
-        """Count a unit that is finished."""
-        self._counted.add(result.key)
-        bytes_, documents, tokens = self._done
-        counts = result.counts
-        self._done = bytes_ + unit.bytes, documents + counts.documents, tokens + counts.tokens
-
-    def __call__(self) -> tuple[int, int, int]:
-        """Return how much is done."""
-        begin = time.monotonic()
-        if begin >= self._next:
-            self._ahead = read_worker_files(self._folder)
-            now = time.monotonic()
-            self._next = now + 50 * (now - begin)
-        ahead = [place for key, place in self._ahead.items() if key not in self._counted and key in self._wanted]
-        position, documents, tokens = map(sum, zip(self._done, *ahead, strict=True))
-        return position, documents, tokens
+def units_done(workers: Path, left: Container[str], done: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Add to what is done in finished units what workers have done of the units that are `left`, by their keys."""
+    notes = read_worker_files(workers)
+    done_bytes, documents, tokens = map(
+        sum, zip(done, *(note for key, note in notes.items() if key in left), strict=True)
+    )
+    return done_bytes, documents, tokens
 
 
 # A build as its folder shows it: while it runs, on whatever machines, and after it was killed.
 
 READ_UNITS = 1000
-"""Results of finished units that are read; of more, the sums are in proportion to these."""
+"""How many results of finished units are read; of more units, the sums are estimated in proportion."""
 SILENT_SECONDS = 30.0
-"""After how long without a word a worker counts as silent."""
+"""After how long without a note a worker counts as silent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +199,7 @@ class WorkerStatus:
     seconds_left: float | None
     """Until its unit is done, at that rate."""
     silent_seconds: float
-    """Since its last word."""
+    """Since its last note."""
     state: Literal["at work", "silent", "ended"]
 
 
@@ -234,22 +209,22 @@ class BuildStatus:
 
     path: str
     state: Literal["under way", "stopped", "publishing", "finished", "none"]
-    """`stopped`: begun, and no worker has said a word lately; the same command goes on."""
+    """`stopped`: begun, and no worker has written a note lately; the same command goes on."""
     units: int | None
-    """That there are; None before they have been counted."""
+    """How many there are; None before they have been counted."""
     units_done: int
     units_under_way: int
     failed: dict[str, str]
     """Units whose last attempt failed -> why. They are tried again by the next start of the build."""
     units_left_over: int
-    """Other units that were begun and are not done, and that no worker is at: their worker was killed."""
+    """Other units that were begun, are not done and have no worker now: theirs was killed."""
     input_bytes: int | None
     documents: int
     """Of finished units."""
     tokens: int
     text_bytes: int
     exact: bool
-    """Whether these are counted, or in proportion to some units."""
+    """Whether these three are counted, or estimated from some of the units."""
     skipped: dict[str, int]
     """Records that were left out, by reason, of the units that were read."""
     seconds: float
@@ -260,10 +235,10 @@ class BuildStatus:
 
 
 def build_status(out: str | os.PathLike[str]) -> BuildStatus:
-    """Say how far the build of a store is. Reads the results of a bounded number of units."""
+    """Return how far the build of a store is; reads the results of a bounded number of units."""
     journal = Journal(Path(out))
     now = time.time()
-    begun = journal.time_of(BUILD) / 1e9
+    begun = journal.time_of(BUILD) / 1e9  # 0 if there is no build under way
     names = sorted(_names(journal.units))
     done = [name for name in names if not name.startswith(".")]
     read = done[:: -(-len(done) // READ_UNITS)] if done else []
@@ -271,8 +246,7 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
     scale = len(done) / max(len(results), 1)
     skipped: dict[str, int] = {}
     for result in results:
-        for reason, count in result.counts.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + count
+        add_counts(skipped, result.counts.skipped)
     workers = tuple(_workers(journal, now)) if begun else ()
     busy = {worker.unit for worker in workers if worker.state == "at work"}
     attempts = {name.removeprefix(".tmp-").split("-")[0] for name in names if name.startswith(".tmp-")}
@@ -345,21 +319,21 @@ def _failed(workers: Path) -> Iterator[tuple[str, str]]:
 def _workers(journal: Journal, now: float) -> Iterator[WorkerStatus]:
     for name in sorted(_names(journal.workers)):
         path = journal.workers / name
-        found = read_worker_file(path)
-        if found is None:
+        note = read_worker_file(path)
+        if note is None:
             continue
         silent = max(0.0, now - _changed(path))
         ended = has_ended(name.rpartition("-")[0])
-        rate = 1000 * found.bytes / found.milliseconds if found.milliseconds > 0 else None
+        rate = 1000 * note.bytes / note.milliseconds if note.milliseconds > 0 else None
         yield WorkerStatus(
             name=name,
-            unit=found.key,
-            bytes=found.position,
-            documents=found.documents,
-            tokens=found.tokens,
-            unit_bytes=found.unit_bytes,
+            unit=note.key,
+            bytes=note.position,
+            documents=note.documents,
+            tokens=note.tokens,
+            unit_bytes=note.unit_bytes,
             bytes_a_second=rate,
-            seconds_left=(found.unit_bytes - found.position) / rate if rate else None,
+            seconds_left=(note.unit_bytes - note.position) / rate if rate else None,
             silent_seconds=silent,
             state="ended" if ended else "silent" if silent > SILENT_SECONDS else "at work",
         )

@@ -368,8 +368,9 @@ def import_(
         )
     if tokenizer is not None:
         from tokenmill.build.build import keep_tokenizer
+        from tokenmill.encode.files import copy_of
 
-        keep_tokenizer(tokenizer, [out])
+        keep_tokenizer(copy_of(tokenizer), [out])
     if json:
         ui.print_json(asdict(report))
     else:
