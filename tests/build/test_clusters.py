@@ -172,7 +172,7 @@ def test_parts_are_refused_without_a_list_for_another_one_and_after_damage(corpu
     with pytest.raises(
         ConfigError, match=r"asked for as the list of units was, got tokenizer 'bytes' -> 'x'; give"
     ):
-        run_part(out, "1/2", asked=asked_for(corpus / "bad.jsonl", "x", "text", None))
+        run_part(out, "1/2", asked=asked_for(corpus / "bad.jsonl", "x", "text", PrepareOptions()))
     listed = out / ".prepare" / "units.jsonl"
     listed.write_bytes(listed.read_bytes().replace(b"bad.jsonl", b"bed.jsonl"))
     with pytest.raises(StoreCorruptError, match=r"units\.jsonl: must be as prepare wrote it"):

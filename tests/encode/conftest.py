@@ -14,8 +14,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tokenmill.encode.engines import ADVERSARIAL, ENGINES, open_tokenizer
-from tokenmill.encode.files import kind_of
+from tokenmill.encode.engines import ADVERSARIAL, engines_of, open_tokenizer
 
 O200K = "fb374d419588a4632f3f557e76b4b70aebbca790"
 CL100K = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
@@ -104,7 +103,7 @@ def opened(specs) -> Callable[[str, str], object]:
         return open_tokenizer(specs[name], engine=engine)
 
     def get(name: str, engine: str = "auto") -> object:
-        return once(name, ENGINES[kind_of(specs[name])][0] if engine == "auto" else engine)
+        return once(name, engines_of(specs[name])[0] if engine == "auto" else engine)
 
     return get
 

@@ -14,8 +14,7 @@ from tests.encode.conftest import CORPUS, trained_pieces
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HuggingFace
 
-from tokenmill.encode.engines import ADVERSARIAL, ENGINES, open_tokenizer, placeholder
-from tokenmill.encode.files import kind_of
+from tokenmill.encode.engines import ADVERSARIAL, engines_of, open_tokenizer, placeholder
 from tokenmill.encode.tokenizer import CONTROL_POLICIES, with_policy
 from tokenmill.errors import ConfigError, TokenizerError
 
@@ -33,7 +32,7 @@ def encoded_by(policy, texts, tokenizer=BYTE_TOKENIZER):
 def test_every_control_string_is_treated_as_the_policy_says(specs, policy):
     """[T2.b, S.i]"""
     for spec in specs.values():
-        tokenizer = open_tokenizer(spec, engine=ENGINES[kind_of(spec)][-1])
+        tokenizer = open_tokenizer(spec, engine=engines_of(spec)[-1])
         for name, control in tokenizer.special_ids.items():
             texts = [name, f"a {name}{name} b", "nothing", ""]
             found = encoded_by(policy, texts, tokenizer)

@@ -19,13 +19,13 @@ from tokenmill.encode import engines
 from tokenmill.encode.engines import (
     ADVERSARIAL,
     DIVERGENT,
-    ENGINES,
     _difference,
+    engines_of,
     open_tokenizer,
     texts_to_compare,
     trusted,
 )
-from tokenmill.encode.files import kind_of
+from tokenmill.encode.tokenizer import Framing
 from tokenmill.errors import ConfigError, TokenizerError
 
 ALL = [
@@ -197,7 +197,7 @@ TEXT = st.one_of(st.text(), st.text(alphabet=HARD), SPELLED)
 
 
 def reference_of(name, specs):
-    return ENGINES[kind_of(specs[name])][1]
+    return engines_of(specs[name])[1]
 
 
 @pytest.mark.slow
@@ -519,7 +519,7 @@ def test_without_the_fast_engine_the_reference_is_used_loudly(specs, monkeypatch
 
 
 def test_options_reach_the_trusted_tokenizer(specs):
-    tokenizer, _ = trusted(specs["tiny"], add_bos=False, eos_token="<pad>")
+    tokenizer, _ = trusted(specs["tiny"], framing=Framing(add_bos=False, eos_token="<pad>"))
     assert (tokenizer.identity.add_bos, tokenizer.identity.eos_id) == (False, 2)
 
 

@@ -39,7 +39,7 @@ from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of, spec_of_copy
 from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import check_recipe
-from tokenmill.encode.tokenizer import Tokenizer, token_dtype, with_policy
+from tokenmill.encode.tokenizer import Framing, Tokenizer, token_dtype, with_policy
 from tokenmill.errors import (
     ConfigError,
     DocumentError,
@@ -513,7 +513,7 @@ def read_job_file(reference: JobFile) -> bytes:
 # From what was asked for to an open job.
 
 _IDENTITY_OPTIONS = ("format", "text_unit", "max_record_bytes")
-"""Options beside the recipe and the tokenizer that decide what is in a store; some more count where they are set."""
+"""Options beside the recipe and the tokenizer that decide what is in a store; more count if they are set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -616,7 +616,7 @@ def _open_tokenizer(
         return open_tokenizer(spec, engine=options.engine, **options.framing()), None
     skip_broken = options.on_error == "skip"
     sample = sample_texts(files, recipe.text_field, delimiter=options.delimiter, skip_broken=skip_broken)
-    tokenizer, warning = trusted(spec, sample=sample, **options.framing())
+    tokenizer, warning = trusted(spec, sample, Framing(**options.framing()))
     if warning:
         warn(warning)
     return tokenizer, warning
@@ -635,7 +635,7 @@ def _warn_of_spelled_turns(encoder: RecordEncoder) -> None:
 
 def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: OpenJob) -> str:
     """Say which strings are BOS and EOS; warn if plain text is to end as turns of a chat do."""
-    framing = framing_of(spec, **options.framing())
+    framing = framing_of(spec, Framing(**options.framing()))
     if framing.turn_end is not None and recipe.kind == "seq":
         other = f", such as {framing.end_of_text!r}" if framing.end_of_text else ""
         warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def mark_framing(file: files.JsonFile, identity: TokenizerIdentity) -> files.JsonFile:
-    """Make BOS and EOS control strings, where a file has them as words like any other."""
+    """Make BOS and EOS control strings, where the file has them as ordinary words."""
     ids = file.vocabulary.ids
     unmarked = {identity.bos_id, identity.eos_id} - {None, *file.vocabulary.special_ids.values()}
     if not unmarked:
@@ -80,9 +80,9 @@ def control_ids(file: files.JsonFile, identity: TokenizerIdentity) -> dict[str, 
 class Guard:
     """Keeps control ids out of raw text where they are words of the model: T5's `</s>`, or one that BPE merges.
 
-    An engine is told not to look for control strings, and the model then finds some all the same. A text whose ids
-    hold one is encoded again, by the reference, with a model that does not have those words: as SentencePiece has
-    it, to which they are no words either. A text whose ids hold none is the same under both models.
+    Engines do not look for control strings, but a model that has one as a word gives its id all the same. A text
+    whose ids hold one is encoded again, by the reference, with a model without those words; SentencePiece does not
+    take them for words either. A text whose ids hold none is the same under both models.
     """
 
     where: str
@@ -92,12 +92,12 @@ class Guard:
     """Opens the reference, once, with the words replaced by the placeholder of that number."""
 
     def applied(self, texts: Sequence[str], encoded: Encoded) -> Encoded:
-        """Return ids without control ids, given those that an engine gave."""
-        at = np.flatnonzero(self.is_control[encoded.ids])
-        if not at.size:
+        """Return the ids of texts without control ids, from those that an engine gave."""
+        tokens = np.flatnonzero(self.is_control[encoded.ids])
+        if not tokens.size:
             return encoded
         documents = split(encoded)
-        for index in np.unique(np.searchsorted(encoded.offsets, at, side="right") - 1).tolist():
+        for index in np.unique(np.searchsorted(encoded.offsets, tokens, side="right") - 1).tolist():
             documents[index] = self._encode(texts[index])
         return join(documents)
 
@@ -143,14 +143,14 @@ def guard_of(
 
 
 def placeholder(number: int, word: int | str = "") -> str:
-    """Return what stands in a model in place of words, and in no text that is encoded with it."""
+    """Return what replaces a word in a model; it must occur in no text that is encoded with that model."""
     return f"\U0010ffff{number}.{word}"
 
 
 def _without_words(text: str, words: set[str], number: int) -> str:
-    """Return a `tokenizer.json` in which words of the model are something that the text to encode does not hold.
+    """Return a `tokenizer.json` in which placeholders replace some words of the model.
 
-    Every id stays what it is, and every other word keeps its score, or its place among the merges.
+    Every id stays the same, and every other word keeps its score, or its place among the merges.
     """
     value = msgspec.json.decode(text)
     names = {word: placeholder(number, index) for index, word in enumerate(sorted(words))}
@@ -173,7 +173,7 @@ def _without_words(text: str, words: set[str], number: int) -> str:
 # to nobody else, the second is an 's' to the references where a pattern ignores case, as o200k does after an
 # apostrophe. The first was found by comparing every character below U+323B0 under the patterns of nine known
 # tokenizers, the second by random texts; there may be more, which is what `trusted` is for. Such texts are left
-# to the reference: to look for them costs next to nothing, and else one of them would make a whole job slow.
+# to the reference: it costs next to nothing to look for them, and one of them would else make a whole job slow.
 DIVERGENT = ("\u180e", "\u017f")
 
 _REFERENCE = "take the slower reference: engine='tokenizers', or 'tiktoken' for rank files"
@@ -189,7 +189,7 @@ class FastTokenizer:
     native: Any = field(repr=False)
     """`fastokens.Tokenizer`, which ships no types."""
     reference: Callable[[], Tokenizer] = field(repr=False)
-    """Opens the reference when it is first needed, and keeps it."""
+    """Returns the reference, opened at the first call."""
     to_text: Callable[[AnyArray], str] = field(repr=False)
     guard: Guard | None = field(repr=False)
     controls: re.Pattern[str] = field(repr=False)
@@ -198,8 +198,8 @@ class FastTokenizer:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Return the bare ids of each text as uint32."""
         if any(map(_is_divergent, filterfalse(str.isascii, texts))):
-            odd = [index for index, text in enumerate(texts) if _is_divergent(text)]
-            return self._with_others(texts, odd, lambda: self.reference().encode([texts[at] for at in odd]))
+            divergent = [index for index, text in enumerate(texts) if _is_divergent(text)]
+            return self._encode_around(texts, divergent, self.reference().encode)
         encoded = self._encode(list(texts))
         return encoded if self.guard is None else self.guard.applied(texts, encoded)
 
@@ -207,19 +207,21 @@ class FastTokenizer:
         """Return the ids of each text, and of control strings: texts that hold one are left to the reference."""
         if self.identity.kind == "tiktoken":
             return encode_between(self, texts)
-        odd = [index for index, text in enumerate(texts) if self.controls.search(text)]
-        return self._with_others(
-            texts, odd, lambda: self.reference().encode_with_controls([texts[at] for at in odd])
-        )
-
-    def _with_others(self, texts: Sequence[str], odd: list[int], encode_odd: Callable[[], Encoded]) -> Encoded:
-        """Encode texts, but for some that are encoded in another way."""
-        if not odd:
+        with_controls = [index for index, text in enumerate(texts) if self.controls.search(text)]
+        if not with_controls:
             return self.encode(texts)
+        return self._encode_around(texts, with_controls, self.reference().encode_with_controls)
+
+    def _encode_around(
+        self, texts: Sequence[str], others: list[int], encode_others: Callable[[Sequence[str]], Encoded]
+    ) -> Encoded:
+        """Encode texts, but for some that are encoded in another way."""
         refuse_surrogates(texts)
-        skipped = set(odd)
-        documents = split(self.encode(["" if index in skipped else text for index, text in enumerate(texts)]))
-        for index, ids in zip(odd, split(encode_odd()), strict=True):
+        bare = list(texts)
+        for index in others:
+            bare[index] = ""
+        documents = split(self.encode(bare))
+        for index, ids in zip(others, split(encode_others([texts[index] for index in others])), strict=True):
             documents[index] = ids
         return join(documents)
 
@@ -270,8 +272,8 @@ def _open_fast(
             # What the file says of cutting and padding is for inference; here no token may be lost or invented.
             native.no_truncation()
             native.no_padding()
-            given = {token["content"]: token["id"] for token in native.added_tokens()}
-            files.refuse_other_ids(file.vocabulary.where, engine, file.added_ids, given)
+            engine_ids = {token["content"]: token["id"] for token in native.added_tokens()}
+            files.refuse_other_ids(file.vocabulary.where, engine, file.added_ids, engine_ids)
     return FastTokenizer(
         identity=identity,
         special_ids=file.vocabulary.special_ids,
@@ -285,7 +287,7 @@ def _open_fast(
 
 
 def _control_finder(file: files.JsonFile | files.RankFile) -> re.Pattern[str]:
-    """Return what finds all texts that hold a control string, to the reference, and perhaps more."""
+    """Return a pattern that finds every text in which the reference sees a control string, and perhaps more."""
     if isinstance(file, files.JsonFile) and file.normalized_controls:
         return re.compile("")  # it looks for them in normalized text, which another text may become
     return control_pattern(tuple(file.vocabulary.special_ids))
@@ -294,7 +296,7 @@ def _control_finder(file: files.JsonFile | files.RankFile) -> re.Pattern[str]:
 def _decoder(
     file: files.JsonFile | files.RankFile, reference: Callable[[], Tokenizer]
 ) -> Callable[[AnyArray], str]:
-    """Return what decodes ids, which is for people and may be slow."""
+    """Return a function that decodes ids; its texts are for people, so it may be slow."""
     if isinstance(file, files.RankFile):
         strings = cache(file.strings)  # tens of MB that only decoding needs
         return lambda ids: files.text_of(ids, strings())
@@ -340,10 +342,10 @@ class ReferenceTokenizer:
     special_ids: Mapping[str, int]
     engine: str
     to_ids: Callable[[str], Sequence[int] | AnyArray] = field(repr=False)
-    """Of one text: some libraries start threads for many, and some then print a warning at every fork."""
+    """Takes one text: for many, some libraries start threads, and some then print a warning at every fork."""
     to_text: Callable[[AnyArray], str] = field(repr=False)
     to_ids_with_controls: Callable[[str], Sequence[int]] | None = field(default=None, repr=False)
-    """None: the library has no such way, or the pieces of text between control strings are encoded alone."""
+    """None: the text between control strings is encoded piece by piece."""
     guard: Guard | None = field(default=None, repr=False)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
@@ -398,8 +400,8 @@ def _open_reference_json(file: files.JsonFile, identity: TokenizerIdentity) -> R
     engine = f"tokenizers {tokenizers.__version__}"
     with engine_errors(engine, f"load {where!r}", _WHOLE):
         native = _native_json(file.text)
-        given = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
-    files.refuse_other_ids(where, engine, file.added_ids, given)
+        engine_ids = {token.content: id_ for id_, token in native.get_added_tokens_decoder().items()}
+    files.refuse_other_ids(where, engine, file.added_ids, engine_ids)
     with_controls = cache(partial(_native_json, file.text, with_controls=True))
     return ReferenceTokenizer(
         identity=identity,
@@ -456,13 +458,20 @@ def _open_reference_model(file: files.ModelFile, identity: TokenizerIdentity) ->
 
 # From what names a tokenizer to an open one.
 
-ENGINES: dict[str, tuple[str, ...]] = {
-    "bytes": ("bytes",),
+_ENGINES: Mapping[str, tuple[str, ...]] = {
     "tokenizer.json": ("fastokens", "tokenizers"),
     "tiktoken": ("fastokens", "tiktoken"),
     "sentencepiece": ("sentencepiece",),
 }
-"""The engines of each kind: the fast one, which "auto" stands for, then the reference."""
+
+
+def engines_of(spec: str) -> tuple[str, ...]:
+    """Return what can run a tokenizer: the engine that "auto" stands for, and last the reference.
+
+    >>> engines_of("bytes"), engines_of("models/tokenizer.json")
+    (('bytes',), ('fastokens', 'tokenizers'))
+    """
+    return ("bytes",) if spec == "bytes" else _ENGINES[files.kind_of(spec)]
 
 
 def open_tokenizer(
@@ -488,38 +497,30 @@ def open_tokenizer(
         eos_token=(eos_token, str | None),
         engine=(engine, str),
     )
-    kind = files.kind_of(spec)
-    name = ENGINES[kind][0] if engine == "auto" else engine
-    if name not in ENGINES[kind]:
-        known = ("auto", *ENGINES[kind])
+    engines = engines_of(spec)
+    if engine not in ("auto", *engines):
+        known = ("auto", *engines)
         raise TokenizerError(
             f"tokenizer {spec!r}: its engine must be one of {', '.join(known)}, got {engine!r}; "
             f"{nearest(engine, known)}"
         )
     framing = Framing(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
-    try:
-        return _open(spec, framing, name)
-    except TokenizerError:
-        if engine != "auto" or len(ENGINES[kind]) == 1:
-            raise
-        return _open(spec, framing, ENGINES[kind][1])
+    if engine != "auto":
+        return _open(spec, framing, engine)
+    *fast_engines, reference = engines
+    for fast in fast_engines:
+        with suppress(TokenizerError):
+            return _open(spec, framing, fast)
+    return _open(spec, framing, reference)
 
 
 def read_identity(spec: str) -> TokenizerIdentity:
-    """Return who a tokenizer is, such as its EOS; reads its files, but opens no engine."""
+    """Return the identity of a tokenizer, such as its EOS; reads its files, but opens no engine."""
     return identify(_vocabulary(spec), Framing())
 
 
-def framing_of(
-    spec: str,
-    *,
-    add_bos: bool | None = None,
-    add_eos: bool | None = None,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-) -> NamedFraming:
-    """Say which strings are BOS and EOS of a tokenizer that is opened so; opens no engine."""
-    framing = Framing(add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token)
+def framing_of(spec: str, framing: Framing) -> NamedFraming:
+    """Return which strings are BOS and EOS of a tokenizer that is opened so; opens no engine."""
     return named_framing(_vocabulary(spec), framing)
 
 
@@ -543,7 +544,7 @@ def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
     if isinstance(file, files.JsonFile):
         file = mark_framing(file, identity)
     if engine == "fastokens":
-        _, reference = ENGINES[identity.kind]
+        reference = _ENGINES[identity.kind][-1]
         tokenizer = _open_fast(file, identity, partial(_open, spec, framing, reference))
     elif isinstance(file, files.RankFile):
         tokenizer = _open_reference_ranks(file, identity)
@@ -628,35 +629,22 @@ def texts_to_compare(tokenizer: Tokenizer, sample: Sequence[str]) -> list[str]:
     return [*sample, *ADVERSARIAL, *own]
 
 
-def trusted(
-    spec: str,
-    sample: Sequence[str] = (),
-    *,
-    add_bos: bool | None = None,
-    add_eos: bool | None = None,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-) -> tuple[Tokenizer, str | None]:
+def trusted(spec: str, sample: Sequence[str] = (), framing: Framing | None = None) -> tuple[Tokenizer, str | None]:
     """Open a tokenizer with the fast engine if it agrees with the reference, else with the reference.
 
-    The second value is None, or the sentence to show the user: why the slower engine is used. A worker process
-    opens the same one with `open_tokenizer(spec, engine=tokenizer.engine.split()[0])`.
+    The second value is None, or a sentence for the user that says why the slower engine is used. A worker process
+    opens the same engine with `open_tokenizer(spec, engine=tokenizer.engine.split()[0])`.
     """
-
-    def opened(engine: str) -> Tokenizer:
-        return open_tokenizer(
-            spec, add_bos=add_bos, add_eos=add_eos, bos_token=bos_token, eos_token=eos_token, engine=engine
-        )
-
-    fast_name, *others = ENGINES[files.kind_of(spec)]
-    if not others:
-        return opened(fast_name), None
-    reference = opened(others[0])
+    framing = framing or Framing()
+    *fast_engines, reference_engine = engines_of(spec)
+    reference = _open(spec, framing, reference_engine)
+    if not fast_engines:
+        return reference, None
     texts = texts_to_compare(reference, sample)
     # What the reference cannot load or encode is an error of the file or the text, and stays one.
     expected = reference.encode(texts)
     try:
-        fast = opened(fast_name)
+        fast = _open(spec, framing, fast_engines[0])
         difference = _difference(texts, fast.encode(texts), expected)
     except TokenizerError as error:
         return reference, (
@@ -672,14 +660,14 @@ def trusted(
 
 
 def _difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> str | None:
-    """Say which text two engines encode differently first, from which token, and how; None: they agree."""
-    for text, ours, theirs in zip(texts, split(fast), split(reference), strict=True):
-        if np.array_equal(ours, theirs):
+    """Return the first text that two engines encode differently, from which token and how; None: they agree."""
+    for text, ids, expected in zip(texts, split(fast), split(reference), strict=True):
+        if np.array_equal(ids, expected):
             continue
-        common = min(ours.size, theirs.size)
-        differs = np.flatnonzero(ours[:common] != theirs[:common])
-        index = int(differs[0]) if differs.size else common
+        common = min(ids.size, expected.size)
+        differs = np.flatnonzero(ids[:common] != expected[:common])
+        first = int(differs[0]) if differs.size else common
         shown = repr(text) if len(text) <= 48 else f"{text[:48]!r}... ({len(text)} characters)"
-        here, there = ours[index : index + 8].tolist(), theirs[index : index + 8].tolist()
-        return f"{shown} from token {index} ({here} instead of {there})"
+        got, wanted = ids[first : first + 8].tolist(), expected[first : first + 8].tolist()
+        return f"{shown} from token {first} ({got} instead of {wanted})"
     return None

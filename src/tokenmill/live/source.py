@@ -32,10 +32,9 @@ from tokenmill.documents import (
     place,
     sample_texts,
 )
-from tokenmill.encode.engines import ENGINES, trusted
-from tokenmill.encode.files import kind_of
+from tokenmill.encode.engines import engines_of, trusted
 from tokenmill.encode.fim import Fim
-from tokenmill.encode.tokenizer import TokenizerIdentity, checked_ids, engine_errors, join
+from tokenmill.encode.tokenizer import Framing, TokenizerIdentity, checked_ids, engine_errors, join
 from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
 from tokenmill.fingerprint import digest, first_difference, key64
 from tokenmill.loader.state import RowFormat
@@ -518,8 +517,8 @@ def _open_tokenizer(
     tokenizer: str | Tokenizer | NanochatTokenizer, files: Sequence[InputFile], options: LiveOptions
 ) -> Tokenizer:
     if isinstance(tokenizer, str):
-        sample = _sample(files, options) if len(ENGINES[kind_of(tokenizer)]) > 1 else []
-        opened, note = trusted(tokenizer, sample, **options.framing)
+        sample = _sample(files, options) if len(engines_of(tokenizer)) > 1 else []
+        opened, note = trusted(tokenizer, sample, Framing(**options.framing))
         if note is not None:
             _log.warning("%s", note)
         return opened

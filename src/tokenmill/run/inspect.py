@@ -14,7 +14,6 @@ import numpy as np
 from tokenmill.documents.units import RULES
 from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.files import kind_of
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
 from tokenmill.run.turns import Turns, find_turns, tokenizer_specs
@@ -285,10 +284,10 @@ def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
 
 def _opened(spec: str) -> Tokenizer:
     """Open a tokenizer to decode with, by its reference; where that is not installed the fast engine may do."""
-    from tokenmill.encode.engines import ENGINES, open_tokenizer
+    from tokenmill.encode.engines import engines_of, open_tokenizer
 
     try:
-        return open_tokenizer(spec, add_bos=False, add_eos=False, engine=ENGINES[kind_of(spec)][-1])
+        return open_tokenizer(spec, add_bos=False, add_eos=False, engine=engines_of(spec)[-1])
     except TokenizerError:
         return open_tokenizer(spec, add_bos=False, add_eos=False)
 
