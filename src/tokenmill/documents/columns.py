@@ -1,11 +1,11 @@
-"""Arrow columns as documents, for the formats that hold columns."""
+"""Parquet and Arrow files: columns of Arrow as documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +53,14 @@ def _refuse_other_types(schema: pa.Schema, text_field: str, path: str) -> None:
 
 
 def text_path(schema: pa.Schema, text_field: str) -> list[str]:
-    """Return the names to go down by: a column may have a dot in its own name."""
+    """Return the names of the column and of the fields within it; a column may have a dot in its own name."""
     return [text_field] if text_field in schema.names else text_field.split(".")
 
 
 def rows_at_once(num_rows: int, num_bytes: int, options: units.ReadOptions) -> int:
     """Return how many rows together have about the size of a batch."""
-    each = max(num_bytes // max(num_rows, 1), 1)
-    return max(1, min(options.batch_bytes // each, options.batch_documents, _MAX_ROWS))
+    row_bytes = max(num_bytes // max(num_rows, 1), 1)
+    return max(1, min(options.batch_bytes // row_bytes, options.batch_documents, _MAX_ROWS))
 
 
 def column_groups(
@@ -68,8 +68,8 @@ def column_groups(
 ) -> Iterator[units.Group]:
     """Read the documents of a record batch, a slice of rows at a time.
 
-    Nothing is taken from a column before it has been validated: a hostile offset would point anywhere in memory.
-    Where Arrow has made the offsets itself, as it `decompressed` a file, there is none; what is not UTF-8 shows
+    Nothing is read from a column before it has been validated: a hostile offset would point anywhere in memory.
+    Where Arrow made the offsets itself, as it `decompressed` a file, no offset is hostile; what is not UTF-8 shows
     when it is decoded.
     """
     batch.validate()
@@ -155,20 +155,8 @@ def _values(cells: pa.Array) -> list[Any]:
         values: list[Any] = cells.to_pylist()
         return values
     # Rows share the strings of the dictionary: a few bytes may stand for a gigabyte of equal rows.
-    words = _Words(cells.dictionary)
-    return [None if index is None else words[index] for index in cells.indices.to_pylist()]
-
-
-class _Words(dict[int, Any]):
-    """The entries of a dictionary that are asked for, each made once."""
-
-    def __init__(self, dictionary: pa.Array) -> None:
-        super().__init__()
-        self._dictionary = dictionary
-
-    def __missing__(self, index: int) -> object:
-        value = self[index] = self._dictionary[index].as_py()
-        return value
+    entry = cache(lambda index: cells.dictionary[index].as_py())
+    return [None if index is None else entry(index) for index in cells.indices.to_pylist()]
 
 
 def _as_bytes(cells: pa.Array) -> pa.Array:
@@ -219,14 +207,14 @@ def _record(row: pa.RecordBatch, restore: Mapping[str, Callable[[Any], Any]], ma
 
 
 def _restore(record: dict[str, Any], restore: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return a record with some of its columns as they were before they became Arrow."""
+    """Return a record in which some columns have the values that they had before they became Arrow."""
     return {**record, **{name: restored(record[name]) for name, restored in restore.items()}} if restore else record
 
 
 def _restored(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what makes of a value of Arrow what it was before; None where it is the same.
+    """Return a function from a value of Arrow to the one it was made of; None where they are the same.
 
-    A struct has all fields that some row has, null in the others; a value that JSON holds is kept as its text.
+    A struct has the fields of all rows, null where a row lacks one; a JSON column has its values as text.
     """
     import pyarrow as pa
 
@@ -236,11 +224,13 @@ def _restored(kind: pa.DataType) -> Callable[[Any], Any] | None:
         inner = {field.name: restored for field in kind if (restored := _restored(field.type))}
         return partial(_without_nulls, inner=inner)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        item = _restored(kind.value_type)
-        return (
-            None if item is None else lambda values: None if values is None else [item(value) for value in values]
-        )
+        restored = _restored(kind.value_type)
+        return None if restored is None else partial(_restored_items, restored=restored)
     return None
+
+
+def _restored_items(values: list[Any] | None, restored: Callable[[Any], Any]) -> list[Any] | None:
+    return None if values is None else [restored(value) for value in values]
 
 
 def _without_nulls(
@@ -270,8 +260,8 @@ _DICTIONARY_BYTES = 256 << 20
 def _parquet_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
     with _open_parquet(file) as opened:
-        about = opened.metadata
-        sizes = [max(about.row_group(group).total_byte_size, 1) for group in range(about.num_row_groups)]
+        footer = opened.metadata
+        sizes = [max(footer.row_group(group).total_byte_size, 1) for group in range(footer.num_row_groups)]
     return runs(sizes, file.bytes, chunk_bytes)
 
 
@@ -297,14 +287,14 @@ def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple
     >>> list(runs([1, 1, 1, 3], 60, 20))
     [(0, 2, 20), (2, 4, 40)]
     """
-    whole = sum(sizes)
-    begin = done = before = 0
+    total = sum(sizes)
+    begin = done = begin_bytes = 0
     for end, size in enumerate(sizes, 1):
         done += size
-        position = total_bytes * done // whole
-        if position - before >= chunk_bytes or end == len(sizes):
-            yield begin, end, position - before
-            begin, before = end, position
+        end_bytes = total_bytes * done // total
+        if end_bytes - begin_bytes >= chunk_bytes or end == len(sizes):
+            yield begin, end, end_bytes - begin_bytes
+            begin, begin_bytes = end, end_bytes
 
 
 def _batches(
@@ -314,8 +304,8 @@ def _batches(
     num_rows = 0
     for batch in opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False):
         if not num_rows:
-            # Arrow has now checked what the footer says of these columns: pyarrow's own look at a damaged one ends
-            # the process. The same reader goes on; a second one would decompress the first page again.
+            # Arrow has now checked what the footer says of these columns; to ask for it earlier ends the process if
+            # it is damaged. The same reader goes on, as a new one would decompress the first page again.
             opened.reader.set_batch_size(_rows_at_once(opened, group, leaves, options))
         num_rows += batch.num_rows
         yield batch
@@ -326,14 +316,14 @@ def _batches(
 def _rows_at_once(opened: pq.ParquetFile, group: int, leaves: list[str], options: units.ReadOptions) -> int:
     """Return how many rows to read at a time, by the sizes that the footer gives.
 
-    A column may have a dictionary, and every row its largest entry: so many rows are taken that even then they
-    have some 256 MiB at most.
+    Where a column has a dictionary, every row may be its largest entry: even then the rows have some 256 MiB at
+    most.
     """
-    about = opened.metadata.row_group(group)
+    row_group = opened.metadata.row_group(group)
     paths = [opened.schema.column(index).path for index in range(len(opened.schema))]
-    chunks = [about.column(index) for index, path in enumerate(paths) if _is_below(path, leaves)]
-    wanted = replace(options, batch_bytes=min(options.batch_bytes, _DECOMPRESS_BYTES))
-    rows = rows_at_once(about.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), wanted)
+    chunks = [row_group.column(index) for index, path in enumerate(paths) if _is_below(path, leaves)]
+    small_batches = replace(options, batch_bytes=min(options.batch_bytes, _DECOMPRESS_BYTES))
+    rows = rows_at_once(row_group.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks), small_batches)
     for chunk in chunks:
         if chunk.has_dictionary_page:
             stored = chunk.data_page_offset - (chunk.dictionary_page_offset or 0)
@@ -348,7 +338,7 @@ def _is_below(path: str, leaves: list[str]) -> bool:
 
 @contextmanager
 def _open_parquet(file: units.InputFile) -> Iterator[pq.ParquetFile]:
-    """Open a file; what Arrow finds wrong with it, now or later, raises DocumentError."""
+    """Open a file; what Arrow finds wrong with it, now or while it is read, raises DocumentError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -424,7 +414,7 @@ def _stream_batches(
     chosen = _chosen(pa.ipc.open_stream(source).schema, piece, options)
     source.seek(0)
     reader = pa.ipc.open_stream(source, options=chosen)
-    # Batches before the piece are passed over: they are mapped, so that costs their heads alone, unless they are
+    # Batches before the piece are skipped. As they are mapped, that costs their headers alone, unless they are
     # compressed, which streams hardly ever are.
     for index in range(piece.end):
         batch = next(reader, None)
@@ -443,9 +433,9 @@ def _chosen(schema: pa.Schema, piece: units.Piece, options: units.ReadOptions) -
 
 @contextmanager
 def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callable[[], None]]]:
-    """Map a file: (source, whether it has an index, what refuses it once it was cut).
+    """Map a file: the source, whether it has an index, and a function that raises if the file was cut meanwhile.
 
-    What is wrong with it raises DocumentError, then or later.
+    What Arrow finds wrong with it, now or while it is read, raises DocumentError.
     """
     import pyarrow as pa
 
@@ -458,7 +448,7 @@ def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callab
         raise DocumentError(
             f"{file.path}: must be Arrow IPC, got Feather version 1; read and write it again with pyarrow.feather"
         )
-    # A stream may end without a mark, but then one that was cut off between two batches cannot be told from it.
+    # A stream may end without a mark, but so does one that was cut off between two batches.
     if not is_file and tail != _STREAM_END:
         raise _damaged(file, "a stream without its end")
     try:
@@ -470,7 +460,7 @@ def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callab
                 yield source, is_file, partial(_check_whole, file, place)
             finally:
                 forget(place)
-                del whole  # not before: another map could come to lie there
+                del whole  # not earlier: another map could get its address
     except DocumentError:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:

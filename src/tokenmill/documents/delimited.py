@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from tokenmill.documents.lines import Unread, split_lines
@@ -54,7 +55,7 @@ def _group(rows: _Rows, table: _Table, options: ReadOptions) -> Group:
 
 
 class _Table:
-    """What becomes of a row: the cell that is the text, or the cells by name."""
+    """Turns a row into a document: the cell that is the text, or the cells by name."""
 
     def __init__(self, header: list[str], options: ReadOptions, path: str) -> None:
         self._header = header
@@ -80,7 +81,9 @@ class _Table:
         if self._text is not None:
             return row[self._text]
         record = dict(zip(self._header, row, strict=True))
-        return record if self._fields is None else {n: record[n] for n in self._fields if n in record}
+        if self._fields is None:
+            return record
+        return {name: record[name] for name in self._fields if name in record}
 
 
 def _header(rows: _Rows, path: str) -> list[str] | None:
@@ -96,9 +99,9 @@ class _Rows:
     """The rows of lines, one by one; a bad one raises RecordError, and the next call goes on after it."""
 
     def __init__(self, lines: Iterator[list[bytes]], delimiter: str, max_bytes: int) -> None:
-        # The limit is one for the whole process, so it is only ever raised: no other reader may be hurt by it.
+        # The limit holds for the whole process, so it is only ever raised: other readers may need theirs.
         csv.field_size_limit(max(csv.field_size_limit(), max_bytes))
-        self._lines = (line for some in lines for line in some)
+        self._lines = chain.from_iterable(lines)
         self._num_lines = 0
         self._max_bytes = max_bytes
         self._delimiter = delimiter
@@ -124,7 +127,7 @@ class _Rows:
 
     @property
     def lines_of_row(self) -> str:
-        """Where the last row stands, if it has several lines: a quote too many may have joined them."""
+        """Lines of the last row, if it has several: a quote too many may have joined them."""
         first, last = self._first_line, self._num_lines
         return f" in lines {first} to {last}" if first < last else ""
 
@@ -142,7 +145,7 @@ class _Rows:
         return line
 
     def _record_lines(self) -> Iterator[str]:
-        """Give the reader its lines; raise when the record that it is reading has grown too long."""
+        """Yield lines to the reader of CSV; raise when the record that it reads has become too long."""
         while (raw := self._next_line()) is not None:
             goes_on = self._size > 0
             if isinstance(raw, Unread):
@@ -165,14 +168,14 @@ class _Rows:
             raise self._unclosed()
 
     def _skip(self, detail: str, in_quotes: bool) -> RecordError:
-        """Pass over the rest of a record: up to the line with the quote that ends its cell."""
+        """Skip the rest of a record, up to the line with the quote that ends its cell; return its error."""
         while in_quotes and (raw := self._next_line()) is not None:
             quotes = raw.num_quotes if isinstance(raw, Unread) else raw.count(b'"')
             in_quotes ^= bool(quotes % 2)
         return self._unclosed() if in_quotes else RecordError("too_long", detail)
 
     def _unclosed(self) -> RecordError:
-        """Say what is lost where a quote has no other: every line after it, as rows are not to be told there."""
+        """Return the error of a quote that is never closed: all lines after it are lost, as rows cannot be told."""
         lost = max(self._num_lines - self._first_line + 1, 1)
         detail = f"a quoted cell that begins in line {self._first_line} and does not end ({lost:,} lines are lost)"
         return RecordError("csv", detail, count=lost)

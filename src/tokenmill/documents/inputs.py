@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import datasets
 
 
-# Which kinds of files are known, by the ending of their names.
+# Which kinds of files are known, by the endings of their names.
 
 FORMATS: Mapping[str, tuple[str, str]] = {
     ".jsonl": ("lines", "JSON_LINES"),
@@ -62,20 +62,20 @@ ENDINGS: Mapping[str, str] = {
     ".text": ".txt",
     ".md": ".txt",
 }
-"""Endings of file names, before that of a compression, and the formats that they stand for."""
+"""Endings of file names, without that of a compression -> the suffix of their format."""
 _COMPRESSED_WITHIN = (".parquet", ".arrow")
 
 
 @cache
 def format_of(suffix: str) -> Format:
-    """Return what is known of the files of a suffix, such as `.jsonl.gz`."""
+    """Return the format of files with a suffix such as `.jsonl.gz`."""
     module, name = FORMATS["." + suffix.split(".")[1]]
     format: Format = getattr(import_module(f"tokenmill.documents.{module}"), name)
     return format
 
 
 def suffix_of(name: str, format: str | None = None) -> str | None:
-    """Return how a file is read: by the ending of its name, or as `format` whatever that is; None: not known.
+    """Return the suffix by which a file is read: that of its name, or that of `format`; None: not known.
 
     >>> suffix_of("part-0.NDJSON.gz"), suffix_of("part-0.gz"), suffix_of("part-0.gz", "csv")
     ('.jsonl.gz', None, '.csv.gz')
@@ -95,7 +95,7 @@ def suffix_of(name: str, format: str | None = None) -> str | None:
 # From what a user names to a list of files.
 
 _NOTES = ("readme", "license", "licence")
-"""Text files that tell of the data beside them and are no part of it."""
+"""Text files that describe the data beside them and are no part of it."""
 _TEXT, _ARROW = ".txt", ".arrow"
 _SNIFFED_BYTES = 8192
 
@@ -115,37 +115,36 @@ def find_files(
 ) -> Inputs:
     """List the files that paths, globs, folders (with all below) and `hf:name[:config[:split]]` stand for.
 
-    The order is that of the whole paths, digits compared as numbers, whatever the order they were
-    given in: a glob expanded by the shell gives the same as one expanded here. A file that is named
-    twice is read once. Hidden files of a folder are left alone. `format` says how files are read, whatever their
-    endings: with `text`, every file of a folder that is UTF-8 is a document.
+    Files are ordered by their whole paths, digits compared as numbers, whatever the order of the inputs: a glob
+    expanded by the shell gives the same as one expanded here. A file that is named twice is read once. Hidden files
+    of a folder are not read. `format` says how files are read, whatever their endings: with `text`, every file of a
+    folder that is UTF-8 is a document.
     """
-    if not isinstance(inputs, Iterable):
-        inputs = [path_of("inputs", inputs)]
-    given = [path_of("inputs", item) for item in ([inputs] if isinstance(inputs, str) else inputs)]
-    if not given:
+    listed = [inputs] if isinstance(inputs, str) or not isinstance(inputs, Iterable) else inputs
+    items = [path_of("inputs", item) for item in listed]
+    if not items:
         raise DocumentError("inputs: must name at least one file, got an empty list; give a path, glob or folder")
     suffix_of("", format)  # an unknown format is refused before anything is looked for
-    found: dict[str, str] = {}
+    suffixes: dict[str, str] = {}
     passed_over: list[str] = []
-    for item in given:
-        of_item, unread = _files_of(item, format)
-        found |= of_item
-        passed_over += unread
-    if not found:
+    for item in items:
+        item_suffixes, item_passed_over = _files_of(item, format)
+        suffixes |= item_suffixes
+        passed_over += item_passed_over
+    if not suffixes:
         others = f"{len(passed_over)} others" if passed_over else "no file at all"
         raise DocumentError(
-            f"{', '.join(given)}: must hold files that end in {_known()}, "
+            f"{', '.join(items)}: must hold files that end in {_known_endings()}, "
             f"got {others}; fix the path, convert or rename the files, or say their format"
         )
-    folder = os.path.commonpath([os.path.dirname(path) for path in found])
-    paths = sorted(found, key=lambda path: natural_key(os.path.relpath(path, folder)))
+    folder = os.path.commonpath([os.path.dirname(path) for path in suffixes])
+    paths = sorted(suffixes, key=lambda path: natural_key(os.path.relpath(path, folder)))
     files = tuple(
         InputFile(
             path=path,
             name=PurePath(os.path.relpath(path, folder)).as_posix(),
             bytes=os.path.getsize(path),
-            suffix=found[path],
+            suffix=suffixes[path],
         )
         for path in paths
     )
@@ -153,33 +152,35 @@ def find_files(
 
 
 def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]:
-    """Return the suffix by path of the files that one input stands for, and what is passed over."""
+    """Return path -> suffix of the files that one input stands for, and the files that are passed over."""
     if item.startswith(PREFIX):
         return {os.path.abspath(path): _ARROW for path in dataset_files(item)}, []
-    found: dict[str, str] = {}
+    suffixes: dict[str, str] = {}
     passed_over: list[str] = []
     notes: list[str] = []
-    for path, named in _expand(item):
+    for path, is_named in _expand(item):
         suffix = suffix_of(path, format)
-        if named and suffix is None:
+        if is_named and suffix is None:
             raise DocumentError(
-                f"{path}: must end in {_known()}, got another ending; convert or rename it, or say its format"
+                f"{path}: must end in {_known_endings()}, got another ending; "
+                "convert or rename it, or say its format"
             )
-        if suffix is None or (not named and not _is_input(path, suffix, format)):
+        if suffix is None or (not is_named and not _is_input(path, suffix, format)):
             passed_over.append(path)
             continue
-        found[os.path.abspath(path)] = suffix
+        suffixes[os.path.abspath(path)] = suffix
         stem = os.path.basename(path).partition(".")[0].lower()
-        if not named and stem in _NOTES and suffix.startswith(_TEXT):
+        if not is_named and stem in _NOTES and suffix.startswith(_TEXT):
             notes.append(path)
-    if format is None and any(not suffix.startswith(_TEXT) for suffix in found.values()):
-        found = {path: found[path] for path in found.keys() - set(map(os.path.abspath, notes))}
+    if format is None and any(not suffix.startswith(_TEXT) for suffix in suffixes.values()):
+        for path in notes:
+            suffixes.pop(os.path.abspath(path), None)  # a glob may match it twice
         passed_over += notes
-    return found, passed_over
+    return suffixes, passed_over
 
 
 def _expand(item: str) -> Iterator[tuple[str, bool]]:
-    """Yield (path, whether it was named itself and not found in a folder)."""
+    """Yield the files of an input: path, and whether the user named the file itself and not a folder."""
     if "://" in item:
         raise DocumentError(f"{item}: must be a path on this machine, got an address; download the files first")
     item = os.path.expanduser(item)
@@ -193,7 +194,7 @@ def _expand(item: str) -> Iterator[tuple[str, bool]]:
                         f"{item}: must hold texts or records, got a store, whose tokens are ready; "
                         "name it as the store of a source"
                     )
-                folders[:], names[:] = [], []  # what was prepared from files beside it
+                folders[:], names[:] = [], []  # a store that was prepared from files beside it
             folders[:] = [name for name in folders if not name.startswith(".")]
             for name in names:
                 if not name.startswith("."):
@@ -212,7 +213,7 @@ def _expand(item: str) -> Iterator[tuple[str, bool]]:
 
 
 def _is_input(path: str, suffix: str, format: str | None) -> bool:
-    """Tell whether a file in a folder is to be read: no broken link, pipe, or note of a saved dataset."""
+    """Tell whether a file in a folder is read: broken links, pipes and notes of a saved dataset are not."""
     if not os.path.isfile(path):
         return False
     return _is_text(path, suffix) if format == "text" else not is_saved_note(path)
@@ -235,7 +236,7 @@ def _is_text(path: str, suffix: str) -> bool:
     return b"\0" not in start
 
 
-def _known() -> str:
+def _known_endings() -> str:
     return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {', '.join(COMPRESSIONS)})"
 
 
@@ -253,7 +254,7 @@ def dataset_files(item: str) -> list[str]:
     """Return the Arrow files of `hf:name[:config[:split]]`, in the order of the dataset.
 
     The name is a folder made by `save_to_disk`, a folder of data files, or one on the hub; the last two are
-    brought into the cache of the `datasets` library first. The split is `train` unless it is said.
+    copied into the cache of the `datasets` library first. The split is `train` unless another is named.
     """
     name, config, split = parse(item)
     try:
@@ -277,9 +278,9 @@ def is_saved_note(path: str) -> bool:
 
 
 def parse(item: str) -> tuple[str, str | None, str | None]:
-    """Return (name, config, split); a part that is empty or left out is None.
+    """Return name, config and split; a part that is empty or left out is None.
 
-    A name with colons, such as a path on Windows, is a folder that exists: the longest that does.
+    A name may have colons, as a path on Windows has, if it is a folder that exists; the longest such name is taken.
 
     >>> parse("hf:org/name::validation")
     ('org/name', None, 'validation')
@@ -299,7 +300,7 @@ def parse(item: str) -> tuple[str, str | None, str | None]:
 
 
 def _saved(item: str, folder: str, config: str | None, split: str | None) -> datasets.Dataset:
-    """Open a folder made by `save_to_disk`; there are no configs in it, so one word after the name is the split."""
+    """Open a folder made by `save_to_disk`. It has no configs, so a single word after the name is the split."""
     import datasets
 
     if config is not None and split is not None:
@@ -309,14 +310,14 @@ def _saved(item: str, folder: str, config: str | None, split: str | None) -> dat
     split = split or config
     try:
         if os.path.isfile(os.path.join(folder, _SAVED_DICT)):
-            known = [str(name) for name in _read_json(folder, _SAVED_DICT)["splits"]]
-            chosen, split = split or _DEFAULT_SPLIT, None
-            if chosen not in known:
+            splits = [str(name) for name in _read_json(folder, _SAVED_DICT)["splits"]]
+            split = split or _DEFAULT_SPLIT
+            if split not in splits:
                 raise DocumentError(
-                    f"{item}: must name one of the splits {', '.join(known)}, got {chosen!r}; "
-                    f"{nearest(chosen, known)}"
+                    f"{item}: must name one of the splits {', '.join(splits)}, got {split!r}; "
+                    f"{nearest(split, splits)}"
                 )
-            folder = os.path.join(folder, chosen)
+            folder, split = os.path.join(folder, split), None
         # An old `datasets` saved a selection beside the rows, which newer ones do not see.
         if any(_read_json(folder, _SAVED).get(name) for name in _INDICES):
             raise _selection(item)
@@ -344,19 +345,19 @@ def _loaded(item: str, name: str, config: str | None, split: str | None) -> data
     split = split or _DEFAULT_SPLIT
     offline = datasets.config.HF_HUB_OFFLINE
     try:
-        # Without a connection the library would try again and again, half a minute; its cache may do.
+        # Without a connection the library would retry for half a minute, though its cache may have the dataset.
         datasets.config.HF_HUB_OFFLINE = offline or not (os.path.isdir(name) or _is_reached(name))
         if int(datasets.__version__.split(".")[0]) < 4:  # older ones would ask whether to run code
             return datasets.load_dataset(name, config, split=split, trust_remote_code=False)
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the library lets through what any of its own libraries raises
+    except Exception as error:  # the library passes on whatever its own libraries raise
         raise _not_opened(item, error) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
 
 
 def _is_reached(name: str) -> bool:
-    """Tell whether the hub answers, whatever it says of a dataset: one request."""
+    """Tell whether the hub answers one request, whatever its answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -396,9 +397,9 @@ def _selection(item: str) -> DocumentError:
 
 
 def _not_opened(item: str, error: Exception) -> DocumentError:
-    said = " ".join(str(error).split()) or "no message"
+    message = " ".join(str(error).split()) or "no message"
     return DocumentError(
-        f"{item}: must be a dataset that the datasets library can open, got {type(error).__name__}: {said}; "
+        f"{item}: must be a dataset that the datasets library can open, got {type(error).__name__}: {message}; "
         "fix the name, config or split, or the connection"
     )
 
@@ -406,7 +407,7 @@ def _not_opened(item: str, error: Exception) -> DocumentError:
 # Files as units of work, and a unit as batches of documents.
 
 MAX_PIECES = 16_384
-"""Of a unit: it is sent to a worker, and a folder may hold millions of empty files."""
+"""Most pieces of a unit, as it is sent to a worker, and a folder may hold millions of empty files."""
 _FEW_UNITS, _MANY_UNITS = 24, 256
 _MIB = 1 << 20
 
@@ -414,11 +415,11 @@ _MIB = 1 << 20
 def chunk_size(files: Sequence[InputFile]) -> int:
     """Return how many bytes a unit of an input should have, in whole MiB: from 4 to 256 of them.
 
-    A small input is cut into 24 units, which keep the cores of a small machine busy to the end. From 64 MiB a unit
-    on there are more of them, up to 256 for 16 GiB, so that a cluster has something to do; then they grow with the
-    input again, to 256 MiB, and beyond 64 GiB there are as many as it takes. Every unit becomes a shard, so they
-    are as large as that allows. Depends on the input alone: the same files give the same units on any machine.
-    Where all files are compressed, all this is in quarters of a MiB: there is some four times as much in them.
+    A small input is cut into 24 units, which keep the cores of a small machine busy to the end. Once a unit has
+    64 MiB there are more of them, up to 256 for 16 GiB, so that a cluster has something to do; then units grow with
+    the input again, to 256 MiB, and beyond 64 GiB there are as many as it takes. Every unit becomes a shard, so
+    they are as large as that allows. The size depends on the input alone: the same files give the same units on any
+    machine. Where all files are compressed, a step is a quarter of a MiB: they hold some four times as much text.
     """
     compressed = all(file.compression or file.suffix == ".parquet" for file in files)
     step = _MIB // 4 if compressed else _MIB
@@ -432,8 +433,8 @@ def cut_files(files: Iterable[InputFile], *, chunk_bytes: int, skip_broken: bool
 
     A plain `.jsonl` is cut into ranges of `chunk_bytes`, Parquet and Arrow files into runs of row groups and of
     record batches; other files are one piece. The units depend on the files and `chunk_bytes` alone. A file is
-    looked into only when the iterator comes to it. One that cannot be is a piece, if `skip_broken` says so, that
-    cannot be read.
+    opened only when the iterator comes to it. With `skip_broken`, one that cannot be opened is one piece, and
+    whoever reads that finds out.
     """
     if chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes: must be at least 1, got {chunk_bytes}; leave it out")
@@ -494,7 +495,7 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
 def place(piece: Piece, line: int) -> str:
     """Name a record for people: `path:17` or `path row 17`, counted from 1.
 
-    `line` is counted from 0 at the start of the file: add the `num_lines` of its pieces before this one.
+    `line` is counted from 0 at the start of the file, not of the piece.
     """
     counts = format_of(piece.file.suffix).counts
     return f"{piece.file.path}:{line + 1}" if counts == "line" else f"{piece.file.path} {counts} {line + 1}"
@@ -519,8 +520,8 @@ def sample_texts(
 ) -> list[str]:
     """Return the first documents at evenly spread places of the input, together about 1 MiB at most.
 
-    The same files give the same sample, however a build cuts them. Bad records are left for who reads all.
-    Of whole records all texts are taken, wherever they stand.
+    The same files give the same sample, however a build cuts them. Bad records are passed over. Of whole records
+    all strings are taken, whatever their fields.
     """
     options = ReadOptions(
         text_field=text_field,

@@ -12,13 +12,13 @@ from tokenmill.documents.lines import BYTE_ORDER_MARK, PartialRecord, Unread, li
 from tokenmill.documents.units import Format, Group, Piece, ReadOptions, open_blocks
 
 _HEAD_BYTES = 1 << 20
-# A string with what it escapes, or what stands between strings. Nothing is tried twice, so that no input is slow.
+# A string with its escapes, or a bracket or comma. The pattern never goes back, so that no input is slow.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[{}\[\],]', re.DOTALL)
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _FLAT = rb'[^"{}\[\]]++|' + _STRING
 _INNER = rb"[{\[](?:" + _FLAT + rb")*+[}\]]"
 _MIDDLE = rb"[{\[](?:" + _FLAT + rb"|" + _INNER + rb")*+[}\]]"
-# A whole object that is nested no deeper than most are: twice as fast as token by token.
+# A whole object of up to three levels, as most are: twice as fast as token by token.
 _OBJECT = re.compile(rb"\{(?:" + _FLAT + rb"|" + _MIDDLE + rb")*+\}", re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
 
@@ -46,7 +46,7 @@ JSON_FILE = Format(counts="record", read=_read)
 
 
 def are_lines(start: bytes, *, whole: bool) -> bool:
-    r"""Tell JSON lines by the first two lines of a file; what is cut off at the end of `start` need not be whole.
+    r"""Tell by its first two lines whether a file holds JSON lines; the end of `start` may be cut off.
 
     >>> are_lines(b'{"a": 1}\n{"a": 2}', whole=True), are_lines(b'{"a": 1}\n{', whole=True)
     (True, False)
@@ -79,14 +79,14 @@ def _values(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
 class Scanner:
     """Finds where the records of a JSON file begin and end, without parsing them.
 
-    What stands between records and is no white space is handed out as a record too, for the parser to refuse.
+    Anything between records that is no white space counts as a record too, for the parser to refuse.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._partial = PartialRecord(max_bytes)
         self._depth = 0
         self._level = 0
-        """Depth that records are at: 1 in a list."""
+        """Depth at which records begin: 1 in a list."""
         self._begun = False
         self._in_string = False
         self._escape = b""
@@ -125,7 +125,7 @@ class Scanner:
         return self._records
 
     def _begin(self, block: bytes) -> int:
-        """Go into the list that the file is, if it is one; return where records start."""
+        """Enter the list, if the file is one; return where records start."""
         if self._begun or not (stripped := block.lstrip()):
             return 0
         self._begun = True
@@ -148,7 +148,7 @@ class Scanner:
         return match.end()
 
     def _structure(self, block: bytes, token: int, start: int, place: int) -> int:
-        """Take note of a bracket or comma; return where the record that is being read starts in the block."""
+        """Follow a bracket or comma; return where the record that is being read starts in the block."""
         if token == 0x2C:  # ,
             if self._depth == self._level:
                 self._cut(block[start:place])

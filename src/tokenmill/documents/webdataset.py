@@ -15,7 +15,7 @@ from tokenmill.errors import DocumentError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# The members of a tar archive as a stream: nothing is extracted, and no header is believed before the data.
+# The members of a tar archive as a stream: nothing is extracted, and no header is trusted before the data.
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20
@@ -33,7 +33,7 @@ class Member:
 
 
 class TarStream:
-    """Members one after another; the data of one is read, or passed over, before the next.
+    """Members one after another; the data of each is read, or skipped, before the next.
 
     Reads what tar, GNU tar and Python write: ustar, GNU long names, pax. Sparse members are refused.
     """
@@ -69,7 +69,7 @@ class TarStream:
             self._begin(member.bytes)
             if kind in _REGULAR:
                 yield member
-            self._pass_over()
+            self._skip_rest()
 
     def read(self, member: Member) -> bytes:
         """Return the data of the member that was yielded last."""
@@ -98,7 +98,8 @@ class TarStream:
             raise self._damaged(f"a member of {size} bytes where {self._num_bytes - self._position} are left")
         self._left = -(-size // _BLOCK) * _BLOCK
 
-    def _pass_over(self) -> None:
+    def _skip_rest(self) -> None:
+        """Go to the next header."""
         if self._left and self._stream.seekable():
             # All but the last byte: a seek beyond the end would go unnoticed.
             self._stream.seek(self._left - 1, io.SEEK_CUR)
@@ -108,13 +109,13 @@ class TarStream:
             self._left -= len(self._exactly(min(self._left, _SKIP_BYTES)))
 
     def _small(self, size: int) -> bytes:
-        """Return the data of a header that goes on; such are small."""
+        """Return the data of a long name or a pax header, which is small."""
         if size > _MAX_HEADER_BYTES:
             raise self._damaged(f"a header of {size} bytes")
         self._begin(size)
         data = self._exactly(size)
         self._left -= size
-        self._pass_over()
+        self._skip_rest()
         return data
 
     def _exactly(self, size: int) -> bytes:
@@ -197,9 +198,9 @@ KEY = "__key__"
 _JSON = "json"
 _TEXT = ("txt", "text", "md")
 _DEFAULT = "text"
-"""The text field that stands for `txt` as well, which archives of this kind call it."""
+"""This text field is also looked for in the member `txt`, as most archives call it."""
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
-"""A key, which is all up to the first dot of the last part, and an ending."""
+"""A key, which goes up to the first dot of the file name, and an ending."""
 _RECORDS = 256
 
 
@@ -207,16 +208,12 @@ def _read(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Grou
     """Read all records from the start of an archive; members that are neither text nor JSON are left out."""
     path = piece.file.path
     with units.open_input(piece.file, exact=True) as file:
-        blocks = (
-            units.decompressed(file, piece.file, max_expansion=options.max_expansion)
-            if piece.file.compression
-            else iter(())
-        )
+        blocks: Iterator[bytes] = iter(())
+        tar = TarStream(file, path, num_bytes=piece.file.bytes)
         if piece.file.compression:
-            raw = BlockStream(blocks)
-            tar = TarStream(cast("BinaryIO", io.BufferedReader(raw, units.BLOCK_BYTES)), path, num_bytes=None)
-        else:
-            tar = TarStream(file, path, num_bytes=piece.file.bytes)
+            blocks = units.decompressed(file, piece.file, max_expansion=options.max_expansion)
+            stream = io.BufferedReader(BlockStream(blocks), units.BLOCK_BYTES)
+            tar = TarStream(cast("BinaryIO", stream), path, num_bytes=None)
         group = units.Group()
         for sample in _samples(tar, options):
             try:
@@ -247,7 +244,7 @@ class _Sample:
         self._fields: dict[str, Any] = {KEY: key}
         self._spare: list[tuple[str, bytes | None]] = []
         """Members `json` that were not asked for but may hold fields: name, and the content of the first unless it
-        is too long. More than two are not noted."""
+        is too long. At most two are kept, to tell that there are several."""
         self._name_bytes = 0
         self._error: units.RecordError | None = None
 
@@ -270,8 +267,9 @@ class _Sample:
                 raise units.RecordError("too_long", f"{self.size} bytes up to {member.name!r}")
             self._fields[ending] = _value(tar.read(member), kind)
         except units.RecordError as error:
-            named = error.detail if repr(member.name) in error.detail else f"{error.detail} in {member.name!r}"
-            self._error = units.RecordError(error.reason, named)
+            is_named = repr(member.name) in error.detail
+            detail = error.detail if is_named else f"{error.detail} in {member.name!r}"
+            self._error = units.RecordError(error.reason, detail)
             self._fields.clear()
 
     def document(self) -> object:
@@ -294,7 +292,7 @@ class _Sample:
         return fields is None or ending in fields or (_DEFAULT in fields and ending == "txt")
 
     def _complete(self, names: Sequence[str]) -> None:
-        """Look for fields that no member is named after: the text in `txt`, any other in the object of `json`."""
+        """Look for fields that have no member of their own: `text` in `txt`, others in the object of `json`."""
         for name in names:
             if name == _DEFAULT and "txt" in self._fields:
                 self._fields.setdefault(name, self._fields["txt"])

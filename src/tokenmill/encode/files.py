@@ -1,4 +1,4 @@
-"""The files that define a tokenizer: a `tokenizer.json` and what stands beside it, a rank file, or a `.model`."""
+"""The files that define a tokenizer: a `tokenizer.json` and the files beside it, a rank file, or a `.model`."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _read(path: Path) -> bytes:
 
 
 def is_beside(path: Path) -> bool:
-    """Say whether a file stands beside a tokenizer; one that is no file is refused, as it may say what BOS is.
+    """Tell whether there is such a file beside a tokenizer; refuse a broken link, as the file may say what BOS is.
 
-    Caches of models are links to files that may have been cleared away.
+    Caches of models are links to files that may have been removed.
     """
     if not path.is_file() and (path.is_symlink() or path.exists()):
         kind = "a link to none" if path.is_symlink() else "another kind"
@@ -156,13 +156,13 @@ class JsonFile:
     text: str
     vocabulary: Vocabulary
     added_ids: Mapping[str, int]
-    """All added tokens, those that are no control strings as well: the engines must give them these ids."""
+    """All added tokens, control strings or not: the engines must give them these ids."""
     unknown: str | None
-    """What the model gives for text that it has no token for, if it has such a token."""
+    """The token for text that the model does not know, if there is one."""
     model_ids: Mapping[str, int] = field(repr=False)
     """The words of the model."""
     merges: Sequence[str | Sequence[str]] | None = field(repr=False)
-    """By which alone the model makes words of more than a letter; None: it also looks words up."""
+    """The only way in which the model makes words of more than one letter; None: it also looks words up."""
     normalized_controls: bool
     """Whether some control strings are looked for in normalized text."""
 
@@ -171,8 +171,8 @@ class JsonFile:
         words = {name for name in names if name in self.model_ids}
         if not words or self.merges is None:
             return words
-        made = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in self.merges}
-        return {word for word in words if word in made or len(word) == 1}
+        merged = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in self.merges}
+        return {word for word in words if word in merged or len(word) == 1}
 
 
 def read_json_file(path: Path, where: str) -> JsonFile:
@@ -247,7 +247,7 @@ def read_object(data: bytes, path: Path, refusal: type[TokenmillError] = Tokeniz
 
 
 def _check_shape(value: dict[str, Any], path: Path) -> None:
-    """Refuse a file whose parts are not what they are used as: what reads it further takes that for granted."""
+    """Refuse a file whose parts are of the wrong kinds: all that reads it further takes them for granted."""
 
     def require(ok: bool, rule: str, got: object) -> None:
         if not ok:
@@ -276,7 +276,7 @@ def _check_shape(value: dict[str, Any], path: Path) -> None:
 
 
 def _check_growth(normalizer: object, path: Path) -> None:
-    """Refuse a normalizer that makes something huge of every text."""
+    """Refuse a normalizer that makes texts many times longer."""
     growth, before = _growth(normalizer)
     if growth > MAX_GROWTH or before > MAX_PREPENDED:
         raise TokenizerError(
@@ -343,7 +343,7 @@ def _unknown(model: dict[str, Any]) -> str | None:
 
 
 def _only_merges(model: dict[str, Any]) -> bool:
-    """Say whether a model makes its words by merges alone: BPE, whose words are no others than their letters."""
+    """Tell whether a model makes its words by merges alone, as plain BPE does."""
     marks = ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     return model.get("type", "BPE") == "BPE" and not any(map(model.get, marks))
 
@@ -355,7 +355,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {"bos_token": BOS_NAMES, "eos_token": EO
 def _named(
     role: str, path: Path, placed: Mapping[str, str], special_ids: Mapping[str, int]
 ) -> tuple[str | None, str]:
-    """Return which string is BOS, EOS or PAD, and what says so; a null in a file means that there is none."""
+    """Return which string is BOS, EOS or PAD, and what says so; null in a file means that there is none."""
     for name in SIBLINGS:
         sibling = path.parent / name
         value = read_object(_read(sibling), sibling) if is_beside(sibling) else {}
@@ -378,12 +378,12 @@ def _named(
 
 
 def _says_no_bos(config: Path) -> bool:
-    """Say whether a config has `add_bos_token: false`, as Yi's; a post-processor that adds BOS counts for more."""
+    """Tell whether a config has `add_bos_token: false`, as Yi's; a post-processor that adds BOS overrules it."""
     return is_beside(config) and read_object(_read(config), config).get("add_bos_token") is False
 
 
 def _placed(post_processor: object) -> dict[str, str]:
-    """Return the one string that a post-processor puts before every text, and the one behind it, by their roles."""
+    """Return the string that a post-processor puts before every text, and the one behind it, by their roles."""
     if not isinstance(post_processor, dict):
         return {}
     placed: dict[str, str] = {}
@@ -396,13 +396,13 @@ def _placed(post_processor: object) -> dict[str, str]:
     text = next((index for index, part in enumerate(single) if "Sequence" in part), None)
     if text is not None:
         for role, parts in (("bos_token", single[:text]), ("eos_token", single[text + 1 :])):
-            # Where several stand together it is not said which of them is BOS or EOS.
+            # Where there are several, nothing says which of them is BOS or EOS.
             if len(parts) == 1 and isinstance(parts[0].get("SpecialToken"), dict):
                 placed[role] = str(parts[0]["SpecialToken"].get("id"))
     return placed
 
 
-# A tiktoken rank file, and what it leaves to be known: the pattern and the control strings.
+# A tiktoken rank file, and what it does not say: the pattern and the control strings.
 
 
 _EOT = "<|endoftext|>"
@@ -530,7 +530,7 @@ def read_rank_file(path: Path, name: str | None, where: str) -> RankFile:
     taken = sorted(set(encoding.special_ids.values()) & set(ranks.values()))
     if taken:
         ids = set(ranks.values())
-        fitting = [each for each, other in ENCODINGS.items() if ids.isdisjoint(other.special_ids.values())]
+        fitting = [key for key, other in ENCODINGS.items() if ids.isdisjoint(other.special_ids.values())]
         way_out = f"its {len(ranks)} ranks fit {', '.join(fitting)}, or a .json file of your own after ?encoding="
         raise TokenizerError(
             f"tiktoken:{path}: its ranks must leave the control ids of {name or known} free, got {taken[:4]}; "
@@ -559,7 +559,7 @@ def read_rank_file(path: Path, name: str | None, where: str) -> RankFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _EncodingTable:
-    """What a rank file does not hold, as a file of one's own says it."""
+    """What a rank file does not hold, as a user's own file says it."""
 
     pattern: str
     special_tokens: Mapping[str, Count] = field(default_factory=dict)

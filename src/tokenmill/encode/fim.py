@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: some documents are cut in three, and their middle is put behind what stands around it.
+"""Fill-in-the-middle: some documents are cut in three, and their middle is moved behind prefix and suffix.
 
 Documents are cut between characters, as a user's cursor cuts them, and the parts are tokenized apart, as they are
 when a model is asked to fill a gap. Which documents are cut, where, and in which order the parts stand is a
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
 import xxhash
 from msgspec import Meta
 
-from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity
+from tokenmill.encode.tokenizer import Tokenizer, TokenizerIdentity, offsets_of, split
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.types import AnyArray, Encoded
@@ -44,7 +43,7 @@ class Fim:
     """Share of those whose suffix stands first: prefix token, suffix token, suffix, middle token, prefix, middle.
     Of the others: prefix token, prefix, suffix token, suffix, middle token, middle."""
     level: Literal["character"] = "character"
-    """Between what documents are cut."""
+    """What documents are cut between."""
     seed: Annotated[int, Meta(ge=0)] = 0
     tokens: Mapping[Literal["prefix", "suffix", "middle"], str] | None = None
     """Control strings of the tokenizer, where they are not called as usual."""
@@ -66,24 +65,21 @@ class Fim:
         known = tokenizer.special_ids
         written: Mapping[str, str] = {str(part): name for part, name in (self.tokens or {}).items()}
         choices = (tuple(written.get(part, "") for part in PARTS),) if written else KNOWN_TOKENS
-        # Of the usual names those of which the tokenizer has most are the ones that are meant.
+        # Of the usual names, take the three of which the tokenizer has most.
         names = max(choices, key=lambda names: sum(name in known for name in names))
         lacking = [f"{part} ({name!r})" for part, name in zip(PARTS, names, strict=True) if name not in known]
         if lacking:
-            way_out = (
-                "add them to the tokenizer, or name those that it has: tokens = { prefix = ..., suffix = ..., "
-            )
             raise ConfigError(
-                f"fim: the tokenizer must have control tokens for prefix, suffix and middle, got none for "
-                f"{', '.join(lacking)}; {way_out}middle = ... }}"
+                "fim: the tokenizer must have control tokens for prefix, suffix and middle, got none for "
+                f"{', '.join(lacking)}; add them to the tokenizer, or name those that it has: "
+                "tokens = { prefix = ..., suffix = ..., middle = ... }"
             )
-        found = tuple(known[name] for name in names)
-        framing = {tokenizer.identity.bos_id, tokenizer.identity.eos_id}
-        if len(set(found)) < len(PARTS) or framing & set(found):
+        prefix, suffix, middle = (known[name] for name in names)
+        if len({prefix, suffix, middle} - {tokenizer.identity.bos_id, tokenizer.identity.eos_id}) < len(PARTS):
             raise ConfigError(
                 f"fim: tokens must be three control tokens other than BOS and EOS, got {list(names)}; name others"
             )
-        return found[0], found[1], found[2]
+        return prefix, suffix, middle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,36 +104,31 @@ class FimTokenizer:
         return self.tokenizer.encode_with_controls(texts)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """Return the ids of each text, cut in three where it falls to it."""
+        """Return the ids of each text, some of them cut in three."""
+        cuts = [cut_places(text, self.fim, self.epoch) for text in texts]
         pieces: list[str] = []
-        layouts = []
-        for text in texts:
-            places = cut_places(text, self.fim, self.epoch)
-            layouts.append(places)
+        for text, places in zip(texts, cuts, strict=True):
             if places is None:
                 pieces.append(text)
             else:
                 first, last, _ = places
                 pieces += (text[:first], text[last:], text[first:last])
         encoded = self.tokenizer.encode(pieces)
+        piece_ids = iter(split(encoded))
+        prefix_id, suffix_id, middle_id = (np.array([id_], encoded.ids.dtype) for id_ in self.ids)
         parts: list[AnyArray] = []
         lengths = []
-        piece = 0
-        prefix, suffix, middle = (np.array([number], encoded.ids.dtype) for number in self.ids)
-        for places in layouts:
-            count = 1 if places is None else 3
-            bounds = encoded.offsets[piece : piece + count + 1]
-            own = [encoded.ids[a:b] for a, b in pairwise(bounds)]
-            piece += count
-            if places is not None:
-                before, after, between = own
-                own = [prefix, before, suffix, after, middle, between]
+        for places in cuts:
+            if places is None:
+                document = [next(piece_ids)]
+            else:
+                prefix, suffix, middle = next(piece_ids), next(piece_ids), next(piece_ids)
+                document = [prefix_id, prefix, suffix_id, suffix, middle_id, middle]
                 if places[2]:
-                    own = [prefix, suffix, after, middle, before, between]
-            parts += own
-            lengths.append(sum(part.size for part in own))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
-        return Encoded(ids=np.concatenate([encoded.ids[:0], *parts]), offsets=offsets)
+                    document = [prefix_id, suffix_id, suffix, middle_id, prefix, middle]
+            parts += document
+            lengths.append(sum(part.size for part in document))
+        return Encoded(ids=np.concatenate([encoded.ids[:0], *parts]), offsets=offsets_of(lengths))
 
 
 def cut_places(text: str, fim: Fim, epoch: int) -> tuple[int, int, bool] | None:
@@ -146,8 +137,8 @@ def cut_places(text: str, fim: Fim, epoch: int) -> tuple[int, int, bool] | None:
         return None
     content = text.encode(errors="surrogatepass")
     number = xxhash.xxh3_128_intdigest(content, seed=key64("fim", fim.seed, epoch))
-    chosen, order, one, other = ((number >> shift) & 0xFFFFFFFF for shift in (96, 64, 32, 0))
-    if chosen >= fim.rate * (1 << 32):
+    chance, order, *places = ((number >> shift) & 0xFFFFFFFF for shift in (96, 64, 32, 0))
+    if chance >= fim.rate * (1 << 32):
         return None
-    first, last = sorted((place * (len(text) + 1)) >> 32 for place in (one, other))
+    first, last = sorted((place * (len(text) + 1)) >> 32 for place in places)
     return first, last, order < fim.spm_rate * (1 << 32)

@@ -1,4 +1,4 @@
-"""What a tokenizer is, when the ids of two mean the same, and where BOS, EOS and control strings stand."""
+"""What a tokenizer is, when the ids of two tokenizers mean the same, and where BOS, EOS and control strings go."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TokenizerIdentity:
             )
 
     def to_json(self) -> dict[str, int | str | bool | None]:
-        """Return it as a JSON object, as a store's manifest holds it."""
+        """Return the identity as a JSON object, as a store's manifest holds it."""
         return asdict(self)
 
     @property
@@ -138,7 +138,7 @@ def split(encoded: Encoded) -> list[AnyArray]:
 
 @cache
 def control_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds control strings in a text: of those that start together the longest."""
+    """Return a pattern that finds control strings in a text; of several that start together, the longest."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) if names else r"(?!)")
 
@@ -150,11 +150,11 @@ def encode_between(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
     pieces = split(tokenizer.encode([piece for text in texts for piece in pattern.split(text)]))
     documents = []
     first = 0
-    for ids in controls:
-        own = [piece.astype(np.uint32, copy=False) for piece in pieces[first : first + len(ids) + 1]]
-        first += len(own)
-        places = np.cumsum([piece.size for piece in own[:-1]], dtype=np.int64)
-        documents.append(np.insert(np.concatenate(own), places, ids))
+    for control_ids in controls:
+        between = [piece.astype(np.uint32, copy=False) for piece in pieces[first : first + len(control_ids) + 1]]
+        first += len(between)
+        places = np.cumsum([piece.size for piece in between[:-1]], dtype=np.int64)
+        documents.append(np.insert(np.concatenate(between), places, control_ids))
     return join(documents)
 
 
@@ -192,7 +192,7 @@ def refuse_surrogates(texts: Sequence[str]) -> None:
 
 @contextmanager
 def engine_errors(engine: str, doing: str, way_out: str) -> Iterator[None]:
-    """Turn whatever an engine throws into one `TokenizerError` line; its own errors have no common type."""
+    """Raise whatever an engine raises as a `TokenizerError` of one line; its own errors have no common type."""
     try:
         yield
     except TokenizerError:
@@ -206,7 +206,7 @@ def engine_errors(engine: str, doing: str, way_out: str) -> Iterator[None]:
 
 # Which ids are BOS, EOS and PAD, and whether documents are framed with them.
 
-# In order of preference, where no file beside the tokenizer says it.
+# In order of preference, where no file of the tokenizer names them.
 BOS_NAMES = (
     "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<BOS>", "<｜begin▁of▁sentence｜>", "<|startoftext|>",
     "<sos>", "<SOS>", "<BOS_TOKEN>",
@@ -220,10 +220,10 @@ PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<｜▁pad▁｜>", "<|finet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """The strings and ids of a tokenizer, before anyone said how documents are framed."""
+    """The strings and ids of a tokenizer, before it is settled how documents are framed."""
 
     where: str
-    """What the user called it, for messages."""
+    """What the user called the tokenizer, for messages."""
     kind: str
     content: str
     vocab_size: int
@@ -235,9 +235,9 @@ class Vocabulary:
     eos: str | None
     pad: str | None
     named_by: Mapping[str, str] = field(default_factory=dict)
-    """`bos` and `eos` -> what says which string that is, in words; what nothing names is not there."""
+    """`bos` and `eos` -> what names the string, in words; without those that nothing names."""
     adds_bos: bool = True
-    """Whether a text starts with BOS, where there is one and nobody says otherwise."""
+    """Whether a text starts with BOS, where there is one and the caller does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,8 +253,8 @@ class Framing:
 def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
     """Settle BOS, EOS and PAD: what the caller wants, else what the tokenizer has.
 
-    By default a document gets the BOS and the EOS that there are, but no BOS where the files of the tokenizer say
-    so. Where both are one id only EOS is added, or only BOS if that is asked for: never two in a row.
+    By default a document gets BOS and EOS if there are any, but no BOS where the files of the tokenizer say so.
+    Where both are one id only EOS is added, or only BOS if that is asked for: never two in a row.
     """
     bos_id = _id_of("bos_token", framing.bos_token or vocabulary.bos, vocabulary)
     eos_id = _id_of("eos_token", framing.eos_token or vocabulary.eos, vocabulary)
@@ -288,7 +288,7 @@ TURN_ENDS = (
     "<|END_OF_TURN_TOKEN|>", "<|end_of_turn|>", "<|endofturn|>", "<|return|>", "<|call|>", "<|user|>",
     "<|observation|>", "<|assistant_end|>", "<|user_end|>", "<|role_end|>", "<end_of_utterance>", "[/INST]",
 )  # fmt: skip
-"""What ends a turn of a chat, which the tokenizers of instruct models call EOS."""
+"""Strings that end a turn of a chat; the tokenizers of instruct models call one of them EOS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,22 +298,24 @@ class NamedFraming:
     line: str
     """Both, for people."""
     turn_end: str | None
-    """EOS, if it is added and, though nobody asked for it, the end of a turn of a chat."""
+    """EOS, if it is added, ends a turn of a chat, and the caller did not ask for it."""
     end_of_text: str | None
     """A control string that is better known as the end of a text."""
 
 
 def named_framing(vocabulary: Vocabulary, framing: Framing) -> NamedFraming:
-    """Say which strings are BOS and EOS of a tokenizer, whether they are added, and where that is from."""
+    """Return which strings are BOS and EOS of a tokenizer, whether they are added, and what says so."""
     identity = identify(vocabulary, framing)
     parts = []
-    for role, asked, found, id_, added in (
+    for role, wanted, own, id_, added in (
         ("bos", framing.bos_token, vocabulary.bos, identity.bos_id, identity.add_bos),
         ("eos", framing.eos_token, vocabulary.eos, identity.eos_id, identity.add_eos),
     ):
-        by = "as asked for" if asked else f"named by {vocabulary.named_by.get(role)}"
-        told = f"{role.upper()} is {asked or found!r} (id {id_}, {by}){'' if added else ', not added'}"
-        parts.append(f"no {role.upper()}" if id_ is None else told)
+        if id_ is None:
+            parts.append(f"no {role.upper()}")
+            continue
+        by = "as asked for" if wanted else f"named by {vocabulary.named_by.get(role)}"
+        parts.append(f"{role.upper()} is {wanted or own!r} (id {id_}, {by}){'' if added else ', not added'}")
     ends_turn = identity.add_eos and framing.eos_token is None and vocabulary.eos in TURN_ENDS
     return NamedFraming(
         line="; ".join(parts),
@@ -433,25 +435,25 @@ def _refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
 
 
 def with_second_bos(ids: AnyArray, offsets: Int64Array, identity: TokenizerIdentity) -> list[int]:
-    """Return the documents in which BOS stands twice in a row, which control strings in a text may spell."""
+    """Return the documents in which BOS stands twice in a row, as control strings in a text can make it."""
     if not identity.add_bos or identity.bos_id == identity.eos_id:
         return []
     is_bos = ids == identity.bos_id
-    at = np.flatnonzero(is_bos[1:] & is_bos[:-1]) + 1
-    documents = np.searchsorted(offsets, at[~np.isin(at, offsets)], side="right") - 1
-    second: list[int] = np.unique(documents).tolist()
-    return second
+    second_bos = np.flatnonzero(is_bos[1:] & is_bos[:-1]) + 1
+    within = second_bos[~np.isin(second_bos, offsets)]
+    documents: list[int] = np.unique(np.searchsorted(offsets, within, side="right") - 1).tolist()
+    return documents
 
 
 # What becomes of control strings, such as `<|endoftext|>`, that stand in raw text.
 
 CONTROL_POLICIES = ("text", "encode", "drop")
-"""They are ordinary text, become control ids, or are taken out."""
+"""They stay ordinary text, become control ids, or are removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlTokenizer:
-    """A tokenizer that gives control strings in raw text their ids, or takes them out first."""
+    """A tokenizer that gives control strings in raw text their ids, or removes them first."""
 
     identity: TokenizerIdentity
     engine: str
@@ -475,7 +477,7 @@ class ControlTokenizer:
 
     def _without(self, text: str) -> str:
         pattern = control_pattern(tuple(self.special_ids))
-        while pattern.search(text):  # taking one out may join the halves of another
+        while pattern.search(text):  # removing one may join the halves of another
             text = pattern.sub("", text)
         return text
 

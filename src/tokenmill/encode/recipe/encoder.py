@@ -1,7 +1,7 @@
 """Records to the arrays of one training type: texts through the tokenizer, conversations through the chat template.
 
-A batch is read record by record (`extract`), encoded in one call of the tokenizer, laid end to end,
-cut to the longest length, and rid of the records that were refused on the way.
+A batch is read record by record (`extract`), encoded in one call of the tokenizer, laid end to end and cut to the
+longest length; records that were refused on the way are left out.
 """
 
 from __future__ import annotations
@@ -72,15 +72,6 @@ class Ragged:
         return np.diff(self.offsets)
 
     @property
-    def trained(self) -> BoolArray:
-        """Say of each item whether any of its tokens is trained."""
-        some = np.zeros(self.owners.size, np.bool_)
-        filled = np.flatnonzero(self.lengths)  # reduceat takes an empty run for its first neighbour
-        if filled.size:
-            some[filled] = np.maximum.reduceat(self.mask, self.offsets[filled]) > 0
-        return some
-
-    @property
     def num_trained(self) -> Int64Array:
         """How many tokens of each item are trained."""
         ends = np.zeros(self.mask.size + 1, np.int64)
@@ -105,7 +96,7 @@ class Ragged:
         return Ragged(ids=self.ids[index], mask=self.mask[index], offsets=offsets, owners=self.owners[items])
 
     def merged(self, other: Ragged) -> Ragged:
-        """Bring the items of two into the order of their records."""
+        """Return the items of both, in the order of their records."""
         if not other.owners.size:
             return self
         if not self.owners.size:
@@ -134,30 +125,30 @@ class Ragged:
         return cut
 
     def trained_run(self) -> tuple[Int64Array, Int64Array]:
-        """Return of each item where its first trained token is and where its last ends; each must have one."""
+        """Return where the first trained token of each item is, and where the last ends; each must have one."""
         trained = np.flatnonzero(self.mask)
         first = trained[np.searchsorted(trained, self.offsets[:-1])]
         last = trained[np.searchsorted(trained, self.offsets[1:]) - 1]
         return first, last + 1
 
     def same_as_first(self) -> BoolArray:
-        """Say of each item whether it is, token for token, the first item of its record."""
-        _, first, inverse = np.unique(self.owners, return_index=True, return_inverse=True)
-        model = first[inverse.reshape(-1)]
-        same: BoolArray = np.equal(self.lengths, self.lengths[model])
-        own = np.flatnonzero(same)
-        left, right = self.taken(own), self.taken(model[own])
-        differs = np.zeros(left.ids.size + 1, np.int64)
-        np.cumsum(left.ids != right.ids, out=differs[1:])
-        same[own] = np.diff(differs[left.offsets]) == 0
+        """Return whether each item has the same tokens as the first item of its record."""
+        _, first_items, record = np.unique(self.owners, return_index=True, return_inverse=True)
+        first = first_items[record.reshape(-1)]
+        same: BoolArray = np.equal(self.lengths, self.lengths[first])
+        candidates = np.flatnonzero(same)
+        items, firsts = self.taken(candidates), self.taken(first[candidates])
+        num_different = np.zeros(items.ids.size + 1, np.int64)
+        np.cumsum(items.ids != firsts.ids, out=num_different[1:])
+        same[candidates] = np.diff(num_different[items.offsets]) == 0
         return same
 
 
 def lay_out(encoded: Encoded, items: extract.PlainItems, identity: TokenizerIdentity, *, close: bool) -> Ragged:
-    """Lay the texts of every item end to end, BOS before each that begins anew and EOS where one ends.
+    """Lay the texts of every item end to end, with BOS before each text that begins anew and EOS where one ends.
 
-    An EOS shares the fate of the text before it; a BOS is never trained. No token straddles two texts, as each was
-    encoded on its own. What is not to `close` gets no EOS: something else goes on behind it.
+    EOS is trained if the text before it is; BOS is never trained. No token spans two texts, as each was encoded on
+    its own. Without `close` there is no EOS at the end, as something else follows.
     """
     last = np.cumsum(np.array(items.counts, np.int64)) - 1
     anew = np.array(items.anew, np.bool_)
@@ -183,7 +174,7 @@ ANSWERS_CUT = "answers_cut"
 TOO_LONG = "too_many_tokens"
 """Why a record with more than max_seq_len tokens is refused, where it is not cut."""
 _STAND_IN = "answer"
-"""What an assistant would say behind a prompt alone."""
+"""An answer behind a prompt that has none, to find where the prompt ends."""
 ANSWERS = "answers"
 """Conversations of a group, each a prompt and one of its responses; they are cut into those two."""
 
@@ -215,10 +206,10 @@ def open_encoder(
 ) -> RecordEncoder:
     """Return the encoder of a recipe.
 
-    `tokenizer_spec` is what names the tokenizer, whose folder may hold a chat template. Where it has none, and some
-    records may do without, only those that cannot are refused, one by one. `add_bos` says whether BOS is put before
-    conversations whose template writes none; None: as transformers has it, not, but before the built-in template.
-    `template` is what another process found that opened the same, or why it found none: then no file is read.
+    `tokenizer_spec` names the tokenizer, whose folder may hold a chat template. Where it holds none and only some
+    records need one, just those are refused, one by one. `add_bos` says whether BOS is put before conversations
+    whose template writes none; None: as transformers does, only before the built-in template. `template` is the one
+    that another process read for the same recipe, or why it read none: then no file is read.
     """
     chat, no_template = None, template if isinstance(template, str) else None
     if recipe.chat_template is not None and no_template is None:
@@ -241,7 +232,7 @@ def open_encoder(
 def _open_chat(
     recipe: Recipe, tokenizer: Tokenizer, template: ChatTemplate | str, add_bos: bool | None
 ) -> ChatEncoder:
-    """Return what encodes conversations, with a template, or that of a tokenizer by what names it."""
+    """Return the encoder of conversations; `template` is one, or names the tokenizer that has it."""
     from tokenmill.encode.chat.template import load_template  # late: jinja2 takes time to load
     from tokenmill.encode.chat.tokens import ChatEncoder
 
@@ -260,29 +251,29 @@ def _open_chat(
 
 
 def _no_template(tokenizer_spec: str, error: ConfigError) -> str:
+    """Return why there is no chat template."""
     from tokenmill.encode.chat.template import NAME_ONE, has_template
 
     try:
-        there = has_template(tokenizer_spec)
+        has_one = has_template(tokenizer_spec)
     except ConfigError:
-        there = True  # and cannot be read, which is what the error says
-    return str(error) if there else f"none beside the tokenizer {tokenizer_spec!r}; {NAME_ONE}"
+        has_one = True  # and cannot be read, which is what the error says
+    return str(error) if has_one else f"none beside the tokenizer {tokenizer_spec!r}; {NAME_ONE}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A record, and which variant of the recipe reads it."""
+    """A record, and the variant of the recipe that reads it, or why none does."""
 
     record: extract.Record
     reader: extract.VariantReader | Refusal
-    """Or why none does."""
 
     @property
     def content(self) -> str | None:
-        """The text of the record that is used, fields a line each.
+        """The texts of the fields that are used, a line each.
 
         None for a record that will be refused, as its fields are not those of the recipe or hold no text to train
-        on. A record that has a text may be refused as well, for what `encode` alone can see.
+        on. A record with a text may be refused as well, for what only `encode` finds out.
         """
         return None if isinstance(self.reader, Refusal) else self.reader.content(self.record)
 
@@ -301,7 +292,7 @@ class _Batch:
     cut: set[int] = field(default_factory=set)
     """Records of which something was cut off."""
     unanswered: set[int] = field(default_factory=set)
-    """Records that are a prompt alone, whose answer only says where it ends."""
+    """Records that are a prompt alone; their answer is `_STAND_IN`."""
     notes: dict[str, set[int]] = field(default_factory=dict)
     """Name -> the records that it is true of."""
 
@@ -325,7 +316,7 @@ class RecordEncoder:
 
     recipe: Recipe
     keys: Mapping[str, str]
-    """Array -> dtype as numpy writes it. `position_ids` that go on through a shard are left to the caller."""
+    """Array -> dtype as numpy writes it; `position_ids` that count through a shard are made by the caller."""
     readers: tuple[extract.VariantReader, ...]
     tokenizer: Tokenizer
     chat: ChatEncoder | None
@@ -334,10 +325,10 @@ class RecordEncoder:
     """Why there is no chat template although some records may need one."""
 
     def to_json(self) -> dict[str, object]:
-        """Return what the arrays depend on beside the tokenizer: the recipe, and what its chat template says."""
+        """Return what the arrays depend on beside the tokenizer: the recipe and its chat template."""
         if self.chat is None:
             return {**self.recipe.to_json(), "chat_template": None}
-        # Once BOS was put before all conversations: what says nothing of it has it still.
+        # Stores from before this key have BOS before all conversations: without it, that is meant still.
         lacking = {"bos": "none"} if self.chat.lacks_bos else {}
         return {**self.recipe.to_json(), "chat_template": {**self.chat.template.to_json(), **lacking}}
 
@@ -347,7 +338,7 @@ class RecordEncoder:
         return self.chat is not None and self.chat.lacks_bos
 
     def spelled(self) -> tuple[str, ...]:
-        """Return what ends turns in the chat template but is ordinary text to the tokenizer: worth a warning."""
+        """Return the strings that end turns in the chat template but are ordinary text to the tokenizer."""
         return () if self.chat is None else self.chat.spelled
 
     def read(self, record: extract.Record) -> Reading:
@@ -373,10 +364,11 @@ class RecordEncoder:
                 batch.refused[index] = refusal
         items = self._encoded(batch)
         if self.recipe.preprocessing.on_long != "cut":
-            self._refuse_longer(batch, items)
+            for name in names:
+                self._refuse_long(batch, items[name], TOO_LONG)
         for name in names:
             if name == "prompts":
-                self._refuse_long(batch, items[name])
+                self._refuse_long(batch, items[name], "prompt_too_long")
             else:
                 items[name] = self._shortened(batch, items[name])
         return self._records(batch, items)
@@ -424,19 +416,19 @@ class RecordEncoder:
         if not reader.template:
             reader.refuse_turns(record)
         if self.recipe.kind == "grpo":
-            self._add_group(batch, index, reading, reader)
+            self._add_group(batch, index, record, reader)
             return
         for name, source in reader.sources.items():
             if reader.template:
-                messages = self._with_system(batch, index, source.messages(record), reading)
+                messages = self._with_system(batch, index, source.messages(record), record, reader)
                 batch.conversations[name].append((index, self._conversation(messages, record)))
             else:
                 source.add_texts(batch.texts[name], index, record)
 
-    def _add_group(self, batch: _Batch, index: int, reading: Reading, reader: extract.VariantReader) -> None:
-        record = reading.record
+    def _add_group(self, batch: _Batch, index: int, record: extract.Record, reader: extract.VariantReader) -> None:
+        """Add a prompt and its responses."""
         if "responses" not in reader.sources:
-            self._add_prompt(batch, index, reading, reader)
+            self._add_prompt(batch, index, record, reader)
             return
         prompts, responses = reader.sources["prompts"], reader.sources["responses"]
         rewards = reader.sources["rewards"].numbers(record)
@@ -445,7 +437,7 @@ class RecordEncoder:
                 asked, answers = prompts.parted(record)
             else:
                 asked, answers = prompts.messages(record), responses.answers(record)
-            prompt = self._with_system(batch, index, asked, reading)
+            prompt = self._with_system(batch, index, asked, record, reader)
             batch.conversations[ANSWERS] += [
                 (index, self._conversation([*prompt, *answer], record)) for answer in answers
             ]
@@ -457,38 +449,40 @@ class RecordEncoder:
             raise Refusal("lengths_differ", f"{num_responses} responses and {len(rewards)} rewards")
         batch.rewards[index] = rewards
 
-    def _add_prompt(self, batch: _Batch, index: int, reading: Reading, reader: extract.VariantReader) -> None:
-        """Add a group without responses; where its prompt ends is found by an answer that is not kept."""
+    def _add_prompt(self, batch: _Batch, index: int, record: extract.Record, reader: extract.VariantReader) -> None:
+        """Add a prompt without responses; an answer that is not kept shows where the prompt ends."""
         prompts = reader.sources["prompts"]
         if reader.template:
-            prompt = self._with_system(batch, index, prompts.messages(reading.record), reading)
+            prompt = self._with_system(batch, index, prompts.messages(record), record, reader)
             answered = [*prompt, {"role": "assistant", "content": _STAND_IN}]
-            batch.conversations[ANSWERS].append((index, self._conversation(answered, reading.record)))
+            batch.conversations[ANSWERS].append((index, self._conversation(answered, record)))
             batch.unanswered.add(index)
         else:
-            prompts.add_texts(batch.texts["prompts"], index, reading.record)
+            prompts.add_texts(batch.texts["prompts"], index, record)
         batch.rewards[index] = []
 
     def _with_system(
-        self, batch: _Batch, index: int, messages: list[extract.Message], reading: Reading
+        self,
+        batch: _Batch,
+        index: int,
+        messages: list[extract.Message],
+        record: extract.Record,
+        reader: extract.VariantReader,
     ) -> list[extract.Message]:
-        """Put the fields `history` and `system` before messages, and note the latter; else what the recipe says."""
-        reader = reading.reader
-        if isinstance(reader, Refusal):
-            return messages
-        if reader.has_history(reading.record):
-            messages = extract.with_history(messages, reading.record[extract.HISTORY])
-        whole = (
-            extract.with_system(messages, reading.record.get(extract.SYSTEM)) if reader.reads_system else messages
-        )
-        if len(whole) > len(messages):
-            batch.notes.setdefault("system_field", set()).add(index)
-        if self.recipe.system is not None and whole[0]["role"] not in ("system", "developer"):
-            whole = extract.with_system(whole, self.recipe.system)
-        return whole
+        """Put the turns of the field `history` before messages, and a system: of the record, else of the recipe."""
+        if reader.has_history(record):
+            messages = extract.with_history(messages, record[extract.HISTORY])
+        if reader.reads_system:
+            num_messages = len(messages)
+            messages = extract.with_system(messages, record.get(extract.SYSTEM))
+            if len(messages) > num_messages:
+                batch.notes.setdefault("system_field", set()).add(index)
+        if self.recipe.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = extract.with_system(messages, self.recipe.system)
+        return messages
 
     def _conversation(self, messages: list[extract.Message], record: extract.Record) -> Conversation:
-        """Put the tools of a record to messages; refuse them if there is no chat template to write them with."""
+        """Return messages with the tools and options of their record; refuse them if there is no chat template."""
         name = self.recipe.tools_field
         tools = None if name is None else extract.tools_of(extract.look_up(record, tuple(name.split("."))), name)
         if self.no_template is not None:
@@ -510,7 +504,7 @@ class RecordEncoder:
 
     def _encode_texts(self, batch: _Batch) -> dict[str, Ragged]:
         """Encode the plain texts of all sources in one call, and lay out their items."""
-        texts = [text for each in batch.texts.values() for text in each.texts]
+        texts = [text for plain in batch.texts.values() for text in plain.texts]
         if not texts:
             return dict.fromkeys(batch.texts, Ragged.empty())
         encoded = self._encode_checked(batch, texts)
@@ -521,64 +515,65 @@ class RecordEncoder:
             offsets = encoded.offsets[first : first + len(plain.texts) + 1]
             part = Encoded(ids=encoded.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
             first += len(plain.texts)
-            # A response goes on where its prompt ends: nothing closes the one, nothing opens the other.
+            # A response goes on where its prompt ends, so the prompt is not closed.
             items[name] = lay_out(part, plain, identity, close=name != "prompts")
             if self.recipe.control_strings == "encode":
                 twice = with_second_bos(items[name].ids, items[name].offsets, identity)
                 batch.refuse((plain.owners[item] for item in twice), "second_bos", "two")
-            # Where nothing is masked an empty text is a document as any other, if a short one.
+            # Where nothing is masked an empty text is a document like any other.
             if name not in ("prompts", "responses") and self.recipe.kind != "seq":
-                _refuse_nothing_said(batch, part, plain)
+                _refuse_empty(batch, part, plain)
         return items
 
     def _encode_checked(self, batch: _Batch, texts: list[str]) -> Encoded:
-        """Encode texts, without those that are no Unicode, whose records are refused."""
+        """Encode texts, but refuse the records of those that are not valid Unicode."""
         try:
             return self._cast(self.tokenizer.encode(texts))
         except TokenizerError:
             bad = [index for index, text in enumerate(texts) if surrogate_in(text) is not None]
             if not bad:
                 raise
-        owners = np.concatenate([np.repeat(each.owners, each.counts) for each in batch.texts.values()])
+        owners = np.concatenate([np.repeat(plain.owners, plain.counts) for plain in batch.texts.values()])
         for index in bad:
             batch.refuse([int(owners[index])], "utf8", f"a lone surrogate in {texts[index][:40]!r}")
             texts[index] = ""
         return self._cast(self.tokenizer.encode(texts))
 
     def _cast(self, encoded: Encoded) -> Encoded:
-        """Check that ids are in the vocabulary, and cast them; where BOS and EOS stand is known elsewhere."""
+        """Check that ids are in the vocabulary, and cast them; BOS and EOS are placed elsewhere."""
         return frame(encoded, replace(self.tokenizer.identity, add_bos=False, add_eos=False))
 
     def _encode_conversations(self, batch: _Batch) -> dict[str, Ragged]:
-        """Encode the conversations of all sources in one call; each keeps those that could be.
+        """Encode the conversations of all sources in one call; refuse the records of those that cannot be.
 
         What the template did not write of a record is noted.
         """
-        pairs = [pair for each in batch.conversations.values() for pair in each]
+        pairs = [pair for source_pairs in batch.conversations.values() for pair in source_pairs]
         if self.chat is None or not pairs:
             return dict.fromkeys(batch.conversations, Ragged.empty())
         owners = np.array([owner for owner, _ in pairs], np.int64)
-        done = self.chat.encode([conversation for _, conversation in pairs])
-        for refused in done.refused:
+        chats = self.chat.encode([conversation for _, conversation in pairs])
+        for refused in chats.refused:
             batch.refuse([int(owners[refused.index])], refused.reason, refused.detail)
-        for owner, names in zip(owners[done.kept].tolist(), done.notes, strict=True):
+        for owner, names in zip(owners[chats.kept].tolist(), chats.notes, strict=True):
             for name in names:
                 batch.notes.setdefault(name, set()).add(owner)
-        encoded = self._cast(done.encoded)
-        ragged = Ragged(ids=encoded.ids, mask=done.masks, offsets=encoded.offsets, owners=owners[done.kept])
+        encoded = self._cast(chats.encoded)
+        ragged = Ragged(ids=encoded.ids, mask=chats.masks, offsets=encoded.offsets, owners=owners[chats.kept])
         ragged = self._all_trained(ragged)
         items: dict[str, Ragged] = {}
         begin = 0
-        for name, each in batch.conversations.items():
-            first, last = np.searchsorted(done.kept, [begin, begin + len(each)])
-            begin += len(each)
+        for name, source_pairs in batch.conversations.items():
+            first, last = np.searchsorted(chats.kept, [begin, begin + len(source_pairs)])
+            begin += len(source_pairs)
             items[name] = ragged.taken(np.arange(first, last))
         return items
 
     def _all_trained(self, ragged: Ragged) -> Ragged:
         """Train on all of a conversation but its BOS, where that is what the recipe says."""
         sections = [section for variant in self.recipe.variants for section, _ in variant.sections()]
-        if self.recipe.kind == "grpo" or not any(each.template and each.action == "train" for each in sections):
+        train_all = any(section.template and section.action == "train" for section in sections)
+        if self.recipe.kind == "grpo" or not train_all:
             return ragged
         mask = np.ones(ragged.ids.size, np.uint8)
         starts = ragged.offsets[:-1]
@@ -597,7 +592,7 @@ class RecordEncoder:
             if self.recipe.kind != "seq":
                 lost = cut.num_trained < ragged.num_trained
                 batch.notes.setdefault(ANSWERS_CUT, set()).update(ragged.owners[lost].tolist())
-        for item in np.flatnonzero(~cut.trained).tolist():
+        for item in np.flatnonzero(cut.num_trained == 0).tolist():
             owner, length = int(ragged.owners[item]), int(ragged.lengths[item])
             is_cut = most is not None and length > most
             if self.recipe.kind == "seq" and not is_cut:
@@ -606,20 +601,14 @@ class RecordEncoder:
             batch.refuse([owner], "no_supervision", f"{length} tokens, none of them trained{limit}")
         return cut
 
-    def _refuse_longer(self, batch: _Batch, items: Mapping[str, Ragged]) -> None:
-        """Refuse records of which anything is longer than max_seq_len."""
+    def _refuse_long(self, batch: _Batch, ragged: Ragged, reason: str) -> None:
+        """Refuse records with an item of more than max_seq_len tokens."""
         most = self.recipe.preprocessing.max_seq_len
-        assert most is not None, "a recipe says what becomes of long records only where there can be some"
-        for ragged in items.values():
-            for item in np.flatnonzero(ragged.lengths > most).tolist():
-                detail = f"{int(ragged.lengths[item])} tokens, max_seq_len is {most}"
-                batch.refuse([int(ragged.owners[item])], TOO_LONG, detail)
-
-    def _refuse_long(self, batch: _Batch, prompts: Ragged) -> None:
-        most = self.recipe.preprocessing.max_seq_len
-        for item in np.flatnonzero(prompts.lengths > most).tolist() if most is not None else ():
-            detail = f"{int(prompts.lengths[item])} tokens, max_seq_len is {most}"
-            batch.refuse([int(prompts.owners[item])], "prompt_too_long", detail)
+        if most is None:
+            return
+        for item in np.flatnonzero(ragged.lengths > most).tolist():
+            detail = f"{int(ragged.lengths[item])} tokens, max_seq_len is {most}"
+            batch.refuse([int(ragged.owners[item])], reason, detail)
 
 
 def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
@@ -633,11 +622,11 @@ def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
     return prompts.taken(once), answers.sliced(items, first, last)
 
 
-def _refuse_nothing_said(batch: _Batch, encoded: Encoded, items: extract.PlainItems) -> None:
+def _refuse_empty(batch: _Batch, encoded: Encoded, items: extract.PlainItems) -> None:
     """Refuse items whose trained texts are all empty: an EOS alone is no answer."""
     if not items.counts:
         return
     counts = np.array(items.counts, np.int64)
     trained = np.diff(encoded.offsets) * np.array(items.trained, np.int64)
-    silent = np.flatnonzero(np.add.reduceat(trained, np.cumsum(counts) - counts) == 0).tolist()
-    batch.refuse((items.owners[item] for item in silent), "no_supervision", "the text that is trained is empty")
+    empty = np.flatnonzero(np.add.reduceat(trained, np.cumsum(counts) - counts) == 0).tolist()
+    batch.refuse((items.owners[item] for item in empty), "no_supervision", "the text that is trained is empty")

@@ -14,15 +14,15 @@ from tokenmill.encode.recipe.recipe import Names, Recipe, Section, Source, Varia
 from tokenmill.errors import nearest
 
 SYSTEM = "system"
-"""Field that says what the system says, beside messages: it is read whether or not a recipe names it."""
+"""Field with the text of the system, beside messages: it is read whether or not a recipe names it."""
 HISTORY = "history"
 """Field with the turns before the text of a user, as LLaMA-Factory has it; it is read as `system` is."""
 OPTIONS = "chat_template_kwargs"
-"""Field with what the chat template is told for one record, as TRL has it; it is read as `system` is."""
+"""Field with arguments of the chat template for one record, as TRL has it; it is read as `system` is."""
 Record: TypeAlias = Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
-# Messages in one form: role and content, whatever a record calls them.
+# Messages in one form, with role and content, whatever a record calls them.
 
 SPEAKERS: Mapping[str, str] = {
     "human": "user",
@@ -39,10 +39,10 @@ SPEAKERS: Mapping[str, str] = {
 }
 """What ShareGPT's `from` says -> role. The text of a `function_call` is the JSON of the tools that are called."""
 _CALL = "function_call"
-_AS_THEY_ARE = Names()
+_OWN_NAMES = Names()
 
 
-def messages_of(value: object, role: str | None, field: str, names: Names = _AS_THEY_ARE) -> list[Message]:
+def messages_of(value: object, role: str | None, field: str, names: Names = _OWN_NAMES) -> list[Message]:
     """Return the messages that a field holds: a list of them, one, or the text of one whose role is known."""
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
@@ -57,32 +57,32 @@ def messages_of(value: object, role: str | None, field: str, names: Names = _AS_
 def _message(item: object, where: str, names: Names) -> Message:
     if not isinstance(item, Mapping):
         raise Refusal("not_messages", f"{where} is {_kind_name(item)}")
-    # Columns of a table give null for what a message does not have; a template would take it for something said.
-    given = {name: value for name, value in item.items() if value is not None}
+    # Columns of a table give null for what a message does not have; a template would take it for a value.
+    message = {name: value for name, value in item.items() if value is not None}
     for key, theirs in names.keys.items():
-        if theirs in given:
-            given = {key: given.pop(theirs), **given}
-    if "role" not in given and "from" in given:
-        speaker = given.pop("from")
+        if theirs in message:
+            message = {key: message.pop(theirs), **message}
+    if "role" not in message and "from" in message:
+        speaker = message.pop("from")
         if not isinstance(speaker, str) or (speaker not in SPEAKERS and speaker not in names.roles):
             known = [*SPEAKERS, *names.roles]
             raise Refusal("unknown_role", f"{where} is from {speaker!r}; {nearest(str(speaker), known)}")
         role = names.roles.get(speaker) or SPEAKERS[speaker]
         role = speaker if speaker == _CALL and speaker not in names.roles else role
-        given = {"role": role, "content": given.pop("value", ""), **given}
-    if given.get("role") == _CALL and _CALL not in names.roles:
-        given |= {"role": "assistant", "content": "", **_called(given.get("content"), where)}
-    if not isinstance(given.get("role"), str):
-        raise Refusal("not_messages", f"{where} has no role, its keys are {sorted(given)}")
-    given["role"] = names.roles.get(given["role"], given["role"])
-    if "content" not in given and isinstance(given.get("value"), str):
-        given["content"] = given.pop("value")  # half of ShareGPT's keys
-    given.setdefault("content", "")
-    return given
+        message = {"role": role, "content": message.pop("value", ""), **message}
+    if message.get("role") == _CALL and _CALL not in names.roles:
+        message |= {"role": "assistant", "content": "", **_called(message.get("content"), where)}
+    if not isinstance(message.get("role"), str):
+        raise Refusal("not_messages", f"{where} has no role, its keys are {sorted(message)}")
+    message["role"] = names.roles.get(message["role"], message["role"])
+    if "content" not in message and isinstance(message.get("value"), str):
+        message["content"] = message.pop("value")  # half of ShareGPT's keys
+    message.setdefault("content", "")
+    return message
 
 
 def _called(text: object, where: str) -> Message:
-    """Return what the text of a `function_call` says: the JSON of a call, or of a list, perhaps behind thoughts."""
+    """Return the tool calls of a `function_call`: its text is the JSON of one or of a list, perhaps after thoughts."""
     thought, end, rest = text.partition("</think>") if isinstance(text, str) else ("", "", "")
     thinks = bool(end) and thought.lstrip().startswith("<think>")
     try:
@@ -98,7 +98,7 @@ def _called(text: object, where: str) -> Message:
 
 
 def options_of(value: object) -> Mapping[str, Any]:
-    """Return what a record says that its chat template is told; a null says nothing."""
+    """Return the arguments that a record has for the chat template, without nulls."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def options_of(value: object) -> Mapping[str, Any]:
 
 
 def with_system(messages: list[Message], text: object) -> list[Message]:
-    """Put the text of the field `system`, which stands beside messages, before them; one that is there is kept."""
+    """Put the text of a system before messages; a system message that says the same is kept."""
     if text is None or text == "":
         return messages
     if not isinstance(text, str):
@@ -120,7 +120,7 @@ def with_system(messages: list[Message], text: object) -> list[Message]:
 
 
 def with_history(messages: list[Message], turns: object) -> list[Message]:
-    """Put the turns of the field `history`, pairs of question and answer, before messages, behind their system."""
+    """Put the turns of the field `history`, pairs of question and answer, behind the system of messages."""
     if not turns:
         return messages
     earlier: list[Message] = []
@@ -136,8 +136,8 @@ def with_history(messages: list[Message], turns: object) -> list[Message]:
 def joined(before: list[Message], more: list[Message], is_text: bool) -> list[Message]:
     """Put the messages of the next field behind those of the fields before it.
 
-    Texts of one role are one message, a line each, as LLaMA-Factory has it. A list that does not begin with an
-    answer, behind a message of the user, holds the whole conversation: it takes the place of what stands before it.
+    Texts of one role become one message, a line each, as LLaMA-Factory has it. A list behind a message of the user
+    that does not begin with an answer is the whole conversation: it replaces the messages before it.
     """
     if not before:
         return more
@@ -164,9 +164,9 @@ def tools_of(value: object, field: str) -> Sequence[Message] | None:
 
 
 def texts_of(value: object, depth: int = 8) -> list[str]:
-    """Return what there is to read in a field: its text, or those of its messages or parts, in order.
+    """Return the texts in a field: its own, or those of its messages or parts, in order.
 
-    What lies deeper than `depth` is no message; a hostile record could else exhaust the stack.
+    What lies deeper than `depth` is left out: a hostile record could exhaust the stack.
     """
     if isinstance(value, str):
         return [value]
@@ -204,7 +204,7 @@ class PlainItems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceReader:
-    """Takes what one source needs from records; all that does not depend on a record is worked out."""
+    """Takes what one source needs from records; what does not depend on the record is computed once."""
 
     sections: tuple[tuple[Section, tuple[str, ...]], ...]
     """Each with the path of its field."""
@@ -217,7 +217,7 @@ class SourceReader:
 
     @classmethod
     def of(cls, recipe: Recipe, source: Source) -> SourceReader:
-        """Work it out."""
+        """Return the reader of a source."""
         trains = [
             recipe.trains(section.role) if section.action == "$role" else section.action == "train"
             for section in source.sections
@@ -267,8 +267,11 @@ class SourceReader:
                 raise _no_text(value, section.field)
             more = messages_of(value, section.role, section.field, self.names)
             if section.action == "mask" and len(self.sections) > 1:
-                # What is given is not trained on, whoever said it.
-                more = [{**each, "train": False} if each["role"] in self.trained_roles else each for each in more]
+                # A masked section is not trained on, whoever says it.
+                more = [
+                    {**message, "train": False} if message["role"] in self.trained_roles else message
+                    for message in more
+                ]
             messages = joined(messages, more, isinstance(value, str))
         return messages
 
@@ -341,7 +344,7 @@ def _no_text(value: object, name: str) -> Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantReader:
-    """A variant, with all that does not depend on the record worked out."""
+    """Takes what a variant needs from records; what does not depend on the record is computed once."""
 
     template: bool
     fields: tuple[tuple[Section, bool, tuple[str, ...]], ...]
@@ -359,7 +362,7 @@ class VariantReader:
 
     @classmethod
     def of(cls, recipe: Recipe, variant: Variant) -> VariantReader:
-        """Work it out."""
+        """Return the reader of a variant."""
         once = {section.field: (section, listed, section.path) for section, listed in variant.sections()}
         adds_text = any(section.prefix or section.suffix for section, _ in variant.sections())
         asked = [section.path for section, _ in variant.sections() if section.role == "user"]
@@ -373,16 +376,16 @@ class VariantReader:
         )
 
     def has_history(self, record: Record) -> bool:
-        """Say whether turns stand before the text of a user."""
+        """Tell whether a record has turns before the text of a user."""
         return bool(record.get(HISTORY)) and self.asked is not None and isinstance(look_up(record, self.asked), str)
 
     def refuse_turns(self, record: Record) -> None:
         """Refuse a record of plain texts with a system or earlier turns, which only a chat template can write."""
         system = record.get(SYSTEM) if self.asked is not None else None
-        beside = (
-            SYSTEM if isinstance(system, str) and system.strip() else HISTORY if self.has_history(record) else ""
-        )
-        if beside and not any(section.field == beside for section, _, _ in self.fields):
+        beside = HISTORY if self.has_history(record) else None
+        if isinstance(system, str) and system.strip():
+            beside = SYSTEM
+        if beside is not None and not any(section.field == beside for section, _, _ in self.fields):
             raise Refusal("no_template", f"field {beside!r} stands beside texts, which have no place for it")
 
     def content(self, record: Record) -> str | None:
@@ -405,12 +408,12 @@ class VariantReader:
 def choose(readers: Sequence[VariantReader], record: Record) -> VariantReader:
     """Return the first variant whose fields the record has, filled and of the right kind.
 
-    Where none fits, that whose fields are at least there, as it can say best what is wrong. With one variant only
-    there is nothing to choose, and an empty text is a text.
+    Where none fits, the first whose fields are at least present, as it can say best what is wrong. A single variant
+    is always taken, also for an empty text.
     """
     if len(readers) == 1:
         return readers[0]
-    there: VariantReader | None = None
+    present: VariantReader | None = None
     for reader in readers:
         fits = True
         for section, listed, path in reader.fields:
@@ -421,19 +424,19 @@ def choose(readers: Sequence[VariantReader], record: Record) -> VariantReader:
         else:
             if fits:
                 return reader
-            there = there or reader
-    if there is not None:
-        return there
+            present = present or reader
+    if present is not None:
+        return present
     wanted = [" + ".join(section.field for section, _, _ in reader.fields) for reader in readers]
-    some = list(record)[:12]
-    got = ", ".join(map(repr, some)) + (", ..." if len(record) > len(some) else "")
-    # Of JSONL no other fields are read than those that some variant wants.
-    got = f"fields {got}, but " if some else ""
+    names = list(record)[:12]
+    shown = ", ".join(map(repr, names)) + (", ..." if len(record) > len(names) else "")
+    # A record of JSONL has only the fields that some variant wants, perhaps none.
+    got = f"fields {shown}, but " if names else ""
     raise Refusal("missing_field", f"{got}no {', nor '.join(dict.fromkeys(wanted))}")
 
 
 def _suits(section: Section, listed: bool, value: object) -> bool:
-    """Say whether a field holds what its section takes; a record in which one does not is refused."""
+    """Tell whether a field holds what its section takes; else its record is refused."""
     if section.action == "value":
         return True
     if listed:

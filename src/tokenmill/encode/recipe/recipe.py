@@ -1,7 +1,7 @@
-"""What a recipe is: how a record becomes tokens and masks, in words that a file can hold.
+"""What a recipe is: how a record becomes tokens and masks, as data that a file can hold.
 
-`load_recipe` reads one in four steps: the tables as they are written, a preset below them, the defaults that depend
-on one another, and the rules that no single table can break.
+`load_recipe` reads one in four steps: the tables as they are written, the preset that they are based on, the
+defaults that depend on one another, and the rules that concern several tables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenmill.tables import (
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
 Action: TypeAlias = Literal["train", "mask", "$role", "value"]
-"""What a section does: its tokens are trained or masked, its role decides, or it is a number."""
+"""What becomes of a section: its tokens are trained or masked, its role decides which, or it is a number."""
 Kind: TypeAlias = Literal["seq", "sft", "dpo", "grpo"]
 """The training types."""
 PositionIds: TypeAlias = Literal["none", "doc_reset", "continuous"]
@@ -50,7 +50,7 @@ DTYPES: Mapping[str, str] = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "
 SOURCE_MASKS: Mapping[str, str | None] = {
     name: array.mask for name, array in STORED_ARRAYS.items() if array.holds in ("ids", "rewards")
 }
-"""Array that a source can become -> the array of its mask, in the order of the training types."""
+"""Array that is made of a source -> the array of its mask, in the order of the training types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Section:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Names of the fields to go down by."""
+        """Names of the field and of the objects around it, outermost first."""
         return tuple(self.field.split("."))
 
 
@@ -139,7 +139,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """What records call things that a recipe has other names for."""
+    """Names that records have in place of those of the recipe."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe -> field of the record at its top, such as `messages` -> `dialog`."""
@@ -152,8 +152,8 @@ class Names:
         """Return a record whose fields have the names of the recipe."""
         if not self.fields:
             return record
-        own = {name: record[theirs] for name, theirs in self.fields.items() if theirs in record}
-        return {**{name: value for name, value in record.items() if name not in self.fields}, **own}
+        renamed = {name: record[theirs] for name, theirs in self.fields.items() if theirs in record}
+        return {**{name: value for name, value in record.items() if name not in self.fields}, **renamed}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,9 +207,9 @@ class Recipe:
     def fields(self) -> tuple[str, ...]:
         """Top-level fields of a record that it may need, in order of first mention."""
         paths = [section.field for variant in self.variants for section, _ in variant.sections()]
-        # What stands beside messages, or beside the text of a user, named or not.
-        asks = any(section.role == "user" for variant in self.variants for section, _ in variant.sections())
-        system, history = "system" if self.template or asks else None, "history" if asks else None
+        # Fields beside messages, or beside the text of a user, that are read whether or not a section names them.
+        has_user = any(section.role == "user" for variant in self.variants for section, _ in variant.sections())
+        system, history = "system" if self.template or has_user else None, "history" if has_user else None
         options = "chat_template_kwargs" if self.template else None
         beside = (self.tools_field, system, history, options, self.preprocessing.domain_key)
         paths += [name for name in beside if name is not None]
@@ -245,13 +245,14 @@ class Recipe:
         return self.mask.get(role or "", self.mask_default) == "train"
 
     def to_json(self) -> dict[str, object]:
-        """Return it as a JSON object with every default filled in, which `load_recipe` takes as well."""
+        """Return the recipe as a JSON object with every default filled in, which `load_recipe` takes as well."""
         table = as_json(self)
         variants = [variant.to_json() for variant in self.variants]
         variant = variants[0] if len(variants) == 1 else {"variants": variants}
         for name in ("name", "kind", "variants", "tools_field"):
             del table[name]
-        if self.preprocessing.on_long == "cut":  # not written, so that recipes of before are what they were
+        # Keys that are newer than the first stores are left out where they are unused: recipes stay what they were.
+        if self.preprocessing.on_long == "cut":
             del table["preprocessing"]["on_long"]
         for name, unused in (("names", Names()), ("system", None), ("fim", None)):
             if getattr(self, name) == unused:
@@ -379,7 +380,7 @@ def _recipe(table: object, where: str) -> Recipe:
         name=(written.preset or kind) if written.name is None else written.name,
         kind=kind,
         # A variant that is there already would never be taken.
-        variants=tuple(each for index, each in enumerate(variants) if each not in variants[:index]),
+        variants=tuple(variant for index, variant in enumerate(variants) if variant not in variants[:index]),
         tools_field=inputs.tools_field,
         mask=dict(sorted(written.mask.items())),
         mask_default=written.mask_default,
@@ -416,7 +417,7 @@ _SAME_BYTES = {"bool": "uint8", "int32": "uint32"}
 
 
 def _present_keys(written: _RecipeTable, where: str) -> tuple[Table, dict[str, Any]]:
-    """Return preprocessing and output with keys of older recipes, and of AstrAI's, brought to their place."""
+    """Return preprocessing and output with keys of older recipes, and of AstrAI's, under their present names."""
     preprocessing, output = dict(written.preprocessing), dict(written.output)
     preprocessing.pop("batch_size", None)  # how many records AstrAI tokenizes together
     packing, packed_len = (preprocessing.pop(name, None) for name in ("packing_strategy", "max_packed_len"))
@@ -458,14 +459,14 @@ def _variants(table: _InputTable, where: str) -> tuple[Variant, ...]:
 
 
 def _only_one(table: _VariantTable, names: Sequence[str], where: str) -> str:
-    """Return which of these keys a table has."""
-    given = [name for name in names if getattr(table, name) is not None]
-    if len(given) != 1:
+    """Return which of these keys a table has; refuse none, or several."""
+    present = [name for name in names if getattr(table, name) is not None]
+    if len(present) != 1:
         raise ConfigError(
-            f"{where}: must have one of {', '.join(names)}, got {' and '.join(given) or 'none'}; "
+            f"{where}: must have one of {', '.join(names)}, got {' and '.join(present) or 'none'}; "
             "sections make one sequence, sources the arrays of dpo and grpo, variants are a list of either"
         )
-    return given[0]
+    return present[0]
 
 
 def _variant(table: _VariantTable, where: str) -> Variant:
@@ -502,7 +503,7 @@ def _source(name: str, table: Table, where: str) -> Source:
 
 
 def _sections(tables: Sequence[Table], where: str, *, anew: bool) -> tuple[Section, ...]:
-    """Read sections; of plain texts the first begins anew, where it is not said."""
+    """Read sections; with `anew`, the first one of plain texts begins anew unless it says otherwise."""
     sections = []
     for index, table in enumerate(tables):
         section = _read(Section, table, f"{where}.sections[{index}]")
@@ -560,9 +561,9 @@ def _kind(written: Kind | None, variants: Sequence[Variant], where: str) -> Kind
 
 
 def check_recipe(recipe: Recipe, where: str) -> None:
-    """Raise `ConfigError` for what cannot be right."""
+    """Raise `ConfigError` where the parts of a recipe contradict one another."""
     for role in recipe.mask:
-        # A role of one's own is welcome; what is nearly a role of all chat templates is taken for a slip.
+        # A role of one's own is welcome; one that is nearly a known role is taken for a typing error.
         meant = get_close_matches(role.lower(), ROLES, n=1, cutoff=0.8)
         if meant and role not in ROLES:
             raise ConfigError(f"{where}: mask must name roles, got {role!r}; did you mean {meant[0]!r}?")
@@ -712,49 +713,40 @@ def _check_output(recipe: Recipe, where: str) -> None:
 # The recipes that have a name: plain data, in the words of any other recipe.
 
 # Alpaca's headings, so that a prompt ends where an answer begins, in every tokenizer.
-_ASKED = "### Instruction:\n"
+_INSTRUCTION = "### Instruction:\n"
 _INPUT = "\n\n### Input:\n"
-_ANSWER = "\n\n### Response:\n"
+_RESPONSE = "\n\n### Response:\n"
 
 
 def _preset_section(field: str, role: str, **more: object) -> dict[str, object]:
     return {"field": field, "action": "$role", "role": role, **more}
 
 
-def _asked(prompt: str, answer: str, more: str | None = None) -> dict[str, object]:
-    """Return a variant: a prompt, perhaps with an input of its own, and the answer."""
-    if more is None:
-        asked = [_preset_section(prompt, "user", prefix=_ASKED, suffix=_ANSWER)]
+def _instruction(instruction: str, response: str, context: str | None = None) -> dict[str, object]:
+    """Return a variant: an instruction, perhaps with an input of its own, and the response."""
+    if context is None:
+        prompt = [_preset_section(instruction, "user", prefix=_INSTRUCTION, suffix=_RESPONSE)]
     else:
-        asked = [
-            _preset_section(prompt, "user", prefix=_ASKED),
-            _preset_section(more, "user", prefix=_INPUT, suffix=_ANSWER),
+        prompt = [
+            _preset_section(instruction, "user", prefix=_INSTRUCTION),
+            _preset_section(context, "user", prefix=_INPUT, suffix=_RESPONSE),
         ]
-    return {"sections": [*asked, _preset_section(answer, "assistant")]}
+    return {"sections": [*prompt, _preset_section(response, "assistant")]}
 
 
 def _completion(*, template: bool) -> dict[str, object]:
-    """Return a variant of TRL's: a prompt that is given and a completion that is trained, as they are."""
+    """Return a variant as TRL has it: a masked prompt and a trained completion, without headings."""
     prompt = {"field": "prompt", "action": "mask", "role": "user", "template": template}
     return {"sections": [prompt, _preset_section("completion", "assistant", template=template)]}
 
 
-def _messages(*fields: str) -> dict[str, object]:
-    return {"sections": [{"field": field, "action": "$role", "template": True} for field in fields]}
+def _messages(field: str) -> dict[str, object]:
+    """Return a section of messages with roles of their own."""
+    return {"field": field, "action": "$role", "template": True}
 
 
-def _pair(*, prompt: bool, template: bool) -> dict[str, object]:
-    asked = [_preset_section("prompt", "user", template=template)] if prompt else []
-    return {
-        "sources": {
-            answer: {"sections": [*asked, _preset_section(answer, "assistant", template=template)]}
-            for answer in ("chosen", "rejected")
-        }
-    }
-
-
-def _shared_pair(prompt: list[dict[str, object]], *, template: bool) -> dict[str, object]:
-    """Return a variant of LLaMA-Factory's pairs: a prompt of its own fields, and two answers."""
+def _pair(prompt: Sequence[dict[str, object]], *, template: bool) -> dict[str, object]:
+    """Return a variant of pairs: two answers to one prompt."""
     return {
         "sources": {
             answer: {"sections": [*prompt, _preset_section(answer, "assistant", template=template)]}
@@ -771,9 +763,16 @@ def _group(
     rewards: str = "rewards",
     listed: bool = True,
 ) -> dict[str, object]:
+    """Return a variant of groups: a prompt of some fields, its responses and their rewards."""
     asked = [
-        {"field": field, "action": "mask", "role": "user", "template": template, **({"prefix": "\n"} if at else {})}
-        for at, field in enumerate(prompt)
+        {
+            "field": field,
+            "action": "mask",
+            "role": "user",
+            "template": template,
+            **({"prefix": "\n"} if index else {}),
+        }
+        for index, field in enumerate(prompt)
     ]
     answer = {"field": responses, "action": "train", "role": "assistant", "template": template}
     return {
@@ -786,6 +785,7 @@ def _group(
 
 
 def _labelled(prompt: Sequence[str], response: str, label: str, *, template: bool) -> dict[str, object]:
+    """Return a variant of groups of one response each, with a label for its reward."""
     return _group(template=template, prompt=prompt, responses=response, rewards=label, listed=False)
 
 
@@ -798,14 +798,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "input": {
             "tools_field": "tools",
             "variants": [
-                _messages("messages"),
+                {"sections": [_messages("messages")]},
                 {
                     "sections": [
                         _preset_section("system", "system", template=True),
-                        {"field": "conversations", "action": "$role", "template": True},
+                        _messages("conversations"),
                     ]
                 },
-                _messages("conversations"),
+                {"sections": [_messages("conversations")]},
             ],
         },
         "mask": _ROLES,
@@ -813,13 +813,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "instruction": {
         "input": {
             "variants": [
-                _asked("prompt", "response"),
-                _asked("prompt", "completion"),
-                _asked("instruction", "output", "input"),
-                _asked("instruction", "output"),
-                _asked("instruction", "response", "context"),
-                _asked("instruction", "response"),
-                _asked("question", "answer"),
+                _instruction("prompt", "response"),
+                _instruction("prompt", "completion"),
+                _instruction("instruction", "output", "input"),
+                _instruction("instruction", "output"),
+                _instruction("instruction", "response", "context"),
+                _instruction("instruction", "response"),
+                _instruction("question", "answer"),
             ]
         },
         "mask": _ROLES,
@@ -832,14 +832,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "input": {
             "tools_field": "tools",
             "variants": [
-                _pair(prompt=True, template=False),
-                _pair(prompt=True, template=True),
-                {
-                    "sources": {
-                        answer: {"sections": [{"field": answer, "action": "$role", "template": True}]}
-                        for answer in ("chosen", "rejected")
-                    }
-                },
+                _pair([_preset_section("prompt", "user", template=False)], template=False),
+                _pair([_preset_section("prompt", "user", template=True)], template=True),
+                {"sources": {answer: {"sections": [_messages(answer)]} for answer in ("chosen", "rejected")}},
             ],
         },
         "mask": _ROLES,
@@ -849,12 +844,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "input": {
             "tools_field": "tools",
             "variants": [
-                _shared_pair([{"field": "conversations", "action": "$role", "template": True}], template=True),
-                _shared_pair(
+                _pair([_messages("conversations")], template=True),
+                _pair(
                     [_preset_section("instruction", "user"), _preset_section("input", "user", prefix="\n")],
                     template=False,
                 ),
-                _shared_pair([_preset_section("instruction", "user")], template=False),
+                _pair([_preset_section("instruction", "user")], template=False),
             ],
         },
         "mask": _ROLES,
