@@ -1,10 +1,14 @@
 """From files of text to a store.
 
 1. In: paths, globs, folders or datasets; the name of a tokenizer; a recipe; options.
-2. Does: cuts the input into units of work, each of which becomes a shard in a worker process, with a journal from
-   which any later call goes on; then makes the shards a store. Memory does not grow with the input.
+2. Does: makes a job of what was asked for (`job`), cuts the input into units of work (`build`), turns each into
+   shards (`unit`) by any engine (`engines`), or part by part in separate processes (`parts`), with a journal from
+   which any later call goes on (`journal`); then makes the shards a store. Memory does not grow with the input.
 3. Out: a finished store, or one for each domain and split; a report. The bytes depend on the documents and the
    options, never on the number of workers, or on how often the build was interrupted.
+
+Around it: `progress` shows how far a build is, `staged` copies inputs from object storage and stores to it, and
+`cached` prepares the documents that a run names.
 """
 
 from tokenmill.build.build import PrepareReport, prepare

@@ -1,4 +1,4 @@
-"""Stores of text that a run names as documents: prepared once, by whoever comes first."""
+"""Stores of documents that a run names: prepared by the first process that needs them, and kept."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from tokenmill.build.build import prepare
@@ -22,11 +23,11 @@ from tokenmill.store.durable import LeaseWatch
 from tokenmill.store.layout import MANIFEST, TOKENIZER_FOLDER, read_manifest
 
 MAX_WAIT_SECONDS = 3600.0
-"""How long another process is waited for."""
+"""How long to wait for another process."""
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 5.0
 """Between two looks at a build of another process, at first and after a while."""
 _ONE_AT_A_TIME = "only one build may write to it at a time"
-"""By which prepare refuses a store that another process builds, and nothing else."""
+"""What prepare says only of a store that another process builds."""
 _log = logging.getLogger("tokenmill")
 
 
@@ -43,11 +44,12 @@ def cached_store(
 ) -> Path:
     """Return the store of some documents below `folder`, prepared now if it is not there yet.
 
-    A finished one is not built again, and its tokenizer not opened; files or a tokenizer that are not those it was
-    made of are refused. What a name on the hub stands for is looked up once, when it is prepared. Of several
-    processes one builds, and the others wait for it.
+    A finished one is not built again, and its tokenizer not opened; it is refused if its files, its tokenizer or
+    its recipe have changed since. A name on the hub is looked up once, when it is prepared. Of several processes
+    one builds, and the others wait for it.
     """
     named = sorted(set(documents))
+    # What is added to the digest later must leave out its first value: the names of older stores stay.
     more = [*([] if keep_empty else ["no empty ones"]), *([] if recipe == "text" else [recipe])]
     store = folder / digest([named, tokenizer, text_field, *more])[:16]
     end = time.monotonic() + MAX_WAIT_SECONDS
@@ -59,7 +61,7 @@ def cached_store(
             if recipe != "text":
                 _check_recipe(recipe, tokenizer, store, where)
             return store
-        # Looked at before, as it costs a process much to find out by trying: it opens the tokenizer first.
+        # Look at the lease first: prepare opens the tokenizer before it would find out.
         holders, lives = watch.look()
         if not holders or lives is False:
             try:
@@ -102,7 +104,7 @@ def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
 
 
 def _change(documents: Sequence[str], store: Path) -> str | None:
-    """Say what is not as it was, None if nothing; names of the hub are not looked up again."""
+    """Return which file has changed, None if none has; names on the hub are not looked up again."""
     finished = Journal(store).finished()
     assert finished is not None
     local = [item for item in documents if not _is_on_hub(item)]
@@ -116,9 +118,9 @@ def _change(documents: Sequence[str], store: Path) -> str | None:
         if not taken.find(file, digests[file.path]):
             return f"{file.path}, which is new or has changed"
     if len(local) == len(documents):  # else it may be a file of the hub
-        for entries in taken.left.values():
-            for entry in entries:
-                return f"no {entry.name}, which was among them"
+        missing = next(chain.from_iterable(taken.left.values()), None)
+        if missing is not None:
+            return f"no {missing.name}, which was among them"
     taken.confirm()
     return None
 
@@ -128,9 +130,9 @@ def _is_on_hub(item: str) -> bool:
 
 
 def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
-    """Refuse a tokenizer that is not to the byte what the store was made with; one that is gone does no harm.
+    """Refuse a tokenizer whose files are not those that the store was made with; one that is gone does no harm.
 
-    All its files count: the ids of BOS and EOS stand beside the one that has the vocabulary.
+    All its files count: BOS and EOS may be named beside the one that has the vocabulary.
     """
     try:
         files = copy_of(tokenizer)

@@ -1,11 +1,11 @@
 """What runs units: this process, worker processes of this machine, any executor, or Ray.
 
-An engine is anything with `submit(function, *arguments) -> future`, as `concurrent.futures` has it. It is given
-`run_unit` and bytes, and need not keep an order, nor do a unit once only.
+An engine is anything with `submit(function, *arguments) -> future`, as `concurrent.futures` has it. It runs
+`run_unit` with bytes, in any order, and may do a unit more than once.
 
-The workers of this machine are fresh interpreters that are spoken to over pipes, and not a `ProcessPoolExecutor`:
-that one imports the user's main script again in each worker (which runs an unguarded script twice and loads all
-that it loads), leaves workers behind when the parent is killed, and cannot end one in the middle of its work.
+The workers of this machine are fresh interpreters that read from pipes, and not a `ProcessPoolExecutor`: that one
+imports the user's main script again in each worker (which runs an unguarded script twice and loads all that it
+loads), leaves workers behind when the parent is killed, and cannot end one in the middle of its work.
 """
 
 from __future__ import annotations
@@ -40,78 +40,78 @@ from tokenmill.tables import check_types
 
 TICK_SECONDS = 0.2
 MAX_IN_FLIGHT = 4096
-"""Units that an engine has been given and not done: it may have as many workers, and its queue stays short."""
+"""Most units that are submitted and not done: an engine may have as many workers, and its queue stays short."""
 STALL_SECONDS = 60.0
-"""After how long without progress a unit is told of; then each time that has doubled."""
+"""After how long without progress there is a warning of a unit, and again each time that has doubled."""
 
 
 class UnitFuture(Protocol):
-    """What `submit` returns. One without `add_done_callback`, as submitit has it, is asked now and then."""
+    """What `submit` returns. One without `add_done_callback`, as of submitit, is polled."""
 
     def done(self) -> bool:
-        """Say whether there is a result, or an error."""
+        """Tell whether there is a result, or an error."""
 
     def result(self) -> bytes:
         """Return the result, or raise the error."""
 
     def cancel(self) -> object:
-        """Do without the result; what is under way may go on."""
+        """Give up the result; a unit that runs already may go on."""
 
 
 class Executor(Protocol):
-    """What runs units somewhere: of `concurrent.futures`, dask, mpi4py, loky, submitit, or Ray (`RayExecutor`)."""
+    """Runs units somewhere: one of `concurrent.futures`, dask, mpi4py, loky, submitit, or Ray (`RayExecutor`)."""
 
     def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> UnitFuture:
         """Have a function called with these arguments, later and elsewhere."""
 
 
 class UnitWatch:
-    """Watches units that are under way, and tells of those that make no progress, whatever engine runs them.
+    """Watches the units that are under way, and warns of those that make no progress, whatever engine runs them.
 
-    It goes by the files in which workers note how far they are. Of one that a worker has been given and has noted
-    nothing of, only the workers of this machine know that it was begun.
+    It reads the files in which workers note how far they are. Before the first note of a unit, only the workers of
+    this machine can tell that it was begun.
     """
 
     def __init__(self, folder: Path, timeout: float | None) -> None:
-        """After `timeout` seconds without progress a unit ends the build; None: never."""
+        """Watch the notes in a folder; `timeout` seconds without progress end the build, None: never."""
         self._folder = folder
         self._timeout = timeout
-        self._before = read_worker_files(folder)
+        self._old_notes = read_worker_files(folder)
         """Of workers of an earlier try."""
         self._seen: dict[str, tuple[object, float, float]] = {}
-        """Key -> its last note, since when there is no other, and after how many seconds that is told next."""
-        self._next = 0.0
+        """Key -> its last note, since when that is the last, and after how many seconds there is a warning next."""
+        self._next_look = 0.0
 
     def look(self, tasks: Iterable[Task], is_running: Callable[[str], bool]) -> None:
-        """Look at units under way, if the last time is a while ago."""
+        """Look at units under way, if the last look is a while ago."""
         begin = time.monotonic()
-        if begin < self._next:
+        if begin < self._next_look:
             return
         notes = read_worker_files(self._folder)
         now = time.monotonic()
-        self._next = now + max(TICK_SECONDS, 50 * (now - begin))
+        self._next_look = now + max(TICK_SECONDS, 50 * (now - begin))
         seen, self._seen = self._seen, {}
         for task in tasks:
             note = notes.get(task.key)
-            if note == self._before.get(task.key) and not is_running(task.key):
+            if note == self._old_notes.get(task.key) and not is_running(task.key):
                 continue
-            last, since, telling = seen.get(task.key, (note, now, STALL_SECONDS))
+            last, since, warn_after = seen.get(task.key, (note, now, STALL_SECONDS))
             if last != note:
-                since, telling = now, STALL_SECONDS
+                since, warn_after = now, STALL_SECONDS
             silent = now - since
             if self._timeout is not None and silent > self._timeout:
                 raise WorkerLostError(
                     f"{_named(task)}: a unit must make progress within {self._timeout:g} s, got none for "
                     f"{silent:.0f} s; see what its worker is at, and run again: it goes on from there"
                 )
-            if silent > telling:
-                telling *= 2
+            if silent > warn_after:
+                warn_after *= 2
                 warn(f"{_named(task)}: no progress for {silent:.0f} s; --unit-timeout ends a build that is stuck")
-            self._seen[task.key] = note, since, telling
+            self._seen[task.key] = note, since, warn_after
 
 
 def _named(task: Task) -> str:
-    """Return a unit by its file, and where it begins there."""
+    """Name a unit by its file and where it begins there."""
     first = task.unit.pieces[0]
     return f"{first.file.path}, unit {task.unit.index + 1} from byte {first.begin:,} on"
 
@@ -125,15 +125,15 @@ def run_by(
 ) -> Iterator[UnitResult | None]:
     """Have tasks done by an engine; yield the results in their order, and raise the first error in order.
 
-    None waits for an earlier one that takes long. After an error those behind it are called off, and however this
-    ends all that are under way; what cannot be called off is done in vain at worst.
+    No task waits for an earlier one that takes long. After an error the tasks behind it are cancelled, and at the
+    end all that are under way; what cannot be cancelled is done in vain at worst.
     """
     is_running = getattr(executor, "is_running", lambda _: False)
     waiting = deque(tasks)
     under_way: dict[str, UnitFuture] = {}
-    asked: dict[str, UnitFuture] = {}
-    """Those of them that do not tell when they are done."""
-    arrived: SimpleQueue[str] = SimpleQueue()
+    polled: dict[str, UnitFuture] = {}
+    """Those of them that have no callback."""
+    done_keys: SimpleQueue[str] = SimpleQueue()
     answers: dict[str, UnitResult | TokenmillError | None] = {}
     places = {task.key: index for index, task in enumerate(tasks)}
     try:
@@ -143,19 +143,19 @@ def run_by(
                     key, message = waiting[0].key, msgspec.json.encode(waiting.popleft())
                     future = under_way[key] = _submit(executor, job, message)
                     if hasattr(future, "add_done_callback"):
-                        future.add_done_callback(lambda _, key=key: arrived.put(key))
+                        future.add_done_callback(lambda _, key=key: done_keys.put(key))
                     else:
-                        asked[key] = future
-                for key in [key for key, future in asked.items() if future.done()]:
-                    del asked[key]
-                    arrived.put(key)
+                        polled[key] = future
+                for key in [key for key, future in polled.items() if future.done()]:
+                    del polled[key]
+                    done_keys.put(key)
                 with suppress(Empty):
-                    key = arrived.get(timeout=TICK_SECONDS)
+                    key = done_keys.get(timeout=TICK_SECONDS)
                     first = tasks[places[key]].unit.pieces[0]
                     answers[key] = answer = _result(under_way.pop(key), first.file.path)
                     if isinstance(answer, TokenmillError):
                         waiting.clear()  # all of them come after it
-                        _call_off(under_way[other] for other in under_way if places[other] > places[key])
+                        _cancel(under_way[other] for other in under_way if places[other] > places[key])
                 tick()
                 if watch is not None:
                     watch.look((tasks[places[key]] for key in under_way), lambda key: is_running(under_way[key]))
@@ -164,10 +164,10 @@ def run_by(
                 raise answer
             yield answer
     finally:
-        _call_off(under_way.values())
+        _cancel(under_way.values())
 
 
-def _call_off(futures: Iterable[UnitFuture]) -> None:
+def _cancel(futures: Iterable[UnitFuture]) -> None:
     for future in list(futures):
         with suppress(Exception):  # of an engine that is gone
             future.cancel()
@@ -194,9 +194,9 @@ def _result(future: UnitFuture, path: str) -> UnitResult | TokenmillError | None
 
 
 def _lost(where: str, error: Exception) -> WorkerLostError:
-    said = " ".join(str(error).split())[:500] or "no message"
+    message = " ".join(str(error).split())[:500] or "no message"
     return WorkerLostError(
-        f"{where}: a worker must live until its unit is done, got {type(error).__name__}: {said}; "
+        f"{where}: a worker must live until its unit is done, got {type(error).__name__}: {message}; "
         "run again: it goes on from there"
     )
 
@@ -205,9 +205,9 @@ def _lost(where: str, error: Exception) -> WorkerLostError:
 
 
 class LocalExecutor:
-    """Worker processes of this machine: each is handed units one by one, as lines of JSON, and answers in kind.
+    """Worker processes of this machine: each gets units one by one, as lines of JSON, and answers in the same way.
 
-    Its workers end with it, and with the process that has it, however that ends.
+    The workers end with it, and with the process that started them, however that ends.
     """
 
     sends_once = True
@@ -230,11 +230,11 @@ class LocalExecutor:
         return future
 
     def is_running(self, future: Future[bytes]) -> bool:
-        """Say whether a worker has been given a unit and not answered."""
+        """Tell whether a worker has got a unit and not answered yet."""
         return future.running()
 
     def close(self) -> None:
-        """End all workers: killed, not asked, as a unit may be an hour's work."""
+        """Kill all workers: a unit may be an hour's work, so they are not waited for."""
         for worker in self._workers:
             worker.process.kill()
             self._waiting.put(None)
@@ -243,10 +243,10 @@ class LocalExecutor:
 
 
 class _Worker:
-    """One worker process, seen from its parent, and the thread that speaks to it."""
+    """The parent's side of one worker process, with the thread that sends it units."""
 
     def __init__(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
-        # The path is handed over as it is now, for a tokenmill that was found by changing it.
+        # The worker gets the present path, in case the user changed it to find tokenmill.
         program = f"import sys; sys.path[:] = {sys.path!r}; from tokenmill.build.engines import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", program],
@@ -281,10 +281,10 @@ class _Worker:
                 return
 
     def _ask(self, job: bytes, task: bytes) -> bytes:
-        """Hand the process a unit, after the job if that is another; return what it answers."""
+        """Send the process a unit, after the job if that is another one; return the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with suppress(BrokenPipeError):  # that it is gone shows when it should answer
+        with suppress(BrokenPipeError):  # a process that is gone shows when it should answer
             if job != self._job:
                 self.process.stdin.write(_JOB + job + b"\n")
                 self._job = job
@@ -310,14 +310,14 @@ class _Worker:
 
 
 _JOB = b"job "
-"""Begins a line that is a job, for the units behind it."""
+"""Starts a line that is a job, for the units that follow it."""
 
 
 def main() -> None:
     """Serve the process that started this one, and end with it."""
     tracked.killable = True
     _end_with_parent()
-    # Results go through a descriptor of their own: what a library prints must not get between them.
+    # Results have a descriptor of their own: what a library prints must not get between them.
     with os.fdopen(os.dup(1), "wb", buffering=0) as channel:
         os.dup2(2, 1)
         messages: SimpleQueue[bytes] = SimpleQueue()
@@ -336,7 +336,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the system end this process with its parent, also where it is amid something that does not stop."""
+    """Have the system kill this process when its parent ends, even in the middle of a call that does not return."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
@@ -345,7 +345,7 @@ _SET_DEATH_SIGNAL = 1
 
 
 def _listen(messages: SimpleQueue[bytes]) -> None:
-    """Pass on what the parent sends; leave at once when it closes its end or dies, even amid a unit."""
+    """Pass on what the parent sends; exit at once when it closes its end or dies, even in the middle of a unit."""
     for line in sys.stdin.buffer:
         messages.put(line)
     os._exit(0)
@@ -357,9 +357,9 @@ def _listen(messages: SimpleQueue[bytes]) -> None:
 class RayExecutor:
     """Runs units as tasks of Ray, one core each, on the cluster at an address, or on one that it starts here.
 
-    A unit whose worker or node is lost is done again by Ray, elsewhere. What is wrong with a record is an answer,
-    and is not tried again. A process that has called `ray.init` already goes on with that. The job is put into its
-    store of objects once, and fetched once by every node. Workers must have tokenmill, and see inputs and output.
+    A unit whose worker or node is lost is done again by Ray, elsewhere; one with a bad record is not. Where the
+    process has called `ray.init` already, that cluster is used. The job is put into Ray's store of objects once,
+    and fetched once by every node. Workers must have tokenmill installed, and see inputs and output.
     """
 
     sends_once = True
@@ -400,7 +400,7 @@ class RayExecutor:
             self._starts = False
 
     def _connect(self, address: str | None, num_cpus: int | None) -> None:
-        # Ray would tell its makers of a cluster that it starts, and nobody asked for that.
+        # Else Ray reports every cluster that it starts to its makers, and nobody asked for that.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
@@ -409,15 +409,16 @@ class RayExecutor:
             else:
                 self._ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            said = " ".join(str(error).split())[:500]
+            message = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"address: must be that of a cluster of Ray, got {address!r} and {type(error).__name__}: {said}; "
+                "address: must be that of a cluster of Ray, "
+                f"got {address!r} and {type(error).__name__}: {message}; "
                 "leave it out to start one on this machine"
             ) from error
 
 
 RAY_RETRIES = 20
-"""How often Ray does a unit again whose worker or node is lost: machines that may be taken away are, often."""
+"""How often Ray does a unit again whose worker or node is lost: preemptible machines are lost often."""
 
 
 class RayFuture:
@@ -433,7 +434,7 @@ class RayFuture:
         self._future.add_done_callback(call)
 
     def done(self) -> bool:
-        """Say whether it is done."""
+        """Tell whether it is done."""
         return self._future.done()
 
     def result(self) -> bytes:
@@ -472,9 +473,9 @@ def check_timeout(seconds: float | None) -> None:
 
 
 class WorkerPool:
-    """Runs the tasks of a job by an engine; in this process, where one worker is enough.
+    """Runs the tasks of a job by an engine, or in this process where one worker is enough.
 
-    Nothing that it started outlives the `with` block. An executor of the user's stays open.
+    Processes that it started end with the `with` block. An executor of the user's stays open.
     """
 
     def __init__(
@@ -519,7 +520,7 @@ class WorkerPool:
     def run_in_processes(
         self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
     ) -> Iterator[UnitResult | None]:
-        """Run tasks in so many processes, those of an earlier call first."""
+        """Run tasks in so many processes; those of an earlier call are used again."""
         self._processes = self._processes or LocalExecutor()
         self._processes.grow(num_workers)
         return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick, self._watch())

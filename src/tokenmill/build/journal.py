@@ -1,16 +1,16 @@
-"""What a build leaves on disk as it goes, so that the next one can go on after any crash.
+"""What a build writes to disk while it runs, so that the next one can go on after any crash.
 
 OUT/.prepare/
 build.json        the build under way: what it was asked for, how inputs are cut
-units/<key>/      a finished unit: its shards, and `result.json`; its name stands for what it was made from
+units/<key>/      a finished unit: its shards, and `result.json`; the key is a digest of what it was made from
 units/.tmp-<key>/ a folder for each attempt at a unit, perhaps with a `checkpoint-2.json`
-units.jsonl       the list of units, where parts of it are done by processes that know nothing else
+units.jsonl       the list of units, where separate processes do parts of it (see `parts`)
 workers/<name>    how far a worker is with its unit
-size.json         how many units there are, for whoever shows progress
+size.json         how many units there are, to show progress
 job-<digest>.json what workers need beside their units, where they cannot be sent it
-scans/<key>       hashes of the records of a unit, where duplicates are looked for or only so many are taken
+scans/<key>       hashes of the records of a unit, with `deduplicate` or `max_items`
 fates/<digest>    what becomes of each record of a unit, where that is not the same for all
-publish.json      units are being moved into the store: whoever finds it goes on with that first
+publish.json      units are being moved into the store: the next build finishes that first
 inputs.json       the finished store: what it was asked for, and which files are in it
 """
 
@@ -60,7 +60,7 @@ class UnitCounts:
     """What became of the records of a unit so far."""
 
     batches: int = 0
-    """Batches that were done; a unit is read in the same batches every time, so it is where to go on from."""
+    """Batches that are done; a unit is read in the same batches every time, so it goes on from there."""
     place: int = 0
     """Records that passed the filters by length."""
     documents: int = 0
@@ -70,10 +70,10 @@ class UnitCounts:
     lines: list[int]
     """Lines of each piece."""
     taken: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Route -> a piece, and the documents and tokens that it gave, for each piece that gave some, in order."""
+    """Route -> [piece, documents, tokens] of each piece that gave some documents, in order."""
     skipped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
-    """What was done to records that were taken, such as tools that the chat template does not write."""
+    """What happened to records that were taken, such as tools that the chat template does not write."""
     noted: dict[str, dict[str, int]] = field(default_factory=dict)
     """Route -> note -> the first document of the unit, there, of which it is true."""
     bad: list[BadRecord] = field(default_factory=list)
@@ -83,11 +83,11 @@ class UnitCounts:
         """Count the bad records of a batch, and list the first."""
         for record in bad:
             add_counts(self.skipped, {record.reason: record.count})
-        known = {record.reason for record in self.bad} if len(self.bad) + len(bad) > MAX_LISTED else set()
+        reasons = {record.reason for record in self.bad} if len(self.bad) + len(bad) > MAX_LISTED else set()
         for record in sorted(bad, key=lambda record: (record.piece, record.line)):
-            if len(self.bad) < MAX_LISTED or record.reason not in known:
+            if len(self.bad) < MAX_LISTED or record.reason not in reasons:
                 self.bad.append(record)
-                known.add(record.reason)
+                reasons.add(record.reason)
 
     def note_taken(self, route: str, piece: int, documents: int, tokens: int) -> None:
         """Count documents that a piece gave to a route; pieces come in order."""
@@ -239,36 +239,36 @@ class Journal:
         """Forget the build under way and its units, not the finished store."""
         for name in (BUILD, UNITS, SIZE):
             (self.folder / name).unlink(missing_ok=True)
-        # Out of the way first: a worker that was forgotten finds then that its build is over.
-        gone = self.folder / ".tmp-units"
-        shutil.rmtree(gone, ignore_errors=True)
+        # Renamed first: a worker that still runs finds that its build is over.
+        dropped = self.folder / ".tmp-units"
+        shutil.rmtree(dropped, ignore_errors=True)
         with suppress(FileNotFoundError):
-            os.rename(self.units, gone)
+            os.rename(self.units, dropped)
         remove = partial(shutil.rmtree, ignore_errors=True)
-        for _ in in_threads(remove, list(gone.glob("*"))):
+        for _ in in_threads(remove, list(dropped.glob("*"))):
             pass
-        for folder in (gone, self.workers):
+        for folder in (dropped, self.workers):
             remove(folder)
         for job in self.folder.glob("job-*.json"):
             job.unlink()
 
     def has_finished_units(self) -> bool:
-        """Whether the build under way has come so far that there is something to lose."""
+        """Tell whether the build under way has a unit to lose."""
         return self.units.is_dir() and any(not name.startswith(".") for name in os.listdir(self.units))
 
     def publish(self, publication: Publication) -> None:
-        """Make finished units stores: from here on whoever comes next finishes it."""
+        """Make finished units stores; if this is interrupted, the next build finishes it."""
         write_signed(self.folder / PUBLISH, as_json(publication))
         self._finish(publication)
 
     def finish_publishing(self) -> None:
-        """Do what an earlier `publish` did not come to the end of, if there is one."""
+        """Finish an earlier `publish` that was interrupted, if there is one."""
         publication = read_record(Publication, self.folder / PUBLISH)
         if publication is not None:
             self._finish(publication)
 
     def drop_unreadable(self) -> None:
-        """Remove those of its files that are not as they were written, for a store that is built anew."""
+        """Remove the damaged files of the journal, for a store that is built anew."""
         try:
             self.finish_publishing()
         except StoreCorruptError:
@@ -288,49 +288,49 @@ class Journal:
             for route in publication.cleared:
                 _clear_store(self.out, route)
             write_signed(self.folder / PUBLISH, as_json(replace(publication, phase="move")))
-        shards = {route: list(listed) for route, listed in publication.base.items()}
+        shards = {route: list(base) for route, base in publication.base.items()}
         moves: list[tuple[UnitShards, str, int]] = []
         for unit in publication.units:
-            for route, listed in unit.shards.items():
-                there = shards.setdefault(route, [])
-                moves.append((unit, route, len(there)))
-                there.extend(listed)
+            for route, unit_shards in unit.shards.items():
+                route_shards = shards.setdefault(route, [])
+                moves.append((unit, route, len(route_shards)))
+                route_shards.extend(unit_shards)
         for route in shards:
             make_folder(self.out / route)
         origins: list[Path] = []
-        for (_, route, first), (named, file) in zip(moves, in_threads(self._move, moves), strict=True):
-            shards[route][first : first + len(named)] = named
-            origins.extend(file)
+        for (_, route, first), (moved, files) in zip(moves, in_threads(self._move, moves), strict=True):
+            shards[route][first : first + len(moved)] = moved
+            origins.extend(files)
         for _ in in_threads(sync_folder, origins):
             pass
-        for route, there in shards.items():
-            _write_manifest(self.out / route, route, publication, there)
+        for route, route_shards in shards.items():
+            _write_manifest(self.out / route, route, publication, route_shards)
         finished = replace(publication.ledger, routes=tuple(sorted(shards)))
         ledger = dict(as_json(finished))
         if not finished.noted:
-            del ledger["noted"]  # as of builds that noted nothing, now and before it was kept
+            del ledger["noted"]  # as in journals from before there were notes
         write_signed(self.folder / FINISHED, ledger)
         self.drop()
         self._drop_scans(finished.scans)
-        # The rest must be gone for good before the word that it is to go.
+        # What was dropped must be gone for good before the file that says so.
         sync_folder(self.folder)
         (self.folder / PUBLISH).unlink()
         sync_folder(self.folder)
 
     def _move(self, move: tuple[UnitShards, str, int]) -> tuple[list[layout.ShardInfo], list[Path]]:
-        """Move the shards of a unit for one route into its store, from a number on.
+        """Move the shards of a unit for one route into its store; the first gets the number that `move` says.
 
-        Returns them under their new names, and the file of their origins, which is not synced yet.
+        Returns the shards under their new names, and the file of their origins, if any, which is not synced yet.
         """
         unit, route, first = move
-        folder, store, listed = route_folder(self.units / unit.key, route), self.out / route, unit.shards[route]
+        folder, store, shards = route_folder(self.units / unit.key, route), self.out / route, unit.shards[route]
         file = origins_file(store, first)
-        noted = publish_origins(folder, file, sum(shard.documents for shard in listed), unit.pieces)
-        named = [writer.publish_shard(shard, folder, store, first + number) for number, shard in enumerate(listed)]
-        return named, [file] if noted else []
+        has_origins = publish_origins(folder, file, sum(shard.documents for shard in shards), unit.pieces)
+        moved = [writer.publish_shard(shard, folder, store, first + number) for number, shard in enumerate(shards)]
+        return moved, [file] if has_origins else []
 
     def _drop_scans(self, kept: Sequence[str]) -> None:
-        """Remove what was found out of records for this build alone."""
+        """Remove the scans and fates that only this build needed."""
         shutil.rmtree(self.fates, ignore_errors=True)
         for file in list(self.scans.iterdir()) if self.scans.is_dir() else []:
             if file.name not in kept:
@@ -361,7 +361,7 @@ def _write_manifest(store: Path, route: str, publication: Publication, shards: S
 
 
 def _clear_store(out: Path, route: str) -> None:
-    """Take the old store of a route away; in `out` itself the journal stays."""
+    """Remove the old store of a route; in `out` itself the journal stays."""
     store = out / route
     if store.is_dir():
         writer.clear(store, keep=(layout.JOURNAL_FOLDER,))
@@ -409,7 +409,7 @@ def signed(value: Mapping[str, Any]) -> bytes:
 
 
 def _checksum(value: Mapping[str, Any]) -> str:
-    # Came from JSON, so it holds nothing that `canonical` would have to refuse: that takes a tenth of a small unit.
+    # Not by `canonical`, whose checks a value that came from JSON does not need: they take a tenth of a small unit.
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(value, order="sorted"))
 
 
@@ -441,17 +441,17 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
 
 def unit_key(unit: Unit, versions: Mapping[str, str], how: Sequence[str]) -> str:
-    """Return the name that stands for what a unit is made from, and `how`; units with the same content have one."""
+    """Return the digest of the content of a unit and of `how` it is made; units with the same content share it."""
     pieces = [[versions[piece.file.path], piece.file.suffix, piece.begin, piece.end] for piece in unit.pieces]
     return digest([pieces, list(how)])
 
 
 def entry_digest(name: str, content: str) -> str:
-    """Return what tells a changed file from the same one: of its name without folders, and its `file_digest`."""
+    """Return the digest of a file's name without folders, and of its `file_digest`: a changed file has another."""
     return digest([name.rsplit("/", 1)[-1], content])
 
 
-# What a build has to do, seen from what is there already: begin, go on, add files, replace, or nothing.
+# What a build has to do, after what the folder holds: begin, go on, add files, replace, or nothing.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -463,11 +463,11 @@ class Build:
     files: Sequence[InputFile]
     """Those that are not in the store yet."""
     digests: Mapping[str, str]
-    """Path -> what tells a changed file from the same one."""
+    """Path -> its `entry_digest`."""
     stamps: Mapping[str, tuple[int, int] | None]
     """Path -> size and time of change, to see at the end that nobody wrote to a file meanwhile."""
     versions: Mapping[str, str]
-    """Path -> what stands for its content: by this, what was made of it in a build that stopped is found again."""
+    """Path -> digest that stands for its content, by which an interrupted build finds its finished units again."""
     chunk_bytes: int
     base: FinishedBuild | None
     """What the finished store has that is added to; None for a new store or one that is replaced."""
@@ -484,7 +484,7 @@ def begin_build(
     rebuild: bool,
     same_names: bool = False,
 ) -> Build:
-    """Find out what there is to do, and note in the journal that it has begun; refuse what does not fit."""
+    """Find out what there is to do, and note its beginning in the journal; refuse what does not fit the folder."""
     finished, unfinished = journal.finished(), journal.unfinished()
     refuse_strangers(journal.out, finished.routes if finished else ())
     if finished is None and (journal.out / layout.MANIFEST).exists() and not rebuild and unfinished is None:
@@ -494,8 +494,9 @@ def begin_build(
         )
     if unfinished is not None:
         same = first_difference(dict(unfinished.identity), dict(identity)) is None
-        # One that was begun in another way is given up for a rebuild, and where nothing is lost by beginning anew.
-        if not (unfinished.rebuild and same if rebuild else same or journal.has_finished_units()):
+        # An unfinished build that was asked for otherwise is dropped for a rebuild, and if it has no unit to lose.
+        goes_on = unfinished.rebuild and same if rebuild else same or journal.has_finished_units()
+        if not goes_on:
             unfinished = None
     if unfinished is not None:
         refuse_difference(journal.out, unfinished.identity, identity, finished=False)
@@ -527,15 +528,16 @@ def begin_build(
         versions=_versions(journal, new_files, entries),
         chunk_bytes=chunk_bytes,
         base=base,
-        # Those below `out` first: what is left there then is no part of a store.
+        # `out` itself comes last, after the stores below it.
         cleared=[*filter(None, routes), ""] if replaces else None,
     )
 
 
 def _versions(journal: Journal, files: Sequence[InputFile], entries: Mapping[str, str]) -> dict[str, str]:
-    """Return what stands for the content of each file, by path.
+    """Return a digest that stands for the content of each file, by path.
 
-    A sample may miss what was written to a file after the build began: what was made of it before is not used.
+    The sample of a file may miss what was written to it after the build began. So that units made before are not
+    used, the time of the change is part of the digest then.
     """
     begun = journal.time_of(BUILD)
     changes = {file.path: changed_ns(file) for file in files}
@@ -553,7 +555,7 @@ def changed_ns(file: InputFile) -> int:
 
 
 def stamp_of(file: InputFile) -> tuple[int, int] | None:
-    """Return what changes when a file is written to: its size and time; None if it is gone."""
+    """Return the size and time of change of a file; None if it is gone."""
     try:
         status = os.stat(file.path)
     except OSError:
@@ -562,11 +564,11 @@ def stamp_of(file: InputFile) -> tuple[int, int] | None:
 
 
 class TakenFiles:
-    """The files that are in a store, each to be found once."""
+    """The files that are in a store; each is matched with one file of the input."""
 
     def __init__(self, journal: Journal, finished: FinishedBuild) -> None:
         self.left: dict[str, list[TakenFile]] = {}
-        """By their digests, which copies share; those that were found are struck off."""
+        """Digest -> files with it, as copies share one; without those that are matched already."""
         for entry in finished.inputs:
             self.left.setdefault(entry.digest, []).append(entry)
         self._journal = journal.folder / FINISHED
@@ -577,7 +579,7 @@ class TakenFiles:
     def find(self, file: InputFile, digest: str) -> bool:
         """Tell whether a file is one of them.
 
-        Name, size and samples may stay when other bytes change: one that was written to since is read whole.
+        A file may change and keep its name, size and samples: one that was written to since is read whole.
         """
         entries = self.left.get(digest, [])
         if entries and entries[0].content and changed_ns(file) > self._since:
@@ -591,7 +593,7 @@ class TakenFiles:
         return entry is not None
 
     def confirm(self) -> None:
-        """Note that no file has changed up to now, so that those that were compared are not read whole again."""
+        """Note that no file has changed up to now, so that none is read whole again because of an older change."""
         if self._compared:
             with suppress(OSError):
                 os.utime(self._journal, ns=(self._now, self._now))
@@ -605,7 +607,7 @@ def _new_files(
     *,
     same_names: bool,
 ) -> list[InputFile]:
-    """Return the files that are not in the store; one that changed or was renamed since it was read is refused.
+    """Return the files that are not in the store; refuse one that changed or was renamed since it was taken.
 
     With `same_names`, one that seems to have changed is another file.
     """
@@ -614,10 +616,10 @@ def _new_files(
     taken = TakenFiles(journal, base)
     new_files = [file for file in files if not taken.find(file, entry_digest(file.name, digests[file.path]))]
     names = {entry.name: entry for entry in base.inputs}
-    # Entries whose file was not given, by size: one of the new files may be it.
-    gone: dict[int, list[TakenFile]] = {}
+    # Entries that no file matches, by size: a new file may be one of them, renamed.
+    unmatched: dict[int, list[TakenFile]] = {}
     for entry in (entry for entries in taken.left.values() for entry in entries if entry.taken):
-        gone.setdefault(entry.bytes, []).append(entry)
+        unmatched.setdefault(entry.bytes, []).append(entry)
     for file in new_files:
         old = names.get(file.name)
         if old is not None and not same_names:
@@ -626,7 +628,7 @@ def _new_files(
                 f"content than {old.name} had ({old.bytes} -> {file.bytes} bytes); put new records into files "
                 "with new names, say --same-names if it is another file, or --rebuild"
             )
-        for entry in gone.get(file.bytes, ()):
+        for entry in unmatched.get(file.bytes, ()):
             if entry_digest(entry.name, digests[file.path]) == entry.digest:
                 raise StoreExistsError(
                     f"{journal.out}: a file must be added once, got {file.path} with the content of {entry.name}, "
@@ -637,7 +639,7 @@ def _new_files(
 
 
 def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, finished: bool) -> None:
-    """Raise if a build was asked for otherwise than the one that is there; say where they differ first."""
+    """Raise if a build is asked for otherwise than the one in the folder; the error names the first difference."""
     difference = first_difference(dict(old), dict(new))
     if difference is None:
         return
@@ -650,7 +652,7 @@ def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any],
 
 
 def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
-    """Raise if the folder holds what no build put there: nothing of it may be lost, or taken for a store's."""
+    """Raise if the folder holds files that no build wrote: they must not be lost, or taken for part of a store."""
     folders = {out: {layout.JOURNAL_FOLDER}} | {out / route: set() for route in routes if route}
     for route in routes:
         parts = route.split("/") if route else []
@@ -658,11 +660,11 @@ def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            ours = child.name in {layout.MANIFEST, *layout.SIDE_FOLDERS} | layout.TEMPORARY | known
-            if not ours and not layout.is_shard_name(child.name) and not layout.is_lease_name(child.name):
+            name = child.name
+            is_ours = name in {layout.MANIFEST, *layout.SIDE_FOLDERS} | layout.TEMPORARY | known
+            if not is_ours and not layout.is_shard_name(name) and not layout.is_lease_name(name):
                 raise StoreExistsError(
-                    f"{folder}: must be a folder of its own for the store, got {child.name!r} in it; "
-                    "choose another path"
+                    f"{folder}: must be a folder of its own for the store, got {name!r} in it; choose another path"
                 )
 
 
@@ -670,9 +672,9 @@ def refuse_left_shards(out: Path, routes: Sequence[str]) -> None:
     """Raise if there are shards that no manifest lists: new ones would have their names."""
     for route in {"", *routes}:
         listed = {shard.name for shard in layout.read_manifest(out / route).shards} if route in routes else set()
-        left = [child.name for child in (out / route).iterdir() if layout.is_shard_name(child.name)]
-        if strange := sorted(set(left) - listed):
+        shards = {child.name for child in (out / route).iterdir() if layout.is_shard_name(child.name)}
+        if unlisted := sorted(shards - listed):
             raise StoreExistsError(
-                f"{out / route}: must hold no shards but those of its manifest, got {strange[0]!r}; "
+                f"{out / route}: must hold no shards but those of its manifest, got {unlisted[0]!r}; "
                 "choose another path, or --rebuild if it may be deleted"
             )

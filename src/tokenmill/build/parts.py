@@ -1,8 +1,8 @@
 """A build without an engine: a list of units in a file, and any number of processes that each do a part of it.
 
 `plan_units` writes the list, `run_part` does those units of a part that have no result yet, `prepare` does what is
-left and publishes. Parts need no order, no lock and no knowledge of one another: arrays of Slurm, indexed jobs of
-Kubernetes, or shells on some machines. Done twice, or by two at once, is as good.
+left and publishes. Parts need no order, no lock and no knowledge of one another: they may be array jobs of Slurm,
+indexed jobs of Kubernetes, or shells on some machines. A part may be done twice, also at the same time.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class UnitsReport:
 
     path: Path
     phase: Phase
-    """`hash`: records are hashed first, as duplicates are looked for or only so many are taken; else `write`."""
+    """`hash`: records are hashed first, as with `deduplicate` or `max_items`; else `write`."""
     units: int
-    """Most parts that there can be."""
+    """There can be no more parts than units."""
     done: int
-    """Those that have a result already."""
+    """Units that have a result already."""
     input_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class PartReport:
 
     path: Path
     phase: Phase
-    """`write` where its units are done now; `hash` where it must be run again when all parts have hashed theirs."""
+    """`write`: its units are done now; `hash`: run it again once all parts have hashed their records."""
     part: int
     parts: int
     units: int
@@ -214,7 +214,7 @@ def plan_units(
 ) -> UnitsReport:
     """Write the list of units of a build to the folder of the store; nothing of them is done.
 
-    Arguments are those of `prepare`. Called again it writes the list anew, which does no harm to what is done.
+    Arguments are those of `prepare`. A second call writes the list anew; units that are done stay done.
     """
     options = PrepareOptions() if options is None else options
     show = partial(shown_progress, shown=None, on_progress=None)
@@ -245,7 +245,7 @@ def plan_units(
 def _folder_of(
     out: str | os.PathLike[str], staging: str | os.PathLike[str] | None, *, rebuild: bool = False
 ) -> Path:
-    """Return the folder in which units are done: of a store for an address, that in which it is staged."""
+    """Return the folder in which units are done: `out`, or the staging folder of an address."""
     if not isinstance(out, str) or not is_address(out):
         return Path(path_of("out", out))
     from tokenmill.build.staged import stage
@@ -254,13 +254,13 @@ def _folder_of(
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Return which part of how many is meant; parts are counted from 0 or from 1, as one likes.
+    """Return the index of a part, and how many parts there are; parts may be counted from 0 or from 1.
 
     >>> parse_part("3/64"), parse_part("0/64") == parse_part("64/64")
     ((3, 64), True)
     """
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    part, parts = (int(found[1]), int(found[2])) if found else (1, 0)
+    numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    part, parts = (int(numbers[1]), int(numbers[2])) if numbers else (1, 0)
     if part > parts or parts < 1:
         raise ConfigError(f"part: must be a part of a number of parts, got {text!r}; write 3/64")
     return part % parts, parts
@@ -279,9 +279,9 @@ def run_part(
 ) -> PartReport:
     """Do the units of a part that have no result yet, of a list that `plan_units` wrote to `out`.
 
-    `part` is such as `3/64`. Inputs and the store must be seen under the paths that they were planned with; the
-    tokenizer is in the list. Where records have to be hashed before units are written, a part that comes before all
-    others are done with that stops there, and is to be run again. `asked` is what the list must be for.
+    `part` is such as `3/64`. Inputs and the store must have the paths that they were planned with; the tokenizer is
+    in the list. Where records have to be hashed before units are written, a part stops after that unless it is the
+    last to do so, and is to be run again. `asked` is what the list must have been asked for (`asked_for`).
     """
     begin = time.monotonic()
     journal = Journal(_folder_of(out, staging).expanduser())
@@ -318,7 +318,7 @@ def run_part(
 
 
 def _list_for(journal: Journal, asked: Mapping[str, Any] | None) -> _UnitList | None:
-    """Return the list of units; None where the store is finished, and refuse one that is for something else."""
+    """Return the list of units, None where the store is finished; refuse a list that was asked for otherwise."""
     units = _read_list(journal)
     if units is None:
         if (journal.out / MANIFEST).exists() or journal.finished() is not None:
@@ -339,7 +339,7 @@ def _list_for(journal: Journal, asked: Mapping[str, Any] | None) -> _UnitList | 
 def _hash_part(
     journal: Journal, units: _UnitList, tasks: Sequence[Task], pool: WorkerPool, show: Show
 ) -> _UnitList:
-    """Hash the records of a part; where all are hashed then, write the list of units that are to be written."""
+    """Hash the records of a part; if those of all parts are hashed then, write the list for the next phase."""
     run_scans(journal, [task for task in tasks if not is_whole_scan(journal.scans / task.key)], pool, show)
     cut = units.cut()
     if missing_scans(journal, cut, is_done=Path.exists):
@@ -377,14 +377,14 @@ def _write_part(
 
 
 def _lines_before(journal: Journal, units: _UnitList, task: Task, piece: int, pool: WorkerPool) -> int:
-    """Return how many lines of its file stand before a piece; what other parts have not done yet is read for it."""
+    """Return how many lines of its file stand before a piece; units without a result are read to count them."""
     path = task.unit.pieces[piece].file.path
     total = 0
     for other in units.tasks():
         if other.unit.index > task.unit.index:
             break
         before = other.unit.pieces if other.unit.index < task.unit.index else task.unit.pieces[:piece]
-        places = [number for number, each in enumerate(before) if each.file.path == path]
+        places = [number for number, other_piece in enumerate(before) if other_piece.file.path == path]
         known = unit_result(journal.units, other.key) if places else None
         if known is not None:
             total += sum(known.counts.lines[number] for number in places)

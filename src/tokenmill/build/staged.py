@@ -1,7 +1,7 @@
 """Builds from and for object storage: inputs are copied to a local disk, stores are built there and uploaded.
 
-The folder in between is a build like any other: one that was killed goes on in it, and so does an upload. What is
-in object storage is not a store before its manifest is written, which comes last.
+The local folder holds a build like any other: one that was killed goes on there, and so does an upload. What is in
+object storage is no store before its manifest is written, which comes last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tokenmill.build.progress import Show
 
 FOLDER = Path(".tokenmill") / "staging"
-"""Where inputs are copied and stores are built, below the folder that the process runs in, unless it is said."""
+"""Where inputs are copied to and stores are built, below the working folder, unless `staging` names another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,18 +43,19 @@ class Staged:
     def publish(self, report: PrepareReport, show: Show) -> PrepareReport:
         """Upload what was built there, remove it, and return the report with addresses in place of folders."""
         size = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-        stores, before, done = [], 0, 0
-        with show("upload", size, lambda: (done, report.documents, report.tokens)) as tick:
+        stores = []
+        finished_bytes = done_bytes = 0
+        with show("upload", size, lambda: (done_bytes, report.documents, report.tokens)) as tick:
 
-            def tell(here: int, _all: int) -> None:
-                nonlocal done
-                done = before + here
+            def count(store_bytes: int, _total: int) -> None:
+                nonlocal done_bytes
+                done_bytes = finished_bytes + store_bytes
                 tick()
 
             for store in report.stores:
-                sent = upload(store.path, _below(self.text, store.route), progress=tell)
-                before += sent.bytes
-                stores.append(replace(store, path=sent.address))
+                uploaded = upload(store.path, _below(self.text, store.route), progress=count)
+                finished_bytes += uploaded.bytes
+                stores.append(replace(store, path=uploaded.address))
         shutil.rmtree(self.folder)
         return replace(report, path=str(self.address), stores=stores)
 
@@ -64,12 +65,12 @@ def build_remote(
     inputs: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     staging: str | os.PathLike[str] | None,
-    options: PrepareOptions | None,
+    options: PrepareOptions,
     show: Show,
     *,
     rebuild: bool,
 ) -> PrepareReport:
-    """Have a store built of which the inputs, or the place that it goes to, are in object storage."""
+    """Build a store whose inputs, or which itself, is in object storage; `build` builds it on a local disk."""
     copies = local_inputs(inputs, staging, options, show)
     if not is_address(out):
         return build(copies, out=out, rebuild=rebuild)
@@ -78,7 +79,7 @@ def build_remote(
 
 
 def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) -> Staged:
-    """Return where a store for an address is built; refuse an address that has one, unless it is being uploaded."""
+    """Return where a store for an address is built; refuse an address that has one, unless its upload goes on."""
     address = parse_address(out)
     if rebuild:
         raise ConfigError(
@@ -86,7 +87,7 @@ def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) ->
             "read it, got it; choose another address"
         )
     name = f"{address.name}-{digest({'address': str(address), 'endpoint': address.endpoint})[:12]}"
-    folder = (FOLDER if staging is None else Path(path_of("staging", staging)).expanduser()) / name
+    folder = _folder(staging) / name
     if not folder.exists():
         names = [info.name for info in Client(address).list()]
         if any(name == MANIFEST or name.endswith(f"/{MANIFEST}") for name in names):
@@ -100,26 +101,31 @@ def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) ->
 def local_inputs(
     items: Sequence[str | os.PathLike[str]],
     staging: str | os.PathLike[str] | None,
-    options: PrepareOptions | None,
+    options: PrepareOptions,
     show: Show,
 ) -> Sequence[str | os.PathLike[str]]:
     """Return inputs with local copies in place of addresses; the copies stay, for files that are added later."""
-    format = None if options is None else options.format
-    done = 0
-    folder = (FOLDER if staging is None else Path(path_of("staging", staging)).expanduser()) / "inputs"
-    with show("copy the inputs", 0, lambda: (done, 0, 0)) as tick:
+    done_bytes = 0
+    with show("copy the inputs", 0, lambda: (done_bytes, 0, 0)) as tick:
 
-        def tell(here: int, _all: int) -> None:
-            nonlocal done
-            done = here
+        def count(copied_bytes: int, _total: int) -> None:
+            nonlocal done_bytes
+            done_bytes = copied_bytes
             tick()
 
         return copy_inputs(
-            items, folder.absolute(), is_known=lambda name: suffix_of(name, format) is not None, progress=tell
+            items,
+            (_folder(staging) / "inputs").absolute(),
+            is_known=lambda name: suffix_of(name, options.format) is not None,
+            progress=count,
         )
 
 
+def _folder(staging: str | os.PathLike[str] | None) -> Path:
+    return FOLDER if staging is None else Path(path_of("staging", staging)).expanduser()
+
+
 def _below(text: str, route: str) -> str:
-    """Return an address with a name behind its path, before what follows a ?."""
+    """Return an address with a name added to its path, before the query."""
     path, mark, query = text.partition("?")
     return f"{path.rstrip('/')}/{route}{mark}{query}" if route else text

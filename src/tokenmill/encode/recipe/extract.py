@@ -82,7 +82,7 @@ def _message(item: object, where: str, names: Names) -> Message:
 
 
 def _called(text: object, where: str) -> Message:
-    """Return the tool calls of a `function_call`: its text is the JSON of one or of a list, perhaps after thoughts."""
+    """Return the tool calls in the text of a `function_call`: JSON of one or of a list, perhaps after thoughts."""
     thought, end, rest = text.partition("</think>") if isinstance(text, str) else ("", "", "")
     thinks = bool(end) and thought.lstrip().startswith("<think>")
     try:
