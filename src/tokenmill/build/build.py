@@ -365,7 +365,7 @@ class BuildResult:
             line = first_line + bad.line
             if stop or bad.reason == TOO_LONG:
                 raise bad_record(unit, line, bad)
-            if len(self.listed) < MAX_LISTED or all(bad.reason != each["reason"] for each in self.listed):
+            if len(self.listed) < MAX_LISTED or all(bad.reason != record["reason"] for record in self.listed):
                 self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
         self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=tuple(pieces_begin)))
         self.resumed += resumed
@@ -487,9 +487,9 @@ def _fates(journal: Journal, cut: CutInput) -> list[Uint8Array]:
 
 def drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
     """Remove units of inputs that are no longer asked for, finished or not."""
-    known = {name for task in tasks for name in (task.key, f".tmp-{task.key}")}
+    wanted = {name for task in tasks for name in (task.key, f".tmp-{task.key}")}
     for folder in list(journal.units.iterdir()):
-        if folder.name not in known:
+        if folder.name not in wanted:
             shutil.rmtree(folder)
 
 
@@ -527,9 +527,9 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
         new = pool.run([task for task in tasks if task.key not in earlier], tick)
         for task in tasks:
             resumed = task.key in earlier
-            unit = msgspec.json.decode(earlier.pop(task.key), type=UnitResult) if resumed else next(new)
-            assert unit is not None
-            result.add(task.unit, unit, resumed=resumed, stop=stop)
+            finished = msgspec.json.decode(earlier.pop(task.key), type=UnitResult) if resumed else next(new)
+            assert finished is not None
+            result.add(task.unit, finished, resumed=resumed, stop=stop)
             left.discard(task.key)
             done_bytes += task.unit.bytes
             tick()

@@ -634,7 +634,7 @@ def _warn_of_spelled_turns(encoder: RecordEncoder) -> None:
 
 
 def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: OpenJob) -> str:
-    """Say which strings are BOS and EOS; warn if plain text is to end as turns of a chat do."""
+    """Return which strings are BOS and EOS, in words; warn if plain text would end as turns of a chat do."""
     framing = framing_of(spec, Framing(**options.framing()))
     if framing.turn_end is not None and recipe.kind == "seq":
         other = f", such as {framing.end_of_text!r}" if framing.end_of_text else ""

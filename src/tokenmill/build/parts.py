@@ -113,7 +113,6 @@ class _Head:
     job: JobFile
     cut: Mapping[str, Any]
     """Fields of `CutInput` but for the units."""
-    num_tasks: int
     checksum: str
     """Of all other lines."""
 
@@ -150,7 +149,6 @@ def _write_list(
         phase=phase,
         job=write_job_file(journal.folder, job),
         cut={field.name: getattr(cut, field.name) for field in fields(cut) if field.name != "units"},
-        num_tasks=len(tasks),
         checksum=checksum.hexdigest(),
     )
     journal.scans.mkdir(exist_ok=True)
@@ -232,12 +230,12 @@ def plan_units(
         cut = cut_build(build, setting.opened)
         left = missing_scans(journal, cut)
         tasks = _write_list(journal, asked, msgspec.json.encode(setting.job), cut, "hash" if left else "write")
-        known = [task for task in tasks if not left and unit_result(journal.units, task.key) is not None]
+        finished = [task for task in tasks if not left and unit_result(journal.units, task.key) is not None]
         return UnitsReport(
             path=journal.out,
             phase="hash" if left else "write",
             units=len(tasks),
-            done=len(set(cut.scans)) - len(left) if left else len(known),
+            done=len(set(cut.scans)) - len(left) if left else len(finished),
             input_bytes=sum(unit.bytes for unit in cut.units),
         )
 
@@ -385,9 +383,9 @@ def _lines_before(journal: Journal, units: _UnitList, task: Task, piece: int, po
             break
         before = other.unit.pieces if other.unit.index < task.unit.index else task.unit.pieces[:piece]
         places = [number for number, other_piece in enumerate(before) if other_piece.file.path == path]
-        known = unit_result(journal.units, other.key) if places else None
-        if known is not None:
-            total += sum(known.counts.lines[number] for number in places)
+        result = unit_result(journal.units, other.key) if places else None
+        if result is not None:
+            total += sum(result.counts.lines[number] for number in places)
         elif places:
             pieces = tuple(before[number] for number in places)
             reading = read_unit(Unit(index=0, pieces=pieces), pool.opened.reading)

@@ -86,10 +86,11 @@ def suffix_of(name: str, format: str | None = None) -> str | None:
     compression = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
     stem = name.removesuffix(compression)
     if format is not None:
-        suffix = NAMES[format]
-        return suffix if suffix in _COMPRESSED_WITHIN else suffix + compression
-    known = next((suffix for ending, suffix in ENDINGS.items() if stem.endswith(ending)), None)
-    return None if known is None or (known in _COMPRESSED_WITHIN and compression) else known + compression
+        return NAMES[format] if NAMES[format] in _COMPRESSED_WITHIN else NAMES[format] + compression
+    suffix = next((suffix for ending, suffix in ENDINGS.items() if stem.endswith(ending)), None)
+    if suffix is None or (suffix in _COMPRESSED_WITHIN and compression):
+        return None
+    return suffix + compression
 
 
 # From what a user names to a list of files.

@@ -373,7 +373,7 @@ class ReferenceTokenizer:
 
 @contextmanager
 def _installed(name: str, where: str, package: str) -> Iterator[None]:
-    """Say what to install where the import of a library fails."""
+    """Raise a failed import as an error that says what to install."""
     try:
         yield
     except ImportError as error:
@@ -558,7 +558,7 @@ def _open(spec: str, framing: Framing, engine: str) -> Tokenizer:
 def _refuse_spelled(tokenizer: Tokenizer, controls: Mapping[str, int], spec: str) -> None:
     """Raise `TokenizerError` if raw text that spells a control string gets its control id.
 
-    Any web page could then end a document. See `Guard` for what is done about models that spell them.
+    Any web page could then end a document. `Guard` should have kept such ids out.
     """
     names = list(controls)
     encoded = tokenizer.encode([shown for name in names for shown in (name, f"x{name}y", f"a {name} b")])
@@ -625,8 +625,10 @@ ADVERSARIAL: tuple[str, ...] = (
 
 def texts_to_compare(tokenizer: Tokenizer, sample: Sequence[str]) -> list[str]:
     """Return the sample, `ADVERSARIAL`, and the tokenizer's own control strings, bare and inside text."""
-    own = [shown for name in tokenizer.special_ids for shown in (name, f"see {name}{name}in text", f"x {name} y")]
-    return [*sample, *ADVERSARIAL, *own]
+    controls = [
+        text for name in tokenizer.special_ids for text in (name, f"see {name}{name}in text", f"x {name} y")
+    ]
+    return [*sample, *ADVERSARIAL, *controls]
 
 
 def trusted(spec: str, sample: Sequence[str] = (), framing: Framing | None = None) -> tuple[Tokenizer, str | None]:

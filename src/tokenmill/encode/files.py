@@ -111,8 +111,8 @@ def copy_of(spec: str) -> dict[str, bytes]:
 def spec_of_copy(folder: Path) -> str | None:
     """Return what names the tokenizer whose copy is in a folder; None if there is none."""
     for ranks in sorted(folder.glob("*.tiktoken")):
-        own = ranks.with_suffix(".json")
-        return f"{_TIKTOKEN}{ranks}?encoding={own if own.is_file() else ranks.stem}"
+        encoding_file = ranks.with_suffix(".json")
+        return f"{_TIKTOKEN}{ranks}?encoding={encoding_file if encoding_file.is_file() else ranks.stem}"
     return str(folder) if _in_folder(folder).is_file() else None
 
 
@@ -521,7 +521,7 @@ class RankFile:
 
 
 def read_rank_file(path: Path, name: str | None, where: str) -> RankFile:
-    """Read a rank file; `name` is its encoding, or a file that says it; else its hash or its file name does."""
+    """Read a rank file; `name` is its encoding, or a file that holds it; None: its hash or its name says it."""
     data = _read(path)
     own = name is not None and name.endswith(".json")
     known = "" if own else _recognise(data, path, name)
@@ -596,6 +596,7 @@ def text_of(ids: AnyArray, strings: Mapping[int, bytes]) -> str:
 
 
 def _recognise(data: bytes, path: Path, name: str | None) -> str:
+    """Return the name of the encoding of a rank file; `name` is what the user calls it."""
     if name is not None and name not in ENCODINGS:
         raise TokenizerError(
             f"tiktoken:{path}: its encoding must be known, got {name!r}; {nearest(name, ENCODINGS)}"
@@ -611,9 +612,8 @@ def _recognise(data: bytes, path: Path, name: str | None) -> str:
         return name
     if same:
         return same[0]
-    for known in ENCODINGS:
-        if path.name.removesuffix(".tiktoken") == known:
-            return known
+    if (stem := path.name.removesuffix(".tiktoken")) in ENCODINGS:
+        return stem
     raise TokenizerError(
         f"tiktoken:{path}: a rank file holds no pattern, and neither its hash nor its name is that of a known "
         f"encoding, got {path.name!r}; say which it is: tiktoken:{path}?encoding=cl100k_base "

@@ -62,19 +62,19 @@ class Fim:
 
     def find_ids(self, tokenizer: Tokenizer) -> tuple[int, int, int]:
         """Return the ids before prefix, suffix and middle; refuse a tokenizer that lacks them."""
-        known = tokenizer.special_ids
+        special_ids = tokenizer.special_ids
         written: Mapping[str, str] = {str(part): name for part, name in (self.tokens or {}).items()}
         choices = (tuple(written.get(part, "") for part in PARTS),) if written else KNOWN_TOKENS
         # Of the usual names, take the three of which the tokenizer has most.
-        names = max(choices, key=lambda names: sum(name in known for name in names))
-        lacking = [f"{part} ({name!r})" for part, name in zip(PARTS, names, strict=True) if name not in known]
+        names = max(choices, key=lambda choice: sum(name in special_ids for name in choice))
+        lacking = [f"{part} ({name!r})" for part, name in zip(PARTS, names, strict=True) if name not in special_ids]
         if lacking:
             raise ConfigError(
                 "fim: the tokenizer must have control tokens for prefix, suffix and middle, got none for "
                 f"{', '.join(lacking)}; add them to the tokenizer, or name those that it has: "
                 "tokens = { prefix = ..., suffix = ..., middle = ... }"
             )
-        prefix, suffix, middle = (known[name] for name in names)
+        prefix, suffix, middle = (special_ids[name] for name in names)
         if len({prefix, suffix, middle} - {tokenizer.identity.bos_id, tokenizer.identity.eos_id}) < len(PARTS):
             raise ConfigError(
                 f"fim: tokens must be three control tokens other than BOS and EOS, got {list(names)}; name others"

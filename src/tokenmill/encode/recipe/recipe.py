@@ -241,7 +241,7 @@ class Recipe:
         return tuple(role for role in dict.fromkeys((*self.mask, *ROLES)) if self.trains(role))
 
     def trains(self, role: str | None) -> bool:
-        """Say whether `$role` means train for this role."""
+        """Tell whether `$role` means train for this role."""
         return self.mask.get(role or "", self.mask_default) == "train"
 
     def to_json(self) -> dict[str, object]:
@@ -703,10 +703,10 @@ def _check_output(recipe: Recipe, where: str) -> None:
         if key not in recipe.arrays:
             raise ConfigError(f"{where}: dtypes must name arrays, got {key!r}; {nearest(key, recipe.arrays)}")
         stored = STORED_ARRAYS[key].dtype
-        known = [each for each, dtype in DTYPES.items() if (dtype == stored if stored else "u" in dtype)]
-        if name not in known:
+        allowed = [known for known, dtype in DTYPES.items() if (dtype == stored if stored else "u" in dtype)]
+        if name not in allowed:
             raise ConfigError(
-                f"{where}: dtypes.{key} must be one of {', '.join(known)}, got {name!r}; {nearest(name, known)}"
+                f"{where}: dtypes.{key} must be one of {', '.join(allowed)}, got {name!r}; {nearest(name, allowed)}"
             )
 
 
