@@ -151,7 +151,7 @@ def test_only_adapters_may_import_a_framework():
     assert [path for path in importers if part_of(path) != "adapters"] == []
 
 
-ENVIRONMENT_READERS = {"adapters", "cli", "build/engines.py", "build/tasks.py"}
+ENVIRONMENT_READERS = {"adapters", "cli", "build/engines.py", "build/job.py"}
 """The last two hand their own on to workers, and keep each of them to one core."""
 
 

@@ -166,11 +166,10 @@ def prepare(  # noqa: PLR0913 - the front door
     """Turn files of text or records into the store `out`, a folder or an address such as `s3://bucket/path`.
 
     `inputs` are paths, globs, folders, `hf:` datasets and addresses, in natural order. `tokenizer` is `bytes`, a
-    `tokenizer.json`, a `.model`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is the name
-    of a preset (`text`, `chat`, `instruction`, `dpo`, ...), the path of a recipe, or the recipe itself. `workers`
-    is the number of processes, by default one a core; the store is the same for any number.
-    `executor` runs units elsewhere: anything with
-    `submit`, as `concurrent.futures` has it, whose workers see `inputs` and `out` under the same paths.
+    `tokenizer.json`, a `.model`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is the name of a
+    preset (`text`, `chat`, `instruction`, `dpo`, ...), the path of a recipe, or the recipe itself. `workers` is the
+    number of processes, by default one a core; the store is the same for any number. `executor` runs units
+    elsewhere: anything with `submit`, as `concurrent.futures` has it, whose workers see inputs and `out`.
 
     `map` is a function that every record goes through first: it returns the record to be read, or None to leave it
     out, counted as `map`. Its name and a hash of its source stand in the manifest. Workers import it by its module;
@@ -183,17 +182,15 @@ def prepare(  # noqa: PLR0913 - the front door
     A store for an address is built in the folder `staging`, on a disk that all workers see and that has room for
     it, uploaded, and removed there. By default that is `.tokenmill/staging` where this process runs.
 
-    A unit that makes no progress for a minute is told of; `unit_timeout` is after how many seconds it ends the
-    build, whatever runs it. What is done by then stays done.
+    A unit that makes no progress for a minute causes a warning; after `unit_timeout` seconds it ends the build,
+    whatever runs it. What is done by then stays done.
 
     On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
     `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
     """
     check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
     options = PrepareOptions() if options is None else options
-    show: Show = partial(shown_progress, shown=progress, on_progress=on_progress)
-    if progress is False and on_progress is None:
-        show = _not_shown
+    show = _show_of(progress, on_progress)
     build = partial(
         _build_store,
         tokenizer=tokenizer,
@@ -209,6 +206,13 @@ def prepare(  # noqa: PLR0913 - the front door
     if not any(is_address(path) for path in (out, *items)):
         return build(inputs, out=out, rebuild=rebuild)
     return build_remote(build, items, out, staging, options, show, rebuild=rebuild)
+
+
+def _show_of(progress: bool | None, on_progress: Callable[[Progress], None] | None) -> Show:
+    """Return what shows the steps of a build; where nobody looks, nothing is counted for it either."""
+    if progress is False and on_progress is None:
+        return _not_shown
+    return partial(shown_progress, shown=progress, on_progress=on_progress)
 
 
 @contextmanager

@@ -75,17 +75,24 @@ def shown_progress(
     called at most so often that it takes a fiftieth of the time, however slow the file system is. A step without
     bytes has a line, if it is slow.
     """
-    begin, next_look = time.monotonic(), 0.0
+    begin = time.monotonic()
+    next_update = next_look = 0.0
+    done = (0, 0, 0)
     with ExitStack() as stack:
         print_progress: Callable[[Progress], None] = lambda _: None  # noqa: E731
         if shown is not False:
             print_progress = stack.enter_context(_printer(what, total_bytes, always=shown))
 
-        def update() -> None:
-            nonlocal next_look
+        def tick() -> None:
+            nonlocal next_update, next_look, done
             now = time.monotonic()
-            done_bytes, documents, tokens = look()
-            next_look = now + max(_SECONDS_BETWEEN, 50 * (time.monotonic() - now))
+            if now < next_update:
+                return
+            next_update = now + _SECONDS_BETWEEN
+            if now >= next_look:
+                done = look()
+                next_look = now + 50 * (time.monotonic() - now)
+            done_bytes, documents, tokens = done
             progress = Progress(
                 what=what,
                 done_bytes=done_bytes,
@@ -98,13 +105,10 @@ def shown_progress(
             if on_progress is not None:
                 on_progress(progress)
 
-        def tick() -> None:
-            if time.monotonic() >= next_look:
-                update()
-
-        update()
+        tick()
         yield tick
-        update()
+        next_update = next_look = 0.0
+        tick()
 
 
 @contextmanager

@@ -575,6 +575,7 @@ def test_lengths_positions_and_supervision_are_those_of_the_items(items):
     assert value.lengths.tolist() == [len(item) for item in items]
     assert value.positions.tolist() == [place for item in items for place in range(len(item))]
     assert value.num_trained.tolist() == [sum(trained for _, trained in item) for item in items]
+    assert value.trained.tolist() == [any(trained for _, trained in item) for item in items]
 
 
 @given(ITEMS, st.data())

@@ -72,6 +72,15 @@ class Ragged:
         return np.diff(self.offsets)
 
     @property
+    def trained(self) -> BoolArray:
+        """Whether any token of each item is trained; unlike `num_trained` this takes no memory for each token."""
+        trained = np.zeros(self.owners.size, np.bool_)
+        filled = np.flatnonzero(self.lengths)  # reduceat takes an empty run for its first neighbour
+        if filled.size:
+            trained[filled] = np.maximum.reduceat(self.mask, self.offsets[filled]) > 0
+        return trained
+
+    @property
     def num_trained(self) -> Int64Array:
         """How many tokens of each item are trained."""
         ends = np.zeros(self.mask.size + 1, np.int64)
@@ -592,7 +601,7 @@ class RecordEncoder:
             if self.recipe.kind != "seq":
                 lost = cut.num_trained < ragged.num_trained
                 batch.notes.setdefault(ANSWERS_CUT, set()).update(ragged.owners[lost].tolist())
-        for item in np.flatnonzero(cut.num_trained == 0).tolist():
+        for item in np.flatnonzero(~cut.trained).tolist():
             owner, length = int(ragged.owners[item]), int(ragged.lengths[item])
             is_cut = most is not None and length > most
             if self.recipe.kind == "seq" and not is_cut:
