@@ -6,7 +6,7 @@ longest length; records that were refused on the way are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -374,10 +374,12 @@ class RecordEncoder:
         items = self._encoded(batch)
         if self.recipe.preprocessing.on_long != "cut":
             for name in names:
-                self._refuse_long(batch, items[name], TOO_LONG)
+                for owner, detail in self._long_items(items[name]):
+                    batch.refuse([owner], TOO_LONG, detail)
         for name in names:
             if name == "prompts":
-                self._refuse_long(batch, items[name], "prompt_too_long")
+                for owner, detail in self._long_items(items[name]):
+                    batch.refuse([owner], "prompt_too_long", detail)
             else:
                 items[name] = self._shortened(batch, items[name])
         return self._records(batch, items)
@@ -610,14 +612,13 @@ class RecordEncoder:
             batch.refuse([owner], "no_supervision", f"{length} tokens, none of them trained{limit}")
         return cut
 
-    def _refuse_long(self, batch: _Batch, ragged: Ragged, reason: str) -> None:
-        """Refuse records with an item of more than max_seq_len tokens."""
+    def _long_items(self, ragged: Ragged) -> Iterator[tuple[int, str]]:
+        """Yield the record of each item with more than max_seq_len tokens, and how many it has, in words."""
         most = self.recipe.preprocessing.max_seq_len
         if most is None:
             return
         for item in np.flatnonzero(ragged.lengths > most).tolist():
-            detail = f"{int(ragged.lengths[item])} tokens, max_seq_len is {most}"
-            batch.refuse([int(ragged.owners[item])], reason, detail)
+            yield int(ragged.owners[item]), f"{int(ragged.lengths[item])} tokens, max_seq_len is {most}"
 
 
 def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
