@@ -20,6 +20,11 @@ TEMPLATES = {
         "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('no such role') }}"
         "{% endif %}{% endfor %}"
     ),
+    "thoughts before the last answer": (  # as Qwen 3 writes them
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
     "default system": (
         "{% if messages[0].role != 'system' %}<|system|>You are kind.<|end|>{% endif %}"
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -156,14 +156,31 @@ def _wrappings(source: str, where: str, special_tokens: tuple[tuple[str, str], .
         for role, (end, begin) in zip(roles, zip(ends[1:], [*places[1:], len(text)], strict=True), strict=True):
             behind.setdefault(role, []).append(text[end:begin])
     learnt = [
-        _Wrapping(
-            role=role,
-            header=_common_start([each[::-1] for each in leads])[::-1],
-            footer=_common_start(behind[role]),
-        )
+        _Wrapping(role=role, header=header, footer=_common_start(behind[role]))
         for role, leads in before.items()
+        for header in _headers(leads)
     ]
-    return tuple(each for each in learnt if len(each.header.strip()) > 1)
+    return tuple(each for each in learnt if _says_much(each.header))
+
+
+def _headers(leads: Sequence[str]) -> list[str]:
+    """Return how the texts before the words of a role end: in one way, or in several that have nothing in common.
+
+    Qwen 3 writes empty thoughts behind the header of the last answer alone.
+    """
+    headers: list[str] = []
+    for lead in leads:
+        common = [_common_start([lead[::-1], header[::-1]])[::-1] for header in headers]
+        known = next((number for number, each in enumerate(common) if _says_much(each)), None)
+        if known is None:
+            headers.append(lead)
+        else:
+            headers[known] = common[known]
+    return headers
+
+
+def _says_much(header: str) -> bool:
+    return len(header.strip()) > 1
 
 
 def _common_start(texts: Sequence[str]) -> str:
