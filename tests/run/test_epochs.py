@@ -85,11 +85,19 @@ def test_documents_in_quarantine_or_held_out_are_in_no_epoch(make_run):
 def test_what_an_epoch_comes_to_is_said_by_the_plan_and_a_loader(make_run, caplog):
     run = make_run("web", epochs=3)
     rows, steps = run.epochs.rows, run.plan().steps
-    filled = f"the last is filled with {steps * 4 - 3 * rows} rows of the next epoch"
+    assert steps * 4 - 3 * rows == 1
+    filled = "the last is filled with 1 row of the next epoch"
     said = f"3 epochs of {rows} rows are {steps} steps: {filled}"
     with caplog.at_level("INFO", logger="tokenmill"):
         run.loader()
     assert said in [record.getMessage() for record in caplog.records]
+
+
+def test_what_an_epoch_comes_to_is_plain_english():
+    assert EpochCount(epochs=1, rows=1, filled=1).sentence(1) == (
+        "1 epoch of 1 row is 1 step: the last is filled with 1 row of the next epoch"
+    )
+    assert EpochCount(epochs=2, rows=8, filled=0).sentence(4) == "2 epochs of 8 rows are 4 steps: all are full"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +111,16 @@ def test_what_an_epoch_comes_to_is_said_by_the_plan_and_a_loader(make_run, caplo
         ({"epochs": 2}, {"stages": [{"name": "a", "start_step": 0}]}, "got stages as well; say the steps"),
         ({"epochs": 2}, {"quarantine": [{"source": "web", "from_step": 3}]}, "got quarantine of 'web' as well"),
         ({"epochs": 2}, {"skip": [{"steps": "90:99"}]}, "steps must lie within 0:"),
+        (
+            {"epochs": 3},
+            {"sources": [{"name": "web", "store": "web", "max_epochs": 2, "on_exhausted": "stop"}]},
+            "epochs reads every source 3 times, got 'web' that may be read 2 times; leave out max_epochs",
+        ),
+        (
+            {"epochs": 1.5},
+            {"sources": [{"name": "web", "store": "web", "on_exhausted": "stop"}]},
+            "epochs reads every source 1.5 times, got 'web' that may be read 1 times",
+        ),
     ],
 )
 def test_what_contradicts_epochs_is_refused(make_run, run, tables, message):

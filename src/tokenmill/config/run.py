@@ -662,6 +662,14 @@ def _check_with_epochs(config: Config) -> None:
     live = next((source.name for source in config.sources if source.live), None)
     if live is not None:
         raise ConfigError(f"run: epochs needs the rows of an epoch counted, got live text in {live!r}; say steps")
+    epochs = config.run.epochs or 0
+    for source in config.sources:
+        limit = source.max_epochs or (1 if source.on_exhausted in ("stop", "error") else inf)
+        if limit < epochs:
+            raise ConfigError(
+                f"run: epochs reads every source {epochs:g} times, got {source.name!r} that may be read {limit:g} "
+                "times; leave out max_epochs and on_exhausted of it, or say steps"
+            )
 
 
 def _check_live(config: Config, stages: Sequence[ResolvedStage]) -> None:

@@ -61,8 +61,14 @@ class EpochCount:
 
     def sentence(self, steps: int) -> str:
         """Return a sentence on what the epochs come to."""
-        more = f"the last is filled with {self.filled:,} rows of the next epoch" if self.filled else "all are full"
-        return f"{self.epochs:g} epochs of {self.rows:,} rows are {steps:,} steps: {more}"
+
+        def several(number: float, name: str) -> str:
+            return name if number == 1 else f"{name}s"
+
+        filled = f"the last is filled with {self.filled:,} {several(self.filled, 'row')} of the next epoch"
+        rows = f"{self.epochs:g} {several(self.epochs, 'epoch')} of {self.rows:,} {several(self.rows, 'row')}"
+        verb = "is" if self.epochs == 1 else "are"
+        return f"{rows} {verb} {steps:,} {several(steps, 'step')}: {filled if self.filled else 'all are full'}"
 
 
 @dataclass(frozen=True)
