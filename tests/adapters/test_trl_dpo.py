@@ -213,6 +213,12 @@ def test_columns_are_those_of_the_records(run):
         ConfigError, match=r"columns: must be one of those that .*pairs keeps, got 'margin'.*--keep margin"
     ):
         run.loader(columns=("margin",))
+    with pytest.raises(
+        ConfigError, match=r"columns: must be a list of names, got 'margin'; say columns=\['margin'\]"
+    ):
+        run.loader(columns="margin")
+    with pytest.raises(ConfigError, match=r"other names than the arrays of a batch, got 'chosen'; leave it out"):
+        run.loader(columns=("chosen",))
 
 
 if __name__ == "__main__":

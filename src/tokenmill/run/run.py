@@ -531,17 +531,25 @@ class Run:
     @staticmethod
     def check_columns(columns: Sequence[str], arrays: Sequence[str], stores: Mapping[str, Store]) -> None:
         """Refuse columns that a store does not keep, or whose rows are no records."""
+        if isinstance(columns, str):
+            raise ConfigError(f"columns: must be a list of names, got {columns!r}; say columns=[{columns!r}]")
         for name, store in stores.items():
             if store.manifest.kind not in RECORD_TYPES:
                 raise ConfigError(
-                    f"columns: rows must be records to have some, got {name!r} of {store.manifest.kind}; leave it"
+                    "columns: rows must be records (pairs, groups, prompts) to have some, got "
+                    f"{name!r} of {store.manifest.kind}; leave columns out"
                 )
             kept = store.manifest.recipe.get("keep", [])
             for column in columns:
-                if column not in kept or column in arrays:
-                    rule = "no array of a batch" if column in arrays else f"one of those that {store.path} keeps"
+                if column in arrays:
                     raise ConfigError(
-                        f"columns: must be {rule}, got {column!r} and {kept}; prepare it with --keep {column}"
+                        f"columns: must have other names than the arrays of a batch, got {column!r}; leave it out, "
+                        "or choose the arrays"
+                    )
+                if column not in kept:
+                    raise ConfigError(
+                        f"columns: must be one of those that {store.path} keeps, got {column!r} and {kept}; "
+                        f"prepare it with --keep {column}"
                     )
 
     def _warn_of_long_records(self) -> None:
