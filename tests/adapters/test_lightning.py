@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tokenmill.adapters.lightning import RunData
-from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.errors import ConfigError, ResumeError, StoreMissingError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 
 # What Lightning says of a small machine, and of its own use of torch.
@@ -317,3 +317,25 @@ def test_a_model_is_validated_on_the_whole_eval_and_trained_on_the_same_batches(
         labels = torch.from_numpy(batch["labels"]).flatten()
         total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
     assert model.total / model.labels == pytest.approx(total / model.labels, abs=1e-6)
+
+
+def test_stores_and_evals_by_name_are_validated_on_as_evals_are(make_run, tmp_path):
+    run = make_run(more='[[evals]]\nname = "val"\nstore = "web"\n')
+    held = run.evals["val"].held.trained
+    store = run.stores["web"]
+    for evals in (run.evals, [run.evals["val"]], store, store.path, str(store.path)):
+        model = Validated()
+        trained(tmp_path / "out", RunData(run, micro_batch=2, evals=evals), model=model, num_sanity_val_steps=0)
+        assert model.labels == model.counted == held
+
+
+def test_an_eval_that_cannot_be_read_is_refused_before_the_training(make_run, tmp_path):
+    run = make_run()
+    with pytest.raises(StoreMissingError, match="nope: a store must be a folder"):
+        RunData(run, evals=tmp_path / "nope")
+    with pytest.raises(ConfigError, match=r"evals: must be an eval of a run or a store, got a run.*run.evals"):
+        RunData(run, evals=run)
+    with pytest.raises(ConfigError, match=r"evals: must be evals of a run or stores, got \{'val': 7\}"):
+        RunData(run, evals={"val": 7})
+    with pytest.raises(ConfigError, match=r"evals: a store must go with a run as run"):
+        RunData(lambda rank, size: run.loader(rank=rank, world_size=size), evals=run.stores["web"])

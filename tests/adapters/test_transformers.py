@@ -18,7 +18,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 import tokenmill.adapters.transformers as adapter
 from tokenmill.adapters.torch import to_torch
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData, to_transformers
-from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.errors import ConfigError, ResumeError, StoreMissingError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 
 # What transformers and accelerate say of themselves on a machine without an accelerator.
@@ -541,6 +541,17 @@ def test_a_store_is_evaluated_on_whole(make_run, tmp_path):
             train_dataset=run.loader(micro_batch=2),
             eval_dataset=store,
         )
+
+
+def test_an_eval_that_cannot_be_evaluated_on_is_refused_before_the_training(make_run, tmp_path):
+    run = make_run(more='[[evals]]\nname = "val"\nstore = "web"\n')
+    for data, error, message in (
+        (tmp_path / "nope", StoreMissingError, "nope: a store must be a folder"),
+        (run, ConfigError, "eval_dataset: must be an eval of a run or a store, got a run"),
+        ([run.evals["val"]], ConfigError, "eval_dataset: several evals must have names, got a list"),
+    ):
+        with pytest.raises(error, match=message):
+            LoaderTrainer(model=tiny_model(), args=arguments(tmp_path), train_dataset=run, eval_dataset=data)
 
 
 def test_every_of_an_eval_says_when_unless_the_arguments_do(make_run, tmp_path):

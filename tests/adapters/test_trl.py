@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -150,4 +151,19 @@ def test_what_is_no_run_and_a_run_of_other_data_are_refused_with_the_way_out(run
             model=tiny_model(),
             args=trl.DPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False),
             train_dataset=run,
+        )
+
+
+def test_an_eval_of_other_data_is_refused_before_the_training(run, tmp_path):
+    pair = json.dumps({"prompt": "2 + 2 = ", "chosen": "4", "rejected": "5"})
+    (tmp_path / "pairs.jsonl").write_text(f"{pair}\n{pair}\n")
+    tm.prepare(
+        tmp_path / "pairs.jsonl", out=tmp_path / "pairs", tokenizer=str(TOKENIZER_DIR), recipe="dpo", progress=False
+    )
+    with pytest.raises(ConfigError, match=r"eval_dataset: stores must be of kind seq or sft .*, got 'eval' of dpo"):
+        SFT(
+            model=tiny_model(),
+            args=trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=2),
+            train_dataset=run,
+            eval_dataset=tmp_path / "pairs",
         )

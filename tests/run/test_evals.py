@@ -58,6 +58,35 @@ def test_an_eval_has_every_document_once_in_order(make_run, make_store):
     assert got == wanted
 
 
+@pytest.mark.parametrize(
+    ("said", "fate"),
+    [
+        ({}, "are cut: what follows a cut is evaluated without what stood before"),
+        ({"on_long": "drop"}, "are left out"),
+        ({"split": "truncate_start"}, "lose their beginning"),
+        ({"seq_len": 64}, None),
+    ],
+)
+def test_conversations_of_an_eval_that_are_no_whole_rows_are_told_once_and_by_the_plan(
+    tmp_path, caplog, said, fate
+):
+    texts = [{"prompt": "ab", "completion": "c" * length} for length in (2, 3, 40, 50)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    tokenmill.prepare(tmp_path / "chat.jsonl", out=tmp_path / "chat", recipe="completion", progress=False)
+    tables = {
+        "run": {"steps": 2, "global_batch_size": 2, "seq_len": 64},
+        "sources": [{"name": "chat", "store": "chat"}],
+        "evals": [{"name": "val", "store": "chat", "seq_len": 16, **said}],
+    }
+    run = Run(config=parse_config(tables), folder=tmp_path)
+    wanted = [f"eval 'val': 2 of 4 records of 'val' are longer than a row of 16 tokens and {fate}; raise seq_len"]
+    for _ in range(2):
+        run.evals["val"].loader()
+    for sentences in ([record.getMessage() for record in caplog.records], run.report().warnings):
+        told = [sentence for sentence in sentences if "longer than a row of 16" in sentence]
+        assert [sentence[: len(wanted[0])] for sentence in told] == (wanted if fate else [])
+
+
 def test_long_documents_of_an_eval_are_cut_dropped_or_refused(make_run):
     longest = max(LENGTHS)
     table = {"name": "val", "store": "val", "packing": "padded", "seq_len": longest - 2}

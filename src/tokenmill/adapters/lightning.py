@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,12 @@ from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Loader
 from tokenmill.plan.plan import TokensSeen
-from tokenmill.run.evals import Eval
+from tokenmill.run.evals import Eval, find_evals
 from tokenmill.run.run import Run
+from tokenmill.store import Store
 
+EvalData = Eval | Store | str | os.PathLike[str]
+"""What is validated on: an eval of a run, a store, or the path of one."""
 MakeLoader = Callable[[int, int], Loader]
 """(rank, world size) -> the loader of that rank."""
 
@@ -30,11 +34,20 @@ class RunData(lightning.LightningDataModule):
     """
 
     def __init__(
-        self, run: Run | MakeLoader, *, micro_batch: int = 1, evals: Eval | Sequence[Eval] | None = None
+        self,
+        run: Run | MakeLoader,
+        *,
+        micro_batch: int = 1,
+        evals: EvalData | Sequence[EvalData] | Mapping[str, EvalData] | None = None,
     ) -> None:
         super().__init__()
-        self.evals = [evals] if isinstance(evals, Eval) else list(evals or ())
-        """What the model is validated on: `run.evals[...]`; several are several dataloaders."""
+        named = dict(enumerate(evals)) if isinstance(evals, list | tuple) else evals
+        self.evals = list(find_evals(named, run, where="evals", beside="run").values())
+        """What the model is validated on: `run.evals[...]` or stores; several are several dataloaders, in order."""
+        if evals and not self.evals:
+            raise ConfigError(f"evals: must be evals of a run or stores, got {evals!r}; pass run.evals[...]")
+        for item in self.evals:
+            _ = item.parts  # what is wrong with a store is said now, not at the first validation
         if self.evals:
             # Lightning asks a module that has no validation_step why it has this method.
             self.val_dataloader = self._val_dataloader

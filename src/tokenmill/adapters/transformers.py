@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.adapters import need
@@ -24,10 +22,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy
 
 from tokenmill.adapters.torch import Tensors, check_rank, joined_state, lr_scheduler, to_torch
-from tokenmill.config.evals import EvalConfig
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import IGNORE, Loader
-from tokenmill.run.evals import Eval
+from tokenmill.run.evals import Eval, find_evals
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 
@@ -161,10 +158,14 @@ class LoaderTrainer(transformers.Trainer):
         self._data = self._train_data(_loader_of(train_dataset, args, self._arrays, self._columns(args)))
         if isinstance(train_dataset, Run) and train_dataset.epochs is not None:
             self._data.epochs = train_dataset.epochs.epochs
-        evals = _evals_of(eval_dataset, train_dataset)
+        evals = find_evals(eval_dataset, train_dataset, where="eval_dataset", beside="train_dataset")
+        for item in evals.values():
+            _check_kinds("eval_dataset", {part.name: part.store for part in item.parts}, self._arrays)
         if evals:
             self._check_evals(args)
         self._has_evals = bool(evals)
+        self._opened = (eval_dataset, evals)
+        """What was given to evaluate on, and its evals: stores are opened once."""
         # Some look into their datasets while they are made: they get a row of nothing.
         super().__init__(
             model=model,
@@ -207,7 +208,9 @@ class LoaderTrainer(transformers.Trainer):
         What else is given, or was given as `eval_dataset`, the Trainer evaluates on as it does.
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
-        evals = _evals_of(data, self.train_dataset)
+        given, evals = self._opened
+        if data is not given:
+            evals = find_evals(data, self.train_dataset, where="eval_dataset", beside="train_dataset")
         if not evals:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
         was_training = self.model.training
@@ -287,37 +290,6 @@ def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArg
     return args
 
 
-def _evals_of(data: object, trained: object) -> dict[str, Eval]:
-    """Return the evals that a Trainer is given, by name, a single one under ""; none where it is given datasets."""
-    if isinstance(data, Mapping):
-        evals = {str(name): _eval_of(item, trained) for name, item in data.items()}
-        ours = {name: item for name, item in evals.items() if item is not None}
-        if ours and len(ours) < len(evals):
-            raise ConfigError(
-                f"eval_dataset: must be evals of a run or stores, or else datasets, got {sorted(evals)} of both; "
-                "evaluate on them one after another"
-            )
-        return ours
-    item = _eval_of(data, trained)
-    return {} if item is None else {"": item}
-
-
-def _eval_of(data: object, trained: object) -> Eval | None:
-    """Return the eval that one thing stands for: itself, or that of a store beside the run that is trained on."""
-    if isinstance(data, Eval):
-        return data
-    if isinstance(data, Store):
-        data = data.path
-    if not isinstance(data, str | os.PathLike):
-        return None
-    if not isinstance(trained, Run):
-        raise ConfigError(
-            f"eval_dataset: a store must go with a run as train_dataset, got {trained!r}, which says no rows; "
-            "pass the run, or run.evals[...]"
-        )
-    return Eval(trained, EvalConfig(name="eval", store=str(Path(data).absolute())))
-
-
 def _of_length(run: Run, args: TrainingArguments) -> Run:
     """Return the run with a length: its own, or what the arguments say; refuse two that differ."""
     if run.config.run.steps is None:
@@ -352,13 +324,7 @@ def _loader_of(
                 "train_dataset: must be a loader where args.parallelism_config is set, got a run; pass "
                 "run.loader(rank=..., world_size=...) of the data-parallel group"
             )
-        kinds = ("dpo",) if "chosen" in arrays else ("seq", "sft")
-        for name, store in data.stores.items():
-            if store.manifest.kind not in kinds:
-                raise ConfigError(
-                    f"train_dataset: stores must be of kind {' or '.join(kinds)} for this Trainer, got {name!r} of "
-                    f"{store.manifest.kind}; prepare it with another --recipe, or take the Trainer for such data"
-                )
+        _check_kinds("train_dataset", data.stores, arrays)
         return data.loader(
             rank=args.process_index,
             world_size=args.world_size,
@@ -380,6 +346,17 @@ def _loader_of(
             f"{part.micro_batch}; say per_device_train_batch_size={part.micro_batch}"
         )
     return data
+
+
+def _check_kinds(where: str, stores: Mapping[str, Store], arrays: tuple[str, ...]) -> None:
+    """Refuse stores of another training type than that of the arrays."""
+    kinds = ("dpo",) if "chosen" in arrays else ("seq", "sft")
+    for name, store in stores.items():
+        if store.manifest.kind not in kinds:
+            raise ConfigError(
+                f"{where}: stores must be of kind {' or '.join(kinds)} for this Trainer, got {name!r} of "
+                f"{store.manifest.kind}; prepare it with another --recipe, or take the Trainer for such data"
+            )
 
 
 def _settle(args: TrainingArguments, data: TrainData) -> TrainingArguments:

@@ -6,11 +6,14 @@ batches of all ranks are rows without labels, so that every rank has as many bat
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +32,15 @@ from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, Rows, StageSpec
+from tokenmill.store import Store
 from tokenmill.store.layout import is_ours
 from tokenmill.store.notes import EMPTY, hash_documents, read_hashes
-from tokenmill.types import NO_DOCUMENTS, RECORD_TYPES, Batch, BoolArray, Int64Array, Uint64Array
+from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, Batch, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.run.run import Run
-    from tokenmill.store import Store
+
+logger = logging.getLogger("tokenmill")
 
 _BLOCK = 1 << 16
 """Rows that are counted at a time."""
@@ -139,6 +144,27 @@ class Eval:
         if not sum(taken):
             raise ConfigError(f"eval {self.name!r}: must have at least one row, got none; add documents")
         return tuple(replace(part, taken=rows) for part, rows in zip(packed, taken, strict=True))
+
+    def long_records(self) -> Iterator[str]:
+        """Yield what becomes of conversations, pairs and groups that do not fit a row."""
+        split, fates = self.config.long_documents, {"drop": "are left out", "forbid": "are refused"}
+        fates |= {"truncate_end": "lose their end", "truncate_start": "lose their beginning"}
+        cut = "are cut: what follows a cut is evaluated without what stood before"
+        ways = 'raise seq_len of the eval, or say on_long = "drop" or "stop" there'
+        for part in self.parts:
+            longer, has_mask = part.rows.num_long, any(key in MASK_KEYS for key in part.store.keys)
+            if longer and has_mask and _chosen(part) is None:
+                yield (
+                    f"eval {self.name!r}: {longer:,} of {part.num_documents:,} records of {part.name!r} are longer "
+                    f"than a row of {self.seq_len:,} tokens and {fates.get(split, cut)}; {ways}"
+                )
+
+    @cached_property
+    def _is_told(self) -> bool:
+        """Log once what becomes of long records."""
+        for sentence in self.long_records():
+            logger.warning("%s", sentence)
+        return True
 
     def _part(self, source: EvalSource) -> EvalPart:
         where = f"eval {self.name!r}"
@@ -244,6 +270,7 @@ class Eval:
         `columns` are fields that its stores keep of records.
         """
         layout = find_layout(layout, rank, world_size)
+        _ = not layout.leads or self._is_told
         plan = self.plan(layout.dp[1] * micro_batch)
         if arrays is None:
             usual, written = usual_arrays(plan), self.run.config.run.arrays
@@ -263,6 +290,52 @@ class Eval:
                 columns=tuple(columns),
             ),
         )
+
+
+def find_evals(given: object, trained: object, *, where: str, beside: str) -> dict[str, Eval]:
+    """Return the evals that an adapter is given, by name, one alone without; none where it is given others.
+
+    `given` is an eval, a store, the path of one, or several of them by name; `trained` is the run beside which a
+    store is evaluated on, with rows of its length. Errors call the two `where` and `beside`.
+    """
+    if isinstance(given, list | tuple) and any(isinstance(item, Eval | Store) for item in given):
+        raise ConfigError(
+            f"{where}: several evals must have names, got a list; pass a dict, such as dict(run.evals)"
+        )
+    if not isinstance(given, Mapping):
+        item = _eval_of(given, trained, where, beside)
+        return {} if item is None else {"": item}
+    evals = {str(name): _eval_of(item, trained, where, beside) for name, item in given.items()}
+    found = {name: item for name, item in evals.items() if item is not None}
+    if found and len(found) < len(evals):
+        raise ConfigError(
+            f"{where}: must be evals of a run or stores, or else datasets, got {sorted(evals)} of both; "
+            "evaluate on them one after another"
+        )
+    return found
+
+
+def _eval_of(given: object, trained: object, where: str, beside: str) -> Eval | None:
+    """Return the eval that one thing stands for: itself, or that of a store beside the run that is trained on."""
+    from tokenmill.run.run import Run
+
+    if isinstance(given, Eval):
+        return given
+    if isinstance(given, Run):
+        raise ConfigError(
+            f"{where}: must be an eval of a run or a store, got a run, whose rows never end; pass run.evals[...], "
+            "or the path of a store"
+        )
+    place = given.path if isinstance(given, Store) else given
+    if not isinstance(place, str | os.PathLike):
+        return None
+    if not isinstance(trained, Run):
+        raise ConfigError(
+            f"{where}: a store must go with a run as {beside}, got {trained!r}, which says no rows; "
+            "pass the run, or run.evals[...]"
+        )
+    path = os.fspath(place)
+    return Eval(trained, EvalConfig(name="eval", store=path if "://" in path else str(Path(path).absolute())))
 
 
 def _chosen(part: EvalPart) -> Int64Array | None:

@@ -165,6 +165,7 @@ def report_run(run: Run) -> RunReport:
             *_unended_ramp(run),
             *_idle_quarantines(run),
             *long_records(run),
+            *(sentence for item in run.evals.values() for sentence in item.long_records()),
         ),
         history=tuple(map(str, read_history(run.folder, run.name))),
         supervision={name: audit(store, max_items=AUDITED_ITEMS) for name, store in masked.items()},
