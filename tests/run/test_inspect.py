@@ -197,3 +197,13 @@ def test_conversations_may_end_as_their_turns_do(tmp_path, capsys):
         tmp_path / "chat.jsonl", out=tmp_path / "a", tokenizer=spec, recipe="chat", options=options, progress=False
     )
     assert "turn of a chat" not in capsys.readouterr().err
+
+
+def test_thoughts_without_a_word_are_no_example_of_reasoning(tmp_path):
+    thoughts = ["\n\n", "\n\n", "it is even\n", "\n\n", "\n\n"]
+    records = [{"prompt": "Is 2 even?", "completion": f"<think>\n{each}</think>\n\nYes."} for each in thoughts]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tm.prepare(tmp_path / "a.jsonl", out=tmp_path / "a", recipe="completion", progress=False)
+    store = open_store(tmp_path / "a")
+    shown = examples(store, tokenizer_of(store))
+    assert [example.item for example in shown if "reasoning" in example.why] == [2]

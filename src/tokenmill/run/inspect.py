@@ -457,9 +457,11 @@ _SEARCHED = 64
 """Items, drawn by a seed, in which tools and reasoning are looked for."""
 _KINDS: Mapping[str, re.Pattern[str]] = {
     "tools": re.compile(r"tool_call|TOOL_CALLS|python_tag|tool▁call|to=functions|<function"),
-    "reasoning": re.compile(r"<think|\[THINK\]|START_THINKING|channel\|?>\s*(?:thought|analysis)|seed:think"),
+    "reasoning": re.compile(
+        r"<think(?!(?:ing)?>\s*</think)|\[THINK\]|START_THINKING|channel\|?>\s*(?:thought|analysis)|seed:think"
+    ),
 }
-"""What templates write around tool calls and reasoning."""
+"""What templates write around tool calls and reasoning; thoughts without a word, as Qwen 3 has them, are none."""
 
 
 def examples(store: Store, tokenizer: Tokenizer | None, *, seed: int = 0) -> list[Example]:
