@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 
 import pytest
@@ -114,3 +115,16 @@ def test_a_function_whose_source_does_not_say_what_it_does_is_refused(build):
         build(len)
     with pytest.raises(ConfigError, match="must be written in a file"):
         build(eval("lambda record: record"))
+
+
+def test_inspect_names_the_function_and_its_source(build, module, tmp_path):
+    function = module()
+    build(function)
+    told = subprocess.run(
+        [sys.executable, "-m", "tokenmill", "inspect", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wanted = f"recipe text, records through shout (source {identify(function).source[:12]})"
+    assert wanted in " ".join(told.stdout.split())

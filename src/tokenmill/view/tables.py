@@ -385,7 +385,9 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
     if "name" in recipe:
         fim = recipe.get("recipe", {}).get("fim")
         cut = f", fill-in-the-middle {fim['rate']:g} (suffix first {fim['spm_rate']:g})" if fim else ""
-        return f"{recipe['name']}{cut}"
+        function = recipe.get("map")
+        mapped = f", records through {function['name']} (source {function['source'][:12]})" if function else ""
+        return f"{recipe['name']}{cut}{mapped}"
     return f"{recipe['format']}, read in place" if recipe.get("format") else "none"
 
 
