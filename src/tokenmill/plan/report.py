@@ -502,7 +502,8 @@ def _padding(plan: Plan, facts: PlanReport) -> Iterator[str]:
 
 _LESS_PADDING = {
     "padded": 'packing = "best_fit" puts several documents into a row',
-    "best_fit": 'packing = "concat" or "bos_best_fit" has none, a longer seq_len less if there are many rows',
+    "best_fit": 'a longer seq_len has less if there are many rows; packing = "concat" or "bos_best_fit" has none, '
+    "and cuts documents where a row is full",
 }
 
 
