@@ -134,3 +134,15 @@ def test_a_fork_of_epochs_has_their_steps(make_run, tmp_path):
     forked = Run.from_toml(tmp_path / "fork.toml")
     assert forked.plan().fingerprint == run.plan().fingerprint
     assert (forked.epochs, forked.config.run.steps) == (None, run.plan().steps)
+
+
+def test_a_fork_of_a_config_file_with_epochs_has_their_steps_and_batches(make_run, tmp_path):
+    make_run("web", "chat", epochs=3)
+    (tmp_path / "run.toml").write_text(
+        "[run]\nepochs = 3\nglobal_batch_size = 4\nseq_len = 8\n"
+        '[[sources]]\nname = "web"\nstore = "web"\n[[sources]]\nname = "chat"\nstore = "chat"\n'
+    )
+    run = Run.from_toml(tmp_path / "run.toml")
+    run.fork(at=4, to=tmp_path / "fork.toml")
+    forked = Run.from_toml(tmp_path / "fork.toml")
+    assert forked.plan().fingerprint == run.plan().fingerprint

@@ -169,8 +169,8 @@ def _parts_at(run: Run, new: Run) -> int | None:
 
 
 def _tables(run: Run) -> dict[str, Any]:
-    """Return the native tables of a run, as they were written or translated; tokens are turned into steps."""
-    tables = run.translation.tables if run.translation else tables_of(run.config)
+    """Return the native tables of a run, as they were written or translated; tokens and epochs become steps."""
+    tables = run.translation.tables if run.translation and run.epochs is None else tables_of(run.config)
     if not any(key in item for item, keys in _token_keys(tables) for key in keys):
         return tables
     tables = tables_of(run.config)
