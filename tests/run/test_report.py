@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
+import tokenmill as tm
 from tokenmill.config.run import to_toml
 from tokenmill.plan.report import PlanReport, report
 from tokenmill.run.inspect import audit, inspect_store
@@ -176,3 +177,18 @@ def test_a_report_tells_what_ranks_wait_for_with_and_without_a_deal(run, tmp_pat
     linear = {**tables, "run": {**tables["run"], "balance": {"linear": 1000, "quadratic": 1}}}
     less = Run.from_tables(linear, folder=tmp_path).report().imbalance
     assert all(one.in_order < other.in_order for one, other in zip(less, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "record", "advice"),
+    [
+        ("completion", {"prompt": "ab", "completion": "cd" * 8}, "a longer seq_len has less"),
+        ("dpo", {"prompt": "ab", "chosen": "c", "rejected": "d"}, 'pad_to = "batch" pads the records of a micro-'),
+    ],
+)
+def test_padding_is_told_with_advice_that_cuts_no_record(tmp_path, recipe, record, advice):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 6)
+    tm.prepare(tmp_path / "a.jsonl", out=tmp_path / "a", recipe=recipe, progress=False)
+    tables = {"run": {"epochs": 1, "global_batch_size": 2, "seq_len": 30}, "sources": [{"name": "a", "store": "a"}]}
+    told = [each for each in Run.from_tables(tables, folder=tmp_path).report().warnings if "are padding" in each]
+    assert [each.partition("'a'; ")[2][: len(advice)] for each in told] == [advice]
