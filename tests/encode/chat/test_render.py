@@ -777,6 +777,18 @@ def test_arguments_of_tool_calls_are_given_in_the_form_that_the_template_wants(w
     assert found.notes == (("arguments_converted",) if converted else ())
 
 
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [("call.function.arguments | tojson", TEXT), ("'' + call.function.arguments", TEXT)],
+)
+@pytest.mark.parametrize("forms", [(OBJECT, TEXT), (TEXT, OBJECT)])
+def test_arguments_in_both_forms_are_all_given_in_the_one_that_the_template_wants(written, wanted, forms):
+    conversation = [*called(forms[0]), *called(forms[1])]
+    found = render(template_of(CALLS.replace("CALL", written)), conversation)
+    assert trained(found) == [f"<call>weather {wanted}<|im_end|>", "ANSWER<|im_end|>"] * 2
+    assert found.notes == ("arguments_converted",)
+
+
 @pytest.mark.parametrize("content", ["", None])
 def test_a_template_may_know_tool_calls_by_a_content_that_is_null(content):
     """As DeepSeek's does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -265,8 +265,8 @@ def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], t
     there are nothing but tool calls the content may be null, or empty.
     """
     for calling in (messages, *_without_text(messages)):
-        converted = _converted(calling)
-        for given, notes in ((calling, ()), *([(converted, ("arguments_converted",))] if converted else [])):
+        converted = ((given, ("arguments_converted",)) for given in _converted(calling))
+        for given, notes in ((calling, ()), *converted):
             yield given, notes
             texts = flattened(given)
             if texts is not None:
@@ -295,35 +295,39 @@ def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
     ]
 
 
-def _converted(messages: Sequence[Message]) -> list[Message] | None:
-    """Return messages with the arguments of tool calls as texts, or as objects where they are texts."""
+def _converted(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield messages with the arguments of all tool calls as objects, and as texts, where they are not so."""
     if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
-        return None
-    converted = [
-        {**message, "tool_calls": [_converted_call(call) for call in _tool_calls(message)]}
-        if _tool_calls(message)
-        else message
-        for message in messages
-    ]
-    return None if converted == list(messages) else converted
+        return
+    for form in (_object_of, _text_of):
+        converted = [
+            {**message, "tool_calls": [_converted_call(call, form) for call in _tool_calls(message)]}
+            if _tool_calls(message)
+            else message
+            for message in messages
+        ]
+        if converted != list(messages):
+            yield converted
 
 
-def _converted_call(call: object) -> object:
+def _converted_call(call: object, form: Callable[[object], object]) -> object:
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _converted_call(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, Mapping):
-        try:
-            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        except (TypeError, ValueError, RecursionError):
-            return call
+        return {**call, "function": _converted_call(call["function"], form)}
     try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else None
-    except (ValueError, RecursionError):
+        return {**call, "arguments": form(call["arguments"])} if "arguments" in call else call
+    except (TypeError, ValueError, RecursionError):
         return call
-    return {**call, "arguments": value} if isinstance(value, dict) else call
+
+
+def _object_of(arguments: object) -> object:
+    value = json.loads(arguments or "{}") if isinstance(arguments, str) else None
+    return value if isinstance(value, dict) else arguments
+
+
+def _text_of(arguments: object) -> object:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 def flattened(messages: Sequence[Message]) -> list[Message] | None:
