@@ -72,7 +72,7 @@ WAYS_OUT: Mapping[str, str] = {
     "not_text": "make the field a string, or add `template = true` if it holds messages",
     "not_messages": "make the field a list of objects with `role` and `content`, or `from` and `value`",
     "two_systems": "leave one of the two texts of the system",
-    "unknown_role": "call the speaker `human`, `gpt`, `system` or `tool`",
+    "unknown_role": "call the speaker `human`, `gpt`, `system` or `tool`, or say in `names.roles` who it is",
     "tools": "make `tools` a list of objects, or the JSON of one",
     "no_template": "name a chat template with `--chat-template`: `chatml`, or the path of a .jinja file",
     "not_number": "make rewards numbers",

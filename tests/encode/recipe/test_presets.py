@@ -196,7 +196,7 @@ def test_names_of_fields_keys_and_roles_are_those_of_the_record():
             {"roles": {"doctor": "asistant"}},
             "names: roles must lead to a role, got 'asistant'; did you mean 'assistant'",
         ),
-        ({"keys": {"rolle": "x"}}, "rolle"),
+        ({"keys": {"rolle": "x"}}, "names: keys must be role or content, got 'rolle'; name the record's"),
     ],
 )
 def test_slips_in_names_are_refused(names, message):

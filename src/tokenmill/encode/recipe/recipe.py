@@ -143,7 +143,7 @@ class Names:
 
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe -> field of the record at its top, such as `messages` -> `dialog`."""
-    keys: Mapping[Literal["role", "content"], str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     """`role` and `content` of a message -> what its keys are, such as `speaker` and `text`."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """What a message says of its speaker -> the role, such as `doctor` -> `assistant`."""
@@ -688,6 +688,9 @@ def _check_names(recipe: Recipe, where: str) -> None:
             raise ConfigError(
                 f"{where}: fields must be of the recipe, got {name!r}; {nearest(name, sorted(fields))}"
             )
+    for key in recipe.names.keys:
+        if key not in ("role", "content"):
+            raise ConfigError(f"{where}: keys must be role or content, got {key!r}; name the record's on the right")
     for role in recipe.names.roles.values():
         if role not in ROLES and role not in recipe.mask:
             raise ConfigError(f"{where}: roles must lead to a role, got {role!r}; {nearest(role, ROLES)}")
