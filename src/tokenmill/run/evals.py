@@ -147,8 +147,13 @@ class Eval:
 
     def long_records(self) -> Iterator[str]:
         """Yield what becomes of conversations, pairs and groups that do not fit a row."""
-        split, fates = self.config.long_documents, {"drop": "are left out", "forbid": "are refused"}
-        fates |= {"truncate_end": "lose their end", "truncate_start": "lose their beginning"}
+        split = long_documents(self.config.on_long, self.config.split, self.config.packing)
+        fates = {
+            "drop": "are left out",
+            "forbid": "are refused",
+            "truncate_end": "lose their end",
+            "truncate_start": "lose their beginning",
+        }
         cut = "are cut: what follows a cut is evaluated without what stood before"
         ways = 'raise seq_len of the eval, or say on_long = "drop" or "stop" there'
         for part in self.parts:
@@ -160,7 +165,7 @@ class Eval:
                 )
 
     @cached_property
-    def _is_told(self) -> bool:
+    def _has_warned(self) -> bool:
         """Log once what becomes of long records."""
         for sentence in self.long_records():
             logger.warning("%s", sentence)
@@ -270,7 +275,7 @@ class Eval:
         `columns` are fields that its stores keep of records.
         """
         layout = find_layout(layout, rank, world_size)
-        _ = not layout.leads or self._is_told
+        _ = not layout.leads or self._has_warned
         plan = self.plan(layout.dp[1] * micro_batch)
         if arrays is None:
             usual, written = usual_arrays(plan), self.run.config.run.arrays
