@@ -37,6 +37,7 @@ from tokenmill.packing.packers import (
     TRUNCATED,
     whole_fragments,
 )
+from tokenmill.types import NO_DOCUMENTS
 
 TINY = "--tiny" in sys.argv
 DOCUMENTS = 20_000 if TINY else 1_000_000
@@ -66,7 +67,7 @@ def pack(lengths: np.ndarray, seq_len: int, policy: Policy) -> dict:
         counts = np.zeros(NUM_COUNTS, np.int64)
         begin = time.process_time()
         for window in range(windows):
-            counts += pack_one(window, of, seq_len, policy, "benchmark", None).counts
+            counts += pack_one(window, of, seq_len, policy, "benchmark", NO_DOCUMENTS).counts
         best = min(best, time.process_time() - begin)
     slots = int(counts[ROWS]) * seq_len
     return {

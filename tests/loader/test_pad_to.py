@@ -15,10 +15,10 @@ ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "source
 def make_run(tmp_path, make_store):
     make_store("web", LENGTHS)
 
-    def make(**run):
+    def make(source=None, **run):
         tables = {
             "run": {"steps": 9, "global_batch_size": 12, "seq_len": 32, "packing": "padded"} | run,
-            "sources": [{"name": "web", "store": "web"}],
+            "sources": [{"name": "web"} | (source or {"store": "web"})],
         }
         return Run(config=parse_config(tables), folder=tmp_path)
 
@@ -68,3 +68,19 @@ def test_packed_rows_are_full_and_refuse_it(make_run):
         ConfigError, match=r"pad_to = .batch. is for stores packed as padded.*got 'best_fit', whose rows"
     ):
         make_run(pad_to="batch", packing="best_fit").plan()
+
+
+@pytest.mark.parametrize(
+    ("run", "source", "got"),
+    [
+        ({"packing": "best_fit"}, {}, r"'best_fit', whose rows"),
+        ({"segment_multiple": 8}, {}, r"segment_multiple = 8"),
+        ({"packing": "best_fit"}, {"documents": ["web.txt"], "tokenizer": "bytes", "live": True}, r"live text"),
+    ],
+)
+def test_what_a_config_refuses_is_refused_as_an_argument(make_run, tmp_path, run, source, got):
+    """Else rows of live text, of which it is not known how long they are, would lose all their tokens but one."""
+    (tmp_path / "web.txt").write_text("the mill grinds words\n" * 40)
+    made = make_run(source=source, **run)
+    with pytest.raises(ConfigError, match=rf"pad_to = .batch. is for stores packed as padded.*got {got}"):
+        made.loader(micro_batch=3, pad_to="batch")

@@ -352,6 +352,8 @@ class Loader:
                 "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
                 "its own; sum the labels of each rank with an all-reduce"
             )
+        if self.options.pad_to == "batch":
+            raise ConfigError('pad_to: must be "row" for live text, whose rows are full, got "batch"; leave it out')
         if not self.arrays:
             raise ConfigError(
                 'layout: needs = "nothing" is for stores, got live text, whose lanes stand where they were drawn '

@@ -366,6 +366,7 @@ class Run:
 
         for kind in self._record_kinds:
             self._check_for_records(kind)
+        self._check_padding(self.config.run.pad_to)
         began = perf_counter()
         errors, stops = limits(self.config)
         plan = compile_plan(
@@ -504,6 +505,8 @@ class Run:
 
         layout = find_layout(layout, rank, world_size)
         plan = self.plan()
+        if pad_to is not None:
+            self._check_padding(pad_to)
         arrays = arrays or self._arrays(plan)
         if columns:
             self.check_columns(columns, arrays, self.stores)
@@ -552,6 +555,24 @@ class Run:
                         f"prepare it with --keep {column}"
                     )
 
+    def _check_padding(self, pad_to: str) -> None:
+        """Refuse to pad rows to the longest of a batch where they are full, or nobody knows how long they are."""
+        multiple = self.config.run.segment_multiple
+        for stage in self.config.resolved_stages if pad_to == "batch" else ():
+            packing = self._packing(stage)
+            if live := [name for name in stage.sources if name in self.live]:
+                got = f"live text in {live[0]!r}"
+            elif packing != "padded":
+                got = f"{packing!r}, whose rows are full"
+            elif multiple > 1:
+                got = f"segment_multiple = {multiple}"
+            else:
+                continue
+            raise ConfigError(
+                f'stage {stage.name!r}: pad_to = "batch" is for stores packed as padded, for pairs and groups, got '
+                f"{got}; leave it out"
+            )
+
     def _warn_of_long_records(self) -> None:
         """Log what becomes of conversations, pairs and groups that do not fit a row."""
         if any(key in MASK_KEYS for store in self.stores.values() for key in store.keys):
@@ -566,12 +587,6 @@ class Run:
 
         _ = self.stores  # checks that all sources go together
         packing = self._packing(stage)
-        if self.config.run.pad_to == "batch" and (packing != "padded" or name in self.live):
-            got = f"live text in {name!r}" if name in self.live else f"{packing!r}, whose rows are full"
-            raise ConfigError(
-                f'stage {stage.name!r}: pad_to = "batch" is for stores packed as padded, for pairs and groups, got '
-                f"{got}; leave it out"
-            )
         multiple = self.config.run.segment_multiple
         split = long_documents(stage.on_long, stage.split, packing)
         policy = Policy(name=packing, split=split, crop=stage.crop, multiple=multiple)
