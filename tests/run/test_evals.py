@@ -331,6 +331,10 @@ def test_val_stores_of_prepare_are_evals(tmp_path):
         ({"name": "v", "store": "a", "rows": 0}, r"eval 'v': rows must be at least 1, got 0"),
         ({"name": "v", "source": "wbe", "documents": [1]}, r"source must be one of the run's, got 'wbe'; did you"),
         ({"name": "v", "source": "web", "documents": "5:2"}, r"documents must be a:b with a below b.*got '5:2'"),
+        (
+            {"name": "v", "source": "web", "documents": "0:1000000000000"},
+            r"documents must be at most 268,435,456, got '0:1000000000000', which are 1,000,000,000,000; name",
+        ),
         ({"name": "v", "source": "web", "documents": [-1]}, r"numbers from 0 on, got \(-1,\)"),
         ({"name": "v", "store": "a", "sources": [{"store": "b"}]}, r"store is for one source, got sources as well"),
         (

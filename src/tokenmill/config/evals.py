@@ -22,6 +22,9 @@ from tokenmill.tables import (
 )
 from tokenmill.types import SPLITS, Int64Array
 
+MAX_DOCUMENTS = 1 << 28
+"""Of a range: their numbers take 2 GiB of memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSource:
@@ -67,7 +70,13 @@ class EvalSource:
 
     def _listed(self, where: str) -> Int64Array:
         if isinstance(self.documents, str):
-            numbers = np.arange(*(read_range(self.documents) or (0, 0)), dtype=np.int64)
+            begin, end = read_range(self.documents) or (0, 0)
+            if end - begin > MAX_DOCUMENTS:
+                raise ConfigError(
+                    f"{where}: documents must be at most {MAX_DOCUMENTS:,}, got {self.documents!r}, which are "
+                    f"{end - begin:,}; name those that are evaluated on"
+                )
+            numbers = np.arange(begin, end, dtype=np.int64)
         else:
             numbers = np.unique(np.array(self.documents or (), np.int64))
         if not numbers.size or int(numbers[0]) < 0:
