@@ -1,18 +1,22 @@
 """What a template writes of a message in some place, known from conversations before it: most are rendered once.
 
-To follow every character of a conversation costs several times a plain render. But what a template makes of a
-message depends on what kind it is, and on the few others that its sample has (`sample`). So the render of a
-conversation that was followed is cut into parts, one a message, and each is kept by these kinds. The text of
-another conversation is put together of such parts, with its own texts in them. If a plain render gives that very
-text, and generation blocks wrote the same of it, then what was proven of the parts is true here as well. Else the
-conversation is followed; as is one in which an answer is also the text of another message, as nobody could say
-which of the two the template wrote.
+To follow every character of a conversation costs several times a plain render. But what a template writes of a
+message depends on the kind of the message, and on the kinds of the few others that its sample has (`sample`). So
+the render of a conversation that was followed is cut into parts, one a message, which are kept by these kinds. The
+text of another conversation is put together of such parts, with its own texts in them. It counts if a plain render
+gives the same text, with generation blocks in the same places, without looking into a text (`opaque`): then what
+was proven of the parts is true here as well. Else the conversation is followed, and so is
+
+- one in which an answer is also the text of another message, or a text has a control string: the same characters
+  could be written by either of two;
+- one with a turn that no sample shows, so that renders of the whole conversation have to.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +25,7 @@ from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import (
     LABELS,
     MAX_DEPTH,
+    ROLES,
     SETTING,
     Message,
     forms_of,
@@ -28,18 +33,20 @@ from tokenmill.encode.chat.conversation import (
     says_of_training,
     with_reasoning,
 )
+from tokenmill.encode.chat.opaque import opaque_template, opaque_texts
 from tokenmill.encode.chat.render import Form, Loss, Rendered, best_form, notes_of, trained_messages, unsaid_of
 from tokenmill.encode.chat.sample import first_call, neighbours, outlined
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Range, plain_text
-from tokenmill.encode.chat.tracked import generating
+from tokenmill.encode.chat.tracked import BLOCK_BEGIN, BLOCK_END, MAX_STEPS, budget, showing_blocks
 from tokenmill.encode.tokenizer import surrogate_in
 
 _MAX_PARTS = _MAX_SHAPES = 1 << 14
-_MAX_CHARS, _MAX_MESSAGES = 1 << 18, 256
+_MAX_CHARS, _MAX_MESSAGES, _MAX_STEPS = 1 << 18, 256, MAX_STEPS // 16
 """Longer ones are always followed: a limit of what a render may take must not depend on which came first."""
 _TRAINED, _AUTHORED, _GENERATED = 1, 2, 4
+_ROLES = frozenset(ROLES)
 _NOTHING_LOST = Loss(set(), (), False)
 
 
@@ -67,7 +74,7 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a template writes of a message: from the end of all messages before it to its own end."""
+    """What a template writes of a message: from the end of the turn before it to the end of its own."""
 
     pieces: tuple[_Piece, ...]
     loss: Loss
@@ -104,7 +111,11 @@ class _Kind:
     """Whether it is to be trained on, as far as it says so itself."""
     texts: list[_Text]
     free: list[str]
-    """Those of them that are neither names nor fixed."""
+    """Those of them that are neither names nor fixed, and what is left between strings that are looked for."""
+    labels: list[str]
+    """Names and ids among them, which other messages may have as well."""
+    names: list[str]
+    """All of them that are no free text."""
 
 
 _Kinds: TypeAlias = dict[int, tuple[Message, _Kind]]
@@ -123,6 +134,9 @@ class _Talk:
     keys: list[tuple[int, ...]]
     """Of each part: one a message, and what stands behind all of them."""
 
+    open_texts: Sequence[Set[str]]
+    """Texts that the template may look into, as they are the same in all alike: names, tools, its own, roles."""
+
     def size_of(self, message: int, string: int) -> int:
         """Return the characters of a string of a message."""
         return len(self.texts[message][string].text)
@@ -136,12 +150,16 @@ class Patterns:
     kwargs: Mapping[str, Any]
     train_on: Sequence[str]
     last_only: bool
+    controls: re.Pattern[str] | None = None
+    """Control strings, which are ids or text by who wrote them: a text that has one is followed."""
     _parts: dict[tuple[int, ...], _Part] = field(default_factory=dict, repr=False)
     _refused: set[frozenset[int]] = field(default_factory=set, repr=False)
     """Kinds of all messages that may have other forms, where the template took such another form alone."""
     _kinds: dict[tuple[str, ...], int] = field(default_factory=dict, repr=False)
     _says: dict[int, bool | None] = field(default_factory=dict, repr=False)
     """By kind, whether such a message is to be trained on, as far as it says so itself; no text of it counts."""
+    _tool_texts: dict[int, frozenset[str]] = field(default_factory=dict, repr=False)
+    """By the number of tools, all texts in them."""
     _sought: set[str] = field(default_factory=lambda: {"</think>"}, repr=False)
     """What the template has looked for in texts."""
 
@@ -179,35 +197,36 @@ class Patterns:
             return None
         unsaid, talk, known, notes = best
         text, ends, flags = _joined(talk, known)
-        if len(text) > _MAX_CHARS or not self._writes(text, _ranges(ends, flags, _GENERATED), talk.messages, tools):
+        supervised = _ranges(ends, flags, _TRAINED)
+        if len(text) > _MAX_CHARS or not supervised:
+            return None
+        if not self._writes(_with_blocks(text, _ranges(ends, flags, _GENERATED)), talk, tools):
             return None
         return Rendered(
             text=text,
-            supervised=_ranges(ends, flags, _TRAINED),
+            supervised=supervised,
             authored=_ranges(ends, flags, _AUTHORED),
             notes=(*notes, *notes_of(part.loss for part in known)),
             unsaid=unsaid,
         )
 
-    def _writes(
-        self, text: str, generation: Iterable[Range], messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> bool:
-        """Say whether the template makes a text of messages, and its generation blocks these ranges of it."""
+    def _writes(self, text: str, talk: _Talk, tools: Sequence[Any] | None) -> bool:
+        """Say whether the template makes a text, with the marks of generation blocks, of a conversation."""
         template = self.template
         try:
-            with generating() as generated:
+            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(self._sought, talk.open_texts):
                 plain = plain_text(
-                    compiled(template.source, template.where),
+                    opaque_template(template.source),
                     template.where,
                     template.special_tokens,
-                    messages,
+                    talk.messages,
                     tools,
                     self.kwargs,
                     False,
                 )
         except Refusal:
             return False
-        return plain == text and "".join(generated) == "".join(text[begin:end] for begin, end in generation)
+        return plain.replace(BLOCK_END + BLOCK_BEGIN, "") == text
 
     def _learn(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, forms: Sequence[Form | None]
@@ -224,7 +243,15 @@ class Patterns:
                 talk = self._talk(given, tools, kinds)
             except _Unlike:
                 continue
-            self._parts.update(zip(talk.keys, _cut(form, talk), strict=False))
+            trace = form.renderer.trace(len(given), False)
+            if not self._writes(_with_blocks(trace.text, trace.generation), talk, tools):
+                continue
+            # What renders of the conversation itself showed of a turn may be otherwise in another one. What is
+            # written of an empty message is in the part of the next.
+            unsure = {at for index in form.renderer.unsampled for at in (index, index + 1)}
+            for index, (key, part) in enumerate(zip(talk.keys, _cut(form, talk), strict=False)):
+                if index not in unsure:
+                    self._parts[key] = part
         while len(self._parts) > _MAX_PARTS:
             del self._parts[next(iter(self._parts))]
         if len(self._refused) > _MAX_PARTS:
@@ -250,23 +277,33 @@ class Patterns:
         others = (kind for number, kind in zip(numbers, own, strict=True) if number % 2 == 0)
         if any(not answers.isdisjoint(kind.free) for kind in others):
             raise _Unlike
-        setting = self._number((repr(tools),))
+        names = {name for kind in own for name in kind.names}
+        setting = self._setting(tools)
+        tool_texts, words = self._tool_texts[setting], compiled(self.template.source, self.template.where).words
+        free = {text for kind in own for text in kind.free}
+        if not names.isdisjoint(free) or not tool_texts.isdisjoint(free):
+            raise _Unlike
         near, behind = neighbours(roles, first_call(roles, messages))
-        keys = [
-            (
-                setting,
-                len(before) > index,  # whether there are no others before it
-                *[numbers[at] for at in before],
-                -1,
-                *[numbers[at] for at in after],
+        keys = []
+        for index, (before, after) in enumerate(zip(near, behind, strict=True)):
+            labels = [label for at in (*before, *after) for label in own[at].labels]
+            keys.append(
+                (
+                    setting,
+                    len(before) > index,  # whether there are no others before it
+                    *[numbers[at] for at in before],
+                    -1,
+                    *[numbers[at] for at in after],
+                    -1,
+                    *[labels.index(label) for label in labels],  # which of them are the same
+                )
             )
-            for index, (before, after) in enumerate(zip(near, behind, strict=True))
-        ]
         return _Talk(
             messages=messages,
             texts=[kind.texts for kind in own],
             near=near,
             keys=[*keys, (*keys[-1], -1)],
+            open_texts=(names, tool_texts, words, _ROLES),
         )
 
     def _formed(self, messages: Sequence[Message], kinds: _Kinds) -> frozenset[int]:
@@ -275,9 +312,16 @@ class Patterns:
             raise _Unlike
         return frozenset(self._kind(message, kinds).number for message in messages if may_have_forms(message))
 
+    def _setting(self, tools: Sequence[Any] | None) -> int:
+        """Return a number of tools, whose texts are kept by it."""
+        setting = self._number((repr(tools),))
+        if setting not in self._tool_texts:
+            self._tool_texts[setting] = frozenset(_texts_in(tools))
+        return setting
+
     def _number(self, shape: tuple[str, ...]) -> int:
         if len(self._kinds) >= _MAX_SHAPES and shape not in self._kinds:
-            for known in (self._kinds, self._parts, self._refused, self._says):
+            for known in (self._kinds, self._parts, self._refused, self._says, self._tool_texts):
                 known.clear()
             raise _Unlike  # some of the conversation have numbers of before
         return self._kinds.setdefault(shape, len(self._kinds))
@@ -287,7 +331,8 @@ class Patterns:
             return kinds[id(message)][1]
         if type(message) is not dict or type(message.get("role")) is not str:
             raise _Unlike
-        shape = _Shape(words=compiled(self.template.source, self.template.where).words, sought=self._sought)
+        words = compiled(self.template.source, self.template.where).words
+        shape = _Shape(words=words, sought=self._sought, controls=self.controls)
         shape.add(message)
         number = self._number(tuple(shape.parts))
         if number not in self._says:
@@ -295,7 +340,14 @@ class Patterns:
                 self._says[number] = says_of_training(message)
             except Refusal as error:
                 raise _Unlike from error
-        kind = _Kind(number=number, says=self._says[number], texts=shape.texts, free=shape.free)
+        kind = _Kind(
+            number=number,
+            says=self._says[number],
+            texts=shape.texts,
+            free=shape.free,
+            labels=shape.labels,
+            names=[*shape.labels, *(each.text for each in shape.texts if not each.stretches)],
+        )
         kinds[id(message)] = message, kind
         return kind
 
@@ -306,9 +358,11 @@ class _Shape:
 
     words: frozenset[str]
     sought: set[str]
+    controls: re.Pattern[str] | None
     parts: list[str] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
     free: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
 
     def add(self, value: Any, depth: int = 0, name: str = "") -> None:  # noqa: ANN401 - any JSON value
         """Add a value; one that is no JSON, or a text that the template may compare with, raises `_Unlike`."""
@@ -345,17 +399,37 @@ class _Shape:
         if not text.isascii() and surrogate_in(text) is not None:
             raise _Unlike
         core, is_label = text.strip(), name in LABELS
+        if self.controls is not None and self.controls.search(text):
+            raise _Unlike
         if not core or name == "type" or (is_label and core in self.words):
             self.parts.append(f"={text}")
             self.texts.append(_Text(text, ()))
             return
-        outline = None if core in self.words else outlined(text, self.sought)
+        outline = None if core in self.words or core in _ROLES else outlined(text, self.sought)
         if outline is None:
             raise _Unlike
-        self.parts.append(outline[0])
+        self.parts.append(f'"{outline[0]}')
         self.texts.append(_Text(text, outline[1]))
-        if not is_label:
-            self.free.append(core)
+        if is_label:
+            self.labels.append(core)
+            return
+        self.free.append(core)
+        if len(outline[1]) > 1:
+            between = [text[begin:end] for begin, end in outline[1]]
+            if not _ROLES.isdisjoint(between) or not self.words.isdisjoint(between):
+                raise _Unlike
+            self.free += between
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (str(key), *_texts_in(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item)
 
 
 # Renders as parts.
@@ -387,7 +461,9 @@ def _cut(form: Form, talk: _Talk) -> list[_Part]:
         if each.owner == SETTING:
             pending += pieces(each.begin, at, 0)  # of tools or options, which are the same in all
             continue
-        current = max(current, each.owner)
+        if each.owner > current:
+            pending = _without_end(parts[current], pending)
+            current = each.owner
         parts[current] += pending
         pending = []
         string = each.string - conversation.firsts[each.owner]
@@ -400,8 +476,15 @@ def _cut(form: Form, talk: _Talk) -> list[_Part]:
             return []
         message = talk.near[current].index(each.owner)
         parts[current].append(_Piece(flags(each.begin, 0), "", message, string, begin, end))
-    parts[-1] = pending + pieces(at, len(trace.text), _AUTHORED)
+    parts[-1] = _without_end(parts[-2], pending + pieces(at, len(trace.text), _AUTHORED))
     return [_Part(tuple(each), loss) for each, loss in zip(parts, (*form.losses, _NOTHING_LOST), strict=True)]
+
+
+def _without_end(part: list[_Piece], behind: list[_Piece]) -> list[_Piece]:
+    """Add what ends a turn to its part; return what is left of the pieces that stand behind it."""
+    size = next((at for at, piece in enumerate(behind) if not piece.flags & _TRAINED), len(behind))
+    part += behind[:size]
+    return behind[size:]
 
 
 def _joined(talk: _Talk, parts: Sequence[_Part]) -> tuple[str, list[int], list[int]]:
@@ -421,6 +504,16 @@ def _joined(talk: _Talk, parts: Sequence[_Part]) -> tuple[str, list[int], list[i
             ends.append(size)
             all_flags.append(flags)
     return "".join(written), ends, all_flags
+
+
+def _with_blocks(text: str, generation: Iterable[Range]) -> str:
+    """Return a text with marks around what generation blocks wrote; one that has such marks is never the same."""
+    marked: list[str] = []
+    done = 0
+    for begin, end in generation:
+        marked += [text[done:begin], BLOCK_BEGIN, text[begin:end], BLOCK_END]
+        done = end
+    return "".join([*marked, text[done:]])
 
 
 def _ranges(ends: Sequence[int], flags: Sequence[int], flag: int) -> tuple[Range, ...]:

@@ -262,6 +262,7 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
         _refuse_missing(trace, index)
         if not asks:
             return (0, 0)
+        renderer.unsampled.add(index)
         begin = renderer.empty_turn(trace, index)
         return begin, begin + len(_closing(trace, renderer.closings(index, None), index, begin))
     first, after = own
@@ -277,6 +278,7 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     lead = next((size for text, size in known.openings if text == opening), None) if known else None
     if lead is not None:
         return first - lead, end
+    renderer.unsampled.add(index)
     return renderer.begin(trace, index, first, end), end
 
 
@@ -286,6 +288,7 @@ def _end_of_turn(renderer: Renderer, trace: Trace, index: int, after: int, known
     end = trace.closing_of(_sampled_tails(trace, index, last, known), after)
     if end is not None:
         return end
+    renderer.unsampled.add(index)
     tails = renderer.closings(index, last)
     if trace.closing_of(tails, after) is None and trace.goes_on(index, after):
         return ""
@@ -323,6 +326,7 @@ def _turn_ranges(renderer: Renderer, trace: Trace, trained: Sequence[int]) -> li
     apart = [index for index in sorted({*calling, *trained}) if _is_apart(trace, index)]
     if not apart:
         return [_turn_range(renderer, trace, index) for index in trained]
+    renderer.unsampled.update(trained)
     refused = Refusal("interleaved", f"{conversation.named(apart[0])} in parts, with others between them")
     if not all({"text", "tool calls"} <= {*conversation.parts_of(index)} for index in apart):
         raise refused

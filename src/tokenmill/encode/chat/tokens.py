@@ -56,7 +56,7 @@ class Controls:
     rules: Mapping[str, StripRule]
     where: str
     """What the user called the template, for messages."""
-    _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+    pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
     _known: dict[str, list[tuple[int, int, str]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -66,12 +66,12 @@ class Controls:
         # The first that stands somewhere, and of those that start together the longest, as Hugging Face does.
         odd = [name for name, rule in self.rules.items() if rule.unlike]
         names = sorted({*self.ids, *odd} - {""}, key=lambda name: (-len(name), name))
-        object.__setattr__(self, "_pattern", re.compile("|".join(map(re.escape, names))) if names else None)
+        object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, names))) if names else None)
 
     def find(self, text: str, ranges: Iterable[tuple[int, int]]) -> list[Control]:
         """Return the control strings that lie within one of the ranges; white space around them may go beyond."""
         controls: list[Control] = []
-        if self._pattern is None:
+        if self.pattern is None:
             return controls
         done = 0
         for first, last in ranges:
@@ -85,11 +85,11 @@ class Controls:
         return controls
 
     def _within(self, text: str) -> list[tuple[int, int, str]]:
-        assert self._pattern is not None
+        assert self.pattern is not None
         if text not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[text] = [(*match.span(), match.group()) for match in self._pattern.finditer(text)]
+            self._known[text] = [(*match.span(), match.group()) for match in self.pattern.finditer(text)]
         return self._known[text]
 
     def _with_blanks(self, text: str, done: int, begin: int, end: int, rule: StripRule) -> tuple[int, int]:
@@ -330,6 +330,7 @@ class ChatEncoder:
                 kwargs={**self.kwargs, **options},
                 train_on=self.train_on,
                 last_only=self.last_only,
+                controls=self._controls.pattern,
             )
         return self._patterns[key]
 

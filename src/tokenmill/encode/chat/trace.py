@@ -215,6 +215,8 @@ class Renderer:
     """Kept by `sample`, once it is known: the messages on which it depends how each is written."""
     samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
     """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
+    unsampled: set[int] = field(default_factory=set)
+    """Messages whose turn no sample showed, so that renders of the conversation itself had to."""
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
     def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
@@ -244,7 +246,7 @@ class Renderer:
         """Refuse if plain strings, which every other library renders with, give another text."""
         conversation = self.conversation
         text = plain_text(
-            self.compiled,
+            self.compiled.plain,
             self.where,
             self.special_tokens,
             bare(conversation.messages),
@@ -529,7 +531,7 @@ class Renderer:
 
 
 def plain_text(
-    compiled: Compiled,
+    template: Template,
     where: str,
     special_tokens: Mapping[str, str],
     messages: Sequence[Message],
@@ -538,7 +540,7 @@ def plain_text(
     add_generation_prompt: bool,
 ) -> str:
     """Render a conversation with plain strings, as every other library does."""
-    return _run(compiled.plain, _names(where, special_tokens, messages, tools, options, add_generation_prompt, str))
+    return _run(template, _names(where, special_tokens, messages, tools, options, add_generation_prompt, str))
 
 
 def _names(

@@ -48,7 +48,10 @@ _begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and byte
 
 @contextmanager
 def budget(steps: int = MAX_STEPS) -> Iterator[None]:
-    """Give a render so many steps; nothing is counted outside of one."""
+    """Give a render so many steps, and no more than one around it has; nothing is counted outside of one."""
+    around = _left.get(None)
+    if around is not None:
+        steps = min(steps, sum(around))
     token = _left.set([min(steps, _STEPS_BETWEEN), max(0, steps - _STEPS_BETWEEN)])
     try:
         yield
@@ -228,20 +231,21 @@ def _note(text: Tracked, needle: object) -> None:
             sought.add(str.__str__(needle))
 
 
-# What generation blocks wrote of plain strings.
+# Where generation blocks begin and end in a render with plain strings.
 
-_generated: ContextVar[list[str] | None] = ContextVar("what generation blocks wrote", default=None)
+BLOCK_BEGIN, BLOCK_END = "\ufdd0", "\ufdd1"
+"""Two of the code points that Unicode keeps out of texts."""
+_blocks_shown: ContextVar[bool] = ContextVar("whether generation blocks are shown", default=False)
 
 
 @contextmanager
-def generating() -> Iterator[list[str]]:
-    """Give what the generation blocks of a render with plain strings write, in their order."""
-    texts: list[str] = []
-    token = _generated.set(texts)
+def showing_blocks() -> Iterator[None]:
+    """Let a render with plain strings have `BLOCK_BEGIN` and `BLOCK_END` around what generation blocks write."""
+    token = _blocks_shown.set(True)
     try:
-        yield texts
+        yield
     finally:
-        _generated.reset(token)
+        _blocks_shown.reset(token)
 
 
 # Strings that are followed.
@@ -489,12 +493,9 @@ def runs_of(text: str) -> Sequence[Run]:
 
 
 def generated(text: str) -> str:
-    """Mark a text as written inside a generation block; a plain one is told to `generating`."""
+    """Mark a text as written inside a generation block; a plain one only within `showing_blocks`."""
     if type(text) is not Tracked:
-        texts = _generated.get()
-        if texts is not None:
-            texts.append(text)
-        return text
+        return f"{BLOCK_BEGIN}{text}{BLOCK_END}" if text and _blocks_shown.get() else text
     return marked(
         text,
         [(size, first if first == UNKNOWN else first | GENERATION, step) for size, first, step in runs_of(text)],
