@@ -203,7 +203,8 @@ class _LimitedCode(_NoConstantFolding):
         if not self._weighing or isinstance(node.expr, nodes.Const):
             super().visit_Operand(node, frame)
             return
-        self.write(f" {operators[node.op]} environment.weighed(")
+        weighed = "searched" if node.op in ("in", "notin") else "weighed"
+        self.write(f" {operators[node.op]} environment.{weighed}(")
         self.visit(node.expr, frame)
         self.write(")")
 
@@ -329,6 +330,14 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(value, list | tuple | Mapping):
             charge(1 + _num_items(value) // _ITEMS)
         return value
+
+    @classmethod
+    def searched(cls, value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count what it takes to look for something in a value; the keys of a table are not gone through."""
+        if type(value) is dict:
+            charge()
+            return value
+        return cls.weighed(value)
 
     @staticmethod
     def copied(value: Any) -> Any:  # noqa: ANN401 - given back as it is
