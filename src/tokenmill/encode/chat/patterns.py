@@ -80,7 +80,7 @@ class _Part(NamedTuple):
     loss: Loss
 
 
-class _Unlike(Exception):
+class _MustBeFollowed(Exception):
     """A conversation that is always followed."""
 
 
@@ -123,7 +123,7 @@ _Kinds: TypeAlias = dict[int, tuple[Message, _Kind]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Talk:
+class _KeyedConversation:
     """A conversation, by the kinds of its messages."""
 
     messages: Sequence[Message]
@@ -167,7 +167,7 @@ class Patterns:
         """Do as `render` does, within the limits that the caller has set."""
         try:
             known = self._composed(messages, tools)
-        except _Unlike:
+        except _MustBeFollowed:
             known = None
         if known is not None:
             return known
@@ -180,27 +180,27 @@ class Patterns:
     def _composed(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered | None:
         """Put the text together of known parts; None if one is not, or the template writes another text."""
         kinds: _Kinds = {}
-        best: tuple[int, _Talk, list[_Part], tuple[str, ...]] | None = None
-        for given, notes in forms_of(with_reasoning(messages)):
-            if self._refused and self._formed(given, kinds) in self._refused:
+        best: tuple[int, _KeyedConversation, list[_Part], tuple[str, ...]] | None = None
+        for form_messages, notes in forms_of(with_reasoning(messages)):
+            if self._refused and self._kinds_with_forms(form_messages, kinds) in self._refused:
                 continue
-            talk = self._talk(given, tools, kinds)
-            known = [self._parts[key] for key in talk.keys if key in self._parts]
-            if len(known) < len(talk.keys):
+            keyed = self._keyed(form_messages, tools, kinds)
+            known = [self._parts[key] for key in keyed.keys if key in self._parts]
+            if len(known) < len(keyed.keys):
                 return None
-            unsaid = unsaid_of([part.loss for part in known], talk.size_of)
+            unsaid = unsaid_of([part.loss for part in known], keyed.size_of)
             if best is None or unsaid < best[0]:
-                best = unsaid, talk, known, notes
+                best = unsaid, keyed, known, notes
             if not unsaid:
                 break
         if best is None:
             return None
-        unsaid, talk, known, notes = best
-        text, ends, flags = _joined(talk, known)
+        unsaid, keyed, known, notes = best
+        text, ends, flags = _joined(keyed, known)
         supervised = _ranges(ends, flags, _TRAINED)
         if len(text) > _MAX_CHARS or not supervised:
             return None
-        if not self._writes(_with_blocks(text, _ranges(ends, flags, _GENERATED)), talk, tools):
+        if not self._writes(_with_blocks(text, _ranges(ends, flags, _GENERATED)), keyed, tools):
             return None
         return Rendered(
             text=text,
@@ -210,16 +210,16 @@ class Patterns:
             unsaid=unsaid,
         )
 
-    def _writes(self, text: str, talk: _Talk, tools: Sequence[Any] | None) -> bool:
+    def _writes(self, text: str, keyed: _KeyedConversation, tools: Sequence[Any] | None) -> bool:
         """Say whether the template makes a text, with the marks of generation blocks, of a conversation."""
         template = self.template
         try:
-            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(self._sought, talk.open_texts):
+            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(self._sought, keyed.open_texts):
                 plain = plain_text(
                     opaque_template(template.source),
                     template.where,
                     template.special_tokens,
-                    talk.messages,
+                    keyed.messages,
                     tools,
                     self.kwargs,
                     False,
@@ -235,21 +235,21 @@ class Patterns:
         for form in forms:
             self._sought.update(() if form is None else form.renderer.sought)
         kinds: _Kinds = {}
-        for (given, _), form in zip(forms_of(with_reasoning(messages)), forms, strict=False):
+        for (form_messages, _), form in zip(forms_of(with_reasoning(messages)), forms, strict=False):
             try:
                 if form is None:
-                    self._refused.add(self._formed(given, kinds))
+                    self._refused.add(self._kinds_with_forms(form_messages, kinds))
                     continue
-                talk = self._talk(given, tools, kinds)
-            except _Unlike:
+                keyed = self._keyed(form_messages, tools, kinds)
+            except _MustBeFollowed:
                 continue
-            trace = form.renderer.trace(len(given), False)
-            if not self._writes(_with_blocks(trace.text, trace.generation), talk, tools):
+            trace = form.renderer.trace(len(form_messages), False)
+            if not self._writes(_with_blocks(trace.text, trace.generation), keyed, tools):
                 continue
             # What renders of the conversation itself showed of a turn may be otherwise in another one. What is
             # written of an empty message is in the part of the next.
             unsure = {at for index in form.renderer.unsampled for at in (index, index + 1)}
-            for index, (key, part) in enumerate(zip(talk.keys, _cut(form, talk), strict=False)):
+            for index, (key, part) in enumerate(zip(keyed.keys, _cut(form, keyed), strict=False)):
                 if index not in unsure:
                     self._parts[key] = part
         while len(self._parts) > _MAX_PARTS:
@@ -259,16 +259,16 @@ class Patterns:
 
     # What makes messages alike.
 
-    def _talk(self, messages: Sequence[Message], tools: Sequence[Any] | None, kinds: _Kinds) -> _Talk:
+    def _keyed(self, messages: Sequence[Message], tools: Sequence[Any] | None, kinds: _Kinds) -> _KeyedConversation:
         """Return what a conversation has in common with others; `kinds` keeps what is known of its messages."""
         if not isinstance(messages, list | tuple) or not 0 < len(messages) <= _MAX_MESSAGES:
-            raise _Unlike
+            raise _MustBeFollowed
         own = [self._kind(message, kinds) for message in messages]
         roles = [message["role"] for message in messages]
         try:
             trained = trained_messages(roles, [kind.says for kind in own], self.train_on, self.last_only)
         except Refusal as error:
-            raise _Unlike from error
+            raise _MustBeFollowed from error
         numbers = [kind.number * 2 for kind in own]
         answers: set[str] = set()
         for index in trained:
@@ -276,13 +276,13 @@ class Patterns:
             answers.update(own[index].free)
         others = (kind for number, kind in zip(numbers, own, strict=True) if number % 2 == 0)
         if any(not answers.isdisjoint(kind.free) for kind in others):
-            raise _Unlike
+            raise _MustBeFollowed
         names = {name for kind in own for name in kind.names}
         setting = self._setting(tools)
         tool_texts, words = self._tool_texts[setting], compiled(self.template.source, self.template.where).words
         free = {text for kind in own for text in kind.free}
         if not names.isdisjoint(free) or not tool_texts.isdisjoint(free):
-            raise _Unlike
+            raise _MustBeFollowed
         near, behind = neighbours(roles, first_call(roles, messages))
         keys = []
         for index, (before, after) in enumerate(zip(near, behind, strict=True)):
@@ -298,7 +298,7 @@ class Patterns:
                     *[labels.index(label) for label in labels],  # which of them are the same
                 )
             )
-        return _Talk(
+        return _KeyedConversation(
             messages=messages,
             texts=[kind.texts for kind in own],
             near=near,
@@ -306,10 +306,10 @@ class Patterns:
             open_texts=(names, tool_texts, words, _ROLES),
         )
 
-    def _formed(self, messages: Sequence[Message], kinds: _Kinds) -> frozenset[int]:
+    def _kinds_with_forms(self, messages: Sequence[Message], kinds: _Kinds) -> frozenset[int]:
         """Return the kinds of messages that a template may want in another form."""
         if not isinstance(messages, list | tuple):
-            raise _Unlike
+            raise _MustBeFollowed
         return frozenset(self._kind(message, kinds).number for message in messages if may_have_forms(message))
 
     def _setting(self, tools: Sequence[Any] | None) -> int:
@@ -323,14 +323,14 @@ class Patterns:
         if len(self._kinds) >= _MAX_SHAPES and shape not in self._kinds:
             for known in (self._kinds, self._parts, self._refused, self._says, self._tool_texts):
                 known.clear()
-            raise _Unlike  # some of the conversation have numbers of before
+            raise _MustBeFollowed  # some of the conversation have numbers of before
         return self._kinds.setdefault(shape, len(self._kinds))
 
     def _kind(self, message: Message, kinds: _Kinds) -> _Kind:
         if id(message) in kinds:
             return kinds[id(message)][1]
         if type(message) is not dict or type(message.get("role")) is not str:
-            raise _Unlike
+            raise _MustBeFollowed
         words = compiled(self.template.source, self.template.where).words
         shape = _Shape(words=words, sought=self._sought, controls=self.controls)
         shape.add(message)
@@ -339,7 +339,7 @@ class Patterns:
             try:
                 self._says[number] = says_of_training(message)
             except Refusal as error:
-                raise _Unlike from error
+                raise _MustBeFollowed from error
         kind = _Kind(
             number=number,
             says=self._says[number],
@@ -365,14 +365,14 @@ class _Shape:
     labels: list[str] = field(default_factory=list)
 
     def add(self, value: Any, depth: int = 0, name: str = "") -> None:  # noqa: ANN401 - any JSON value
-        """Add a value; one that is no JSON, or a text that the template may compare with, raises `_Unlike`."""
+        """Add a value; what is no JSON, or a text that the template may compare with, must be followed."""
         kind = type(value)
         if kind is str:
             self._add_text(value, name)
         elif value is None or kind in (bool, int, float):
             self.parts.append(repr(value))
         elif kind not in (dict, list) or depth > MAX_DEPTH:
-            raise _Unlike
+            raise _MustBeFollowed
         elif kind is list:
             self.parts.append("[")
             for item in value:
@@ -382,7 +382,7 @@ class _Shape:
             self.parts.append("{")
             for key, item in value.items():
                 if type(key) is not str:
-                    raise _Unlike
+                    raise _MustBeFollowed
                 self.parts.append(key)
                 if depth == 0 and key == "role":  # which is not marked
                     self.parts.append(item)
@@ -397,17 +397,17 @@ class _Shape:
             self.parts.append("=")
             return
         if not text.isascii() and surrogate_in(text) is not None:
-            raise _Unlike
+            raise _MustBeFollowed
         core, is_label = text.strip(), name in LABELS
         if self.controls is not None and self.controls.search(text):
-            raise _Unlike
+            raise _MustBeFollowed
         if not core or name == "type" or (is_label and core in self.words):
             self.parts.append(f"={text}")
             self.texts.append(_Text(text, ()))
             return
         outline = None if core in self.words or core in _ROLES else outlined(text, self.sought)
         if outline is None:
-            raise _Unlike
+            raise _MustBeFollowed
         self.parts.append(f'"{outline[0]}')
         self.texts.append(_Text(text, outline[1]))
         if is_label:
@@ -417,7 +417,7 @@ class _Shape:
         if len(outline[1]) > 1:
             between = [text[begin:end] for begin, end in outline[1]]
             if not _ROLES.isdisjoint(between) or not self.words.isdisjoint(between):
-                raise _Unlike
+                raise _MustBeFollowed
             self.free += between
 
 
@@ -435,7 +435,7 @@ def _texts_in(value: object) -> Iterator[str]:
 # Renders as parts.
 
 
-def _cut(form: Form, talk: _Talk) -> list[_Part]:
+def _cut(form: Form, keyed: _KeyedConversation) -> list[_Part]:
     """Cut a render into parts, one a message and one for what is behind them; nothing where that cannot be done."""
     conversation = form.renderer.conversation
     trace = form.renderer.trace(len(conversation.messages), False)
@@ -452,7 +452,7 @@ def _cut(form: Form, talk: _Talk) -> list[_Part]:
         is_trained, is_generated = bisect_right(trained, at) % 2, bisect_right(generated, at) % 2
         return own + _TRAINED * is_trained + _GENERATED * is_generated
 
-    parts: list[list[_Piece]] = [[] for _ in range(len(talk.near) + 1)]
+    parts: list[list[_Piece]] = [[] for _ in range(len(keyed.near) + 1)]
     at = current = 0
     pending: list[_Piece] = []
     for each in trace.fragments:
@@ -468,13 +468,13 @@ def _cut(form: Form, talk: _Talk) -> list[_Part]:
         pending = []
         string = each.string - conversation.firsts[each.owner]
         origin = each.origin - conversation.starts[each.string]
-        text = talk.texts[each.owner][string]
+        text = keyed.texts[each.owner][string]
         begin, end = text.place(origin), text.place(origin + at - each.begin)
         is_cut = bisect_right(edges, each.begin) != bisect_left(edges, at)
         is_escaped = at > each.begin + 1 and not each.step
-        if begin is None or end is None or is_cut or is_escaped or each.owner not in talk.near[current]:
+        if begin is None or end is None or is_cut or is_escaped or each.owner not in keyed.near[current]:
             return []
-        message = talk.near[current].index(each.owner)
+        message = keyed.near[current].index(each.owner)
         parts[current].append(_Piece(flags(each.begin, 0), "", message, string, begin, end))
     parts[-1] = _without_end(parts[-2], pending + pieces(at, len(trace.text), _AUTHORED))
     return [_Part(tuple(each), loss) for each, loss in zip(parts, (*form.losses, _NOTHING_LOST), strict=True)]
@@ -487,17 +487,17 @@ def _without_end(part: list[_Piece], behind: list[_Piece]) -> list[_Piece]:
     return behind[size:]
 
 
-def _joined(talk: _Talk, parts: Sequence[_Part]) -> tuple[str, list[int], list[int]]:
+def _joined(keyed: _KeyedConversation, parts: Sequence[_Part]) -> tuple[str, list[int], list[int]]:
     """Return the text that parts make, where each piece ends in it, and the flags of each."""
     written: list[str] = []
     ends: list[int] = []
     all_flags: list[int] = []
     size = 0
-    for part, near in zip(parts, (*talk.near, ()), strict=True):
+    for part, near in zip(parts, (*keyed.near, ()), strict=True):
         for flags, fixed, message, string, begin, end in part.pieces:
             piece = fixed
             if not piece:
-                text = talk.texts[near[message]][string]
+                text = keyed.texts[near[message]][string]
                 piece = text.text[text.at(begin) : text.at(end)]
             written.append(piece)
             size += len(piece)
