@@ -104,6 +104,22 @@ def test_a_text_that_matters_to_the_template_makes_a_conversation_unlike(source,
         assert by_patterns(known, messages, None) == outcome(template, messages, None, ("assistant",))
 
 
+def test_a_text_with_what_the_template_looks_for_is_followed(monkeypatch):
+    """[T1.a] The record may have written it, or the template in its place, by a message far away."""
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content.split('~')|join('~') }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    template, renders = ChatTemplate(source=source, where="test"), renders_noted(monkeypatch)
+    known = Patterns(template=template, kwargs={}, train_on=("assistant",), last_only=False)
+    for word, is_followed in (("one", True), ("two", False), ("th~ree", True), ("fo~ur", True)):
+        renders.clear()
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": word}]
+        rendered = by_patterns(known, messages, None)
+        assert (len(renders) > 1) == is_followed, word
+        assert rendered == outcome(template, messages, None, ("assistant",))
+
+
 # Conversations of any shape, put together of what is known of others.
 
 TOLD = (

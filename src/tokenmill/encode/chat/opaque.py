@@ -1,8 +1,8 @@
 """Renders that stop where a template looks into a text: for all others a text could be any other of its kind.
 
 What a template writes of a message can be known from another message only if it does the same with both. So it may
-write a text, strip it, look for strings in it that are known, and compare it with the template's own. It may not
-ask for its length or for some of its characters, take it for a number, or compare it with another text.
+write a text, strip it, look for strings that are not in it, and compare it with the template's own. It may not find
+a string in it, ask for its length or for some of its characters, take it for a number, or compare it with another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.environment import Template
@@ -32,28 +32,22 @@ _SEARCHING = frozenset(("endswith", "partition", "replace", "rpartition", "rspli
 _OF_STRINGS = frozenset(dir(str)) - frozenset(dir(dict)) - frozenset(dir(list)) | {"count", "index"}
 
 
-class _Allowed(NamedTuple):
-    sought: Set[str]
-    """What may be looked for in texts."""
-    open: Sequence[Set[str]]
-    """Texts that may be looked into."""
-
-    def has(self, text: str) -> bool:
-        core = text.strip()
-        return not core or any(core in texts for texts in self.open)
-
-
-_allowed: ContextVar[_Allowed | None] = ContextVar("what a template may look for and into", default=None)
+_open_texts: ContextVar[Sequence[Set[str]] | None] = ContextVar("texts that may be looked into", default=None)
 
 
 @contextmanager
-def opaque_texts(sought: Set[str], open_texts: Sequence[Set[str]]) -> Iterator[None]:
-    """Refuse renders that look into a text which is not open, or look for what is not sought."""
-    token = _allowed.set(_Allowed(sought, open_texts))
+def opaque_texts(open_texts: Sequence[Set[str]]) -> Iterator[None]:
+    """Refuse renders that look into a text which is not open, or find something in it."""
+    token = _open_texts.set(open_texts)
     try:
         yield
     finally:
-        _allowed.reset(token)
+        _open_texts.reset(token)
+
+
+def _is_open(text: str, open_texts: Sequence[Set[str]]) -> bool:
+    core = text.strip()
+    return not core or any(core in texts for texts in open_texts)
 
 
 @lru_cache(maxsize=256)
@@ -72,7 +66,7 @@ class OpaqueEnvironment(PlainEnvironment):
     def __init__(self) -> None:
         super().__init__()
         self.filters |= {"compared": _compared, "looked_into": _looked_into, "searched": _searched}
-        self.filters |= {"num_items": self.filters["length"], "lowered": _lowered}
+        self.filters |= {"num_items": self.filters["length"], "lowered": self.filters["lower"]}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -175,11 +169,11 @@ def _is_plain_choice(node: nodes.Filter) -> bool:
 
 def _looked_into(value: Any, items: str = "") -> Any:  # noqa: ANN401 - given back as it is
     """Refuse a text that is not open; with `items` also such a text in a list, and with `all` however deep."""
-    allowed = _allowed.get()
-    if allowed is None or not value:
+    open_texts = _open_texts.get()
+    if open_texts is None or not value:
         return value
     if isinstance(value, str):
-        if not allowed.has(value):
+        if not _is_open(value, open_texts):
             raise _refuse()
     elif items and isinstance(value, list | tuple):
         for item in value:
@@ -198,27 +192,15 @@ def _compared(value: Any, other: Any) -> Any:  # noqa: ANN401 - given back as it
     return value
 
 
-class _Lowered(str):
-    """A text in lower case: its kind does not say what it holds."""
-
-    __slots__ = ()
-
-
-def _lowered(value: Any) -> Any:  # noqa: ANN401 - as the filter `lower`
-    text = PlainEnvironment.text(value).lower()
-    return _Lowered(text) if isinstance(value, str) and _allowed.get() else text
-
-
 def _searched(value: Any, needle: Any) -> Any:  # noqa: ANN401 - given back as it is
-    """Refuse a text that holds what is looked for, unless texts of its kind hold it as well."""
-    allowed = _allowed.get()
-    if allowed is None or not isinstance(value, str):
+    """Refuse a text that holds what is looked for."""
+    open_texts = _open_texts.get()
+    if open_texts is None or not isinstance(value, str):
         return value
-    sought = () if type(value) is _Lowered else allowed.sought
     core = value.strip()
     for each in needle if isinstance(needle, tuple) else (needle,):
         # White space at the ends of a text is a part of its kind, and other white space is not.
         text = value if isinstance(each, str) and each.strip() else core
-        if not isinstance(each, str) or (each in text and each not in sought and not allowed.has(value)):
+        if not isinstance(each, str) or (each in text and not _is_open(value, open_texts)):
             raise _refuse()
     return value

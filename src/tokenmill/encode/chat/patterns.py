@@ -35,7 +35,7 @@ from tokenmill.encode.chat.conversation import (
 )
 from tokenmill.encode.chat.opaque import opaque_template, opaque_texts
 from tokenmill.encode.chat.render import Form, Loss, Rendered, best_form, notes_of, trained_messages, unsaid_of
-from tokenmill.encode.chat.sample import first_call, neighbours, outlined
+from tokenmill.encode.chat.sample import ANY_TEXT, first_call, neighbours
 from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Range, plain_text
@@ -51,11 +51,10 @@ _NOTHING_LOST = Loss(set(), (), False)
 
 
 class _Place(NamedTuple):
-    """A place in a text: so many characters behind the end of a stretch that may be any, or behind its begin."""
+    """A place in a text: so many characters after its begin, or after its core."""
 
-    stretch: int
-    """-1: the begin."""
-    behind: int
+    after_core: bool
+    offset: int
 
 
 class _Piece(NamedTuple):
@@ -69,8 +68,8 @@ class _Piece(NamedTuple):
     """Among those that the part depends on, which has the text."""
     string: int = 0
     """Among the strings of the message, which it is."""
-    begin: _Place = _Place(-1, 0)
-    end: _Place = _Place(-1, 0)
+    begin: _Place = _Place(False, 0)
+    end: _Place = _Place(False, 0)
 
 
 class _Part(NamedTuple):
@@ -86,20 +85,18 @@ class _MustBeFollowed(Exception):
 
 class _Text(NamedTuple):
     text: str
-    stretches: tuple[Range, ...]
-    """What is another in each conversation."""
+    core: Range | None
+    """What is another in each conversation, without white space at its ends; None if nothing is."""
 
     def place(self, at: int) -> _Place | None:
-        """Return what a place is in all alike texts; None if it is inside of a stretch that may be any."""
-        number = bisect_right(self.stretches, at, key=lambda stretch: stretch[1]) - 1
-        if number + 1 < len(self.stretches) and at > self.stretches[number + 1][0]:
-            return None
-        return _Place(number, at - (self.stretches[number][1] if number >= 0 else 0))
+        """Return what a place is in all alike texts; None if it is inside of the core."""
+        if self.core is None or at <= self.core[0]:
+            return _Place(False, at)
+        return _Place(True, at - self.core[1]) if at >= self.core[1] else None
 
     def at(self, place: _Place) -> int:
         """Return where a place of alike texts is in this one."""
-        number, behind = place
-        return behind if number < 0 else self.stretches[number][1] + behind
+        return place.offset + (self.core[1] if place.after_core and self.core else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +108,7 @@ class _Kind:
     """Whether it is to be trained on, as far as it says so itself."""
     texts: list[_Text]
     free: list[str]
-    """Those of them that are neither names nor fixed, and what is left between strings that are looked for."""
+    """Those of them that are neither names nor fixed."""
     labels: list[str]
     """Names and ids among them, which other messages may have as well."""
     names: list[str]
@@ -160,8 +157,6 @@ class Patterns:
     """By kind, whether such a message is to be trained on, as far as it says so itself; no text of it counts."""
     _tool_texts: dict[int, frozenset[str]] = field(default_factory=dict, repr=False)
     """By the number of tools, all texts in them."""
-    _sought: set[str] = field(default_factory=lambda: {"</think>"}, repr=False)
-    """What the template has looked for in texts."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         """Do as `render` does, within the limits that the caller has set."""
@@ -214,7 +209,7 @@ class Patterns:
         """Say whether the template makes a text, with the marks of generation blocks, of a conversation."""
         template = self.template
         try:
-            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(self._sought, keyed.open_texts):
+            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(keyed.open_texts):
                 plain = plain_text(
                     opaque_template(template.source),
                     template.where,
@@ -232,8 +227,6 @@ class Patterns:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, forms: Sequence[Form | None]
     ) -> None:
         """Keep the parts of a conversation that was followed, in all forms that were tried."""
-        for form in forms:
-            self._sought.update(() if form is None else form.renderer.sought)
         kinds: _Kinds = {}
         for (form_messages, _), form in zip(forms_of(with_reasoning(messages)), forms, strict=False):
             try:
@@ -332,7 +325,7 @@ class Patterns:
         if type(message) is not dict or type(message.get("role")) is not str:
             raise _MustBeFollowed
         words = compiled(self.template.source, self.template.where).words
-        shape = _Shape(words=words, sought=self._sought, controls=self.controls)
+        shape = _Shape(words=words, controls=self.controls)
         shape.add(message)
         number = self._number(tuple(shape.parts))
         if number not in self._says:
@@ -346,7 +339,7 @@ class Patterns:
             texts=shape.texts,
             free=shape.free,
             labels=shape.labels,
-            names=[*shape.labels, *(each.text for each in shape.texts if not each.stretches)],
+            names=[*shape.labels, *(each.text for each in shape.texts if each.core is None)],
         )
         kinds[id(message)] = message, kind
         return kind
@@ -357,7 +350,6 @@ class _Shape:
     """All that alike messages share, and the texts that they do not."""
 
     words: frozenset[str]
-    sought: set[str]
     controls: re.Pattern[str] | None
     parts: list[str] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
@@ -388,7 +380,7 @@ class _Shape:
                     self.parts.append(item)
                     continue
                 if key:
-                    self.texts.append(_Text(key, ()))
+                    self.texts.append(_Text(key, None))
                 self.add(item, depth + 1, key)
             self.parts.append("}")
 
@@ -403,22 +395,15 @@ class _Shape:
             raise _MustBeFollowed
         if not core or name == "type" or (is_label and core in self.words):
             self.parts.append(f"={text}")
-            self.texts.append(_Text(text, ()))
+            self.texts.append(_Text(text, None))
             return
-        outline = None if core in self.words or core in _ROLES else outlined(text, self.sought)
-        if outline is None:
+        if core in self.words or core in _ROLES:
             raise _MustBeFollowed
-        self.parts.append(f'"{outline[0]}')
-        self.texts.append(_Text(text, outline[1]))
-        if is_label:
-            self.labels.append(core)
-            return
-        self.free.append(core)
-        if len(outline[1]) > 1:
-            between = [text[begin:end] for begin, end in outline[1]]
-            if not _ROLES.isdisjoint(between) or not self.words.isdisjoint(between):
-                raise _MustBeFollowed
-            self.free += between
+        begin = text.index(core[0])
+        end = begin + len(core)
+        self.parts.append(f'"{text[:begin]}{ANY_TEXT}{text[end:]}')
+        self.texts.append(_Text(text, (begin, end)))
+        (self.labels if is_label else self.free).append(core)
 
 
 def _texts_in(value: object) -> Iterator[str]:
