@@ -3,6 +3,7 @@
 What a template writes of a message can be known from another message only if it does the same with both. So it may
 write a text, strip it, look for strings that are not in it, and compare it with the template's own. It may not find
 a string in it, ask for its length or for some of its characters, take it for a number, or compare it with another.
+A text that the template made of its own strings and those of a record may hold what only its own have.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -32,22 +34,42 @@ _SEARCHING = frozenset(("endswith", "partition", "replace", "rpartition", "rspli
 _OF_STRINGS = frozenset(dir(str)) - frozenset(dir(dict)) - frozenset(dir(list)) | {"count", "index"}
 
 
-_open_texts: ContextVar[Sequence[Set[str]] | None] = ContextVar("texts that may be looked into", default=None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Texts:
+    """The texts of a conversation, without white space at their ends."""
+
+    all: Set[str]
+    open: Sequence[Set[str]]
+    """Those that may be looked into."""
+    _given: dict[str, bool] = field(default_factory=dict)
+
+    def has_open(self, text: str) -> bool:
+        core = text.strip()
+        return not core or any(core in texts for texts in self.open)
+
+    def may_give(self, needle: str) -> bool:
+        """Say whether a text holds a string, or may be a part of one where the template writes the rest."""
+        if needle not in self._given:
+            edges = range(1, len(needle))
+            begins, ends = tuple(needle[:at] for at in edges), tuple(needle[at:] for at in edges)
+            self._given[needle] = any(
+                needle in text or text in needle or text.endswith(begins) or text.startswith(ends)
+                for text in self.all
+            )
+        return self._given[needle]
+
+
+_texts_now: ContextVar[_Texts | None] = ContextVar("texts that must not be looked into", default=None)
 
 
 @contextmanager
-def opaque_texts(open_texts: Sequence[Set[str]]) -> Iterator[None]:
-    """Refuse renders that look into a text which is not open, or find something in it."""
-    token = _open_texts.set(open_texts)
+def opaque_texts(texts: Set[str], open_texts: Sequence[Set[str]]) -> Iterator[None]:
+    """Refuse renders that look into a text which is not open, or find something that a text has given."""
+    token = _texts_now.set(_Texts(all=texts, open=open_texts))
     try:
         yield
     finally:
-        _open_texts.reset(token)
-
-
-def _is_open(text: str, open_texts: Sequence[Set[str]]) -> bool:
-    core = text.strip()
-    return not core or any(core in texts for texts in open_texts)
+        _texts_now.reset(token)
 
 
 @lru_cache(maxsize=256)
@@ -81,9 +103,11 @@ class OpaqueEnvironment(PlainEnvironment):
         operators = {operand.op for operand in compare.ops}
         if _text(compare.expr) is not None and operators <= {"in", "notin"}:
             searched = compare.ops[0].expr
-            if isinstance(searched, nodes.Filter) and searched.name == "lower":
-                searched.name = "lowered"
-            compare.ops[0].expr = self._filtered(searched, "searched", compare.expr)
+            lowered = searched if isinstance(searched, nodes.Filter) and searched.name == "lower" else None
+            if lowered is not None:
+                lowered.name = "lowered"
+            is_lower = nodes.Const(lowered is not None)
+            compare.ops[0].expr = self._filtered(searched, "searched", compare.expr, is_lower)
             return
         for side in sides:
             # To ask whether there are any items is to ask whether a text is empty.
@@ -169,11 +193,11 @@ def _is_plain_choice(node: nodes.Filter) -> bool:
 
 def _looked_into(value: Any, items: str = "") -> Any:  # noqa: ANN401 - given back as it is
     """Refuse a text that is not open; with `items` also such a text in a list, and with `all` however deep."""
-    open_texts = _open_texts.get()
-    if open_texts is None or not value:
+    texts = _texts_now.get()
+    if texts is None or not value:
         return value
     if isinstance(value, str):
-        if not _is_open(value, open_texts):
+        if not texts.has_open(value):
             raise _refuse()
     elif items and isinstance(value, list | tuple):
         for item in value:
@@ -192,15 +216,17 @@ def _compared(value: Any, other: Any) -> Any:  # noqa: ANN401 - given back as it
     return value
 
 
-def _searched(value: Any, needle: Any) -> Any:  # noqa: ANN401 - given back as it is
-    """Refuse a text that holds what is looked for."""
-    open_texts = _open_texts.get()
-    if open_texts is None or not isinstance(value, str):
+def _searched(value: Any, needle: Any, is_lower: bool = False) -> Any:  # noqa: ANN401 - given back as it is
+    """Refuse a text that holds what is looked for, if that is not all the template's own."""
+    texts = _texts_now.get()
+    if texts is None or not isinstance(value, str):
         return value
     core = value.strip()
     for each in needle if isinstance(needle, tuple) else (needle,):
         # White space at the ends of a text is a part of its kind, and other white space is not.
         text = value if isinstance(each, str) and each.strip() else core
-        if not isinstance(each, str) or (each in text and not _is_open(value, open_texts)):
+        if not isinstance(each, str) or (
+            each in text and not texts.has_open(value) and (is_lower or texts.may_give(each))
+        ):
             raise _refuse()
     return value

@@ -130,7 +130,8 @@ class _KeyedConversation:
     """The messages up to each on which it depends what is written of it."""
     keys: list[tuple[int, ...]]
     """Of each part: one a message, and what stands behind all of them."""
-
+    cores: Set[str]
+    """All texts, without white space at their ends."""
     open_texts: Sequence[Set[str]]
     """Texts that the template may look into, as they are the same in all alike: names, tools, its own, roles."""
 
@@ -209,7 +210,7 @@ class Patterns:
         """Say whether the template makes a text, with the marks of generation blocks, of a conversation."""
         template = self.template
         try:
-            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(keyed.open_texts):
+            with showing_blocks(), budget(_MAX_STEPS), opaque_texts(keyed.cores, keyed.open_texts):
                 plain = plain_text(
                     opaque_template(template.source),
                     template.where,
@@ -296,6 +297,7 @@ class Patterns:
             texts=[kind.texts for kind in own],
             near=near,
             keys=[*keys, (*keys[-1], -1)],
+            cores=free | names,
             open_texts=(names, tool_texts, words, _ROLES),
         )
 
