@@ -105,7 +105,7 @@ def write_unit(
 
 
 def _note_failure(opened: OpenJob, key: str, why: str) -> None:
-    """Leave word of a unit that failed for who looks at the build; where it cannot be left, nothing is lost."""
+    """Write why a unit failed, for those who look at the build; where it cannot be written, nothing is lost."""
     with suppress(OSError):
         (opened.folder.parent / journal.WORKERS / f"{key}{FAILED}").write_text(why[:1000], encoding="utf-8")
 
@@ -182,7 +182,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
         bad += _refused(documents, chosen.unfit, records, counts)
     last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
     if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
-        # What is wrong with records that are not wanted is nobody's trouble.
+        # Records that are not wanted may be bad.
         before = [record for record in bad if (record.piece, record.line) < batch.place(last)]
         journal.add_counts(counts.skipped, {"max_items": _num_lost(bad) - _num_lost(before)})
         bad = before
@@ -293,12 +293,12 @@ class _Documents:
         self.records: Sequence[Mapping[str, Any]] = batch.documents if opened.encoder else ()
         self._readings: list[Reading] = []
         if opened.encoder:
-            given = self.records if opened.map is None else apply_map(opened.map, self.records)
+            mapped = self.records if opened.map is None else apply_map(opened.map, self.records)
             self._readings = [
                 Reading(record={}, reader=record) if isinstance(record, Refusal) else opened.encoder.read(record)
-                for record in given
+                for record in mapped
             ]
-            self.records = [{} if isinstance(record, Refusal) else record for record in given]
+            self.records = [{} if isinstance(record, Refusal) else record for record in mapped]
         self.contents: Sequence[str | None] = batch.documents
         """Of each the text that filters, hashes and splits go by; None where it fits no recipe."""
         if opened.encoder:
@@ -321,10 +321,10 @@ class _Documents:
             return []
         # What records of pairs, groups and prompts keep goes into batches: it must be whole.
         shortened = (lambda value: value) if self.opened.spec.kind in RECORD_TYPES else cut
-        found = ({name: field_of(self.records[index], name) for name in keep} for index in indices.tolist())
+        kept = ({name: field_of(self.records[index], name) for name in keep} for index in indices.tolist())
         return [
             _canonical({name: shortened(value) for name, value in each.items() if value is not None})
-            for each in found
+            for each in kept
         ]
 
     def encode(self, indices: Int64Array | None) -> Records:
@@ -379,20 +379,20 @@ def _canonical(record: Mapping[str, Any]) -> bytes:
 
 def apply_map(function: MapRecord, records: Sequence[Record]) -> list[Record | Refusal]:
     """Return what a function makes of records: each, or why there is none."""
-    made: list[Record | Refusal] = []
+    mapped: list[Record | Refusal] = []
     for record in records:
         try:
             result = function(dict(record))
         except Exception as error:  # whatever a function of the user raises is about its record
-            made.append(Refusal("map_failed", f"{type(error).__name__}: {error}"[:200]))
+            mapped.append(Refusal("map_failed", f"{type(error).__name__}: {error}"[:200]))
             continue
         if result is None:
-            made.append(Refusal(LEFT_OUT_BY_MAP, "left out"))
+            mapped.append(Refusal(LEFT_OUT_BY_MAP, "left out"))
         elif isinstance(result, Mapping):
-            made.append(result)
+            mapped.append(result)
         else:
-            made.append(Refusal("map_failed", f"it returned {type(result).__name__}, neither a dict nor None"))
-    return made
+            mapped.append(Refusal("map_failed", f"it returned {type(result).__name__}, neither a dict nor None"))
+    return mapped
 
 
 # Which records are taken, and which store each goes to: by their own content, and by that of those before them.
@@ -692,13 +692,13 @@ class UnitWriter:
 
     def _resume(self) -> None:
         """Go on from the checkpoint of another attempt that has come furthest and is whole; else begin anew."""
-        found: list[tuple[int, Path]] = []
+        checkpoints: list[tuple[int, Path]] = []
         for attempt in self._attempts.iterdir():
             with suppress(StoreCorruptError, KeyError, TypeError, OSError):
                 state = journal.read_signed(attempt / _CHECKPOINT)
                 if state is not None:
-                    found.append((int(state["counts"]["batches"]), attempt))
-        for _, attempt in sorted(found, reverse=True):
+                    checkpoints.append((int(state["counts"]["batches"]), attempt))
+        for _, attempt in sorted(checkpoints, reverse=True):
             with suppress(StoreCorruptError, KeyError, TypeError, ValueError, OSError, shutil.Error):
                 if durable.has_ended(attempt.name.rpartition("-")[0]):
                     os.rename(attempt, self._folder)
@@ -748,9 +748,9 @@ class WorkerFile:
         self._last = now
         self._first = self._first or (now, position)
         took = (round(1000 * (now - self._first[0])), position - self._first[1])
-        told = (key.encode(), position, counts.documents, counts.tokens, self._unit_bytes, *took)
+        note = (key.encode(), position, counts.documents, counts.tokens, self._unit_bytes, *took)
         with suppress(OSError):
-            self._path.write_bytes(_PROGRESS.pack(*told))
+            self._path.write_bytes(_PROGRESS.pack(*note))
 
 
 class WorkerNote(NamedTuple):
@@ -779,18 +779,18 @@ def read_worker_file(path: Path) -> WorkerNote | None:
 
 def read_worker_files(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Return of each unit that a worker is at, by its key: the bytes of input, documents and tokens it has done."""
-    found: dict[str, tuple[int, int, int]] = {}
+    done: dict[str, tuple[int, int, int]] = {}
     with suppress(OSError):
         for entry in os.scandir(folder):
-            told = read_worker_file(Path(entry.path))
-            if told is not None:
-                found[told.key] = max(found.get(told.key, (0, 0, 0)), told[1:4])
-    return found
+            note = read_worker_file(Path(entry.path))
+            if note is not None:
+                done[note.key] = max(done.get(note.key, (0, 0, 0)), note[1:4])
+    return done
 
 
 @contextmanager
 def disk_errors_explained(unit: Unit, folder: Path) -> Iterator[None]:
-    """Say of an error of the system amid a unit what it means for the build."""
+    """Turn an error of the system during a unit into one that says what to do."""
     try:
         yield
     except OSError as error:

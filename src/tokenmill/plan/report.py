@@ -502,7 +502,7 @@ def _padding(plan: Plan, facts: PlanReport) -> Iterator[str]:
 
 _LESS_PADDING = {
     "padded": 'packing = "best_fit" puts several documents into a row',
-    "records": 'pad_to = "batch" pads the records of a micro-batch to the longest of them',
+    "records": 'pad_to = "batch" pads a micro-batch to its longest record',
     "best_fit": 'a longer seq_len has less if there are many rows; packing = "concat" or "bos_best_fit" has none, '
     "and cuts documents where a row is full",
 }

@@ -311,13 +311,13 @@ def find_evals(given: object, trained: object, *, where: str, beside: str) -> di
         item = _eval_of(given, trained, where, beside)
         return {} if item is None else {"": item}
     evals = {str(name): _eval_of(item, trained, where, beside) for name, item in given.items()}
-    found = {name: item for name, item in evals.items() if item is not None}
-    if found and len(found) < len(evals):
+    ours = {name: item for name, item in evals.items() if item is not None}
+    if ours and len(ours) < len(evals):
         raise ConfigError(
             f"{where}: must be evals of a run or stores, or else datasets, got {sorted(evals)} of both; "
             "evaluate on them one after another"
         )
-    return found
+    return ours
 
 
 def _eval_of(given: object, trained: object, where: str, beside: str) -> Eval | None:
