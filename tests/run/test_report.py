@@ -183,7 +183,7 @@ def test_a_report_tells_what_ranks_wait_for_with_and_without_a_deal(run, tmp_pat
     ("recipe", "record", "advice"),
     [
         ("completion", {"prompt": "ab", "completion": "cd" * 8}, "a longer seq_len has less"),
-        ("dpo", {"prompt": "ab", "chosen": "c", "rejected": "d"}, 'pad_to = "batch" pads a micro-batch to its longest'),
+        ("dpo", {"prompt": "ab", "chosen": "c", "rejected": "d"}, 'pad_to = "batch" pads a micro-batch'),
     ],
 )
 def test_padding_is_told_with_advice_that_cuts_no_record(tmp_path, recipe, record, advice):
