@@ -30,6 +30,7 @@ _CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthChec
 settings.register_profile(
     "fast", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=_CHECKS
 )
+settings.register_profile("few", settings.get_profile("fast"), max_examples=5)
 settings.register_profile("deep", max_examples=300, deadline=None, suppress_health_check=_CHECKS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
