@@ -13,8 +13,8 @@ PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1 torchtitan==0.3.0
 FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10.2 ray==2.60.0
 # Some machines set it: then every process compiles every module that it imports anew, which takes longer than the tests.
 unexport PYTHONDONTWRITEBYTECODE
-# Two more than the cores of a small machine: many tests wait for disks and for other processes.
-JOBS   ?= 4
+# One more than the cores of a small machine: many tests wait for disks and for other processes; two more are slower.
+JOBS   ?= 3
 
 # The fast core: what most mistakes break, without frameworks (two files import one), files of other projects, chats,
 # killed processes, and pages.
