@@ -16,11 +16,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than the cores of a small machine: many tests wait for disks and for other processes; two more are slower.
 JOBS   ?= 3
 
-# The fast core: what most mistakes break, without frameworks (two files import one), files of other projects, chats,
-# killed processes, and pages.
+# The fast core: what most mistakes break, without frameworks (two files import one), files of other projects, object
+# storage, chats, killed processes, and pages.
 CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config tests/documents tests/encode \
           --ignore tests/test_torch.py --ignore tests/documents/test_hugging_face.py --ignore tests/encode/chat \
-          --ignore tests/store/foreign
+          --ignore tests/store/foreign --ignore tests/store/remote
 
 .PHONY: demo check test test-deep ready browser lint types bench clean
 
@@ -28,7 +28,7 @@ demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
 
 check: ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep and not slow" $(CORE)
+	HYPOTHESIS_PROFILE=few $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep and not slow" $(CORE)
 
 test: ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not deep"
