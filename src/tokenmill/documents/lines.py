@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import partial
 from io import BytesIO
-from operator import attrgetter
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import msgspec
+import simdjson
 
 from tokenmill.documents import units
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 8 << 20
 _BLOCK = 1 << 20
+_BRACE = ord("{")
 
 
 # Blocks of bytes as lines, none of them kept in memory beyond a limit.
@@ -26,48 +27,22 @@ def split_lines(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]
 
     The byte order mark that some programs put at the start of a file is dropped.
     """
-    for first, rest in line_runs(blocks, max_bytes):
-        yield first + all_lines(rest)
-
-
-class LineRun(NamedTuple):
-    """Whole lines where they stand in a block: to copy them takes a twentieth of the time of reading."""
-
-    block: bytes
-    begin: int
-    end: int
-
-
-def all_lines(run: LineRun) -> list[bytes]:
-    """Return the lines of a run: three times as fast as split, which looks at every byte by itself."""
-    return BytesIO(run.block[run.begin : run.end]).readlines()
-
-
-def line_runs(blocks: Iterator[bytes], max_bytes: int) -> Iterator[tuple[list[bytes], LineRun]]:
-    """Yield the lines that end in each block: the first of them, put together, and the others as they stand there.
-
-    A line that is too long is always among the first.
-    """
-    partial = PartialRecord(max_bytes)
+    unended = PartialRecord(max_bytes)
     is_start = True
     for block in blocks:
-        begin, end = 0, block.rfind(b"\n") + 1
-        if end:
-            first: list[bytes] = []
-            if is_start or partial.size or len(block) > max_bytes:
-                begin = block.find(b"\n") + 1
-                first.append(partial.take(block[:begin]))
+        lines = BytesIO(block).readlines()  # three times as fast as split, which looks at every byte by itself
+        rest = b"" if block.endswith(b"\n") else lines.pop()
+        if lines:
+            lines[0] = unended.take(lines[0])
             if is_start:
-                first[0] = _without_mark(first[0])
-                is_start = False
+                lines[0], is_start = _without_mark(lines[0]), False
             if len(block) > max_bytes:  # else no line within the block can be too long
-                first += [PartialRecord(max_bytes).take(line) for line in all_lines(LineRun(block, begin, end))]
-                begin = end
-            yield first, LineRun(block, begin, end)
-        partial.add(block[end:])
-    if partial.size:
-        last = partial.take(b"")
-        yield [_without_mark(last) if is_start else last], LineRun(b"", 0, 0)
+                lines[1:] = map(PartialRecord(max_bytes).take, lines[1:])
+            yield lines
+        unended.add(rest)
+    if unended.size:
+        last = unended.take(b"")
+        yield [_without_mark(last) if is_start else last]
 
 
 def _without_mark(line: bytes) -> bytes:
@@ -219,107 +194,54 @@ def line_groups(
     blocks: Iterator[bytes], options: units.ReadOptions, tell: Callable[[], int]
 ) -> Iterator[units.Group]:
     """Read the records of lines of JSON, those of a block at a time."""
-    for first, rest in line_runs(blocks, options.max_record_bytes):
-        groups = _read_lines(first, rest, options)
-        first.clear()  # a line may be as large as its text, which is what the caller works on now
+    most = options.batch_documents
+    for lines in split_lines(blocks, options.max_record_bytes):
+        groups = [_read_lines(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
+        lines.clear()  # a line may be as large as its text, which is what the caller works on now
         for group in groups:
             group.position = tell()
             yield group
 
 
-def _read_lines(first: list[bytes], rest: LineRun, options: units.ReadOptions) -> list[units.Group]:
-    """Read the lines that end in a block: at once if all of them are good, else one by one."""
-    most = options.batch_documents
-    texts = None if options.text_field is None else block_texts(first, rest, options.text_field)
+def _read_lines(lines: Sequence[bytes], options: units.ReadOptions) -> units.Group:
+    """Read lines of JSON: at once if each has a text, else one by one."""
+    texts = None if options.text_field is None else _texts_of(lines, options.text_field)
     if texts is None:
-        lines = first + all_lines(rest)
-        return [read_values(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
-    groups = [units.Group(documents=texts[begin : begin + most]) for begin in range(0, len(texts), most)]
-    for group in groups:
-        group.size = sum(map(len, group.documents))
-    return groups
+        return read_values(lines, options)
+    return units.Group(documents=texts, size=sum(map(len, texts)))
 
 
-def block_texts(first: Sequence[bytes], rest: LineRun, text_field: str) -> list[str] | None:
-    """Return the texts of all lines, those of `rest` behind `first`; None unless each has one."""
-    decoder, num_lines = text_decoder(text_field), _num_object_lines(rest)
-    if decoder is None or num_lines is None:
+def _texts_of(lines: Sequence[bytes], text_field: str) -> list[str] | None:
+    """Return the texts of lines, as `read_values` does; None unless each has one."""
+    if max(map(len, lines)) > LARGE_BYTES:
         return None
+    parse = simdjson.Parser().parse
     try:
-        texts = [*map(decoder.decode, first), *decoder.decode_lines(memoryview(rest.block)[rest.begin : rest.end])]
-    except (ValueError, RecursionError):
+        values: list[Any] = [parse(line, True) for line in lines if line[0] == _BRACE]
+        for name in text_field.split("."):
+            values = [value[name] for value in values]
+    except (ValueError, LookupError, TypeError, RuntimeError):
         return None
-    return texts if len(texts) == len(first) + num_lines else None
-
-
-def _num_object_lines(run: LineRun) -> int | None:
-    """Return how many lines there are, if each begins with { and ends with }; None if one does not.
-
-    A run is decoded as values with any space between them. As } cannot stand before { within a value, every
-    newline of such a run ends one. So there is one to a line if there are as many.
-    """
-    block, begin, last = run
-    count = 0
-    while (end := block.find(b"\n", begin, last)) >= 0:
-        if block[begin] != 0x7B or block[end - 1] != 0x7D:
-            return None
-        count, begin = count + 1, end + 1
-    return count
-
-
-class TextDecoder:
-    """Takes the text out of JSON objects; other fields are passed over, whatever they hold.
-
-    A value that is not such an object raises ValueError or RecursionError.
-    """
-
-    def __init__(self, text_field: str, *, bare_strings: bool) -> None:
-        kind: Any = str
-        names = text_field.split(".")
-        for name in reversed(names):
-            kind = msgspec.defstruct("Record", [("value", kind)], rename={"value": name}, gc=False)
-        self._decoder = msgspec.json.Decoder(kind | str if bare_strings else kind)
-        self._bare_strings = bare_strings
-        self._text = attrgetter(".".join(["value"] * len(names)))
-
-    def decode(self, raw: bytes) -> str:
-        """Return the text of one value."""
-        record = self._decoder.decode(raw)
-        return record if isinstance(record, str) else self._text(record)
-
-    def decode_lines(self, raw: memoryview) -> list[str]:
-        """Return the texts of values one after another."""
-        return list(map(self._text, self._decoder.decode_lines(raw)))
-
-
-@cache
-def text_decoder(text_field: str, *, bare_strings: bool = False) -> TextDecoder | None:
-    """Return what takes a field out of objects; None for a name that must be written with an escape."""
-    try:
-        return TextDecoder(text_field, bare_strings=bare_strings)
-    except ValueError:
-        return None
+    return values if len(values) == len(lines) and {*map(type, values)} == {str} else None
 
 
 # Raw JSON values as documents.
 
 
 def read_values(raws: Sequence[bytes], options: units.ReadOptions, *, bare_strings: bool = False) -> units.Group:
-    """Read raw JSON values one by one; with `bare_strings`, a value may be a text itself."""
-    decoder = None
-    if options.text_field is not None:
-        decoder = text_decoder(options.text_field, bare_strings=bare_strings)
+    """Read raw JSON values one by one; with `bare_strings`, a value may be a text itself.
+
+    An object of which the text alone is wanted is parsed by simdjson, the faster where texts are long. It takes
+    many times the memory of a line, so large ones are left to msgspec, as are whole records: they have many values.
+    """
+    parse_object = partial(simdjson.Parser().parse, recursive=True)
 
     def document(raw: bytes) -> str | Mapping[str, Any] | None:
-        if decoder is not None:
-            try:
-                return decoder.decode(raw)
-            except (ValueError, RecursionError):
-                pass  # what is wrong with it is said by what follows
         refuse_unread(raw)
-        if not raw.strip():
+        if not raw or raw.isspace():
             return None
-        value, is_unicode = load(raw)
+        wants_text = options.text_field is not None and raw[0] == _BRACE and len(raw) <= LARGE_BYTES
+        value, is_unicode = load(raw, parse_object if wants_text else msgspec.json.decode)
         is_text = bare_strings and isinstance(value, str) and options.text_field is not None
         read: str | Mapping[str, Any] = value if is_text else document_of(value, options)
         if not is_unicode:
@@ -340,15 +262,15 @@ _JSON_WORDS = {
 """What is wrong with a record in words that stay: stores keep them."""
 
 
-def load(raw: bytes) -> tuple[Any, bool]:
+def load(raw: bytes, parse: Callable[[bytes], Any] = msgspec.json.decode) -> tuple[Any, bool]:
     """Parse one JSON value: (value, whether its strings are known to be Unicode text); raises RecordError.
 
-    What msgspec refuses is tried with the standard library, which takes NaN, Infinity and huge numbers, as many
-    programs write them, and halves of surrogate pairs.
+    What a fast parser refuses is tried with the standard library, which takes NaN, Infinity and huge numbers, as
+    many programs write them, and halves of surrogate pairs.
     """
     try:
-        return msgspec.json.decode(raw), True
-    except (ValueError, RecursionError):
+        return parse(raw), True
+    except (ValueError, RuntimeError):  # nested too deeply, for one
         text = units.decode_utf8(raw)
     try:
         return json.loads(text), False
