@@ -5,8 +5,8 @@
 2. Does: marks the strings of a conversation (`conversation`), renders it in a sandbox (`sandbox`) with strings that
    know where each character came from (`tracked`); compares renders that stop before or behind a message (`trace`),
    mostly those of a short conversation of the same kind (`sample`); finds and proves what the assistant has to
-   produce (`render`). What was found once is used again for messages of the same kind (`patterns`), where the
-   template treats them alike (`opaque`). Places control ids only where the template wrote them (`tokens`).
+   produce (`render`). What was found once is used again for messages of the same kind, where the template
+   treats them alike (`patterns`). Places control ids only where the template wrote them (`tokens`).
 3. Out: `ChatEncoded`: ids, a mask of the same length, every conversation that was refused, with why, and what the
    template did not write of the others. What cannot be proven is refused, never masked by guess.
 """

@@ -10,11 +10,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 from tokenmill.encode import Refusal
 
@@ -42,21 +42,28 @@ _STEPS_BETWEEN = 1 << 12
 """Two looks at the time and memory that a render takes, in another thread than the main one: a step makes 16 kB at
 most, or so, and a look takes some microseconds."""
 
+T = TypeVar("T")
+
 _left: ContextVar[list[int]] = ContextVar("steps to the next look, and behind it")
 _begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and bytes, before a record")
 
 
 @contextmanager
-def budget(steps: int = MAX_STEPS) -> Iterator[None]:
+def during(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value for the time of a render."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def budget(steps: int = MAX_STEPS) -> AbstractContextManager[None]:
     """Give a render so many steps, and no more than one around it has; nothing is counted outside of one."""
     around = _left.get(None)
     if around is not None:
         steps = min(steps, sum(around))
-    token = _left.set([min(steps, _STEPS_BETWEEN), max(0, steps - _STEPS_BETWEEN)])
-    try:
-        yield
-    finally:
-        _left.reset(token)
+    return during(_left, [min(steps, _STEPS_BETWEEN), max(0, steps - _STEPS_BETWEEN)])
 
 
 @contextmanager
@@ -214,14 +221,9 @@ def charge_text(value: object) -> None:
 _sought: ContextVar[tuple[set[str], int]] = ContextVar("what a template looks for")
 
 
-@contextmanager
-def seeking(sought: set[str], limit: int) -> Iterator[None]:
+def seeking(sought: set[str], limit: int) -> AbstractContextManager[None]:
     """Add to a set what a render looks for in texts with marks below a limit: strings of the template."""
-    token = _sought.set((sought, limit))
-    try:
-        yield
-    finally:
-        _sought.reset(token)
+    return during(_sought, (sought, limit))
 
 
 def _note(text: Tracked, needle: object) -> None:
@@ -238,14 +240,9 @@ BLOCK_BEGIN, BLOCK_END = "\ufdd0", "\ufdd1"
 _blocks_shown: ContextVar[bool] = ContextVar("whether generation blocks are shown", default=False)
 
 
-@contextmanager
-def showing_blocks() -> Iterator[None]:
+def showing_blocks() -> AbstractContextManager[None]:
     """Let a render with plain strings have `BLOCK_BEGIN` and `BLOCK_END` around what generation blocks write."""
-    token = _blocks_shown.set(True)
-    try:
-        yield
-    finally:
-        _blocks_shown.reset(token)
+    return during(_blocks_shown, True)
 
 
 # Strings that are followed.
