@@ -563,7 +563,6 @@ def attack_templates(bench: Bench, dice: random.Random) -> None:
     """Run a template of random parts and expressions, in both environments, as either could be told apart."""
     from tokenmill.encode import Refusal
     from tokenmill.encode.chat.render import render
-    from tokenmill.encode.chat.sandbox import compiled
     from tokenmill.encode.chat.template import ChatTemplate
     from tokenmill.encode.chat.tracked import budget, limits
 
@@ -584,7 +583,7 @@ def attack_templates(bench: Bench, dice: random.Random) -> None:
             render(template, messages, kwargs={})
         try:
             with budget(), limits():
-                compiled(source, "fuzz").plain.render(messages=messages)
+                template.compiled.plain.render(messages=messages)
         except Exception as error:
             if isinstance(error, AssertionError | MemoryError):
                 raise

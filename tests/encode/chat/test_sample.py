@@ -12,7 +12,6 @@ from tokenmill.encode.chat import trace
 from tokenmill.encode.chat.conversation import mark_conversation
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sample import _edges_of_sample
-from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Renderer
 
@@ -126,9 +125,7 @@ def test_what_a_template_looks_for_in_texts_is_noted_and_names_of_fields_are_not
     )
     messages = [{"role": "user", "content": "some text"}]
     renderer = Renderer(
-        compiled=compiled(source, "a"),
-        where="a",
-        special_tokens={},
+        template=ChatTemplate(source=source, where="a"),
         conversation=mark_conversation(messages, None, {}, ()),
     )
     renderer.trace(1, False)

@@ -13,8 +13,7 @@ from jinja2.exceptions import SecurityError
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat import trace, tracked
 from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.sandbox import compiled
-from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.template import ChatTemplate, compile_template
 from tokenmill.encode.chat.tracked import budget
 from tokenmill.errors import ConfigError
 
@@ -126,9 +125,9 @@ def test_there_is_a_limit_without_being_asked_for():
 
 def test_a_template_that_does_not_compile_names_its_line():
     with pytest.raises(ConfigError, match=r"chat template 'x.jinja': must compile, got .*endfor.* at line 3;"):
-        compiled("a\n{% for x in y %}\n{% endif %}", "'x.jinja'")
+        compile_template("a\n{% for x in y %}\n{% endif %}", "'x.jinja'")
     with pytest.raises(ConfigError, match=r"No filter named .*random.* at line 1"):
-        compiled("{{ [1, 2] | random }}", "x")
+        compile_template("{{ [1, 2] | random }}", "x")
 
 
 def test_the_clock_is_not_read_but_given():
@@ -268,7 +267,7 @@ def test_limits_hold_in_both_environments_whatever_a_template_does(source, kind,
     """
     monkeypatch.setattr(tracked, "MAX_BYTES", 8 << 30)
     monkeypatch.setattr(tracked, "MAX_SECONDS", 0.2)
-    template = getattr(compiled(source, "test"), kind)
+    template = getattr(compile_template(source, "test"), kind)
     tracemalloc.start()
     begin = time.process_time()
     try:
@@ -288,7 +287,7 @@ def test_another_thread_looks_at_the_memory_before_much_of_it_is_gone(monkeypatc
         "{% set y = 'Ω' * 4096 %}{% set n = namespace(a=none) %}"
         f"{{% for i in range(9999) %}}{{% set n.a = namespace(p=n.a, v=[{'y[1:], ' * 999}]) %}}{{% endfor %}}"
     )
-    compiled(source, "test")
+    compile_template(source, "test")
     tracemalloc.start()
     try:
         with ThreadPoolExecutor(1) as pool, pytest.raises(Refusal, match="more than 64 MB of memory"):
@@ -301,13 +300,13 @@ def test_another_thread_looks_at_the_memory_before_much_of_it_is_gone(monkeypatc
 def test_a_template_that_takes_long_to_compile_is_refused_by_its_size():
     """[S.c]"""
     with pytest.raises(ConfigError, match=r"chat template x: must have at most 131,072 characters, got 600,006;"):
-        compiled("{{ 1" + " < 1" * 150_000 + "}}", "x")
+        compile_template("{{ 1" + " < 1" * 150_000 + "}}", "x")
 
 
 def test_a_template_that_asks_for_escapes_is_refused():
     """Every text that it prints would be a longer copy [S.c]."""
     with pytest.raises(ConfigError, match=r"autoescape is not supported' at line 2"):
-        compiled("a\n{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "x")
+        compile_template("a\n{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "x")
 
 
 def test_the_timer_of_a_program_and_its_handler_are_left_as_they_were():

@@ -41,8 +41,7 @@ from tokenmill.encode.chat.conversation import (
 )
 from tokenmill.encode.chat.render import Form, Loss, Rendered, best_form, notes_of, trained_messages, unsaid_of
 from tokenmill.encode.chat.sample import ANY_TEXT, first_call, neighbours
-from tokenmill.encode.chat.sandbox import PlainEnvironment, compiled
-from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.template import ChatTemplate, PlainEnvironment
 from tokenmill.encode.chat.trace import Range, plain_text
 from tokenmill.encode.chat.tracked import BLOCK_BEGIN, BLOCK_END, MAX_STEPS, budget, during, showing_blocks
 from tokenmill.encode.tokenizer import surrogate_in
@@ -213,18 +212,10 @@ class Patterns:
 
     def _writes(self, text: str, keyed: _KeyedConversation, tools: Sequence[Any] | None) -> bool:
         """Say whether the template makes a text, with the marks of generation blocks, of a conversation."""
-        template = self.template
         try:
             with showing_blocks(), budget(_MAX_STEPS), _opaque_texts(keyed.cores, keyed.open_texts):
-                plain = plain_text(
-                    _opaque_template(template.source),
-                    template.where,
-                    template.special_tokens,
-                    keyed.messages,
-                    tools,
-                    self.kwargs,
-                    False,
-                )
+                opaque = _opaque_template(self.template.source)
+                plain = plain_text(self.template, opaque, keyed.messages, tools, self.kwargs, False)
         except Refusal:
             return False
         return plain.replace(BLOCK_END + BLOCK_BEGIN, "") == text
@@ -278,7 +269,7 @@ class Patterns:
             raise _MustBeFollowed
         names = {name for kind in own for name in kind.names}
         setting = self._setting(tools)
-        tool_texts, words = self._tool_texts[setting], compiled(self.template.source, self.template.where).words
+        tool_texts, words = self._tool_texts[setting], self.template.compiled.words
         free = {text for kind in own for text in kind.free}
         if not names.isdisjoint(free) or not tool_texts.isdisjoint(free):
             raise _MustBeFollowed
@@ -331,8 +322,7 @@ class Patterns:
             return kinds[id(message)][1]
         if type(message) is not dict or type(message.get("role")) is not str:
             raise _MustBeFollowed
-        words = compiled(self.template.source, self.template.where).words
-        shape = _Shape(words=words, controls=self.controls)
+        shape = _Shape(words=self.template.compiled.words, controls=self.controls)
         shape.add(message)
         number = self._number(tuple(shape.parts))
         if number not in self._says:

@@ -23,7 +23,6 @@ from tokenmill.encode.chat.conversation import (
     with_reasoning,
 )
 from tokenmill.encode.chat.sample import TurnEdges, between, edges_by_sample
-from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace
 from tokenmill.encode.chat.tracked import limits, runs_of
@@ -90,12 +89,7 @@ def best_form(
     for given, notes in forms_of(with_reasoning(messages)):
         try:
             conversation = mark_conversation(given, tools, kwargs, train_on)
-            renderer = Renderer(
-                compiled=compiled(template.source, template.where),
-                where=template.where,
-                special_tokens=template.special_tokens,
-                conversation=conversation,
-            )
+            renderer = Renderer(template=template, conversation=conversation)
             with limits():
                 form = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
         except Refusal as error:
@@ -188,7 +182,8 @@ def find_ranges(renderer: Renderer, trained: Sequence[int]) -> tuple[Range, ...]
     """Return the sorted, disjoint ranges that are trained on; what cannot be proven is refused."""
     roles = renderer.conversation.roles
     trace = renderer.trace(len(roles), False)
-    by_block = [index for index in trained if renderer.compiled.has_generation and roles[index] == "assistant"]
+    has_blocks = renderer.template.compiled.has_generation
+    by_block = [index for index in trained if has_blocks and roles[index] == "assistant"]
     for index in by_block:
         _refuse_missing(trace, index)
     ranges = _block_ranges(trace, by_block) if by_block else []

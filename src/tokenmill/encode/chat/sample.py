@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
-from tokenmill.encode.chat.sandbox import Compiled
+from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace, bare
 
 _TEXT = "Q"
@@ -93,11 +93,10 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     if len(repeated) > _MAX_MESSAGES:
         return None
     sought = _longest_first(frozenset(renderer.sought))
-    texts = _SampleTexts(words=renderer.compiled.words, sought=sought, labels={})
+    texts = _SampleTexts(words=renderer.template.compiled.words, sought=sought, labels={})
     tools = None if conversation.tools is None else [_TOOL] if conversation.tools else []
     options = bare(conversation.options)
-    special_tokens = renderer.special_tokens
-    keys = [f"{tools is None or len(tools)}{options}{special_tokens}"]
+    keys = [f"{tools is None or len(tools)}{options}{renderer.template.special_tokens}"]
     messages = []
     try:
         for at in (*repeated, *_near(renderer)[1][index]):
@@ -116,8 +115,8 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
         _Sample(
             key="\n".join(keys),
             index=len(repeated) - 1,
-            compiled=renderer.compiled,
-            special_tokens=special_tokens,
+            source=renderer.template.source,
+            template=renderer.template,
             messages=messages,
             tools=tools,
             options=options,
@@ -215,7 +214,7 @@ def _striking(renderer: Renderer) -> list[list[int]]:
             exchanges.append([])
         exchanges[-1].append(index)
     messages = renderer.conversation.messages
-    words, sought = renderer.compiled.words, tuple(renderer.sought)
+    words, sought = renderer.template.compiled.words, tuple(renderer.sought)
     return [exchange for exchange in exchanges if any(_strikes(messages[at], words, sought) for at in exchange)]
 
 
@@ -237,8 +236,9 @@ class _Sample:
     key: str
     index: int
     """The message that it is about; at most three follow it."""
-    compiled: Compiled
-    special_tokens: Mapping[str, str] = field(compare=False)
+    source: str
+    """Of the template."""
+    template: ChatTemplate = field(compare=False)
     messages: list[dict[str, Any]] = field(compare=False)
     tools: list[Any] | None = field(compare=False)
     options: Mapping[str, Any] = field(compare=False)
@@ -251,12 +251,7 @@ def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
     roles = [message["role"] for message in sample.messages]
     try:
         conversation = mark_conversation(sample.messages, sample.tools, sample.options, roles)
-        renderer = Renderer(
-            compiled=sample.compiled,
-            where="sample",
-            special_tokens=sample.special_tokens,
-            conversation=conversation,
-        )
+        renderer = Renderer(template=sample.template, conversation=conversation)
         trace = renderer.trace(index + 1, False)
         own = trace.own_range(index)
         last = None if own is None else trace.origin_at(own[1] - 1)

@@ -1,16 +1,40 @@
-"""Chat templates: where they come from, and what makes two of them the same."""
+"""Chat templates: where they come from, what makes two of them the same, and the sandbox that they run in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, wraps
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import BuiltinMethodType, MappingProxyType, MethodType
+from typing import Any, NoReturn
 
 import msgspec
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2.compiler import CodeGenerator, Frame, operators
+from jinja2.environment import Template
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.filters import make_attrgetter
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenmill.encode.chat.sandbox import compiled
+from tokenmill.encode import Refusal
+from tokenmill.encode.chat.tracked import (
+    LONG,
+    MAX_STEPS,
+    Tracked,
+    authored,
+    between,
+    charge,
+    charge_size,
+    charge_text,
+    generated,
+    join,
+    text_of,
+    tojson,
+)
 from tokenmill.encode.files import CONFIG, SIBLINGS, JsonFile, is_beside, kind_of, read_object, read_tokenizer_file
 from tokenmill.encode.tokenizer import Vocabulary, bytes_vocabulary
 from tokenmill.errors import ConfigError, nearest
@@ -80,6 +104,11 @@ class ChatTemplate:
     built_in: bool = False
     """Whether it comes with tokenmill: such a template is made for any tokenizer, and leaves BOS to it."""
 
+    @property
+    def compiled(self) -> Compiled:
+        """What runs it."""
+        return compile_template(self.source, self.where)
+
     def fields(self) -> dict[str, Any]:
         """Return all that it holds, as JSON has it, to be made again in another process."""
         rules = {name: asdict(rule) for name, rule in self.strip_rules.items()}
@@ -107,7 +136,7 @@ def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
         source, where = _of_tokenizer(tokenizer, spec.partition(":")[2] or "default")
     else:
         source, where = _of_file(spec), repr(spec)
-    compiled(source, where)
+    compile_template(source, where)
     built_in = spec in _BUILT_IN
     if tokenizer is None:
         return ChatTemplate(source=source, where=where, built_in=built_in)
@@ -249,3 +278,562 @@ def _is_local(normalizer: Mapping[str, Any] | None) -> bool:
     if normalizer is None or normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase"):
         return True
     return normalizer.get("type") == "Sequence" and all(map(_is_local, normalizer["normalizers"]))
+
+
+# The sandbox that templates run in, and a compiler that lets every string keep its origin.
+
+_FILTERS = (
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items"),
+    *("join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace"),
+    *("reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "tojson", "trim"),
+    *("unique", "upper"),
+)
+"""Those that give the same every time and cannot be told to make something huge: no `random`, no `center`."""
+_GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
+_UNSAFE_OF_STRINGS = frozenset(
+    ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "maketrans")
+)
+_OF_DICTS = frozenset(dir(dict))
+_READING_DICTS = frozenset(("get", "items", "keys", "values"))
+_AT_ONCE = frozenset(("abs", "count", "d", "default", "first", "last", "length"))
+"""Filters that do not go through what they are given; all others are counted."""
+_OF_TEXTS = frozenset(("replace", "safe", "string", "title", "tojson"))
+"""Filters that write what they are given as a text."""
+_OF_WHOLE_TEXTS = _OF_TEXTS | {"float", "int", "reverse", "round"}
+"""Filters that take a text as one value; all others go through its characters."""
+_COMPARING = frozenset(("dictsort", "groupby", "max", "min", "sort", "unique"))
+"""Filters that compare values, or copies of them in lower case: all characters count, however deep."""
+_OF_NUMBERS = frozenset(("divisibleby", "even", "odd"))
+"""Tests that divide; of a text they would make a longer one, as `%` does."""
+_MAX_SOURCE = 1 << 17
+"""Characters of a template: to compile as many takes up to ten seconds, and common ones have 20,000 at most."""
+_MAX_WIDTH = 64
+"""Of white space in JSON."""
+_MAX_DIGITS = 4096
+"""Of a string that becomes a number, which takes time by their square."""
+_CONTAINERS = frozenset((list, tuple, dict))
+_ITEMS = 16
+"""Items that are looked through in one step; characters: `LONG`."""
+_MAX_PRECISION = 400
+"""Places that a number is rounded to; more than a float has."""
+_MAX_BITS = 4096
+"""Size of the numbers that a template may make."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """A template, ready to run."""
+
+    tracked: Template
+    """Follows every character."""
+    plain: Template
+    """Runs on plain strings, as any other library would; the text of the two must be the same."""
+    has_generation: bool
+    """Whether it says itself, by `{% generation %}`, what is trained on."""
+    words: frozenset[str]
+    """All of its literals: what a text may be compared with."""
+    names: frozenset[str]
+    """What it reads by name: what it is given, and what it sets itself."""
+
+
+def compile_template(source: str, where: str) -> Compiled:
+    """Compile a template, once; one that cannot be compiled raises `ConfigError` with the line."""
+    if len(source) > _MAX_SOURCE:
+        raise ConfigError(
+            f"chat template {where}: must have at most {_MAX_SOURCE:,} characters, got {len(source):,}; "
+            "take a shorter one"
+        )
+    try:
+        return _compiled(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"chat template {where}: must compile, got {error.message!r} at line {error.lineno}; "
+            "correct the template"
+        ) from error
+    except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
+        # A template can be right for jinja and too deep or too large for Python.
+        raise ConfigError(
+            f"chat template {where}: must compile, got {type(error).__name__}: {error}; correct the template"
+        ) from error
+
+
+@lru_cache(maxsize=256)
+def _compiled(source: str) -> Compiled:
+    tracked, plain = TrackedEnvironment(), PlainEnvironment()
+    tree = plain.parse(source)
+    blocks = tree.find_all(nodes.ExtensionAttribute)
+    words = _strings(tree)
+    return Compiled(
+        tracked=tracked.from_string(source),
+        plain=plain.from_string(source),
+        has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
+        words=frozenset(words),
+        names=frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"),
+    )
+
+
+def _strings(node: nodes.Node) -> set[str]:
+    constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
+    return {constant.value for constant in constants if isinstance(constant.value, str)}
+
+
+class GenerationBlock(Extension):
+    """The tag `{% generation %}`, which says what the assistant produced."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Make it a call block, as transformers does: names set inside it are not seen outside."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("produced"), [], [], body).set_lineno(line)
+
+    def produced(self, caller: Callable[[], str]) -> str:
+        """Return what the block wrote, marked where strings are tracked."""
+        return generated(caller())
+
+
+class _NoConstantFolding(CodeGenerator):
+    """Leaves all work to the time when it is counted; jinja would work out constants while it compiles."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:  # noqa: ANN401
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _LimitedCode(_NoConstantFolding):
+    """Counts what a template joins, compares and puts together."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._sized(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._sized(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._sized(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def _sized(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.sized(")
+        visit(node, frame)
+        self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.copied(")
+        self.visit(node.node, frame)
+        self.write(")[")
+        self.visit(node.arg, frame)
+        self.write("]")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        # To compare with a constant takes no time; to look for one in something does.
+        searches = any(operand.op in ("in", "notin") for operand in node.ops)
+        constant = any(isinstance(side, nodes.Const) for side in (node.expr, *(each.expr for each in node.ops)))
+        self._weighing = searches or not constant
+        super().visit_Compare(node, frame)
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        if not self._weighing or isinstance(node.expr, nodes.Const):
+            super().visit_Operand(node, frame)
+            return
+        weighed = "searched" if node.op in ("in", "notin") else "weighed"
+        self.write(f" {operators[node.op]} environment.{weighed}(")
+        self.visit(node.expr, frame)
+        self.write(")")
+
+    _weighing = False
+
+
+class PlainEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox with the names that chat templates expect, in which all work is counted."""
+
+    code_generator_class: type[CodeGenerator] = _LimitedCode
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=[GenerationBlock, LoopControlExtension],
+        )
+        self._safe: dict[tuple[type, str], bool] = {}
+        self.filters = {name: self.filters[name] for name in _FILTERS}
+        self._set_filters(**self.filters | {"tojson": _plain_json, "join": self._join, "sum": self._sum})
+        self.filters |= {name: _by_method(name) for name in ("capitalize", "lower", "upper")}
+        self.filters["trim"] = _by_method("strip")
+        self.finalize = self.text
+        self.filters["counted"] = Counted
+        self.tests = {name: _charged_test(name, test) for name, test in self.tests.items()}
+        self.globals = {name: self.globals[name] for name in _GLOBALS}
+        self.globals["raise_exception"] = _raise
+        self.globals["dict"] = _made_dict
+
+    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja has it
+        """Return an attribute or item, as jinja does; items of objects, which are most, without detours."""
+        if type(obj) is dict:
+            if attribute not in _OF_DICTS:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            if attribute in _READING_DICTS:
+                return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        """Return an item or attribute, as jinja does; what objects have, or have not, without detours."""
+        if type(obj) is dict and isinstance(argument, str):
+            if argument in obj:
+                return obj[argument]
+            if argument not in _OF_DICTS:
+                return self.undefined(obj=obj, name=argument)
+        if type(argument) in _CONTAINERS:
+            charge_text(argument)  # what is not there is named
+        return super().getitem(obj, argument)
+
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
+        """Refuse what the sandbox refuses, and methods that can make something huge."""
+        # All that is asked below depends on the type alone; to ask it each time took a fifth of a render.
+        key = (type(obj), attr)
+        if key not in self._safe:
+            self._safe[key] = (
+                not (isinstance(obj, str) and attr in _UNSAFE_OF_STRINGS)
+                and attr != "fromkeys"
+                and not isinstance(obj, int | float | bytes)
+                and super().is_safe_attribute(obj, attr, value)
+            )
+        return self._safe[key]
+
+    def wrap_str_format(self, value: object) -> None:
+        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all(nodes.EvalContextModifier):
+            # Every text that is printed would be a longer copy, which nothing counts.
+            raise TemplateSyntaxError("autoescape is not supported", node.lineno)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None).set_lineno(loop.lineno)
+            loop.iter.set_environment(self)
+        return tree
+
+    def _set_filters(self, **filters: Callable[..., Any]) -> None:
+        self.filters |= {name: each if name in _AT_ONCE else _charged(name, each) for name, each in filters.items()}
+
+    @staticmethod
+    def text(value: object) -> str:
+        """Return what a template prints for a value."""
+        if type(value) is str:
+            return value
+        charge_text(value)
+        return str(value)
+
+    @classmethod
+    def joined(cls, values: Iterable[object]) -> str:
+        """Do what the operator `~` does."""
+        return cls.concat(map(cls.text, values))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """Lay strings end to end: all that a template, a macro or a block has written."""
+        parts = list(pieces)
+        charge_size(sum(map(len, parts)), len(parts))
+        return "".join(parts)
+
+    def _join(self, value: Iterable[object], d: str = "", attribute: str | int | None = None) -> str:
+        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
+        return self.joined(between(self.text(d), items))
+
+    def _sum(self, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:  # noqa: ANN401
+        if isinstance(start, str):
+            raise TypeError("sum() can't sum strings")
+        for item in iterable if attribute is None else map(make_attrgetter(self, attribute), iterable):
+            start = self.call_binop(None, "+", start, item)
+        return start
+
+    @staticmethod
+    def formatted(form: str, values: object) -> str:
+        """Do what the operator `%` does, within the limits of tracked strings."""
+        return str.__str__(Tracked(form) % values)
+
+    @staticmethod
+    def weighed(value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count what it takes to look through a value."""
+        if isinstance(value, str):
+            if len(value) > LONG:
+                charge(len(value) // LONG)
+        elif isinstance(value, list | tuple | Mapping):
+            charge(1 + _num_items(value) // _ITEMS)
+        return value
+
+    @classmethod
+    def searched(cls, value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count what it takes to look for something in a value; the keys of a table are not gone through."""
+        if type(value) is dict:
+            charge()
+            return value
+        return cls.weighed(value)
+
+    @staticmethod
+    def copied(value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count what a copy of a string, list or tuple takes, or of a part of it."""
+        if isinstance(value, str):
+            charge_size(len(value))
+        elif isinstance(value, list | tuple):
+            charge(len(value))
+        return value
+
+    @staticmethod
+    def sized(value: Any) -> Any:  # noqa: ANN401 - given back as it is
+        """Count all that a list, tuple or dict holds, however deep: shared parts count each time they occur."""
+        if isinstance(value, list | tuple | Mapping):
+            _num_items(value, charge)
+        return value
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        """Call a macro, method or function; every call is 16 steps, and more with a long text.
+
+        Methods of values, which `getattr` let pass, are called without detours.
+        """
+        charge(16 + len(args))
+        for arg in args:
+            if type(arg) in _CONTAINERS:
+                charge(len(arg))
+                if getattr(obj, "__name__", "") == "changed":  # of a loop, which compares
+                    self.weighed(arg)
+        if type(obj) is BuiltinMethodType or (type(obj) is MethodType and isinstance(obj.__self__, str)):
+            owner = obj.__self__
+            if isinstance(owner, str):
+                self.copied(owner)
+                if obj.__name__ == "join" and args and not isinstance(args[0], list | tuple):
+                    args = (list(Counted(args[0])), *args[1:])
+                if type(owner) is not Tracked:
+                    _charge_made(obj.__name__, owner, args)
+            elif isinstance(owner, list | tuple | Mapping):
+                looked_for = _num_items(args[0]) if args and isinstance(args[0], list | tuple | Mapping) else 0
+                if obj.__name__ not in _READING_DICTS:
+                    self.weighed(owner)
+                    charge(len(owner) * (1 + looked_for // _ITEMS))
+            for name in ("_loop_vars", "_block_vars"):  # which jinja adds for those that take the context
+                kwargs.pop(name, None)
+            return obj(*args, **kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
+        """Add, multiply, raise or format, if the result is not huge."""
+        if operator == "+" and type(left) is Tracked and type(right) is Tracked:
+            return join((left, right))
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+        if operator == "+" and len(sizes) == 2:
+            charge_size(sum(sizes))
+        elif operator == "*" and sizes:
+            charge_size(sizes[0] * max(0, int(left if isinstance(left, int) else right)))
+        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MAX_BITS:
+                raise Refusal("too_large", f"the template makes a number of {bits} bits")
+        if operator == "%" and isinstance(left, str):
+            return self.formatted(left, right)
+        value = self.binop_table[operator](left, right)
+        return self.sized(value) if isinstance(value, list | tuple) else value
+
+
+class _Code(_LimitedCode):
+    """Makes the literals of a template tracked as well."""
+
+    environment: TrackedEnvironment
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(self._literal(value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:  # noqa: ARG002
+        self.write(self._literal(node.data))
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self._literal("".join(group))
+
+    def _literal(self, text: str) -> str:
+        self.environment.literals.append(authored(text))
+        return f"environment.literals[{len(self.environment.literals) - 1}]"
+
+
+class TrackedEnvironment(PlainEnvironment):
+    """A sandbox in which all strings are tracked, and all work is counted."""
+
+    code_generator_class = _Code
+    text = staticmethod(text_of)
+    concat = staticmethod(join)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.literals: list[Tracked] = []
+        self._set_filters(tojson=tojson, string=text_of, safe=text_of)
+
+    @staticmethod
+    def formatted(form: str, values: object) -> str:
+        """Do what the operator `%` does."""
+        return (form if isinstance(form, Tracked) else Tracked(form)) % values
+
+
+class Counted:
+    """What a loop goes over; every round is a step."""
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self._values = values
+
+    def __iter__(self) -> Iterator[object]:
+        for value in self._values:
+            charge()
+            yield value
+
+    def __len__(self) -> int:
+        return len(self._values)  # type: ignore[arg-type]  # a TypeError is what jinja expects of an iterator
+
+
+def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  # noqa: ANN401 - a list or table
+    """Return how many items a value holds, however deep; `count` is told of them as they are found.
+
+    Where nobody is, the value is to be compared, and long texts in it are as many items as take the same time.
+    """
+    open_, total = [value], 0
+    while open_:
+        inner = open_.pop()
+        if isinstance(inner, Mapping):
+            inner = [*inner, *inner.values()]
+        total += 1 + len(inner)
+        if count is not None:
+            count(1 + len(inner))
+        else:
+            total += sum(_ITEMS * (len(item) // LONG) for item in inner if isinstance(item, str))
+            if total > _ITEMS * MAX_STEPS:
+                break  # it costs more than there is
+        open_ += [item for item in inner if isinstance(item, list | tuple | Mapping)]
+    return total
+
+
+def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that counts what it goes through before it does."""
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0
+    makes_text = name in _OF_TEXTS
+
+    @wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        value = args[place]
+        for argument in (*args[place + 1 :], *kwargs.values()):
+            if isinstance(argument, str) and len(argument) > LONG:
+                charge(argument.count(".") + argument.count(","))  # the name of an attribute is cut there
+        if isinstance(value, str):
+            _charge_filter(name, value, args[place + 1 :], kwargs)
+        elif makes_text:
+            _charge_filter(name, PlainEnvironment.text(value), args[place + 1 :], kwargs)
+        elif name in _COMPARING and isinstance(value, Iterable) and not isinstance(value, Undefined):
+            items = value if isinstance(value, list | tuple | Mapping) else list(Counted(value))
+            charge_text(items)
+            args = (*args[:place], items, *args[place + 1 :])
+        elif isinstance(value, list | tuple | Mapping):
+            PlainEnvironment.weighed(value)
+            charge(len(value))
+        elif isinstance(value, Iterable) and not isinstance(value, Undefined):
+            args = (*args[:place], iter(Counted(value)), *args[place + 1 :])
+        elif name == "round":
+            precision = kwargs.get("precision", *args[place + 1 : place + 2] or (0,))
+            if abs(precision) > _MAX_PRECISION:
+                raise Refusal("too_large", f"the template rounds to {precision} places")
+        result = function(*args, **kwargs)
+        if type(result) is str and len(result) > LONG:
+            charge_size(len(result))
+        return result
+
+    return charged
+
+
+def _by_method(name: str) -> Callable[..., Any]:
+    """Return the filter that calls a method of a text; what is none is written as one first."""
+
+    def filter_(value: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
+        text = PlainEnvironment.copied(value) if isinstance(value, str) else PlainEnvironment.text(value)
+        return getattr(text, name)(*args, **kwargs)
+
+    return filter_
+
+
+def _charged_test(name: str, test: Any) -> Callable[..., bool]:  # noqa: ANN401 - as jinja has it
+    """Return a test that counts what it looks through before it does."""
+    place = 1 if hasattr(test, "jinja_pass_arg") else 0
+
+    @wraps(test)
+    def charged(*args: Any) -> bool:  # noqa: ANN401
+        if name in _OF_NUMBERS and isinstance(args[place], str):
+            raise TypeError(f"a text is not {name}")
+        if name in ("lower", "upper"):
+            PlainEnvironment.text(args[place])
+        for value in args[place:]:
+            PlainEnvironment.weighed(value)
+        return bool(test(*args))
+
+    return charged
+
+
+def _charge_filter(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Count what a filter makes of a text, before it does."""
+    if name not in _OF_WHOLE_TEXTS:
+        charge(len(text))
+    elif name == "title":
+        charge(len(text) // 2)  # which it cuts into words
+    elif name == "replace":
+        _charge_made(name, text, [kwargs.get(key, *args[at : at + 1]) for at, key in enumerate(("old", "new"))])
+    elif name in ("int", "float") and len(text) > _MAX_DIGITS:
+        raise Refusal("too_large", f"the template makes a number of {len(text)} characters")
+    charge(1 + len(text) // LONG)
+
+
+def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
+    """Count what a method of a plain string would make, before it does."""
+    if name == "join" and args and isinstance(args[0], list | tuple):
+        items = args[0]
+        charge_size(len(text) * len(items) + sum(len(item) for item in items if isinstance(item, str)), len(items))
+    elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+        count = text.count(args[0]) if args[0] else len(text) + 1
+        charge_size(len(text) + count * max(0, len(args[1]) - len(args[0])))
+    elif name in ("split", "rsplit", "splitlines"):
+        # A part takes more memory than its characters do.
+        given = args[0] if name != "splitlines" and args and isinstance(args[0], str) and args[0] else None
+        charge(text.count(given) if given else len(text) // 2)
+
+
+def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict`
+    value: dict[Any, Any] = PlainEnvironment.sized(dict(*args, **kwargs))
+    return value
+
+
+def _raise(message: object) -> NoReturn:
+    raise TemplateError(PlainEnvironment.text(message))
+
+
+def _plain_json(
+    x: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    widths = (indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ()))
+    if max(widths) > _MAX_WIDTH:
+        raise Refusal("too_large", f"the template sets values apart by {max(widths)} characters")
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

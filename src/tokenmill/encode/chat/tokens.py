@@ -16,7 +16,6 @@ from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
 from tokenmill.encode.chat.patterns import Patterns
 from tokenmill.encode.chat.render import Rendered, render
-from tokenmill.encode.chat.sandbox import compiled
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.trace import MARKUP
 from tokenmill.encode.chat.tracked import limits
@@ -313,7 +312,7 @@ class ChatEncoder:
     @property
     def _names(self) -> set[str]:
         """What the template reads beside what it is given, and `now`."""
-        names = compiled(self.template.source, self.template.where).names
+        names = self.template.compiled.names
         return {*(names - {*_TAKEN, *self.template.special_tokens}), "now"}
 
     def _patterns_of(self, options: Mapping[str, Any]) -> Patterns:

@@ -7,13 +7,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple, TypeAlias
-
-from jinja2.environment import Template
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
-from tokenmill.encode.chat.sandbox import Compiled
 from tokenmill.encode.chat.tracked import (
     GENERATION,
     UNKNOWN,
@@ -25,6 +22,11 @@ from tokenmill.encode.chat.tracked import (
     too_much_memory,
 )
 from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jinja2.environment import Template
+
+    from tokenmill.encode.chat.template import ChatTemplate
 
 Range: TypeAlias = tuple[int, int]
 """First character and the one after the last."""
@@ -203,9 +205,7 @@ class Trace:
 class Renderer:
     """Renders one conversation, whole or in part, with one template."""
 
-    compiled: Compiled
-    where: str
-    special_tokens: Mapping[str, str]
+    template: ChatTemplate
     conversation: MarkedConversation
     sought: set[str] = field(default_factory=set)
     """What the template looked for in texts, in all renders so far."""
@@ -246,9 +246,8 @@ class Renderer:
         """Refuse if plain strings, which every other library renders with, give another text."""
         conversation = self.conversation
         text = plain_text(
-            self.compiled.plain,
-            self.where,
-            self.special_tokens,
+            self.template,
+            self.template.compiled.plain,
             bare(conversation.messages),
             bare(conversation.tools),
             bare(conversation.options),
@@ -260,8 +259,7 @@ class Renderer:
     def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
         conversation = self.conversation
         names = _names(
-            self.where,
-            self.special_tokens,
+            self.template,
             conversation.messages[:num_messages],
             conversation.tools,
             conversation.options,
@@ -269,7 +267,7 @@ class Renderer:
             authored,
         )
         with seeking(self.sought, conversation.settings):
-            rendered = _run(self.compiled.tracked, names)
+            rendered = _run(self.template.compiled.tracked, names)
         text = str.__str__(rendered)
         fragments: list[Fragment] = []
         generation: list[Range] = []
@@ -470,13 +468,7 @@ class Renderer:
         own = self.conversation
         roles = [message["role"] for message in messages]
         conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
-        return Renderer(
-            compiled=self.compiled,
-            where=self.where,
-            special_tokens=self.special_tokens,
-            conversation=conversation,
-            sought=self.sought,
-        )
+        return Renderer(template=self.template, conversation=conversation, sought=self.sought)
 
     def _between(self, index: int, after: int | None) -> str | None:
         """Return what stands between a message and the next one; None where either is not written there."""
@@ -494,7 +486,7 @@ class Renderer:
     @property
     def _ends(self) -> tuple[str, ...]:
         """What may end a turn."""
-        eos = self.special_tokens.get("eos_token")
+        eos = self.template.special_tokens.get("eos_token")
         return (*ENDS_OF_TURN, eos) if eos else ENDS_OF_TURN
 
     def _without_ends(self, text: str) -> str:
@@ -531,21 +523,19 @@ class Renderer:
 
 
 def plain_text(
-    template: Template,
-    where: str,
-    special_tokens: Mapping[str, str],
+    template: ChatTemplate,
+    runnable: Template,
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
     options: Mapping[str, Any],
     add_generation_prompt: bool,
 ) -> str:
-    """Render a conversation with plain strings, as every other library does."""
-    return _run(template, _names(where, special_tokens, messages, tools, options, add_generation_prompt, str))
+    """Render a conversation with plain strings, as every other library does; `runnable` is of the template."""
+    return _run(runnable, _names(template, messages, tools, options, add_generation_prompt, str))
 
 
 def _names(
-    where: str,
-    special_tokens: Mapping[str, str],
+    template: ChatTemplate,
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
     options: Mapping[str, Any],
@@ -554,8 +544,8 @@ def _names(
 ) -> dict[str, Any]:
     """Return what a template may refer to; `own` makes a string the template's."""
     return {
-        **{name: own(token) for name, token in special_tokens.items()},
-        "strftime_now": lambda form: own(_now(where, options).strftime(form[:_MAX_DATE_CHARS])),
+        **{name: own(token) for name, token in template.special_tokens.items()},
+        "strftime_now": lambda form: own(_now(template.where, options).strftime(form[:_MAX_DATE_CHARS])),
         **options,
         "messages": messages,
         "tools": tools,
