@@ -15,8 +15,8 @@ from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import Conversation, flattened
-from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.conversation import Conversation
+from tokenmill.encode.chat.render import Rendered, flattened, render
 from tokenmill.encode.chat.template import CHATML, ChatTemplate, load_template
 from tokenmill.encode.chat.tokens import ChatEncoder
 

@@ -7,13 +7,12 @@ from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode import Refusal
+from tokenmill.encode.chat import conversation
 from tokenmill.encode.chat import render as rendering
-from tokenmill.encode.chat import trace
-from tokenmill.encode.chat.conversation import mark_conversation
+from tokenmill.encode.chat.conversation import Renderer, mark_conversation
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.sample import _edges_of_sample
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.trace import Renderer
 
 UNMARKED = [name for name in STOCK if "endgeneration" not in stock_source(name)]
 OPTIONS = {"now": "2025-01-31"}
@@ -143,8 +142,10 @@ def long_talk(count: int, word: str) -> list[dict[str, str]]:
 def renders_noted(monkeypatch) -> list[int]:
     """Return a list to which the number of messages of each further render is added."""
     renders: list[int] = []
-    run = trace._run
-    monkeypatch.setattr(trace, "_run", lambda *given: renders.append(len(given[1]["messages"])) or run(*given))
+    run = conversation._run
+    monkeypatch.setattr(
+        conversation, "_run", lambda *given: renders.append(len(given[1]["messages"])) or run(*given)
+    )
     return renders
 
 

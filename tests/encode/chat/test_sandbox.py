@@ -11,7 +11,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat import trace, tracked
+from tokenmill.encode.chat import conversation, tracked
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import ChatTemplate, compile_template
 from tokenmill.encode.chat.tracked import budget
@@ -111,7 +111,7 @@ BOMBS = [
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_template_cannot_take_all_time_or_memory(source, monkeypatch):
     """[S.c]"""
-    monkeypatch.setattr(trace, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
+    monkeypatch.setattr(conversation, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
     with pytest.raises(Refusal) as caught:
         rendered(source)
     assert caught.value.reason in ("too_many_steps", "too_large", "template_error")
@@ -335,7 +335,7 @@ def test_time_and_memory_of_a_record_are_limited_whatever_the_steps_say(what, th
     """As where an operation takes more than is counted for it; the error names the template [S.c]."""
     monkeypatch.setattr(tracked, "MAX_SECONDS", 0.05 if what == "time" else 60)
     monkeypatch.setattr(tracked, "MAX_BYTES", 64 << 20)
-    monkeypatch.setattr(trace, "budget", partial(budget, 1 << 40))
+    monkeypatch.setattr(conversation, "budget", partial(budget, 1 << 40))
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with ThreadPoolExecutor(1) as pool:
         run = partial(rendered, UNCOUNTED[what])

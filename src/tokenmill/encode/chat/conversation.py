@@ -1,18 +1,33 @@
-"""A conversation as templates are given it: checked, and with every string marked by where it stood."""
+"""A conversation: its strings marked by where they stood, its renders, and where a message stands in them."""
 
 from __future__ import annotations
 
-import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from datetime import datetime
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.tracked import Tracked, authored, placed
+from tokenmill.encode.chat.tracked import (
+    GENERATION,
+    UNKNOWN,
+    Tracked,
+    authored,
+    budget,
+    placed,
+    runs_of,
+    seeking,
+    too_much_memory,
+)
+from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:  # conversations are made where no template is opened, and jinja2 takes time to load
+    from jinja2.environment import Template
+
+    from tokenmill.encode.chat.template import ChatTemplate
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -25,7 +40,6 @@ SETTING = -1
 """The message of a character of the tools or options."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
-_REASONING = frozenset(REASONING)
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "text": ("content",),
@@ -107,7 +121,7 @@ class MarkedConversation:
         for part in content if isinstance(content, list | tuple) else ():
             kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
             if kind != "text":
-                raise Refusal("media", f"a part of type {_shortened(kind)} in {self.named(index)}")
+                raise Refusal("media", f"a part of type {shortened(kind)} in {self.named(index)}")
         self.firsts.append(len(self.starts))
         marked = self.mark({key: message[key] for key in message if key != "role"}, index, ())
         self.messages.append({"role": authored(message["role"]), **marked})
@@ -125,7 +139,7 @@ class MarkedConversation:
             marked: dict[Tracked, Any] = {}
             for key, item in value.items():
                 if not isinstance(key, str):
-                    raise Refusal("not_json", f"the key {_shortened(key)} in {self.named(owner)}")
+                    raise Refusal("not_json", f"the key {shortened(key)} in {self.named(owner)}")
                 # A key of arguments is text that the assistant wrote; others are words of the format.
                 name = self._mark_string(key, owner, path if "arguments" in path else (*path, "name"))
                 marked[name] = self.mark(item, owner, (*path, key), depth + 1)
@@ -161,11 +175,11 @@ def mark_conversation(
 ) -> MarkedConversation:
     """Check a conversation and mark its strings; what is not text is refused."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise Refusal("no_messages", _shortened(messages))
+        raise Refusal("no_messages", shortened(messages))
     conversation = MarkedConversation(given=messages)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise Refusal("role", f"{_numbered(messages, index)}: {_shortened(message)}")
+            raise Refusal("role", f"{_numbered(messages, index)}: {shortened(message)}")
         role = message["role"]
         if role not in ROLES and role not in trained_roles:
             raise Refusal("role", f"{_numbered(messages, index)} with the unknown role {role[:64]!r}")
@@ -182,7 +196,8 @@ def _numbered(messages: Sequence[object], index: int) -> str:
     return f"message {index + 1} of {len(messages)}"
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
+    """Show a value for people."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -196,159 +211,601 @@ def _has_text(value: object, depth: int = 0) -> bool:
     return depth <= MAX_DEPTH and any(_has_text(item, depth + 1) for item in items)
 
 
-# What a message says of its own training.
+# Renders with the origin of every character.
 
-_FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
-_LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis", re.IGNORECASE)
-"""In the names of fields that may be flags of another project."""
-
-
-@lru_cache(maxsize=1024)
-def _is_like_a_flag(name: str) -> bool:
-    return name not in _FLAGS and _LIKE_FLAGS.search(name) is not None
+Range: TypeAlias = tuple[int, int]
+"""First character and the one after the last."""
 
 
-def says_of_training(message: Message) -> bool | None:
-    """Return whether a message says that it is to be trained on, or not; None where it leaves that to its role.
+class Fragment(NamedTuple):
+    """Characters of a render that stand together in one string of the conversation."""
 
-    Only `train` and `training` make a message trained whose role is not: a weight of 1 is what all messages have.
-    What is neither yes nor no is refused, as is a flag that may mean either.
-    """
-    flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
-    for name, value in message.items():
-        # A text is a remark, unless the name can be nothing but a flag.
-        if _is_like_a_flag(name) and value is not None:
-            if isinstance(value, str) and name not in ("mask", "masked"):
-                continue
-            raise Refusal(
-                "flag", f"{name} = {_shortened(value)}, which may mean either; name it train: true or false"
-            )
-    for name, value in flags.items():
-        if value not in (0, 1) or not isinstance(value, bool | int | float):
-            raise Refusal(
-                "flag", f"{name} = {_shortened(value)}, neither 0 nor 1; weights are not stored, make it one"
-            )
-    if not flags:
-        return None
-    if len(set(map(bool, flags.values()))) > 1:
-        raise Refusal("flag", f"{_shortened(flags)}, which contradict one another; leave one of them")
-    if not next(iter(flags.values())):
-        return False
-    return True if flags.keys() & {"train", "training"} else None
+    begin: int
+    end: int
+    origin: int
+    """The first character's number in the conversation."""
+    step: int
+    """1 where each further character has the next number; 0 where all have one, as what an escape makes of it."""
+    string: int
+    owner: int
+    """Which message, or `SETTING`."""
+
+    @property
+    def last_origin(self) -> int:
+        """The last character's number in the conversation."""
+        return self.origin + (self.end - self.begin - 1) * self.step
 
 
-# Other forms of the same conversation.
+# A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
+# writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
+# here is left to the prompt where the turn has it as well, and refused where the turn does without.
+_NO_REASONING = (
+    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
+    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
+)
+_REASONING = re.compile(_NO_REASONING + r"\Z")
+_EMPTY_REASONING = re.compile(_NO_REASONING)
+MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
+"""What control strings look like."""
+ENDS_OF_TURN = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|eot|>"),
+    *(
+        "<end_of_turn>",
+        "<turn|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|end_of_text|>",
+        "<|assistant_end|>",
+        "</s>",
+        "[/INST]",
+    ),
+)
+"""What models write to end a turn."""
 
 
-def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
-    """Give reasoning each name that templates read, as transformers does: data often has another."""
-    if not isinstance(messages, list | tuple):
-        return messages
-    return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
+_MAX_DATE_CHARS = 4096
+"""Of what says how a date is written, which may ask for 256 times as much."""
+_KEPT_TRACES = 16
+"""Renders of parts of a conversation: all of them would take memory by the square of its length."""
 
 
-def _with_reasoning(message: Message) -> Message:
-    if _REASONING.isdisjoint(message):
-        return message
-    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    if reasoning is None:
-        return message
-    # Columns of a table give a null to every name that a message does not use.
-    own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
-    return {"thinking": reasoning, **own, "reasoning_content": reasoning}
+class Header(NamedTuple):
+    """What asks for a message, as a render that stops before it shows."""
+
+    after: int | None
+    """The conversation's character that it follows; None if nothing of the conversation is before it."""
+    text: str
 
 
-def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
-    """Yield the forms in which templates may want messages, as they are given first; with what to note of each.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """A render; what is in no fragment the template wrote."""
 
-    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and where
-    there are nothing but tool calls the content may be null, or empty.
-    """
-    for calling in (messages, *_without_text(messages)):
-        converted = ((given, ("arguments_converted",)) for given in _converted(calling))
-        for given, notes in ((calling, ()), *converted):
-            yield given, notes
-            texts = flattened(given)
-            if texts is not None:
-                yield texts, notes
+    conversation: MarkedConversation
+    text: str
+    fragments: list[Fragment]
+    """In the order of the text."""
+    begins: list[int]
+    """Of each fragment."""
+    of_message: Mapping[int, list[Fragment]]
+    generation: list[Range]
+    """What generation blocks wrote; ranges do not touch."""
 
+    def before(self, at: int) -> list[Fragment]:
+        """Return the fragments that begin before a character."""
+        return self.fragments[: bisect_left(self.begins, at)]
 
-def may_have_forms(message: Message) -> bool:
-    """Say whether `forms_of` may give another form of a message."""
-    return bool(_tool_calls(message)) or has_parts(message)
+    def within(self, begin: int, end: int) -> list[Fragment]:
+        """Return the fragments that have a character in a range."""
+        if begin >= end:
+            return []
+        first = bisect_right(self.begins, begin)
+        first -= first > 0 and self.fragments[first - 1].end > begin
+        return self.fragments[first : bisect_left(self.begins, end)]
 
+    def authored(self) -> list[Range]:
+        """Return what the template wrote."""
+        edges = [0, *(edge for each in self.fragments for edge in (each.begin, each.end)), len(self.text)]
+        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
-def _tool_calls(message: object) -> Sequence[Any]:
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return calls if isinstance(calls, list | tuple) else ()
+    def origin_at(self, at: int) -> int | None:
+        """Return the number of the character that stands somewhere; None where the template wrote it."""
+        fragments = self.within(at, at + 1)
+        return fragments[0].origin + (at - fragments[0].begin) * fragments[0].step if fragments else None
 
-
-def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return messages in which the content beside tool calls is null if it is empty, and empty if it is null."""
-    if not isinstance(messages, list | tuple):
-        return []
-    bare = {index for index, message in enumerate(messages) if _tool_calls(message) and not message.get("content")}
-    return [
-        [{**message, "content": content} if index in bare else message for index, message in enumerate(messages)]
-        for content in (None, "")
-        if any(messages[index].get("content") != content for index in bare)
-    ]
-
-
-def _converted(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield messages with the arguments of all tool calls as objects, and as texts, where they are not so."""
-    if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
-        return
-    for form in (_object_of, _text_of):
-        converted = [
-            {**message, "tool_calls": [_converted_call(call, form) for call in _tool_calls(message)]}
-            if _tool_calls(message)
-            else message
-            for message in messages
+    def is_repeated(self, fragment: Fragment) -> bool:
+        """Say whether the last character of a text stands elsewhere too, so that it shows no place."""
+        origin = fragment.last_origin
+        others = [
+            each
+            for each in self.of_message[fragment.owner]
+            if each.begin != fragment.begin and each.origin <= origin <= each.last_origin
         ]
-        if converted != list(messages):
-            yield converted
+        return not self.conversation.labels[fragment.string] and any(each.step for each in others)
+
+    def shown(self, begin: int) -> str:
+        """Show the text from a character on."""
+        return repr(self.text[begin : begin + 24])
+
+    def own_range(self, index: int) -> Range | None:
+        """Return from where to where a message stands, None if nowhere; a name written again does not count."""
+        conversation = self.conversation
+        by_string: dict[int, list[Range]] = {}
+        last_origins: dict[int, int] = {}
+        for each in self.of_message.get(index, ()):
+            ranges = by_string.setdefault(each.string, [])
+            if ranges and ranges[-1][1] != each.begin and conversation.labels[each.string]:
+                last_origins[each.string] = -1
+            elif ranges and not conversation.labels[each.string]:
+                last = last_origins[each.string]
+                if each.origin < last or (each.origin == last and ranges[-1][1] != each.begin):
+                    shown = f"{self.shown(each.begin)} of {conversation.named(index)}"
+                    raise Refusal("rewritten", f"{shown}, twice or out of order")
+            if last_origins.get(each.string) != -1:
+                ranges.append((each.begin, each.end))
+                last_origins[each.string] = each.last_origin
+        own = [both for ranges in by_string.values() for both in ranges]
+        return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
+
+    def opening(self, index: int, first: int) -> str | None:
+        """Return what the template writes before a message, whose first character is given, behind the last one."""
+        at = bisect_left(self.begins, first)
+        previous = self.fragments[at - 1] if at else None
+        return self.text[previous.end : first] if previous and previous.owner == index - 1 else None
+
+    def goes_on(self, index: int, after: int) -> bool:
+        """Say whether the next message is of the assistant too, and begins where this one ends: one turn of two."""
+        pair = self.conversation.roles[index : index + 2]
+        following = self.within(after, after + 1)
+        return pair == ["assistant"] * 2 and any(
+            each.owner == index + 1 and each.begin == after for each in following
+        )
+
+    def header_ends(self, header: Header, before: int) -> list[int]:
+        """Return where a header ends in a render, at or before a character; nothing if it is not there."""
+        begins = [0]
+        if header.after is not None:
+            conversation = self.conversation
+            owner = conversation.owners[conversation.string_of(header.after)]
+            begins = [
+                place + 1
+                for each in self.of_message.get(owner, ())
+                if each.origin <= header.after <= each.last_origin
+                for place in (
+                    [each.begin + header.after - each.origin]
+                    if each.step
+                    else range(each.begin, min(each.end, before))
+                )
+                if place < before
+            ]
+        ends = [begin + len(header.text) for begin in begins if self.text.startswith(header.text, begin)]
+        return [end for end in ends if end <= before and not self.within(end - len(header.text), end)]
+
+    def closing_of(self, tails: tuple[str, ...], after: int) -> str | None:
+        """Return the tail that the whole render has, without the white space after it; None if it has none."""
+        fitting = [tail for tail in tails if self.text.startswith(tail, after)]
+        return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
 
 
-def _converted_call(call: object, form: Callable[[object], object]) -> object:
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _converted_call(call["function"], form)}
-    try:
-        return {**call, "arguments": form(call["arguments"])} if "arguments" in call else call
-    except (TypeError, ValueError, RecursionError):
-        return call
+@dataclass(kw_only=True, slots=True)
+class Renderer:
+    """Renders one conversation, whole or in part, with one template."""
 
+    template: ChatTemplate
+    conversation: MarkedConversation
+    sought: set[str] = field(default_factory=set)
+    """What the template looked for in texts, in all renders so far."""
+    striking: list[list[int]] | None = None
+    """Kept by `sample`, once it is known: exchanges with what the template looks for."""
+    near: tuple[list[list[int]], list[list[int]]] | None = None
+    """Kept by `sample`, once it is known: the messages on which it depends how each is written."""
+    samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
+    """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
+    unsampled: set[int] = field(default_factory=set)
+    """Messages whose turn no sample showed, so that renders of the conversation itself had to."""
+    _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
-def _object_of(arguments: object) -> object:
-    value = json.loads(arguments or "{}") if isinstance(arguments, str) else None
-    return value if isinstance(value, dict) else arguments
+    def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
+        """Render the first messages and follow every character; the last renders, and the whole one, are kept."""
+        key = (num_messages, add_generation_prompt)
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._traced(*key)
+            except Refusal as error:
+                self._traces[key] = error
+            whole = (len(self.conversation.messages), False)
+            for old in [old for old in self._traces if old != whole][:-_KEPT_TRACES]:
+                del self._traces[old]
+        trace = self._traces[key]
+        if isinstance(trace, Refusal):
+            raise trace
+        return trace
 
+    def try_trace(self, num_messages: int, add_generation_prompt: bool) -> Trace | None:
+        """Render the first messages, if the template takes a conversation that ends there."""
+        try:
+            return self.trace(num_messages, add_generation_prompt)
+        except Refusal:
+            return None
 
-def _text_of(arguments: object) -> object:
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+    def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
+        """Refuse if plain strings, which every other library renders with, give another text."""
+        conversation = self.conversation
+        text = plain_text(
+            self.template,
+            self.template.compiled.plain,
+            bare(conversation.messages),
+            bare(conversation.tools),
+            bare(conversation.options),
+            add_generation_prompt,
+        )
+        if text != trace.text:
+            raise Refusal("changed", "the text is another one when its characters are followed")
 
+    def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
+        conversation = self.conversation
+        names = _names(
+            self.template,
+            conversation.messages[:num_messages],
+            conversation.tools,
+            conversation.options,
+            add_generation_prompt,
+            authored,
+        )
+        with seeking(self.sought, conversation.settings):
+            rendered = _run(self.template.compiled.tracked, names)
+        text = str.__str__(rendered)
+        fragments: list[Fragment] = []
+        generation: list[Range] = []
+        of_message: dict[int, list[Fragment]] = {}
+        at = 0
+        for size, first, step in runs_of(rendered):
+            if first == UNKNOWN:
+                raise Refusal("untracked", f"the template makes {text[at : at + 40]!r} in a way not followed")
+            if first & GENERATION:
+                begin = generation.pop()[0] if generation and generation[-1][1] == at else at
+                generation.append((begin, at + size))
+            origin = first & (GENERATION - 1)
+            if origin:
+                string = conversation.string_of(origin)
+                owner = conversation.owners[string]
+                fragments.append(Fragment(at, at + size, origin, step, string, owner))
+                of_message.setdefault(owner, []).append(fragments[-1])
+            at += size
+        return Trace(
+            conversation=conversation,
+            text=text,
+            fragments=fragments,
+            begins=[each.begin for each in fragments],
+            of_message=of_message,
+            generation=generation,
+        )
 
-def flattened(messages: Sequence[Message]) -> list[Message] | None:
-    """Return messages in which every list of texts is one text; None where there is no such list."""
-    if not isinstance(messages, list | tuple) or not any(map(has_parts, messages)):
+    # Where a message begins and ends, as shown by other renders that stop before or behind it.
+
+    def asked(self, index: int) -> Header | None:
+        """Return what asks for a message; None if the template cannot be asked there."""
+        prompt = self.try_trace(index, True)
+        if prompt is None:
+            return None
+        last = prompt.fragments[-1] if prompt.fragments else None
+        if last and prompt.is_repeated(last):
+            return None
+        text = _REASONING.sub("", prompt.text[last.end if last else 0 :])
+        return Header(after=last.last_origin if last else None, text=text)
+
+    def header_end(self, trace: Trace, index: int, before: int) -> int:
+        """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
+        header = self.asked(index)
+        ends = trace.header_ends(header, before) if header else []
+        end = ends[-1] if ends else None
+        if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
+            return end
+        # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
+        text = _REASONING.sub("", self._generation_prompt(index) or "")
+        least = end
+        if least is None:
+            least = max((min(each.end, before) for each in trace.before(before) if each.owner != index), default=0)
+        at = trace.text.rfind(text, least, before) if text.strip() else -1
+        if at >= 0:
+            return at + len(text)
+        if end is None:
+            raise Refusal("header", f"{trace.conversation.named(index)}, and {text!r} is not before it")
+        return end
+
+    def begin(self, trace: Trace, index: int, first: int, end: int) -> int:
+        """Return where a turn of the assistant begins that has its first character, and its end, somewhere."""
+        try:
+            return self.header_end(trace, index, first)
+        except Refusal as error:
+            begin = self._unasked(trace, index, first, end) if error.reason == "header" else None
+            if begin is None:
+                raise
+            return begin
+
+    def _unasked(self, trace: Trace, index: int, first: int, end: int) -> int | None:
+        """Return where a message begins before which the template writes no header; None if that cannot be told.
+
+        It begins behind what the template writes behind the message before it, whatever follows. What stands
+        between the two is the assistant's if it stands inside of a turn as well: before calls that follow others in
+        a message.
+        """
+        before = trace.own_range(index - 1) if index else None
+        if before is None or before[1] > first:
+            return None
+        if before[1] == first and trace.goes_on(index - 1, first):
+            return first
+        tails = self.closings(index - 1, trace.origin_at(before[1] - 1))
+        begins = {before[1] + len(tail) for tail in tails if trace.text.startswith(tail, before[1])}
+        if first in begins:
+            return first
+        inside, prompt = self._calls_inside_a_turn(index) if begins else ("", "")
+        for begin in sorted(begins):
+            if inside.endswith(trace.text[begin:end]) and prompt not in trace.text[begin:first]:
+                return begin
         return None
-    return [
-        {**message, "content": "".join(_texts(message))} if has_parts(message) else message for message in messages
-    ]
+
+    def _calls_inside_a_turn(self, index: int) -> tuple[str, str]:
+        """Return the turn of a message with nothing but the calls of another, twice, and what asks for it."""
+        message = self.conversation.given[index]
+        calls = message.get("tool_calls")
+        if not calls or not isinstance(calls, list | tuple):
+            return "", ""
+        content = None if message.get("content") is None else ""
+        calling = {"role": "assistant", "content": content, "tool_calls": [*calls, *calls]}
+        twice = self.of([{"role": "user", "content": "Q"}, calling])
+        try:
+            trace = twice.trace(2, False)
+            own = trace.own_range(1)
+            if own is None:
+                return "", ""
+            begin = twice.header_end(trace, 1, own[0])
+            tail = trace.closing_of(twice.closings(1, trace.origin_at(own[1] - 1)), own[1])
+        except Refusal:
+            return "", ""
+        prompt = (twice._generation_prompt(1) or "").strip()
+        return ("", "") if tail is None or not prompt else (trace.text[begin : own[1] + len(tail)], prompt)
+
+    def empty_turn(self, trace: Trace, index: int) -> int:
+        """Return where a turn of the assistant without any text begins."""
+        header = self.asked(index)
+        ends = trace.header_ends(header, len(trace.text)) if header else []
+        if len(ends) != 1:
+            raise Refusal("header", f"{trace.conversation.named(index)}, which is empty")
+        return ends[0]
+
+    def closings(self, index: int, after: int | None) -> tuple[str, ...]:
+        """Return what the template may write behind a message, whose last character is `after`, to end its turn.
+
+        A template may write an end behind the last message that no other has (EOS after the conversation, or
+        another end of turn), so two renders that end with the message count: as it is, and asking for one more.
+        """
+        ended = self._tail(self.try_trace(index + 1, False), index, after)
+        more = self._tail(self.try_trace(index + 1, True), index, after)
+        tails = [] if ended is None else self._proven(ended, index, after)
+        if more is not None and (ended is None or not more.startswith(ended)):
+            prompt = self._generation_prompt(index)
+            tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
+        if ended is None and more is None and after is not None:
+            return self._closings_of_next(index)
+        return tuple(tails)
+
+    def _closings_of_next(self, index: int) -> tuple[str, ...]:
+        """Return what ends the next turn of the same role: for one that no conversation may end with.
+
+        A template may refuse a conversation without a user. The end of a turn is the same behind all of a kind.
+        """
+        roles = self.conversation.roles
+        further = next((at for at in range(index + 1, len(roles)) if roles[at] == roles[index]), None)
+        trace = self.trace(len(roles), False)
+        own = None if further is None else trace.own_range(further)
+        if further is None or own is None:
+            return ()
+        return self.closings(further, trace.origin_at(own[1] - 1))
+
+    def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
+        """Return the part of a tail that ends the turn; nothing where that cannot be told.
+
+        Behind the last message a template may write what is no part of its turn: a generation prompt that nobody
+        asked for, EOS of the document, a date, a footer. So what counts is what the template writes before a
+        further message too, up to the header of that message; or an end of turn or EOS in its place.
+        """
+        further, between = self._followed(index, after)
+        if between is None:
+            return [tail] if not self._without_ends(tail) else []
+        # A template may write empty reasoning into an empty turn, and leave it out of earlier ones.
+        thought = _EMPTY_REASONING.match(tail) if after is None else None
+        if thought and not between.startswith(thought.group()):
+            bare_ends = self._proven(tail[thought.end() :], index, after)
+            return [*(thought.group() + end for end in bare_ends), *bare_ends]
+        shared = _shared(tail, between)
+        if not tail[:shared].strip() and not self._without_ends(tail):
+            return [tail]
+        opening = self.of([further]).try_trace(1, False)
+        header = opening.text[: opening.begins[0]] if opening and opening.fragments else ""
+        size = len(between) - _shared_end(header, between)
+        # A conversation may begin with what ends a turn too: with a system prompt of the template.
+        size += max((len(end) for end in self._ends if between.startswith(end, size)), default=0)
+        closing, is_empty = between[:size], not self._without_ends(tail[shared:])
+        if is_empty and (closing.strip() or header == between):
+            return [tail[: min(shared, size)]]
+        if is_empty:
+            return [tail[:shared]]
+        return [closing] if header and closing.strip() and tail.startswith(closing) else []
+
+    def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
+        """Return a message that may follow another, and what the template writes between the two."""
+        given = self.conversation.given[: index + 1]
+        in_parts = isinstance(given[index].get("content"), list | tuple)
+        content = [{"type": "text", "text": "Q"}] if in_parts else "Q"
+        if given[index].get("tool_calls"):
+            # A template may ask for the id of the call that a result belongs to.
+            following: list[Message] = [{"role": "tool"}, _result_of(given[index]), {"role": "user"}]
+        else:
+            following = [{"role": "assistant" if self.conversation.roles[index] == "user" else "user"}]
+        for further in ({**each, "content": content} for each in following):
+            between = self.of([*given, further])._between(index, after)
+            if between is not None:
+                return further, between
+        return {}, None
+
+    def of(self, messages: Sequence[Message]) -> Renderer:
+        """Return a renderer of other messages with the same template, tools and options."""
+        own = self.conversation
+        roles = [message["role"] for message in messages]
+        conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
+        return Renderer(template=self.template, conversation=conversation, sought=self.sought)
+
+    def _between(self, index: int, after: int | None) -> str | None:
+        """Return what stands between a message and the next one; None where either is not written there."""
+        trace = self.try_trace(index + 2, False)
+        if trace is None:
+            return None
+        try:
+            own, further = trace.own_range(index), trace.own_range(index + 1)
+            begin = own[1] if own else self.empty_turn(trace, index)
+        except Refusal:
+            return None
+        same = own is None or trace.origin_at(begin - 1) == after
+        return trace.text[begin : further[0]] if further and begin <= further[0] and same else None
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """What may end a turn."""
+        eos = self.template.special_tokens.get("eos_token")
+        return (*ENDS_OF_TURN, eos) if eos else ENDS_OF_TURN
+
+    def _without_ends(self, text: str) -> str:
+        """Return a text without ends of turns and white space."""
+        for end in self._ends:
+            text = text.replace(end, "")
+        return text.strip()
+
+    def _tail(self, trace: Trace | None, index: int, after: int | None) -> str | None:
+        """Return what a render that ends with a message has behind it; None if it is not the same message there."""
+        if trace is None:
+            return None
+        own = trace.own_range(index)
+        if own is None:
+            return trace.text[self.empty_turn(trace, index) :]
+        return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
+
+    def _generation_prompt(self, index: int) -> str | None:
+        """Return what a template adds to ask for a message: for this one, else for another of the conversation.
+
+        Behind a message of the assistant a template may write another end when it is asked for more, so such a
+        place counts only if nothing but the prompt is added.
+        """
+        roles = self.conversation.roles
+        for num_messages in (index, *range(1, len(roles) + 1)):
+            longer, shorter = self.try_trace(num_messages, True), self.try_trace(num_messages, False)
+            if longer is None or shorter is None:
+                continue
+            prompt = longer.text[_shared(longer.text, shorter.text) :]
+            after_assistant = num_messages > 0 and roles[num_messages - 1] == "assistant"
+            if prompt.strip() and (not after_assistant or longer.text.startswith(shorter.text)):
+                return prompt
+        return None
 
 
-def has_parts(message: Message) -> bool:
-    """Say whether the content of a message is a list of texts."""
-    is_list = isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-    return is_list and None not in _texts(message)
+def plain_text(
+    template: ChatTemplate,
+    runnable: Template,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    add_generation_prompt: bool,
+) -> str:
+    """Render a conversation with plain strings, as every other library does; `runnable` is of the template."""
+    return _run(runnable, _names(template, messages, tools, options, add_generation_prompt, str))
 
 
-def _texts(message: Message) -> list[Any]:
-    """Return the text of each part of a content; None for a part that is no text."""
-    parts = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
-        for part in message["content"]
-    ]
-    return [part if isinstance(part, str) else None for part in parts]
+def _names(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+    add_generation_prompt: bool,
+    own: Callable[[str], str],
+) -> dict[str, Any]:
+    """Return what a template may refer to; `own` makes a string the template's."""
+    return {
+        **{name: own(token) for name, token in template.special_tokens.items()},
+        "strftime_now": lambda form: own(_now(template.where, options).strftime(form[:_MAX_DATE_CHARS])),
+        **options,
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+
+def _run(template: Template, names: dict[str, Any]) -> str:
+    with budget():
+        try:
+            return template.render(names)
+        except (Refusal, ConfigError):
+            raise
+        except MemoryError as error:
+            raise too_much_memory() from error
+        except Exception as error:
+            # A template may fail in any way that Python can; here it costs the record, not the job.
+            text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(
+                f"{Tracked.__module__}.Tracked", "str"
+            )
+            raise Refusal("template_error", f"the template fails with {text}") from error
+
+
+def _now(where: str, options: Mapping[str, Any]) -> datetime:
+    given = options.get("now")
+    if given is None:
+        raise ConfigError(
+            f"chat template {where}: it writes today's date, and data must not depend on the clock, "
+            'got no date; give one among the options of the template: now = "2025-01-31"'
+        )
+    try:
+        return datetime.fromisoformat(str.__str__(given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f'chat template {where}: now must be a date in ISO form, got {given!r}; write it as "2025-01-31"'
+        ) from error
+
+
+def _result_of(message: Message) -> Message:
+    """Return what a result says of the call that it belongs to, the first of a message."""
+    calls = message["tool_calls"]
+    call = calls[0] if isinstance(calls, list | tuple) and isinstance(calls[0], Mapping) else {}
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return {"role": "tool", "name": name, "tool_call_id": call.get("id")}
+
+
+def _common(left: str, right: str) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _shared(left: str, right: str) -> int:
+    """Return how many characters two texts have in common at their start; markup of the first is not split."""
+    shared = _common(left, right)
+    for match in MARKUP.finditer(left, max(0, shared - 66), shared + 66):
+        if match.start() < shared < match.end():
+            shared = match.start()
+    return shared
+
+
+def _shared_end(left: str, right: str) -> int:
+    """Return how many characters two texts have in common at their end; markup of the second is not split."""
+    begin = len(right) - _common(left[::-1], right[::-1])
+    for match in MARKUP.finditer(right, max(0, begin - 66), begin + 66):
+        if match.start() < begin < match.end():
+            begin = match.end()
+    return len(right) - begin
+
+
+def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return a value with plain strings in place of tracked ones."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, dict):
+        return {str.__str__(key): bare(item) for key, item in value.items()}
+    return [bare(item) for item in value] if isinstance(value, list) else value

@@ -28,21 +28,22 @@ from jinja2 import nodes
 from jinja2.environment import Template
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import (
-    LABELS,
-    MAX_DEPTH,
-    ROLES,
-    SETTING,
-    Message,
+from tokenmill.encode.chat.conversation import LABELS, MAX_DEPTH, ROLES, SETTING, Message, Range, plain_text
+from tokenmill.encode.chat.render import (
+    Form,
+    Loss,
+    Rendered,
+    best_form,
     forms_of,
     may_have_forms,
+    notes_of,
     says_of_training,
+    trained_messages,
+    unsaid_of,
     with_reasoning,
 )
-from tokenmill.encode.chat.render import Form, Loss, Rendered, best_form, notes_of, trained_messages, unsaid_of
 from tokenmill.encode.chat.sample import ANY_TEXT, first_call, neighbours
 from tokenmill.encode.chat.template import ChatTemplate, PlainEnvironment
-from tokenmill.encode.chat.trace import Range, plain_text
 from tokenmill.encode.chat.tracked import BLOCK_BEGIN, BLOCK_END, MAX_STEPS, budget, during, showing_blocks
 from tokenmill.encode.tokenizer import surrogate_in
 

@@ -6,25 +6,28 @@ no character of another message is trained on, and none of a trained one is left
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import (
     NO_OPTIONS,
     REASONING,
+    Header,
     MarkedConversation,
     Message,
-    forms_of,
-    has_parts,
+    Range,
+    Renderer,
+    Trace,
     mark_conversation,
-    says_of_training,
-    with_reasoning,
+    shortened,
 )
 from tokenmill.encode.chat.sample import TurnEdges, between, edges_by_sample
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace
 from tokenmill.encode.chat.tracked import limits, runs_of
 
 
@@ -156,7 +159,164 @@ def _rendered(
     return Form(renderer=renderer, losses=losses, rendered=rendered)
 
 
+# Other forms of the same conversation.
+
+_REASONING = frozenset(REASONING)
+
+
+def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give reasoning each name that templates read, as transformers does: data often has another."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _with_reasoning(message: Message) -> Message:
+    if _REASONING.isdisjoint(message):
+        return message
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return message
+    # Columns of a table give a null to every name that a message does not use.
+    own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
+    return {"thinking": reasoning, **own, "reasoning_content": reasoning}
+
+
+def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
+    """Yield the forms in which templates may want messages, as they are given first; with what to note of each.
+
+    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and where
+    there are nothing but tool calls the content may be null, or empty.
+    """
+    for calling in (messages, *_without_text(messages)):
+        converted = ((given, ("arguments_converted",)) for given in _converted(calling))
+        for given, notes in ((calling, ()), *converted):
+            yield given, notes
+            texts = flattened(given)
+            if texts is not None:
+                yield texts, notes
+
+
+def may_have_forms(message: Message) -> bool:
+    """Say whether `forms_of` may give another form of a message."""
+    return bool(_tool_calls(message)) or has_parts(message)
+
+
+def _tool_calls(message: object) -> Sequence[Any]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if isinstance(calls, list | tuple) else ()
+
+
+def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
+    """Return messages in which the content beside tool calls is null if it is empty, and empty if it is null."""
+    if not isinstance(messages, list | tuple):
+        return []
+    bare = {index for index, message in enumerate(messages) if _tool_calls(message) and not message.get("content")}
+    return [
+        [{**message, "content": content} if index in bare else message for index, message in enumerate(messages)]
+        for content in (None, "")
+        if any(messages[index].get("content") != content for index in bare)
+    ]
+
+
+def _converted(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield messages with the arguments of all tool calls as objects, and as texts, where they are not so."""
+    if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
+        return
+    for form in (_object_of, _text_of):
+        converted = [
+            {**message, "tool_calls": [_converted_call(call, form) for call in _tool_calls(message)]}
+            if _tool_calls(message)
+            else message
+            for message in messages
+        ]
+        if converted != list(messages):
+            yield converted
+
+
+def _converted_call(call: object, form: Callable[[object], object]) -> object:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _converted_call(call["function"], form)}
+    try:
+        return {**call, "arguments": form(call["arguments"])} if "arguments" in call else call
+    except (TypeError, ValueError, RecursionError):
+        return call
+
+
+def _object_of(arguments: object) -> object:
+    value = json.loads(arguments or "{}") if isinstance(arguments, str) else None
+    return value if isinstance(value, dict) else arguments
+
+
+def _text_of(arguments: object) -> object:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def flattened(messages: Sequence[Message]) -> list[Message] | None:
+    """Return messages in which every list of texts is one text; None where there is no such list."""
+    if not isinstance(messages, list | tuple) or not any(map(has_parts, messages)):
+        return None
+    return [
+        {**message, "content": "".join(_texts(message))} if has_parts(message) else message for message in messages
+    ]
+
+
+def has_parts(message: Message) -> bool:
+    """Say whether the content of a message is a list of texts."""
+    is_list = isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+    return is_list and None not in _texts(message)
+
+
+def _texts(message: Message) -> list[Any]:
+    """Return the text of each part of a content; None for a part that is no text."""
+    parts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        for part in message["content"]
+    ]
+    return [part if isinstance(part, str) else None for part in parts]
+
+
 # What is trained on.
+
+_FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
+_LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis", re.IGNORECASE)
+"""In the names of fields that may be flags of another project."""
+
+
+@lru_cache(maxsize=1024)
+def _is_like_a_flag(name: str) -> bool:
+    return name not in _FLAGS and _LIKE_FLAGS.search(name) is not None
+
+
+def says_of_training(message: Message) -> bool | None:
+    """Return whether a message says that it is to be trained on, or not; None where it leaves that to its role.
+
+    Only `train` and `training` make a message trained whose role is not: a weight of 1 is what all messages have.
+    What is neither yes nor no is refused, as is a flag that may mean either.
+    """
+    flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
+    for name, value in message.items():
+        # A text is a remark, unless the name can be nothing but a flag.
+        if _is_like_a_flag(name) and value is not None:
+            if isinstance(value, str) and name not in ("mask", "masked"):
+                continue
+            raise Refusal(
+                "flag", f"{name} = {shortened(value)}, which may mean either; name it train: true or false"
+            )
+    for name, value in flags.items():
+        if value not in (0, 1) or not isinstance(value, bool | int | float):
+            raise Refusal(
+                "flag", f"{name} = {shortened(value)}, neither 0 nor 1; weights are not stored, make it one"
+            )
+    if not flags:
+        return None
+    if len(set(map(bool, flags.values()))) > 1:
+        raise Refusal("flag", f"{shortened(flags)}, which contradict one another; leave one of them")
+    if not next(iter(flags.values())):
+        return False
+    return True if flags.keys() & {"train", "training"} else None
 
 
 def trained_messages(

@@ -16,9 +16,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import MarkedConversation, Message, mark_conversation
+from tokenmill.encode.chat.conversation import (
+    Header,
+    MarkedConversation,
+    Message,
+    Range,
+    Renderer,
+    Trace,
+    bare,
+    mark_conversation,
+)
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.trace import Header, Range, Renderer, Trace, bare
 
 _TEXT = "Q"
 _TOOL: Mapping[str, Any] = {

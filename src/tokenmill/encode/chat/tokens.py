@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
+from tokenmill.encode.chat.conversation import MARKUP, NO_OPTIONS, Conversation
 from tokenmill.encode.chat.patterns import Patterns
 from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
-from tokenmill.encode.chat.trace import MARKUP
 from tokenmill.encode.chat.tracked import limits
 from tokenmill.encode.tokenizer import Tokenizer, join, split
 from tokenmill.errors import ConfigError, nearest
