@@ -18,19 +18,18 @@ from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import QUARANTINED, is_stored, locate
+from tokenmill.packing.stored import QUARANTINED, count_ones, is_stored, locate
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import read_history
 from tokenmill.run.inspect import Audit, audit
-from tokenmill.run.long_records import long_records
-from tokenmill.run.run import EpochCount, Run
+from tokenmill.run.run import CUT_ENDS, EpochCount, Run, long_records
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import as_json
-from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array
+from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array, token_arrays
 
 PREFETCH = 8
 """Micro-batches that a loader keeps ready by default."""
@@ -352,6 +351,49 @@ def _unended_ramp(run: Run) -> Iterator[str]:
             f"global_batch_size: must come to {ahead[-1].batch}, got {reached} at the last step: that would begin "
             f"with step {ahead[-1].step:,} of {steps:,}; shorten over_steps or over_tokens, or lower to"
         )
+
+
+# Records with a mask that do not fit a row
+
+_BLOCK = 1 << 20
+"""Documents whose lengths are looked at together."""
+
+
+def count_long(store: Store, room: int, split: str) -> tuple[int, int]:
+    """Count the records longer than a row, and the trained tokens of them that no row holds. Reads their masks."""
+    longer = labels = 0
+    arrays = token_arrays(store.manifest.kind)
+    for begin in range(0, store.num_documents, _BLOCK):
+        records = np.arange(begin, min(begin + _BLOCK, store.num_documents))
+        is_long = np.zeros(records.size, np.bool_)
+        masked = []
+        for key, mask in arrays.items():
+            items, owner = records, np.arange(records.size)
+            if store.axis(key) == "responses":
+                items, owner = responses_of(store, records)
+            shard, first, length = locate(store, items, store.axis(key))
+            is_long[owner[length > room]] = True
+            if mask in store.keys:
+                masked.append((mask, owner, shard, first, length))
+        longer += int(is_long.sum())
+        for mask, owner, shard, first, length in masked if is_long.any() else ():
+            lost = length if split == "drop" else np.maximum(0, length - room) if split in CUT_ENDS else length * 0
+            chosen = is_long[owner] & (lost > 0)
+            begins = first + (length - lost) * (split == "truncate_end")
+            labels += count_ones(store, mask, shard[chosen], begins[chosen], lost[chosen])
+    return longer, labels
+
+
+def count_crossing(store: Store, seq_len: int) -> int:
+    """Count the documents that the end of a row cuts where `concat` makes rows."""
+    crossing = 0
+    last_row = (store.num_tokens - 1) // seq_len - 1  # what stands behind it is dropped, not cut
+    for begin in range(0, store.num_documents, _BLOCK):
+        offsets = store.document_offsets(begin, min(begin + _BLOCK, store.num_documents))
+        first, last = offsets[:-1], offsets[1:] - 1
+        # A token is the label of the one before it, and is in that one's row.
+        crossing += int((first // seq_len < np.minimum((last - 1) // seq_len, last_row)).sum())
+    return crossing
 
 
 # Quarantines
