@@ -1,4 +1,7 @@
-"""A string that knows, of every character, whether the template wrote it or where in the record it stood."""
+"""A string that knows, of every character, whether the template wrote it or where in the record it stood.
+
+Also how much work a template may do for one render: what makes or reads strings counts it.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +36,19 @@ LONG = 4096
 """Characters from which on a string counts wherever it is copied or looked through."""
 
 MAX_SECONDS = 10.0
-"""Of the processor that one record may take: steps are not all alike, and nothing that is counted bounds all."""
+"""Processor time that one record may take: some steps take longer than others, so counting them is not enough."""
 MAX_BYTES = 1 << 30
-"""Of memory that one record may take, beyond what the process has."""
+"""Memory that one record may take, beyond what the process has already."""
 killable = False
-"""Whether this process may be ended by the system where a render does not stop: so in workers of a build."""
+"""Whether the system may end this process where a render does not stop, as in the workers of a build."""
 _STEPS_BETWEEN = 1 << 12
-"""Two looks at the time and memory that a render takes, in another thread than the main one: a step makes 16 kB at
-most, or so, and a look takes some microseconds."""
+"""Steps between two checks of the time and memory that a render takes, in other threads than the main one. A step
+makes about 16 kB at most, and a check takes some microseconds."""
 
 T = TypeVar("T")
 
-_left: ContextVar[list[int]] = ContextVar("steps to the next look, and behind it")
-_begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and bytes, before a record")
+_left: ContextVar[list[int]] = ContextVar("steps until the next check, and after it")
+_begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and bytes, at the start of a record")
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def during(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def budget(steps: int = MAX_STEPS) -> AbstractContextManager[None]:
-    """Give a render so many steps, and no more than one around it has; nothing is counted outside of one."""
+    """Allow a render so many steps, at most what is left of a budget around it; without one nothing is counted."""
     around = _left.get(None)
     if around is not None:
         steps = min(steps, sum(around))
@@ -68,10 +71,10 @@ def budget(steps: int = MAX_STEPS) -> AbstractContextManager[None]:
 
 @contextmanager
 def limits() -> Iterator[Callable[[], None]]:
-    """Refuse records that take too long or too much memory, whatever a template does; gives what starts the next.
+    """Refuse records that take too much time or memory, whatever a template does; the value starts the next record.
 
-    In the main thread the system sees to it, as timers speak to that alone. Python cannot stop in the middle of one
-    long operation: in a worker of a build the system ends the process then. Other threads look themselves.
+    The system's timers interrupt the main thread alone; other threads check themselves. Python cannot be stopped in
+    the middle of one long operation: in a worker of a build the system then ends the process.
     """
     if _begun.get(None) is not None:
         yield lambda: None
@@ -107,12 +110,12 @@ def _limits_of_system() -> Iterator[Callable[[], None]]:
 
     def start() -> None:
         nonlocal records
-        # Of the processor's time, so that it is the same under load. Again and again, as what a template calls may
-        # take the first error for another.
+        # Processor time is the same under load. The timer repeats, as code that the template calls may catch the
+        # first error.
         signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
         if killable:
             signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
-        # To ask for the memory takes longer than some renders, and is needed only where much of it is kept.
+        # Reading the memory in use takes longer than some renders, and it hardly grows in a few records.
         used = 0 if records % 8 else _memory(_DATA) or 0
         if used:
             resource.setrlimit(resource.RLIMIT_DATA, (min(soft % (1 << 64), used + MAX_BYTES), hard))
@@ -136,7 +139,7 @@ _RESIDENT, _DATA = 1, 5
 
 
 def _memory(column: int) -> int | None:
-    """Return bytes that this process has; None where the system does not say."""
+    """Return the bytes that this process has; None where the system does not say."""
     try:
         statm = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:  # no Linux
@@ -148,7 +151,7 @@ def _memory(column: int) -> int | None:
 
 
 def too_much_memory() -> Refusal:
-    """Return the error of a record whose render takes too much."""
+    """Return the refusal of a record whose render takes too much memory."""
     return Refusal("too_large", f"the template takes more than {MAX_BYTES >> 20} MB of memory")
 
 
@@ -162,16 +165,16 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 def charge(steps: int = 1) -> None:
     """Take steps from the budget; refuse when it is used up."""
-    # A list, so that to count is not to set a context variable, which costs more than the string it is for.
+    # A list that is changed in place: to set a context variable costs more than the string that is counted.
     left = _left.get(None)
     if left is not None:
         left[0] -= steps
         if left[0] < 0:
-            _look(left)
+            _check_limits(left)
 
 
-def _look(left: list[int]) -> None:
-    """Go on with the budget, if there is some left, unless the record has taken too much."""
+def _check_limits(left: list[int]) -> None:
+    """Go on with the budget, if some is left, unless the record has taken too much time or memory."""
     steps = min(left[1], _STEPS_BETWEEN - left[0])
     left[0] += steps
     left[1] -= steps
@@ -198,19 +201,19 @@ _SCALARS = (bool, int, float, type(None))
 def charge_text(value: object) -> None:
     """Take the cost of writing a value as a text, before it is written: all strings in it, however deep.
 
-    What could have a text of any length, as an object with values of its own, is refused.
+    An object that is neither JSON nor undefined raises `TypeError`, as its text could have any length.
     """
     from jinja2 import Undefined  # late: conversations are marked where no template is opened
 
-    open_, num_chars = [value], 0
-    while open_:
-        inner = open_.pop()
+    pending, num_chars = [value], 0
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, str):
             num_chars += len(inner)
         elif isinstance(inner, list | tuple | Mapping):
             charge(1 + len(inner))
             items = [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
-            open_ += [item for item in items if not isinstance(item, _SCALARS)]
+            pending += [item for item in items if not isinstance(item, _SCALARS)]
         elif not isinstance(inner, (*_SCALARS, Undefined)):
             raise TypeError(f"a template may not print a {type(inner).__name__}")
     charge_size(num_chars)
@@ -222,11 +225,12 @@ _sought: ContextVar[tuple[set[str], int]] = ContextVar("what a template looks fo
 
 
 def seeking(sought: set[str], limit: int) -> AbstractContextManager[None]:
-    """Add to a set what a render looks for in texts with marks below a limit: strings of the template."""
+    """Collect the strings of the template that a render looks for in texts with marks below a limit."""
     return during(_sought, (sought, limit))
 
 
 def _note(text: Tracked, needle: object) -> None:
+    """Note that a string is looked for in a text."""
     if type(needle) is Tracked and needle._runs is None and text._runs is not None and str.strip(needle):
         sought, limit = _sought.get((set(), 0))
         if any(first == UNKNOWN or 0 < first & (GENERATION - 1) < limit for _, first, _ in text._runs):
@@ -241,14 +245,14 @@ _blocks_shown: ContextVar[bool] = ContextVar("whether generation blocks are show
 
 
 def showing_blocks() -> AbstractContextManager[None]:
-    """Let a render with plain strings have `BLOCK_BEGIN` and `BLOCK_END` around what generation blocks write."""
+    """Put `BLOCK_BEGIN` and `BLOCK_END` around what generation blocks write in a render with plain strings."""
     return during(_blocks_shown, True)
 
 
 # Strings that are followed.
 
 Run: TypeAlias = tuple[int, int, int]
-"""Characters that stand together: how many, the mark of the first, and what is added to it for the next: 0 or 1."""
+"""Adjacent characters: how many, the mark of the first, and the step from one mark to the next: 0 or 1."""
 
 AUTHORED = 0
 """The mark of a character that the template wrote. A positive mark is a place in the record."""
@@ -259,7 +263,7 @@ GENERATION = 1 << 48
 
 
 def _cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
-    """Return the method that changes case so; marked character by character where the length changes."""
+    """Return a method that changes case; where the length changes, each character is marked on its own."""
 
     def method(self: Tracked) -> Tracked:
         text = change(self)
@@ -275,7 +279,7 @@ def _cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
 
 
 class Tracked(str):
-    """A string with a mark a character, kept as runs: most texts are one.
+    """A string with a mark for each character, kept as runs: most texts are one run.
 
     Operations that are not overridden give a plain `str`, and a plain `str` that meets a tracked one is marked
     `UNKNOWN`: nothing is ever taken for the template's own by mistake.
@@ -285,7 +289,7 @@ class Tracked(str):
     _runs: Sequence[Run] | None
 
     def __new__(cls, value: object = "") -> Tracked:
-        """Make one of unknown origin, unless the value is one already; `marked` says the origin."""
+        """Make a string of unknown origin, unless the value is tracked; `marked` makes one of known origin."""
         text = str(value)
         self = str.__new__(cls, text)
         self._runs = _runs_of(text)
@@ -303,7 +307,7 @@ class Tracked(str):
     def __mul__(self, count: SupportsIndex) -> Tracked:
         charge_size(len(self) * max(0, count.__index__()))
         if self._runs is None:
-            return marked(str.__mul__(self, count), None)
+            return authored(str.__mul__(self, count))
         return join([self] * count.__index__())
 
     __rmul__ = __mul__
@@ -331,7 +335,7 @@ class Tracked(str):
     def __getitem__(self, key: SupportsIndex | slice) -> Tracked:
         text = str.__getitem__(self, key)
         if self._runs is None or not text:
-            return marked(text, None)
+            return authored(text)
         if not isinstance(key, slice):
             at = key.__index__() % len(self)
             return marked(text, _cut(self._runs, at, at + 1))
@@ -345,32 +349,32 @@ class Tracked(str):
         return (self[at] for at in range(len(self)))
 
     def lstrip(self, chars: str | None = None, /) -> Tracked:
-        """As of `str`."""
+        """Do what `str` does."""
         return self[len(self) - len(str.lstrip(self, chars)) :]
 
     def rstrip(self, chars: str | None = None, /) -> Tracked:
-        """As of `str`."""
+        """Do what `str` does."""
         return self[: len(str.rstrip(self, chars))]
 
     def strip(self, chars: str | None = None, /) -> Tracked:
-        """As of `str`."""
+        """Do what `str` does."""
         return self.lstrip(chars).rstrip(chars)
 
     def removeprefix(self, prefix: str, /) -> Tracked:
-        """As of `str`."""
+        """Do what `str` does."""
         return self[len(prefix) :] if self.startswith(prefix) else self
 
     def removesuffix(self, suffix: str, /) -> Tracked:
-        """As of `str`."""
+        """Do what `str` does."""
         return self[: len(self) - len(suffix)] if suffix and self.endswith(suffix) else self
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """As of `str`."""
+        """Do what `str` does."""
         _note(self, sep)
         return self._located(str.split(self, sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        """As of `str`."""
+        """Do what `str` does."""
         _note(self, sep)
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
@@ -385,7 +389,7 @@ class Tracked(str):
         return located
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        """As of `str`."""
+        """Do what `str` does."""
         lines: list[str] = []
         at = 0
         for whole, bare in zip(str.splitlines(self, True), str.splitlines(self), strict=True):
@@ -394,12 +398,12 @@ class Tracked(str):
         return lines
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        """As of `str`."""
+        """Do what `str` does."""
         at = self.find(sep)
         return (self, self[:0], self[:0]) if at < 0 else self._cut(at, sep)
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        """As of `str`."""
+        """Do what `str` does."""
         at = self.rfind(sep)
         return (self[:0], self[:0], self) if at < 0 else self._cut(at, sep)
 
@@ -409,7 +413,7 @@ class Tracked(str):
         return self[:at], self[at : at + len(sep)], self[at + len(sep) :]
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
-        """As of `str`."""
+        """Do what `str` does."""
         times = self.count(old) if count.__index__() < 0 else min(count.__index__(), self.count(old))
         charge_size(len(self) + times * max(0, len(new) - len(old)))
         if not old:
@@ -417,7 +421,7 @@ class Tracked(str):
         return join(between(new, self.split(old, count)))
 
     def join(self, values: Iterable[str], /) -> Tracked:
-        """As of `str`."""
+        """Do what `str` does."""
         return join(between(self, values))
 
     lower = _cased(str.lower)
@@ -429,7 +433,7 @@ class Tracked(str):
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    """Return a method of `str` that looks for something, which is noted; others of `Tracked` lead to these."""
+    """Return a method of `str` that also notes what it looks for; other methods of `Tracked` call these."""
     method = getattr(str, name)
 
     def search(self: Tracked, needle: object, *where: object) -> Any:  # noqa: ANN401 - what the method returns
@@ -445,12 +449,17 @@ for _name in ("__contains__", "find", "rfind", "index", "rindex", "count", "star
 
 
 def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
-    """Return a tracked string; None marks all of it as the template's own."""
+    """Return a string with these marks; None marks all of it as the template's own."""
     if len(text) > LONG:
         charge_size(len(text))
     self = str.__new__(Tracked, text)
     self._runs = runs
     return self
+
+
+def authored(text: str) -> Tracked:
+    """Return a text as the template's own."""
+    return marked(text, None)
 
 
 def placed(text: str, first: int) -> Tracked:
@@ -477,14 +486,14 @@ def join(pieces: Iterable[str]) -> Tracked:
             own = 0
         runs += inner
     if not runs:
-        return marked(text, None)
+        return authored(text)
     if own:
         runs.append((own, AUTHORED, 0))
     return marked(text, runs)
 
 
 def runs_of(text: str) -> Sequence[Run]:
-    """Return the runs of a string, as long as it is; of a plain string nothing is known."""
+    """Return the runs of a string, which cover all of it; a plain string is `UNKNOWN`."""
     runs = _runs_of(text)
     return ((len(text), AUTHORED, 0),) if runs is None and text else runs or ()
 
@@ -500,7 +509,7 @@ def generated(text: str) -> str:
 
 
 def widened(runs: Sequence[Run], widths: list[int]) -> list[Run]:
-    """Return runs in which the characters stand as many times as the widths say, one for each."""
+    """Return the runs of a text in which each character has become as many as its width."""
     charge(len(widths) - widths.count(1))
     wide: list[Run] = []
     at = 0
@@ -551,11 +560,6 @@ def between(separator: str, values: Iterable[Any]) -> Iterator[Any]:
 
 
 # JSON and Python text of values, with the characters of the strings inside followed.
-
-
-def authored(text: str) -> Tracked:
-    """Return a text as the template's own."""
-    return marked(text, None)
 
 
 def tojson(
@@ -639,6 +643,7 @@ def text_of(value: object) -> Tracked:
 
 
 def _represented(value: object) -> Iterator[str]:
+    """Yield the pieces of what `repr` writes."""
     charge_size(1)
     if isinstance(value, str):
         text = repr(str.__str__(value))
