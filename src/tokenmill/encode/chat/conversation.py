@@ -35,11 +35,11 @@ ROLES = (
     *("system", "developer", "user", "assistant", "tool", "function"),
     *("ipython", "observation", "model", "chatbot"),
 )
-"""What chat templates know: they write the role into their control strings, so a role is no free text."""
+"""Roles that chat templates know. They write the role into their control strings, so it is no free text."""
 SETTING = -1
-"""The message of a character of the tools or options."""
+"""In place of the message, for characters of the tools or options."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields for what the assistant thinks before it answers: names of one thing, of which a template reads one."""
+"""Fields for what the assistant thinks before it answers; they mean the same, and a template reads one of them."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "text": ("content",),
@@ -53,12 +53,12 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The messages of a record, and what its template is told besides."""
+    """The messages of a record, and what else its template is given."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
-    """Names that the template reads, beside those of the encoder and before them."""
+    """Names that the template reads; they overrule those of the encoder."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class MarkedConversation:
     labels: list[bool] = field(default_factory=list)
     """Whether a string is a name or id, which templates may write again elsewhere, as for a tool's answer."""
     fields: list[str] = field(default_factory=list)
-    """Field of the message that each string stands in, or `tools` or `options`; empty for white space and for the
+    """Field of the message that each string stands in, or `tools` or `options`; empty for white space, and for the
     names of the fields."""
     objects: set[int] = field(default_factory=set)
     """Strings that are the arguments of a tool call as JSON."""
@@ -97,12 +97,12 @@ class MarkedConversation:
         return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
 
     def size_of(self, message: int, string: int) -> int:
-        """Return the characters of a string, counted through its message."""
+        """Return how many characters a string has; strings are counted from the first of their message."""
         string += self.firsts[message]
         return self.end_of(string) - self.starts[string]
 
     def parts_of(self, message: int) -> tuple[str, ...]:
-        """Say what a message has to show, white space aside: some of text, reasoning, tool calls."""
+        """Return what a message has beside white space: some of text, reasoning, tool calls."""
         fields = self.given[message]
         return tuple(name for name, keys in _PARTS.items() if any(_has_text(fields.get(key)) for key in keys))
 
@@ -115,7 +115,7 @@ class MarkedConversation:
         return f"{_numbered(self.given, owner)} ({role})"
 
     def add_message(self, message: Message) -> None:
-        """Mark the strings of the next message; one that holds other things than text is refused."""
+        """Mark the strings of the next message; one that holds anything but text is refused."""
         index = len(self.messages)
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():
@@ -140,7 +140,7 @@ class MarkedConversation:
             for key, item in value.items():
                 if not isinstance(key, str):
                     raise Refusal("not_json", f"the key {shortened(key)} in {self.named(owner)}")
-                # A key of arguments is text that the assistant wrote; others are words of the format.
+                # A key inside arguments is text that the assistant wrote; any other is a word of the format.
                 name = self._mark_string(key, owner, path if "arguments" in path else (*path, "name"))
                 marked[name] = self.mark(item, owner, (*path, key), depth + 1)
             return marked
@@ -218,14 +218,14 @@ Range: TypeAlias = tuple[int, int]
 
 
 class Fragment(NamedTuple):
-    """Characters of a render that stand together in one string of the conversation."""
+    """Adjacent characters of a render that are adjacent in one string of the conversation too."""
 
     begin: int
     end: int
     origin: int
     """The first character's number in the conversation."""
     step: int
-    """1 where each further character has the next number; 0 where all have one, as what an escape makes of it."""
+    """1 where each character has the next number; 0 where all have the same, as those that escape one character."""
     string: int
     owner: int
     """Which message, or `SETTING`."""
@@ -236,9 +236,9 @@ class Fragment(NamedTuple):
         return self.origin + (self.end - self.begin - 1) * self.step
 
 
-# A generation prompt may go on to open, or open and close, the reasoning. A header ends before that: the template
-# writes the same into the turn itself, and there it is what the model has to produce. An opener that is not known
-# here is left to the prompt where the turn has it as well, and refused where the turn does without.
+# A generation prompt may open the reasoning behind the header, or open and close it. The header ends before that:
+# inside of a turn the same text is what the model has to produce. An opener that is not listed here counts as part
+# of the header where the turn has it too; where the turn lacks it, the conversation is refused.
 _NO_REASONING = (
     r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
     r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
@@ -263,22 +263,22 @@ ENDS_OF_TURN = (
 
 
 _MAX_DATE_CHARS = 4096
-"""Of what says how a date is written, which may ask for 256 times as much."""
+"""Of the format of a date; the date itself may be 256 times as long."""
 _KEPT_TRACES = 16
-"""Renders of parts of a conversation: all of them would take memory by the square of its length."""
+"""Renders of parts of a conversation; the memory for all of them would grow with the square of its length."""
 
 
 class Header(NamedTuple):
-    """What asks for a message, as a render that stops before it shows."""
+    """What asks for a message, as shown by a render that stops before it."""
 
     after: int | None
-    """The conversation's character that it follows; None if nothing of the conversation is before it."""
+    """Number of the character that it follows; None if nothing of the conversation stands before it."""
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """A render; what is in no fragment the template wrote."""
+    """A render; the template wrote what is in no fragment."""
 
     conversation: MarkedConversation
     text: str
@@ -308,12 +308,12 @@ class Trace:
         return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
     def origin_at(self, at: int) -> int | None:
-        """Return the number of the character that stands somewhere; None where the template wrote it."""
+        """Return the number of a character of the text; None where the template wrote it."""
         fragments = self.within(at, at + 1)
         return fragments[0].origin + (at - fragments[0].begin) * fragments[0].step if fragments else None
 
     def is_repeated(self, fragment: Fragment) -> bool:
-        """Say whether the last character of a text stands elsewhere too, so that it shows no place."""
+        """Say whether the last character of a fragment stands elsewhere too, so that it marks no place."""
         origin = fragment.last_origin
         others = [
             each
@@ -323,11 +323,11 @@ class Trace:
         return not self.conversation.labels[fragment.string] and any(each.step for each in others)
 
     def shown(self, begin: int) -> str:
-        """Show the text from a character on."""
+        """Show people the text from a character on."""
         return repr(self.text[begin : begin + 24])
 
     def own_range(self, index: int) -> Range | None:
-        """Return from where to where a message stands, None if nowhere; a name written again does not count."""
+        """Return where a message begins and ends; None if it is not written. A repeated name does not count."""
         conversation = self.conversation
         by_string: dict[int, list[Range]] = {}
         last_origins: dict[int, int] = {}
@@ -347,13 +347,13 @@ class Trace:
         return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
 
     def opening(self, index: int, first: int) -> str | None:
-        """Return what the template writes before a message, whose first character is given, behind the last one."""
+        """Return what the template writes between the message before and this one, which begins at `first`."""
         at = bisect_left(self.begins, first)
         previous = self.fragments[at - 1] if at else None
         return self.text[previous.end : first] if previous and previous.owner == index - 1 else None
 
     def goes_on(self, index: int, after: int) -> bool:
-        """Say whether the next message is of the assistant too, and begins where this one ends: one turn of two."""
+        """Say whether this message and the next make one turn: both of the assistant, with nothing between them."""
         pair = self.conversation.roles[index : index + 2]
         following = self.within(after, after + 1)
         return pair == ["assistant"] * 2 and any(
@@ -361,7 +361,7 @@ class Trace:
         )
 
     def header_ends(self, header: Header, before: int) -> list[int]:
-        """Return where a header ends in a render, at or before a character; nothing if it is not there."""
+        """Return all places where a header ends, up to a character."""
         begins = [0]
         if header.after is not None:
             conversation = self.conversation
@@ -381,7 +381,7 @@ class Trace:
         return [end for end in ends if end <= before and not self.within(end - len(header.text), end)]
 
     def closing_of(self, tails: tuple[str, ...], after: int) -> str | None:
-        """Return the tail that the whole render has, without the white space after it; None if it has none."""
+        """Return which of some tails stands at `after`, without white space at its end; None if none does."""
         fitting = [tail for tail in tails if self.text.startswith(tail, after)]
         return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
 
@@ -393,11 +393,11 @@ class Renderer:
     template: ChatTemplate
     conversation: MarkedConversation
     sought: set[str] = field(default_factory=set)
-    """What the template looked for in texts, in all renders so far."""
+    """Strings that the template looked for in texts, in all renders so far."""
     striking: list[list[int]] | None = None
-    """Kept by `sample`, once it is known: exchanges with what the template looks for."""
+    """Kept by `sample`: exchanges that hold what the template looks for."""
     near: tuple[list[list[int]], list[list[int]]] | None = None
-    """Kept by `sample`, once it is known: the messages on which it depends how each is written."""
+    """Kept by `sample`: the messages on which it depends how each is written."""
     samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
     """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
     unsampled: set[int] = field(default_factory=set)
@@ -405,7 +405,7 @@ class Renderer:
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
     def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        """Render the first messages and follow every character; the last renders, and the whole one, are kept."""
+        """Render the first messages and follow every character; the latest renders, and the whole one, are kept."""
         key = (num_messages, add_generation_prompt)
         if key not in self._traces:
             try:
@@ -428,7 +428,7 @@ class Renderer:
             return None
 
     def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
-        """Refuse if plain strings, which every other library renders with, give another text."""
+        """Refuse a conversation of which plain strings, as every other library has them, give another text."""
         conversation = self.conversation
         text = plain_text(
             self.template,
@@ -483,7 +483,7 @@ class Renderer:
     # Where a message begins and ends, as shown by other renders that stop before or behind it.
 
     def asked(self, index: int) -> Header | None:
-        """Return what asks for a message; None if the template cannot be asked there."""
+        """Return what asks for a message; None if the template does not render a prompt there."""
         prompt = self.try_trace(index, True)
         if prompt is None:
             return None
@@ -494,7 +494,7 @@ class Renderer:
         return Header(after=last.last_origin if last else None, text=text)
 
     def header_end(self, trace: Trace, index: int, before: int) -> int:
-        """Return where a turn of the assistant begins: after what asks for it, at or before a character."""
+        """Return where a turn of the assistant begins: behind its header, at or before a character."""
         header = self.asked(index)
         ends = trace.header_ends(header, before) if header else []
         end = ends[-1] if ends else None
@@ -513,7 +513,7 @@ class Renderer:
         return end
 
     def begin(self, trace: Trace, index: int, first: int, end: int) -> int:
-        """Return where a turn of the assistant begins that has its first character, and its end, somewhere."""
+        """Return where a turn of the assistant begins, whose message begins at `first` and which ends at `end`."""
         try:
             return self.header_end(trace, index, first)
         except Refusal as error:
@@ -523,11 +523,10 @@ class Renderer:
             return begin
 
     def _unasked(self, trace: Trace, index: int, first: int, end: int) -> int | None:
-        """Return where a message begins before which the template writes no header; None if that cannot be told.
+        """Return where a turn without a header begins; None if that cannot be told.
 
-        It begins behind what the template writes behind the message before it, whatever follows. What stands
-        between the two is the assistant's if it stands inside of a turn as well: before calls that follow others in
-        a message.
+        It begins behind what ends the turn before it. What then stands before the message is the assistant's to
+        produce if the template writes the same inside of a turn: before calls that follow others in one message.
         """
         before = trace.own_range(index - 1) if index else None
         if before is None or before[1] > first:
@@ -545,7 +544,7 @@ class Renderer:
         return None
 
     def _calls_inside_a_turn(self, index: int) -> tuple[str, str]:
-        """Return the turn of a message with nothing but the calls of another, twice, and what asks for it."""
+        """Return a turn that has the tool calls of a message twice and nothing else, and what asks for it."""
         message = self.conversation.given[index]
         calls = message.get("tool_calls")
         if not calls or not isinstance(calls, list | tuple):
@@ -574,10 +573,10 @@ class Renderer:
         return ends[0]
 
     def closings(self, index: int, after: int | None) -> tuple[str, ...]:
-        """Return what the template may write behind a message, whose last character is `after`, to end its turn.
+        """Return what may end the turn of a message, whose last character has the number `after`.
 
-        A template may write an end behind the last message that no other has (EOS after the conversation, or
-        another end of turn), so two renders that end with the message count: as it is, and asking for one more.
+        Behind the last message of a conversation a template may write another end than behind others (EOS, or
+        another end of turn). So two renders that end with the message count: with and without a generation prompt.
         """
         ended = self._tail(self.try_trace(index + 1, False), index, after)
         more = self._tail(self.try_trace(index + 1, True), index, after)
@@ -590,9 +589,9 @@ class Renderer:
         return tuple(tails)
 
     def _closings_of_next(self, index: int) -> tuple[str, ...]:
-        """Return what ends the next turn of the same role: for one that no conversation may end with.
+        """Return what ends the next turn of the same role, for a message that no conversation may end with.
 
-        A template may refuse a conversation without a user. The end of a turn is the same behind all of a kind.
+        A template may refuse a conversation without a user. All turns of a role end alike.
         """
         roles = self.conversation.roles
         further = next((at for at in range(index + 1, len(roles)) if roles[at] == roles[index]), None)
@@ -605,14 +604,14 @@ class Renderer:
     def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
         """Return the part of a tail that ends the turn; nothing where that cannot be told.
 
-        Behind the last message a template may write what is no part of its turn: a generation prompt that nobody
-        asked for, EOS of the document, a date, a footer. So what counts is what the template writes before a
-        further message too, up to the header of that message; or an end of turn or EOS in its place.
+        Behind the last message a template may write what is no part of its turn: a generation prompt that was not
+        asked for, EOS of the document, a date, a footer. So what counts is what the template also writes before one
+        more message, up to its header; or an end of turn or EOS in that place.
         """
         further, between = self._followed(index, after)
         if between is None:
             return [tail] if not self._without_ends(tail) else []
-        # A template may write empty reasoning into an empty turn, and leave it out of earlier ones.
+        # A template may write empty reasoning into an empty last turn, and leave it out of earlier ones.
         thought = _EMPTY_REASONING.match(tail) if after is None else None
         if thought and not between.startswith(thought.group()):
             bare_ends = self._proven(tail[thought.end() :], index, after)
@@ -623,7 +622,7 @@ class Renderer:
         opening = self.of([further]).try_trace(1, False)
         header = opening.text[: opening.begins[0]] if opening and opening.fragments else ""
         size = len(between) - _shared_end(header, between)
-        # A conversation may begin with what ends a turn too: with a system prompt of the template.
+        # What opens a conversation may hold an end of turn too: that of a system prompt which the template adds.
         size += max((len(end) for end in self._ends if between.startswith(end, size)), default=0)
         closing, is_empty = between[:size], not self._without_ends(tail[shared:])
         if is_empty and (closing.strip() or header == between):
@@ -681,7 +680,7 @@ class Renderer:
         return text.strip()
 
     def _tail(self, trace: Trace | None, index: int, after: int | None) -> str | None:
-        """Return what a render that ends with a message has behind it; None if it is not the same message there."""
+        """Return what a render that ends with a message has behind it; None if the message ends otherwise there."""
         if trace is None:
             return None
         own = trace.own_range(index)
@@ -690,9 +689,9 @@ class Renderer:
         return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
 
     def _generation_prompt(self, index: int) -> str | None:
-        """Return what a template adds to ask for a message: for this one, else for another of the conversation.
+        """Return what the template adds to ask for a message: this one, or else another of the conversation.
 
-        Behind a message of the assistant a template may write another end when it is asked for more, so such a
+        Behind a message of the assistant, a template may write another end of turn when it adds a prompt. So such a
         place counts only if nothing but the prompt is added.
         """
         roles = self.conversation.roles
@@ -727,7 +726,7 @@ def _names(
     add_generation_prompt: bool,
     own: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Return what a template may refer to; `own` makes a string the template's."""
+    """Return what a template may refer to; `own` marks a string as the template's own."""
     return {
         **{name: own(token) for name, token in template.special_tokens.items()},
         "strftime_now": lambda form: own(_now(template.where, options).strftime(form[:_MAX_DATE_CHARS])),
@@ -771,7 +770,7 @@ def _now(where: str, options: Mapping[str, Any]) -> datetime:
 
 
 def _result_of(message: Message) -> Message:
-    """Return what a result says of the call that it belongs to, the first of a message."""
+    """Return the result of the first tool call of a message, without its content."""
     calls = message["tool_calls"]
     call = calls[0] if isinstance(calls, list | tuple) and isinstance(calls[0], Mapping) else {}
     function = call.get("function", call)

@@ -42,7 +42,7 @@ from tokenmill.encode.chat.render import (
     unsaid_of,
     with_reasoning,
 )
-from tokenmill.encode.chat.sample import ANY_TEXT, first_call, neighbours
+from tokenmill.encode.chat.sample import first_call, neighbours
 from tokenmill.encode.chat.template import ChatTemplate, PlainEnvironment
 from tokenmill.encode.chat.tracked import BLOCK_BEGIN, BLOCK_END, MAX_STEPS, budget, during, showing_blocks
 from tokenmill.encode.tokenizer import surrogate_in
@@ -399,7 +399,7 @@ class _Shape:
             raise _MustBeFollowed
         begin = text.index(core[0])
         end = begin + len(core)
-        self.parts.append(f'"{text[:begin]}{ANY_TEXT}{text[end:]}')
+        self.parts.append(f'"{text[:begin]}\0{text[end:]}')
         self.texts.append(_Text(text, (begin, end)))
         (self.labels if is_label else self.free).append(core)
 

@@ -41,11 +41,11 @@ class Rendered:
     authored: tuple[Range, ...]
     """What the template wrote: control strings are control tokens there, and ordinary text elsewhere."""
     notes: tuple[str, ...] = ()
-    """What the conversation has and the text lacks: tools, or tool calls, reasoning or content of some message;
-    whether messages say whether they are trained on, and whether some are trained on that have nothing to say."""
+    """Names of `encode.NOTES`: what the conversation has and the text lacks, such as tools or reasoning; that some
+    messages say whether they are trained on; and that messages are trained on that have nothing to say."""
     unsaid: int = 0
-    """Characters of contents, and of their parts, of which none is in the text; one more if that is so of tool
-    calls, or their arguments are an object and are written as a text in quotes."""
+    """Characters of those contents, or parts of them, that are not in the text at all; one more if tool calls are
+    not, or if their arguments are an object and are written as a text in quotes."""
 
 
 def render(
@@ -63,7 +63,7 @@ def render(
     With `add_generation_prompt` it is a prompt, in which nothing is trained on. `kwargs` are names that the
     template reads, such as `enable_thinking`; `now`, a date in ISO form, is what templates get for today. Reasoning
     is given under each name that templates read. Contents in parts, tool calls without a text and their arguments
-    are given as they are or, if the template does not know such, in another form (`forms_of`).
+    are given as they are or, if the template does not take that, in another form (`forms_of`).
     """
     return best_form(template, messages, tools, kwargs, add_generation_prompt, train_on, last_only)[0]
 
@@ -86,7 +86,7 @@ def best_form(
     train_on: Sequence[str],
     last_only: bool,
 ) -> tuple[Rendered, list[Form | None]]:
-    """Render a conversation; also all forms that were tried, None for one that is refused."""
+    """Render a conversation; return also all forms that were tried, None for one that is refused."""
     forms: list[Form | None] = []
     refused: list[Refusal] = []
     for given, notes in forms_of(with_reasoning(messages)):
@@ -108,15 +108,16 @@ def best_form(
             return form.rendered, forms
     taken = [form.rendered for form in forms if form is not None]
     if not taken:
-        # A form that the template takes and writes shows more of what is wrong than one that it fails with.
+        # What is wrong shows best in a form that the template writes, and least in one that it fails on.
         raise min(refused, key=lambda error: _FAILS.get(error.reason, 0))
-    # A template may leave out a message however it is given; that form is right in which it leaves out less.
+    # A template may leave out a message in every form; the right form is that in which it leaves out least.
     return min(taken, key=lambda form: form.unsaid), forms
 
 
 _LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
-"""Why a template is refused, which is named then."""
+"""Reasons that are the template's fault: it is named."""
 _FAILS: Mapping[str, int] = {"missing": 1, "untracked": 2, "template_error": 2}
+"""Reason -> how little it says, next to those that are not here."""
 _IN_ANY_FORM = frozenset(
     (
         "no_messages",
@@ -128,7 +129,7 @@ _IN_ANY_FORM = frozenset(
         "no_trained_message",
     )
 )
-"""Why a conversation is refused in whatever form a template is given it."""
+"""Reasons that are the same in every form of a conversation."""
 
 
 def _rendered(
@@ -165,7 +166,7 @@ _REASONING = frozenset(REASONING)
 
 
 def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
-    """Give reasoning each name that templates read, as transformers does: data often has another."""
+    """Give reasoning every name that templates read, as transformers does: data may have another one."""
     if not isinstance(messages, list | tuple):
         return messages
     return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
@@ -183,10 +184,10 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
-    """Yield the forms in which templates may want messages, as they are given first; with what to note of each.
+    """Yield the forms in which templates may want messages, each with its notes; as they are given first.
 
-    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and where
-    there are nothing but tool calls the content may be null, or empty.
+    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and beside tool
+    calls alone the content may be null, or empty.
     """
     for calling in (messages, *_without_text(messages)):
         converted = ((given, ("arguments_converted",)) for given in _converted(calling))
@@ -220,7 +221,7 @@ def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _converted(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield messages with the arguments of all tool calls as objects, and as texts, where they are not so."""
+    """Yield messages with the arguments of all tool calls as objects, and as texts, where that changes them."""
     if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
         return
     for form in (_object_of, _text_of):
@@ -282,7 +283,7 @@ def _texts(message: Message) -> list[Any]:
 
 _FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
 _LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis", re.IGNORECASE)
-"""In the names of fields that may be flags of another project."""
+"""Found in the names of fields that may be such flags of other projects."""
 
 
 @lru_cache(maxsize=1024)
@@ -291,14 +292,14 @@ def _is_like_a_flag(name: str) -> bool:
 
 
 def says_of_training(message: Message) -> bool | None:
-    """Return whether a message says that it is to be trained on, or not; None where it leaves that to its role.
+    """Return whether a message says that it is trained on, or that it is not; None where its role decides.
 
-    Only `train` and `training` make a message trained whose role is not: a weight of 1 is what all messages have.
-    What is neither yes nor no is refused, as is a flag that may mean either.
+    Only `train` and `training` make a message trained on whose role is not: all messages may have a weight of 1. A
+    value that is neither yes nor no is refused, as is a flag of unclear meaning.
     """
     flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
     for name, value in message.items():
-        # A text is a remark, unless the name can be nothing but a flag.
+        # A text is a remark, unless the name can only be that of a flag.
         if _is_like_a_flag(name) and value is not None:
             if isinstance(value, str) and name not in ("mask", "masked"):
                 continue
@@ -325,7 +326,7 @@ def trained_messages(
     """Return the messages to train on, by their roles and by what they say themselves; there must be one."""
     trained = [index for index, role in enumerate(roles) if role in trained_roles]
     if last_only:
-        # What is asked for of the last message alone, others cannot ask for themselves.
+        # Where only the last message is trained on, a flag cannot add another.
         trained = [index for index in trained[-1:] if says[index] is not False]
     else:
         chosen = set(trained)
@@ -399,7 +400,7 @@ def _block_owner(trace: Trace, begin: int, end: int) -> int:
     roles = trace.conversation.roles
     owners = {each.owner for each in trace.within(begin, end) if each.owner >= 0}
     if not owners:
-        # A block without a text of the conversation ends the turn before it, or is all of an empty turn.
+        # A block without any text of the conversation ends the turn before it, or is an empty turn.
         before = max((each.owner for each in trace.before(begin)), default=-1)
         after = min((each.owner for each in trace.within(end, len(trace.text)) if each.owner >= 0), default=None)
         owners = {index for index, role in enumerate(roles[:after]) if index >= before and role == "assistant"}
@@ -409,7 +410,7 @@ def _block_owner(trace: Trace, begin: int, end: int) -> int:
 
 
 def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
-    """Return from where to where a message has to be produced, its end of turn included."""
+    """Return where what has to be produced of a message begins and ends, its end of turn included."""
     conversation = trace.conversation
     asks = conversation.roles[index] == "assistant"
     own = trace.own_range(index)
@@ -421,7 +422,7 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
         begin = renderer.empty_turn(trace, index)
         return begin, begin + len(_closing(trace, renderer.closings(index, None), index, begin))
     first, after = own
-    # What a sample shows counts where the render has the same; else renders of the conversation itself decide.
+    # What a sample shows counts where this render has the same; elsewhere renders of the conversation decide.
     known = edges_by_sample(renderer, index)
     end = after + len(_end_of_turn(renderer, trace, index, after, known))
     if not asks:
@@ -451,7 +452,7 @@ def _end_of_turn(renderer: Renderer, trace: Trace, index: int, after: int, known
 
 
 def _sampled_tails(trace: Trace, index: int, last: int | None, known: TurnEdges | None) -> tuple[str, ...]:
-    """Return what may end a turn by a sample, which must have the same between the message and the next one."""
+    """Return what ends a turn in a sample, if the sample has the same text between the message and the next."""
     if known is None or known.last != last:
         return ()
     return known.tails if not known.between or between(trace, index) in known.between else ()
@@ -464,7 +465,7 @@ def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> st
     return end
 
 
-# Messages that a template writes in two pieces, with others between them.
+# Messages that a template writes in two pieces, with other messages between them.
 
 _RESULTS = ("tool", "function", "ipython", "observation")
 
@@ -473,8 +474,9 @@ def _turn_ranges(renderer: Renderer, trace: Trace, trained: Sequence[int]) -> li
     """Return what of some messages has to be produced.
 
     A template may write the text beside tool calls behind the results of the calls. Then the conversation is
-    arranged otherwise, so that every message stands in one piece: the text is left out where another answer
-    follows the results, and a message of its own behind them elsewhere; or it is that everywhere.
+    arranged otherwise, so that every message stands in one piece. Where another answer follows the results, the
+    text is left out; elsewhere it is a message of its own behind the results. If that gives another render, it is a
+    message of its own everywhere.
     """
     conversation = trace.conversation
     calling = [index for index, message in enumerate(conversation.given) if message.get("tool_calls")]
@@ -505,30 +507,30 @@ def _is_apart(trace: Trace, index: int) -> bool:
     try:
         own = trace.own_range(index)
     except Refusal:
-        return False  # said where the message is trained on
+        return False  # raised again where the message is trained on
     return own is not None and any(each.owner != index for each in trace.within(*own))
 
 
 class _LeftOut(NamedTuple):
-    """A text that an arrangement lacks."""
+    """A text that is left out of an arrangement."""
 
     begin: int
     end: int
-    """Where it stands in the first arrangement."""
+    """Where it stands in the render of the conversation."""
     at: int
-    """Where it would stand in the other."""
+    """Where it would stand in that of the arrangement."""
     next: int
     """Which message follows it there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Arranged:
-    """Another arrangement of a conversation, of which the template makes the same text but for what is left out."""
+    """Another arrangement of a conversation, which renders to the same text but for what is left out."""
 
     renderer: Renderer
     trace: Trace
     messages: list[list[int]]
-    """Of each message, which it is in the arrangement; two where its text is a message of its own."""
+    """Of each message, its index in the arrangement; two where its text is a message of its own."""
     left_out: Mapping[int, _LeftOut]
     """By message, in the order of the text."""
 
@@ -536,9 +538,9 @@ class _Arranged:
     def of(
         cls, renderer: Renderer, trace: Trace, behind: Mapping[int, int], left_out: Sequence[int]
     ) -> _Arranged | None:
-        """Take texts out of messages: some are left out, others are a message before the one behind the results.
+        """Take texts out of messages: some are left out, others become a message behind the results of the calls.
 
-        None if the template makes another text of that.
+        None if that renders to another text.
         """
         given = trace.conversation.given
         texts = {at: index for index, at in behind.items() if index not in left_out}
@@ -568,7 +570,7 @@ class _Arranged:
         return cls(renderer=arranged, trace=other, messages=places, left_out=lacking)
 
     def ranges(self, index: int) -> list[Range]:
-        """Return what of a message has to be produced, in the first arrangement."""
+        """Return what of a message has to be produced, in the render of the conversation."""
         ranges: list[Range] = []
         for at in self.messages[index]:
             begin, end = _turn_range(self.renderer, self.trace, at)
@@ -577,8 +579,8 @@ class _Arranged:
             ranges.append((begin, end))
         text = self.left_out.get(index)
         if text is not None:
-            # The model goes on with it where it is asked for the next message. What stands behind it ends no turn:
-            # it stands there without the text too.
+            # The model writes it where it is asked for the next message. What stands behind it ends no turn, as it
+            # stands there without the text too.
             known = edges_by_sample(self.renderer, text.next)
             if not self._is_asked(known.header if known else None, text.at) and not self._is_asked(
                 self.renderer.asked(text.next), text.at
@@ -613,18 +615,18 @@ _NAMES: Mapping[str, str] = {
     "tool_calls": "tool_calls_not_written",
     **dict.fromkeys(REASONING, _DROPPED),
 }
-"""Field -> what it is called that a message, or the record, has it and no character of it was written."""
+"""Field -> the note of a message, or record, that has it and of which no character of it was written."""
 
 
 class Loss(NamedTuple):
-    """What is to be said of one message."""
+    """What the render lacks of one message, and what else is noted of it."""
 
     names: set[str]
-    """Of `Rendered.notes`."""
+    """For `Rendered.notes`."""
     unsaid: Sequence[int]
-    """Which strings of its content are not written, counted through the message."""
+    """Strings of its content that are not written, counted from the first string of the message."""
     uncalled: bool
-    """Whether its tool calls are not written, or not as they were to be."""
+    """Whether its tool calls are not written, or not in the right form."""
 
 
 def notes_of(losses: Iterable[Loss]) -> tuple[str, ...]:
@@ -635,16 +637,16 @@ def notes_of(losses: Iterable[Loss]) -> tuple[str, ...]:
 
 
 def unsaid_of(losses: Sequence[Loss], size_of: Callable[[int, int], int]) -> int:
-    """Return what `Rendered.unsaid` is; a function tells how long a string of a message is."""
+    """Return `Rendered.unsaid`; `size_of` gives the length of a string of a message."""
     unsaid = sum(size_of(index, string) for index, loss in enumerate(losses) for string in loss.unsaid)
     return unsaid + any(loss.uncalled for loss in losses)
 
 
 def _losses(trace: Trace) -> list[Loss]:
-    """Return what was lost of each message; of tools it is said with the first.
+    """Return what was lost of each message; for the tools it is noted with the first message.
 
-    A list of texts that is written as a list is refused. Reasoning counts in a field of its own and at the start of
-    a content, before `</think>`.
+    A list of texts that the template writes as a list is refused. Reasoning may stand in a field of its own or at
+    the start of a content, before `</think>`.
     """
     conversation = trace.conversation
     written = {each.string for each in trace.fragments}
@@ -664,10 +666,10 @@ def _losses(trace: Trace) -> list[Loss]:
             elif string in written and has_parts(conversation.given[owner]):
                 raise Refusal("parts", f"the template writes the list itself in {conversation.named(owner)}")
         elif name in _NAMES:
-            # The fields for reasoning are names of one thing: to write one of them is to write it.
+            # The fields for reasoning mean the same: it is written if one of them is.
             key = (max(owner, 0), _NAMES[name])
             is_written[key] = is_written.get(key, False) or string in written
-            # Arguments that are a text, and are written in quotes, were to be an object.
+            # Arguments that are a text and are written in quotes should have been an object.
             if name == "tool_calls" and not conversation.labels[string]:
                 uncalled[owner] |= string not in written or (string in escaped and string in conversation.objects)
     names: list[set[str]] = [{"content_not_written"} if strings else set() for strings in unsaid]
@@ -682,7 +684,7 @@ def _losses(trace: Trace) -> list[Loss]:
 
 
 def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]]:
-    """Yield message, first mark and last, exclusive, of what stands before `</think>` in an answer."""
+    """Yield what stands before `</think>` in answers: the message, its first mark and one more than its last."""
     for index, message in enumerate(conversation.messages):
         content = message.get("content") if conversation.roles[index] == "assistant" else None
         if isinstance(content, str) and "</think>" in content:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from tokenmill.encode.chat.conversation import (
     Header,
     MarkedConversation,
     Message,
-    Range,
     Renderer,
     Trace,
     bare,
@@ -44,7 +43,6 @@ _MAX_STRIKING = 2
 """Exchanges with what the template looks for that a sample repeats."""
 _MANY_BLANKS = re.compile(r"\s{17}")
 """More white space than a sample repeats."""
-ANY_TEXT = "\0"
 
 
 class _Place(NamedTuple):
@@ -378,38 +376,29 @@ class _SampleTexts:
         return self.labels[text]
 
     def _text(self, text: str) -> str:
-        core = text.strip()
-        if core in self.words:
+        if text.strip() in self.words:
             return text
         outline = outlined(text, self.sought)
-        if outline is None or _MANY_BLANKS.search(outline[0]):
+        if outline is None or _MANY_BLANKS.search(outline):
             raise _NoSample
-        return outline[0].replace(ANY_TEXT, _TEXT)
+        return outline
 
 
-def outlined(text: str, sought: Iterable[str]) -> tuple[str, tuple[Range, ...]] | None:
-    r"""Return a text with one character for each stretch of which only that it is there matters to a template.
+def outlined(text: str, sought: Sequence[str]) -> str | None:
+    """Return a text with a letter for each stretch of which only that it is there matters to a template.
 
-    White space at their ends, and what the template looks for, are kept. Also where the stretches stand; None if
+    What the template looks for, the longest first, is kept, as is white space at the ends of stretches. None if
     there are many of them.
 
     >>> outlined(" so <end>", ["<end>"])
-    (' \x00 <end>', ((1, 3),))
+    ' Q <end>'
     """
-    literals = sorted((literal for literal in sought if literal in text), key=lambda found: (-len(found), found))
+    literals = [literal for literal in sought if literal in text]
     pieces = re.split(f"({'|'.join(map(re.escape, literals))})", text) if literals else [text]
     if len(pieces) > 2 * _MAX_LITERALS + 1:
         return None
-    outline: list[str] = []
-    stretches: list[Range] = []
-    at = 0
-    for number, piece in enumerate(pieces):
-        core = piece.strip() if number % 2 == 0 else ""
+    for number in range(0, len(pieces), 2):
+        core = pieces[number].strip()
         if core:
-            begin = piece.index(core[0])
-            stretches.append((at + begin, at + begin + len(core)))
-            outline += [piece[:begin], ANY_TEXT, piece[begin + len(core) :]]
-        else:
-            outline.append(piece)
-        at += len(piece)
-    return "".join(outline), tuple(stretches)
+            pieces[number] = pieces[number].replace(core, _TEXT, 1)
+    return "".join(pieces)

@@ -71,7 +71,7 @@ CHATML = """\
 _BUILT_IN = {"chatml": CHATML}
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _RULES = 2
-"""Raised when texts or spans are made in another way, so that two versions are never taken for the same."""
+"""Raised whenever texts or spans come out otherwise, so that two versions are never taken for the same."""
 NAME_ONE = "name one with --chat-template: chatml, or the path of a .jinja file"
 """What to do about a tokenizer that has no template."""
 
@@ -244,7 +244,7 @@ def _special_tokens(vocabulary: Vocabulary, beside: Mapping[str, Mapping[str, An
 
 
 def _strip_rules(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, StripRule]:
-    """Return the added tokens of a `tokenizer.json` that are more to a template than a string and an id.
+    """Return the added tokens of a `tokenizer.json` that do more than stand for an id.
 
     Where the `tokenizer_config.json` beside it lists a control string, that counts, as it does for transformers.
     """
@@ -288,17 +288,17 @@ _FILTERS = (
     *("reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "tojson", "trim"),
     *("unique", "upper"),
 )
-"""Those that give the same every time and cannot be told to make something huge: no `random`, no `center`."""
+"""Filters that always give the same and cannot be told to make something huge: no `random`, no `center`."""
 _GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
 _UNSAFE_OF_STRINGS = frozenset(
     ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "maketrans")
 )
 _OF_DICTS = frozenset(dir(dict))
 _READING_DICTS = frozenset(("get", "items", "keys", "values"))
-_AT_ONCE = frozenset(("abs", "count", "d", "default", "first", "last", "length"))
-"""Filters that do not go through what they are given; all others are counted."""
+_QUICK = frozenset(("abs", "count", "d", "default", "first", "last", "length"))
+"""Filters that take the same time for any value; all others are counted."""
 _OF_TEXTS = frozenset(("replace", "safe", "string", "title", "tojson"))
-"""Filters that write what they are given as a text."""
+"""Filters that write any value as a text."""
 _OF_WHOLE_TEXTS = _OF_TEXTS | {"float", "int", "reverse", "round"}
 """Filters that take a text as one value; all others go through its characters."""
 _COMPARING = frozenset(("dictsort", "groupby", "max", "min", "sort", "unique"))
@@ -306,14 +306,14 @@ _COMPARING = frozenset(("dictsort", "groupby", "max", "min", "sort", "unique"))
 _OF_NUMBERS = frozenset(("divisibleby", "even", "odd"))
 """Tests that divide; of a text they would make a longer one, as `%` does."""
 _MAX_SOURCE = 1 << 17
-"""Characters of a template: to compile as many takes up to ten seconds, and common ones have 20,000 at most."""
+"""Characters of a template: compiling this many takes up to ten seconds; common ones have 20,000 at most."""
 _MAX_WIDTH = 64
 """Of white space in JSON."""
 _MAX_DIGITS = 4096
-"""Of a string that becomes a number, which takes time by their square."""
+"""Of a string that becomes a number: the time grows with their square."""
 _CONTAINERS = frozenset((list, tuple, dict))
 _ITEMS = 16
-"""Items that are looked through in one step; characters: `LONG`."""
+"""Items that are read in one step; of characters it is `LONG`."""
 _MAX_PRECISION = 400
 """Places that a number is rounded to; more than a float has."""
 _MAX_BITS = 4096
@@ -327,13 +327,13 @@ class Compiled:
     tracked: Template
     """Follows every character."""
     plain: Template
-    """Runs on plain strings, as any other library would; the text of the two must be the same."""
+    """Runs on plain strings, as every other library does; both must give the same text."""
     has_generation: bool
     """Whether it says itself, by `{% generation %}`, what is trained on."""
     words: frozenset[str]
-    """All of its literals: what a text may be compared with."""
+    """All strings in it, which a text may be compared with."""
     names: frozenset[str]
-    """What it reads by name: what it is given, and what it sets itself."""
+    """Names that it reads: of what it is given, and of what it sets itself."""
 
 
 def compile_template(source: str, where: str) -> Compiled:
@@ -362,19 +362,14 @@ def _compiled(source: str) -> Compiled:
     tracked, plain = TrackedEnvironment(), PlainEnvironment()
     tree = plain.parse(source)
     blocks = tree.find_all(nodes.ExtensionAttribute)
-    words = _strings(tree)
+    constants = tree.find_all(nodes.Const)
     return Compiled(
         tracked=tracked.from_string(source),
         plain=plain.from_string(source),
         has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
-        words=frozenset(words),
+        words=frozenset(node.value for node in constants if isinstance(node.value, str)),
         names=frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"),
     )
-
-
-def _strings(node: nodes.Node) -> set[str]:
-    constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
-    return {constant.value for constant in constants if isinstance(constant.value, str)}
 
 
 class GenerationBlock(Extension):
@@ -383,7 +378,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Make it a call block, as transformers does: names set inside it are not seen outside."""
+        """Make it a call block, as transformers does: names that are set inside are not seen outside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("produced"), [], [], body).set_lineno(line)
@@ -393,17 +388,14 @@ class GenerationBlock(Extension):
         return generated(caller())
 
 
-class _NoConstantFolding(CodeGenerator):
-    """Leaves all work to the time when it is counted; jinja would work out constants while it compiles."""
+class _LimitedCode(CodeGenerator):
+    """Counts what a template joins, compares and puts together."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:  # noqa: ANN401
+        # Jinja would work out constants while it compiles, when nothing is counted.
         if not isinstance(node, nodes.TemplateData):
             raise nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
-
-
-class _LimitedCode(_NoConstantFolding):
-    """Counts what a template joins, compares and puts together."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined((")
@@ -440,7 +432,7 @@ class _LimitedCode(_NoConstantFolding):
         self.write("]")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        # To compare with a constant takes no time; to look for one in something does.
+        # To compare with a constant takes no time; to search for one in a value does.
         searches = any(operand.op in ("in", "notin") for operand in node.ops)
         constant = any(isinstance(side, nodes.Const) for side in (node.expr, *(each.expr for each in node.ops)))
         self._weighing = searches or not constant
@@ -484,7 +476,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         self.globals["dict"] = _made_dict
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja has it
-        """Return an attribute or item, as jinja does; items of objects, which are most, without detours."""
+        """Return an attribute or item, as jinja does; items of objects, the most common case, directly."""
         if type(obj) is dict:
             if attribute not in _OF_DICTS:
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -493,19 +485,19 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        """Return an item or attribute, as jinja does; what objects have, or have not, without detours."""
+        """Return an item or attribute, as jinja does; items of objects, there or not, directly."""
         if type(obj) is dict and isinstance(argument, str):
             if argument in obj:
                 return obj[argument]
             if argument not in _OF_DICTS:
                 return self.undefined(obj=obj, name=argument)
         if type(argument) in _CONTAINERS:
-            charge_text(argument)  # what is not there is named
+            charge_text(argument)  # an error names what is not there
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        """Refuse what the sandbox refuses, and methods that can make something huge."""
-        # All that is asked below depends on the type alone; to ask it each time took a fifth of a render.
+        """Refuse what the sandbox of jinja refuses, and methods that can make something huge."""
+        # The answer depends on the type alone; to work it out each time took a fifth of a render.
         key = (type(obj), attr)
         if key not in self._safe:
             self._safe[key] = (
@@ -522,7 +514,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for node in tree.find_all(nodes.EvalContextModifier):
-            # Every text that is printed would be a longer copy, which nothing counts.
+            # It makes a longer copy of every text that is printed, which nothing would count.
             raise TemplateSyntaxError("autoescape is not supported", node.lineno)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None).set_lineno(loop.lineno)
@@ -530,7 +522,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def _set_filters(self, **filters: Callable[..., Any]) -> None:
-        self.filters |= {name: each if name in _AT_ONCE else _charged(name, each) for name, each in filters.items()}
+        self.filters |= {name: each if name in _QUICK else _charged(name, each) for name, each in filters.items()}
 
     @staticmethod
     def text(value: object) -> str:
@@ -547,7 +539,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Lay strings end to end: all that a template, a macro or a block has written."""
+        """Lay end to end all that a template, a macro or a block has written."""
         parts = list(pieces)
         charge_size(sum(map(len, parts)), len(parts))
         return "".join(parts)
@@ -570,7 +562,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def weighed(value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count what it takes to look through a value."""
+        """Count the work of reading all of a value."""
         if isinstance(value, str):
             if len(value) > LONG:
                 charge(len(value) // LONG)
@@ -580,7 +572,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
     @classmethod
     def searched(cls, value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count what it takes to look for something in a value; the keys of a table are not gone through."""
+        """Count the work of searching a value; a key of an object is found at once."""
         if type(value) is dict:
             charge()
             return value
@@ -588,7 +580,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def copied(value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count what a copy of a string, list or tuple takes, or of a part of it."""
+        """Count the work of copying a string, list or tuple, or a part of it."""
         if isinstance(value, str):
             charge_size(len(value))
         elif isinstance(value, list | tuple):
@@ -597,15 +589,15 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def sized(value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count all that a list, tuple or dict holds, however deep: shared parts count each time they occur."""
+        """Count all that a list, tuple or dict holds, however deep; a shared part counts each time it occurs."""
         if isinstance(value, list | tuple | Mapping):
             _num_items(value, charge)
         return value
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        """Call a macro, method or function; every call is 16 steps, and more with a long text.
+        """Call a macro, method or function; a call takes 16 steps, and more with a long text.
 
-        Methods of values, which `getattr` let pass, are called without detours.
+        Methods of values are called directly: `getattr` has checked them.
         """
         charge(16 + len(args))
         for arg in args:
@@ -626,13 +618,13 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
                 if obj.__name__ not in _READING_DICTS:
                     self.weighed(owner)
                     charge(len(owner) * (1 + looked_for // _ITEMS))
-            for name in ("_loop_vars", "_block_vars"):  # which jinja adds for those that take the context
+            for name in ("_loop_vars", "_block_vars"):  # which jinja adds for functions that take the context
                 kwargs.pop(name, None)
             return obj(*args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
-        """Add, multiply, raise or format, if the result is not huge."""
+        """Add, multiply, raise to a power or format, if the result is not huge."""
         if operator == "+" and type(left) is Tracked and type(right) is Tracked:
             return join((left, right))
         sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
@@ -692,7 +684,7 @@ class TrackedEnvironment(PlainEnvironment):
 
 
 class Counted:
-    """What a loop goes over; every round is a step."""
+    """Values that a loop goes over; every round is a step."""
 
     def __init__(self, values: Iterable[object]) -> None:
         self._values = values
@@ -707,13 +699,13 @@ class Counted:
 
 
 def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  # noqa: ANN401 - a list or table
-    """Return how many items a value holds, however deep; `count` is told of them as they are found.
+    """Return how many items a value holds, however deep; `count` is called with those of each list or table.
 
-    Where nobody is, the value is to be compared, and long texts in it are as many items as take the same time.
+    Without `count` the value is to be compared: a long text then counts as many items as take the same time.
     """
-    open_, total = [value], 0
-    while open_:
-        inner = open_.pop()
+    pending, total = [value], 0
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, Mapping):
             inner = [*inner, *inner.values()]
         total += 1 + len(inner)
@@ -722,13 +714,13 @@ def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  
         else:
             total += sum(_ITEMS * (len(item) // LONG) for item in inner if isinstance(item, str))
             if total > _ITEMS * MAX_STEPS:
-                break  # it costs more than there is
-        open_ += [item for item in inner if isinstance(item, list | tuple | Mapping)]
+                break  # more than any budget has
+        pending += [item for item in inner if isinstance(item, list | tuple | Mapping)]
     return total
 
 
 def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that counts what it goes through before it does."""
+    """Return a filter that counts its work before it does it."""
     place = 1 if hasattr(function, "jinja_pass_arg") else 0
     makes_text = name in _OF_TEXTS
 
@@ -737,7 +729,7 @@ def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         value = args[place]
         for argument in (*args[place + 1 :], *kwargs.values()):
             if isinstance(argument, str) and len(argument) > LONG:
-                charge(argument.count(".") + argument.count(","))  # the name of an attribute is cut there
+                charge(argument.count(".") + argument.count(","))  # jinja splits the name of an attribute there
         if isinstance(value, str):
             _charge_filter(name, value, args[place + 1 :], kwargs)
         elif makes_text:
@@ -764,7 +756,7 @@ def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_method(name: str) -> Callable[..., Any]:
-    """Return the filter that calls a method of a text; what is none is written as one first."""
+    """Return a filter that calls a method of a text; any other value is written as a text first."""
 
     def filter_(value: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
         text = PlainEnvironment.copied(value) if isinstance(value, str) else PlainEnvironment.text(value)
@@ -774,7 +766,7 @@ def _by_method(name: str) -> Callable[..., Any]:
 
 
 def _charged_test(name: str, test: Any) -> Callable[..., bool]:  # noqa: ANN401 - as jinja has it
-    """Return a test that counts what it looks through before it does."""
+    """Return a test that counts its work before it does it."""
     place = 1 if hasattr(test, "jinja_pass_arg") else 0
 
     @wraps(test)
@@ -791,11 +783,11 @@ def _charged_test(name: str, test: Any) -> Callable[..., bool]:  # noqa: ANN401 
 
 
 def _charge_filter(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Count what a filter makes of a text, before it does."""
+    """Count the work of a filter on a text."""
     if name not in _OF_WHOLE_TEXTS:
         charge(len(text))
     elif name == "title":
-        charge(len(text) // 2)  # which it cuts into words
+        charge(len(text) // 2)  # as many words at most
     elif name == "replace":
         _charge_made(name, text, [kwargs.get(key, *args[at : at + 1]) for at, key in enumerate(("old", "new"))])
     elif name in ("int", "float") and len(text) > _MAX_DIGITS:
@@ -804,7 +796,7 @@ def _charge_filter(name: str, text: str, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
-    """Count what a method of a plain string would make, before it does."""
+    """Count the work of a method of a plain string."""
     if name == "join" and args and isinstance(args[0], list | tuple):
         items = args[0]
         charge_size(len(text) * len(items) + sum(len(item) for item in items if isinstance(item, str)), len(items))
@@ -813,8 +805,8 @@ def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
         charge_size(len(text) + count * max(0, len(args[1]) - len(args[0])))
     elif name in ("split", "rsplit", "splitlines"):
         # A part takes more memory than its characters do.
-        given = args[0] if name != "splitlines" and args and isinstance(args[0], str) and args[0] else None
-        charge(text.count(given) if given else len(text) // 2)
+        separator = args[0] if name != "splitlines" and args and isinstance(args[0], str) else ""
+        charge(text.count(separator) if separator else len(text) // 2)
 
 
 def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict`
