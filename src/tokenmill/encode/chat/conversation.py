@@ -22,6 +22,7 @@ from tokenmill.encode.chat.tracked import (
     seeking,
     too_much_memory,
 )
+from tokenmill.encode.tokenizer import surrogate_in
 from tokenmill.errors import ConfigError
 
 if TYPE_CHECKING:  # conversations are made where no template is opened, and jinja2 takes time to load
@@ -149,11 +150,8 @@ class MarkedConversation:
         raise Refusal("not_json", f"a value of type {type(value).__name__} in {self.named(owner)}")
 
     def _mark_string(self, text: str, owner: int, path: tuple[str, ...]) -> Tracked:
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise Refusal("not_unicode", f"a lone surrogate in {self.named(owner)}") from error
+        if not text.isascii() and surrogate_in(text) is not None:
+            raise Refusal("not_unicode", f"a lone surrogate in {self.named(owner)}")
         if not text:
             return authored("")
         first = self.size

@@ -45,7 +45,7 @@ from tokenmill.encode.chat.render import (
 from tokenmill.encode.chat.sample import first_call, neighbours
 from tokenmill.encode.chat.template import ChatTemplate, PlainEnvironment
 from tokenmill.encode.chat.tracked import BLOCK_BEGIN, BLOCK_END, MAX_STEPS, budget, during, showing_blocks
-from tokenmill.encode.tokenizer import surrogate_in
+from tokenmill.encode.tokenizer import control_pattern, surrogate_in
 
 _MAX_PARTS = _MAX_SHAPES = 1 << 14
 _MAX_CHARS, _MAX_MESSAGES, _MAX_STEPS = 1 << 18, 256, MAX_STEPS // 16
@@ -153,7 +153,7 @@ class Patterns:
     kwargs: Mapping[str, Any]
     train_on: Sequence[str]
     last_only: bool
-    controls: re.Pattern[str] | None = None
+    controls: re.Pattern[str] = field(default_factory=lambda: control_pattern(()))
     """Control strings, which are ids or text by who wrote them: a text that has one is followed."""
     _parts: dict[tuple[int, ...], _Part] = field(default_factory=dict, repr=False)
     _refused: set[frozenset[int]] = field(default_factory=set, repr=False)
@@ -348,7 +348,7 @@ class _Shape:
     """All that alike messages share, and the texts that they do not."""
 
     words: frozenset[str]
-    controls: re.Pattern[str] | None
+    controls: re.Pattern[str]
     parts: list[str] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
     free: list[str] = field(default_factory=list)
@@ -389,7 +389,7 @@ class _Shape:
         if not text.isascii() and surrogate_in(text) is not None:
             raise _MustBeFollowed
         core, is_label = text.strip(), name in LABELS
-        if self.controls is not None and self.controls.search(text):
+        if self.controls.search(text):
             raise _MustBeFollowed
         if not core or name == "type" or (is_label and core in self.words):
             self.parts.append(f"={text}")

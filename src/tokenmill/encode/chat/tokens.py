@@ -18,7 +18,7 @@ from tokenmill.encode.chat.patterns import Patterns
 from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.tracked import limits
-from tokenmill.encode.tokenizer import Tokenizer, join, split
+from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, split
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
 
@@ -54,23 +54,19 @@ class Controls:
     rules: Mapping[str, StripRule]
     where: str
     """What the user called the template, for messages."""
-    pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+    pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
     _known: dict[str, list[tuple[int, int, str]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
     """What stands in texts of the template, which are the same again and again."""
 
     def __post_init__(self) -> None:
-        # The first that stands somewhere, and of those that start together the longest, as Hugging Face does.
         odd = [name for name, rule in self.rules.items() if rule.unlike]
-        names = sorted({*self.ids, *odd} - {""}, key=lambda name: (-len(name), name))
-        object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, names))) if names else None)
+        object.__setattr__(self, "pattern", control_pattern(tuple(sorted({*self.ids, *odd} - {""}))))
 
     def find(self, text: str, ranges: Iterable[tuple[int, int]]) -> list[Control]:
         """Return the control strings that lie within one of the ranges; white space around them may go beyond."""
         controls: list[Control] = []
-        if self.pattern is None:
-            return controls
         done = 0
         for first, last in ranges:
             for begin, end, name in self._within(text[first:last]):
@@ -83,7 +79,6 @@ class Controls:
         return controls
 
     def _within(self, text: str) -> list[tuple[int, int, str]]:
-        assert self.pattern is not None
         if text not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
