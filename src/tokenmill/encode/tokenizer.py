@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import xxhash
@@ -447,8 +447,9 @@ def with_second_bos(ids: AnyArray, offsets: Int64Array, identity: TokenizerIdent
 
 # What becomes of control strings, such as `<|endoftext|>`, that stand in raw text.
 
-CONTROL_POLICIES = ("text", "encode", "drop")
+ControlPolicy: TypeAlias = Literal["text", "encode", "drop"]
 """They stay ordinary text, become control ids, or are removed."""
+CONTROL_POLICIES: tuple[str, ...] = get_args(ControlPolicy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

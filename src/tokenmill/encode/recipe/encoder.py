@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import Conversation
+from tokenmill.encode.chat.conversation import Conversation, Message
 from tokenmill.encode.recipe import extract
-from tokenmill.encode.recipe.recipe import DTYPES, Recipe
+from tokenmill.encode.recipe.recipe import DTYPES, HISTORY, OPTIONS, SYSTEM, Recipe
 from tokenmill.encode.tokenizer import (
     Tokenizer,
     TokenizerIdentity,
@@ -476,29 +476,29 @@ class RecordEncoder:
         self,
         batch: _Batch,
         index: int,
-        messages: list[extract.Message],
+        messages: list[Message],
         record: extract.Record,
         reader: extract.VariantReader,
-    ) -> list[extract.Message]:
+    ) -> list[Message]:
         """Put the turns of the field `history` before messages, and a system: of the record, else of the recipe."""
         if reader.has_history(record):
-            messages = extract.with_history(messages, record[extract.HISTORY])
+            messages = extract.with_history(messages, record[HISTORY])
         if reader.reads_system:
             num_messages = len(messages)
-            messages = extract.with_system(messages, record.get(extract.SYSTEM))
+            messages = extract.with_system(messages, record.get(SYSTEM))
             if len(messages) > num_messages:
                 batch.notes.setdefault("system_field", set()).add(index)
         if self.recipe.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = extract.with_system(messages, self.recipe.system)
         return messages
 
-    def _conversation(self, messages: list[extract.Message], record: extract.Record) -> Conversation:
+    def _conversation(self, messages: list[Message], record: extract.Record) -> Conversation:
         """Return messages with the tools and options of their record; refuse them if there is no chat template."""
         name = self.recipe.tools_field
         tools = None if name is None else extract.tools_of(extract.look_up(record, tuple(name.split("."))), name)
         if self.no_template is not None:
             raise Refusal("no_template", self.no_template)
-        options = extract.options_of(record.get(extract.OPTIONS))
+        options = extract.options_of(record.get(OPTIONS))
         return Conversation(messages=messages, tools=tools, options=options)
 
     # All records of a batch.
@@ -582,8 +582,7 @@ class RecordEncoder:
 
     def _all_trained(self, ragged: Ragged) -> Ragged:
         """Train on all of a conversation but its BOS, where that is what the recipe says."""
-        sections = [section for variant in self.recipe.variants for section, _ in variant.sections()]
-        train_all = any(section.template and section.action == "train" for section in sections)
+        train_all = any(section.template and section.action == "train" for section in self.recipe.sections)
         if self.recipe.kind == "grpo" or not train_all:
             return ragged
         mask = np.ones(ragged.ids.size, np.uint8)

@@ -10,17 +10,11 @@ import msgspec
 import numpy as np
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.recipe.recipe import Names, Recipe, Section, Source, Variant
+from tokenmill.encode.chat.conversation import Message
+from tokenmill.encode.recipe.recipe import HISTORY, OPTIONS, SYSTEM, Names, Recipe, Section, Source, Variant
 from tokenmill.errors import nearest
 
-SYSTEM = "system"
-"""Field with the text of the system, beside messages: it is read whether or not a recipe names it."""
-HISTORY = "history"
-"""Field with the turns before the text of a user, as LLaMA-Factory has it; it is read as `system` is."""
-OPTIONS = "chat_template_kwargs"
-"""Field with arguments of the chat template for one record, as TRL has it; it is read as `system` is."""
 Record: TypeAlias = Mapping[str, Any]
-Message: TypeAlias = Mapping[str, Any]
 
 # Messages in one form, with role and content, whatever a record calls them.
 
@@ -218,13 +212,9 @@ class SourceReader:
     @classmethod
     def of(cls, recipe: Recipe, source: Source) -> SourceReader:
         """Return the reader of a source."""
-        trains = [
-            recipe.trains(section.role) if section.action == "$role" else section.action == "train"
-            for section in source.sections
-        ]
         return cls(
             sections=tuple((section, section.path) for section in source.sections),
-            trained=tuple(trains),
+            trained=tuple(map(recipe.trains_section, source.sections)),
             anew=tuple(section.add_special_tokens for section in source.sections),
             listed=source.list_field,
             names=recipe.names,

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from tokenmill.encode.chat.conversation import ROLES
 from tokenmill.encode.fim import Fim
+from tokenmill.encode.tokenizer import ControlPolicy
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
@@ -37,6 +38,7 @@ Kind: TypeAlias = Literal["seq", "sft", "dpo", "grpo"]
 """The training types."""
 PositionIds: TypeAlias = Literal["none", "doc_reset", "continuous"]
 Trained: TypeAlias = Literal["train", "mask"]
+Turns: TypeAlias = Literal["all", "last"]
 FieldPath: TypeAlias = Annotated[
     str, Meta(pattern=r"^[^.]+(\.[^.]+)*$", description="the name of a field, such as name or outer.inner")
 ]
@@ -45,6 +47,9 @@ Table: TypeAlias = Mapping[str, Any]
 Tables: TypeAlias = Annotated[tuple[Table, ...], Meta(min_length=1)]
 T = TypeVar("T")
 
+SYSTEM, HISTORY, OPTIONS = "system", "history", "chat_template_kwargs"
+"""Fields that are read whether or not a recipe names them: beside messages the text of the system, and arguments of
+the chat template for one record, as TRL has it; beside the text of a user the turns before it, as LLaMA-Factory."""
 DTYPES: Mapping[str, str] = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "float32": "<f4"}
 """Names of dtypes, and how a store writes them."""
 SOURCE_MASKS: Mapping[str, str | None] = {
@@ -183,9 +188,9 @@ class Recipe:
     """Role -> `train` or `mask`."""
     mask_default: Trained
     """For roles that are not in it."""
-    control_strings: Literal["text", "encode", "drop"]
+    control_strings: ControlPolicy
     """What becomes of control strings in the texts of a record."""
-    train_turns: Literal["all", "last"]
+    train_turns: Turns
     """Whether all messages of the trained roles are trained, or the last only."""
     chat_template: str | None
     """`tokenizer`, a path or a built-in name; None: no section goes through one."""
@@ -204,13 +209,17 @@ class Recipe:
         return any(variant.template for variant in self.variants)
 
     @property
+    def sections(self) -> list[Section]:
+        """All sections of all variants; the same field may come twice."""
+        return [section for variant in self.variants for section, _ in variant.sections()]
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Top-level fields of a record that it may need, in order of first mention."""
-        paths = [section.field for variant in self.variants for section, _ in variant.sections()]
-        # Fields beside messages, or beside the text of a user, that are read whether or not a section names them.
-        has_user = any(section.role == "user" for variant in self.variants for section, _ in variant.sections())
-        system, history = "system" if self.template or has_user else None, "history" if has_user else None
-        options = "chat_template_kwargs" if self.template else None
+        paths = [section.field for section in self.sections]
+        has_user = any(section.role == "user" for section in self.sections)
+        system, history = SYSTEM if self.template or has_user else None, HISTORY if has_user else None
+        options = OPTIONS if self.template else None
         beside = (self.tools_field, system, history, options, self.preprocessing.domain_key)
         paths += [name for name in beside if name is not None]
         tops = (path.split(".")[0] for path in paths)
@@ -219,7 +228,7 @@ class Recipe:
     @property
     def text_field(self) -> str | None:
         """The field, if a record is the plain text of one field and nothing else is asked for, else None."""
-        section, *more = (section for variant in self.variants for section, _ in variant.sections())
+        section, *more = self.sections
         if self.names.fields:
             return None
         bare = Section(field=section.field, action="train", add_special_tokens=True, role=section.role)
@@ -243,6 +252,12 @@ class Recipe:
     def trains(self, role: str | None) -> bool:
         """Tell whether `$role` means train for this role."""
         return self.mask.get(role or "", self.mask_default) == "train"
+
+    def trains_section(self, section: Section) -> bool:
+        """Tell whether a section is trained on; one of messages, whether some role is."""
+        if section.action != "$role":
+            return section.action == "train"
+        return bool(self.trained_roles) if section.template else self.trains(section.role)
 
     def to_json(self) -> dict[str, object]:
         """Return the recipe as a JSON object with every default filled in, which `load_recipe` takes as well."""
@@ -280,8 +295,8 @@ class _RecipeTable:
     input: Table = field(default_factory=dict)
     mask: Mapping[str, Trained] = field(default_factory=dict)
     mask_default: Literal["mask", "train"] = "mask"
-    control_strings: Literal["text", "encode", "drop"] = "text"
-    train_turns: Literal["all", "last"] = "all"
+    control_strings: ControlPolicy = "text"
+    train_turns: Turns = "all"
     chat_template: str | None = None
     chat_template_kwargs: Table = field(default_factory=dict)
     preprocessing: Table = field(default_factory=dict)
@@ -350,9 +365,9 @@ def _read(kind: type[T], table: object, where: str) -> T:
 
 def _without_nulls(table: object) -> object:
     """Leave out the keys of a table that are null: they count as not written."""
-    return (
-        {name: value for name, value in table.items() if value is not None} if isinstance(table, Mapping) else table
-    )
+    if not isinstance(table, Mapping):
+        return table
+    return {name: value for name, value in table.items() if value is not None}
 
 
 def _recipe(table: object, where: str) -> Recipe:
@@ -638,17 +653,11 @@ def _check_source(recipe: Recipe, name: str, source: Source, where: str) -> None
     if name == "prompts":
         if set(actions) != {"mask"}:
             raise ConfigError(f"{where}: action must be mask: a prompt is given, got {listed}; change it")
-    elif name != "rewards" and not any(_trains(recipe, section) for section in source.sections):
+    elif name != "rewards" and not any(map(recipe.trains_section, source.sections)):
         raise ConfigError(
             f"{where}: something must be trained, got {listed} with mask {dict(recipe.mask)} and "
             f'mask_default {recipe.mask_default!r}; write action = "train", or mask = {{ assistant = "train" }}'
         )
-
-
-def _trains(recipe: Recipe, section: Section) -> bool:
-    if section.action != "$role":
-        return section.action == "train"
-    return recipe.trains(section.role) if not section.template else bool(recipe.trained_roles)
 
 
 def _check_template(recipe: Recipe, where: str) -> None:
@@ -679,10 +688,11 @@ def _check_template(recipe: Recipe, where: str) -> None:
 
 
 def _check_names(recipe: Recipe, where: str) -> None:
-    fields = {section.path[0] for variant in recipe.variants for section, _ in variant.sections()}
-    fields |= {name.split(".")[0] for name in (recipe.tools_field,) if name} | (
-        {"system"} if recipe.template else set()
-    )
+    fields = {section.path[0] for section in recipe.sections}
+    if recipe.tools_field:
+        fields.add(recipe.tools_field.split(".")[0])
+    if recipe.template:
+        fields.add(SYSTEM)
     for name in recipe.names.fields:
         if name not in fields:
             raise ConfigError(
@@ -725,6 +735,10 @@ def _preset_section(field: str, role: str, **more: object) -> dict[str, object]:
     return {"field": field, "action": "$role", "role": role, **more}
 
 
+def _prompt(field: str, **more: object) -> dict[str, object]:
+    return {"field": field, "action": "mask", "role": "user", **more}
+
+
 def _instruction(instruction: str, response: str, context: str | None = None) -> dict[str, object]:
     """Return a variant: an instruction, perhaps with an input of its own, and the response."""
     if context is None:
@@ -739,8 +753,8 @@ def _instruction(instruction: str, response: str, context: str | None = None) ->
 
 def _completion(*, template: bool) -> dict[str, object]:
     """Return a variant as TRL has it: a masked prompt and a trained completion, without headings."""
-    prompt = {"field": "prompt", "action": "mask", "role": "user", "template": template}
-    return {"sections": [prompt, _preset_section("completion", "assistant", template=template)]}
+    completion = _preset_section("completion", "assistant", template=template)
+    return {"sections": [_prompt("prompt", template=template), completion]}
 
 
 def _messages(field: str) -> dict[str, object]:
@@ -767,16 +781,8 @@ def _group(
     listed: bool = True,
 ) -> dict[str, object]:
     """Return a variant of groups: a prompt of some fields, its responses and their rewards."""
-    asked = [
-        {
-            "field": field,
-            "action": "mask",
-            "role": "user",
-            "template": template,
-            **({"prefix": "\n"} if index else {}),
-        }
-        for index, field in enumerate(prompt)
-    ]
+    asked = [_prompt(prompt[0], template=template)]
+    asked += [_prompt(field, template=template, prefix="\n") for field in prompt[1:]]
     answer = {"field": responses, "action": "train", "role": "assistant", "template": template}
     return {
         "sources": {
@@ -792,7 +798,6 @@ def _labelled(prompt: Sequence[str], response: str, label: str, *, template: boo
     return _group(template=template, prompt=prompt, responses=response, rewards=label, listed=False)
 
 
-_PROMPT = {"field": "prompt", "action": "mask", "role": "user"}
 _ROLES = {"system": "mask", "user": "mask", "assistant": "train"}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -862,7 +867,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "input": {
             "tools_field": "tools",
             "variants": [
-                {"sources": {"prompts": {"sections": [{**_PROMPT, "template": template}]}}}
+                {"sources": {"prompts": {"sections": [_prompt("prompt", template=template)]}}}
                 for template in (False, True)
             ],
         },
