@@ -234,38 +234,6 @@ class Fragment(NamedTuple):
         return self.origin + (self.end - self.begin - 1) * self.step
 
 
-# A generation prompt may open the reasoning behind the header, or open and close it. The header ends before that:
-# inside of a turn the same text is what the model has to produce. An opener that is not listed here counts as part
-# of the header where the turn has it too; where the turn lacks it, the conversation is refused.
-_NO_REASONING = (
-    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
-    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
-)
-_REASONING = re.compile(_NO_REASONING + r"\Z")
-_EMPTY_REASONING = re.compile(_NO_REASONING)
-MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
-"""What control strings look like."""
-ENDS_OF_TURN = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|eot|>"),
-    *(
-        "<end_of_turn>",
-        "<turn|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<|end_of_text|>",
-        "<|assistant_end|>",
-        "</s>",
-        "[/INST]",
-    ),
-)
-"""What models write to end a turn."""
-
-
-_MAX_DATE_CHARS = 4096
-"""Of the format of a date; the date itself may be 256 times as long."""
-_KEPT_TRACES = 16
-"""Renders of parts of a conversation; the memory for all of them would grow with the square of its length."""
-
-
 class Header(NamedTuple):
     """What asks for a message, as shown by a render that stops before it."""
 
@@ -384,6 +352,30 @@ class Trace:
         return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
 
 
+# Renders of a conversation, whole or in part, which show where its messages begin and end.
+
+# A generation prompt may open the reasoning behind the header, or open and close it. The header ends before that:
+# inside of a turn the same text is what the model has to produce. An opener that is not listed here counts as part
+# of the header where the turn has it too; where the turn lacks it, the conversation is refused.
+_OPENED = (
+    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
+    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
+)
+_REASONING_AT_END = re.compile(_OPENED + r"\Z")
+_REASONING_AT_START = re.compile(_OPENED)
+MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
+"""What control strings look like."""
+_ENDS_OF_TURN = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|eot|>",
+    "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>", "<|assistant_end|>", "</s>", "[/INST]",
+)  # fmt: skip
+"""What models write to end a turn."""
+_MAX_DATE_CHARS = 4096
+"""Of the format of a date; the date itself may be 256 times as long."""
+_KEPT_TRACES = 16
+"""Renders of parts of a conversation; the memory for all of them would grow with the square of its length."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Renderer:
     """Renders one conversation, whole or in part, with one template."""
@@ -478,7 +470,7 @@ class Renderer:
             generation=generation,
         )
 
-    # Where a message begins and ends, as shown by other renders that stop before or behind it.
+    # Where a message begins and ends, as shown by renders that stop before or behind it.
 
     def asked(self, index: int) -> Header | None:
         """Return what asks for a message; None if the template does not render a prompt there."""
@@ -488,7 +480,7 @@ class Renderer:
         last = prompt.fragments[-1] if prompt.fragments else None
         if last and prompt.is_repeated(last):
             return None
-        text = _REASONING.sub("", prompt.text[last.end if last else 0 :])
+        text = _REASONING_AT_END.sub("", prompt.text[last.end if last else 0 :])
         return Header(after=last.last_origin if last else None, text=text)
 
     def header_end(self, trace: Trace, index: int, before: int) -> int:
@@ -499,7 +491,7 @@ class Renderer:
         if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
             return end
         # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
-        text = _REASONING.sub("", self._generation_prompt(index) or "")
+        text = _REASONING_AT_END.sub("", self._generation_prompt(index) or "")
         least = end
         if least is None:
             least = max((min(each.end, before) for each in trace.before(before) if each.owner != index), default=0)
@@ -610,7 +602,7 @@ class Renderer:
         if between is None:
             return [tail] if not self._without_ends(tail) else []
         # A template may write empty reasoning into an empty last turn, and leave it out of earlier ones.
-        thought = _EMPTY_REASONING.match(tail) if after is None else None
+        thought = _REASONING_AT_START.match(tail) if after is None else None
         if thought and not between.startswith(thought.group()):
             bare_ends = self._proven(tail[thought.end() :], index, after)
             return [*(thought.group() + end for end in bare_ends), *bare_ends]
@@ -669,7 +661,7 @@ class Renderer:
     def _ends(self) -> tuple[str, ...]:
         """What may end a turn."""
         eos = self.template.special_tokens.get("eos_token")
-        return (*ENDS_OF_TURN, eos) if eos else ENDS_OF_TURN
+        return (*_ENDS_OF_TURN, eos) if eos else _ENDS_OF_TURN
 
     def _without_ends(self, text: str) -> str:
         """Return a text without ends of turns and white space."""

@@ -428,10 +428,11 @@ def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     if not asks:
         return first, end
     ends = trace.header_ends(known.header, first) if known and known.header else []
-    if known and known.leads is not None and ends and trace.text[ends[-1] : first] in ("", *known.leads):
+    leads = known.sample.leads if known else None
+    if leads is not None and ends and trace.text[ends[-1] : first] in ("", *leads):
         return ends[-1], end
     opening = trace.opening(index, first)
-    lead = next((size for text, size in known.openings if text == opening), None) if known else None
+    lead = next((size for text, size in known.sample.openings if text == opening), None) if known else None
     if lead is not None:
         return first - lead, end
     renderer.unsampled.add(index)
@@ -455,7 +456,8 @@ def _sampled_tails(trace: Trace, index: int, last: int | None, known: TurnEdges 
     """Return what ends a turn in a sample, if the sample has the same text between the message and the next."""
     if known is None or known.last != last:
         return ()
-    return known.tails if not known.between or between(trace, index) in known.between else ()
+    sample = known.sample
+    return sample.tails if not sample.between or between(trace, index) in sample.between else ()
 
 
 def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> str:

@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _SampleEdges:
+class SampleEdges:
     """What a sample shows of the message that it is about."""
 
     header: str | None
@@ -76,16 +76,12 @@ class _SampleEdges:
     """What may stand between it and the next message, if there is one; None if one of the two is not written."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnEdges:
-    """The same in terms of the conversation."""
+class TurnEdges(NamedTuple):
+    """What a sample shows of a message, with its two places as characters of the conversation."""
 
+    sample: SampleEdges
     header: Header | None
-    leads: tuple[str, ...] | None
-    openings: tuple[tuple[str, int], ...]
     last: int | None
-    tails: tuple[str, ...]
-    between: tuple[str | None, ...]
 
 
 class _NoSample(Exception):
@@ -131,14 +127,8 @@ def edges_by_sample(renderer: Renderer, index: int) -> TurnEdges | None:
     if shown is None:
         return None
     after = None if shown.after is None else _origin(conversation, repeated, shown.after)
-    return TurnEdges(
-        header=None if shown.header is None or after is None else Header(after=after, text=shown.header),
-        leads=shown.leads,
-        openings=shown.openings,
-        last=_origin(conversation, repeated, shown.last),
-        tails=shown.tails,
-        between=shown.between,
-    )
+    header = None if shown.header is None or after is None else Header(after=after, text=shown.header)
+    return TurnEdges(sample=shown, header=header, last=_origin(conversation, repeated, shown.last))
 
 
 @lru_cache(maxsize=256)
@@ -251,7 +241,7 @@ class _Sample:
 
 
 @lru_cache(maxsize=4096)
-def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
+def _edges_of_sample(sample: _Sample) -> SampleEdges | None:
     """Render a sample; None if the template does not take it or writes nothing of the message."""
     index = sample.index
     roles = [message["role"] for message in sample.messages]
@@ -268,14 +258,13 @@ def _edges_of_sample(sample: _Sample) -> _SampleEdges | None:
         inside = [renderer.try_trace(count, False) for count in range(index + 2, len(roles) + 1)]
         ends = [trace, *(each for each in inside if each is not None)]
         tails = renderer.closings(index, last)
-        begins = [_begin(renderer, each, index, tails) if header else None for each in ends]
-        leads = [_lead(each, header, index, at) for each, at in zip(ends, begins, strict=True)] if header else []
-        openings = [_opening(each, index, at) for each, at in zip(ends, begins, strict=True)]
-        return _SampleEdges(
+        beginnings = [_beginning(renderer, each, index, header, tails) for each in ends] if header else []
+        leads = [lead for lead, _ in beginnings]
+        return SampleEdges(
             header=header.text if header else None,
             after=_place(conversation, header.after) if header and header.after else None,
             leads=None if None in leads else tuple(lead for lead in leads if lead is not None),
-            openings=tuple(opening for opening in openings if opening is not None),
+            openings=tuple(opening for _, opening in beginnings if opening is not None),
             last=_place(conversation, last),
             tails=tails,
             between=tuple(between(each, index) for each in ends[1:]),
@@ -296,31 +285,25 @@ def between(trace: Trace, index: int) -> str | None:
     return "\0".join(trace.text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-def _lead(trace: Trace, header: Header, index: int, begins: int | None) -> str | None:
-    """Return what stands between a header and its message; None if the message does not begin after the header."""
+def _beginning(
+    renderer: Renderer, trace: Trace, index: int, header: Header, tails: tuple[str, ...]
+) -> tuple[str | None, tuple[str, int] | None]:
+    """Return one of `SampleEdges.leads` and one of `openings`; None for what a render does not show."""
     own = trace.own_range(index)
-    if own is None or header.after is None:
-        return None
-    ends = trace.header_ends(header, own[0])
-    follows = trace.conversation.owners[trace.conversation.string_of(header.after)] == index - 1
-    return trace.text[begins : own[0]] if follows and ends and ends[-1] == begins else None
-
-
-def _begin(renderer: Renderer, trace: Trace, index: int, tails: tuple[str, ...]) -> int | None:
-    """Return where a turn begins; None where that cannot be told, while its end may be known all the same."""
-    own = trace.own_range(index)
+    if own is None:
+        return None, None
+    first, after = own
     try:
-        end = None if own is None else trace.closing_of(tails, own[1])
-        return None if own is None else renderer.begin(trace, index, own[0], own[1] + len(end or ""))
+        begin = renderer.begin(trace, index, first, after + len(trace.closing_of(tails, after) or ""))
     except Refusal:
-        return None
-
-
-def _opening(trace: Trace, index: int, begins: int | None) -> tuple[str, int] | None:
-    """Return what stands before a message, behind the last one, and how much of it the assistant has to produce."""
-    own = trace.own_range(index)
-    text = trace.opening(index, own[0]) if own else None
-    return None if own is None or text is None or begins is None else (text, own[0] - begins)
+        return None, None  # the end of the turn may be known all the same
+    lead = None
+    if header.after is not None:
+        ends = trace.header_ends(header, first)
+        follows = trace.conversation.owners[trace.conversation.string_of(header.after)] == index - 1
+        lead = trace.text[begin:first] if follows and ends and ends[-1] == begin else None
+    opening = trace.opening(index, first)
+    return lead, None if opening is None else (opening, first - begin)
 
 
 def _place(conversation: MarkedConversation, origin: int) -> _Place:
