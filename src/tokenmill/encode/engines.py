@@ -31,6 +31,7 @@ from tokenmill.encode.tokenizer import (
     identify,
     join,
     named_framing,
+    num_shared,
     refuse_surrogates,
     split,
 )
@@ -666,9 +667,7 @@ def _difference(texts: Sequence[str], fast: Encoded, reference: Encoded) -> str 
     for text, ids, expected in zip(texts, split(fast), split(reference), strict=True):
         if np.array_equal(ids, expected):
             continue
-        common = min(ids.size, expected.size)
-        differs = np.flatnonzero(ids[:common] != expected[:common])
-        first = int(differs[0]) if differs.size else common
+        first = num_shared(ids, expected)
         shown = repr(text) if len(text) <= 48 else f"{text[:48]!r}... ({len(text)} characters)"
         got, wanted = ids[first : first + 8].tolist(), expected[first : first + 8].tolist()
         return f"{shown} from token {first} ({got} instead of {wanted})"

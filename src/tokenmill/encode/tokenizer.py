@@ -136,6 +136,13 @@ def split(encoded: Encoded) -> list[AnyArray]:
     return [encoded.ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
 
 
+def num_shared(left: AnyArray, right: AnyArray) -> int:
+    """Return how many ids two texts have in common at their start."""
+    size = min(left.size, right.size)
+    differs = np.flatnonzero(left[:size] != right[:size])
+    return int(differs[0]) if differs.size else size
+
+
 @cache
 def control_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds control strings in a text; of several that start together, the longest."""

@@ -18,7 +18,7 @@ from tokenmill.encode.chat.patterns import Patterns
 from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.tracked import limits
-from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, split
+from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, num_shared, split
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
 
@@ -207,7 +207,7 @@ def _encode_parts(segments: list[Segment], tokenizer: Tokenizer) -> None:
         if tokenizer.decode(np.concatenate(sides)) == tokenizer.decode(whole):
             segment.parts = sides
             continue
-        same = [_num_same(part, whole) for part in before]
+        same = [num_shared(part, whole) for part in before]
         blank = [not tokenizer.decode(part[size:]).strip() for part, size in zip(before, same, strict=True)]
         if all(blank) and same == sorted(same):
             segment.parts = [whole[begin:end] for begin, end in pairwise((0, *same, whole.size))]
@@ -218,13 +218,6 @@ def _encode_parts(segments: list[Segment], tokenizer: Tokenizer) -> None:
             sides = [sides[0], *(ids[opening.size :] for ids in behind)]
             if tokenizer.decode(np.concatenate(sides)) == tokenizer.decode(whole):
                 segment.parts = sides
-
-
-def _num_same(left: Uint32Array, right: Uint32Array) -> int:
-    """Return how many ids two texts have in common at their start."""
-    size = min(left.size, right.size)
-    differs = np.flatnonzero(left[:size] != right[:size])
-    return int(differs[0]) if differs.size else size
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Uint32Array]:
