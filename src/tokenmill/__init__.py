@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenmill.build import PrepareOptions as PrepareOptions
     from tokenmill.build import prepare as prepare
-    from tokenmill.config.edits import QuarantineConfig as QuarantineConfig
-    from tokenmill.config.edits import SkipConfig as SkipConfig
     from tokenmill.config.evals import EvalConfig as EvalConfig
     from tokenmill.config.run import Config as Config
     from tokenmill.config.run import RunConfig as RunConfig
     from tokenmill.config.run import SourceConfig as SourceConfig
+    from tokenmill.config.schedule import QuarantineConfig as QuarantineConfig
+    from tokenmill.config.schedule import SkipConfig as SkipConfig
     from tokenmill.config.schedule import StageConfig as StageConfig
     from tokenmill.encode.engines import open_tokenizer as open_tokenizer
     from tokenmill.errors import ConfigError as ConfigError
@@ -51,11 +51,11 @@ _HOMES = {
     "Loader": "tokenmill.loader",
     "Plan": "tokenmill.plan",
     "PrepareOptions": "tokenmill.build",
-    "QuarantineConfig": "tokenmill.config.edits",
+    "QuarantineConfig": "tokenmill.config.schedule",
     "ResumeError": "tokenmill.errors",
     "Run": "tokenmill.run.run",
     "RunConfig": "tokenmill.config.run",
-    "SkipConfig": "tokenmill.config.edits",
+    "SkipConfig": "tokenmill.config.schedule",
     "SourceConfig": "tokenmill.config.run",
     "StageConfig": "tokenmill.config.schedule",
     "Store": "tokenmill.store",

@@ -1,7 +1,7 @@
 import pytest
 
-from tokenmill.config.evals import read_numbers
 from tokenmill.config.run import parse_config, read_tables
+from tokenmill.config.schedule import read_numbers
 from tokenmill.errors import ConfigError
 from tokenmill.run.run import Run
 
@@ -178,9 +178,9 @@ def test_every_key_is_documented():
     from dataclasses import fields
     from pathlib import Path
 
-    from tokenmill.config.edits import QuarantineConfig, SkipConfig
     from tokenmill.config.evals import EvalConfig
     from tokenmill.config.run import RunConfig, SourceConfig, StageConfig
+    from tokenmill.config.schedule import QuarantineConfig, SkipConfig
 
     page = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")

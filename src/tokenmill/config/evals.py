@@ -9,17 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.schedule import WHOLE_PACKINGS, Tokens, check_on_long, read_tokens
-from tokenmill.errors import ConfigError, nearest
-from tokenmill.tables import (
-    MAX_LIST_BYTES,
-    MAX_NUMBER,
-    Number,
-    check_choice,
-    check_name,
-    check_positive,
-    read_text,
+from tokenmill.config.schedule import (
+    WHOLE_PACKINGS,
+    Tokens,
+    check_on_long,
+    read_numbers,
+    read_range,
+    read_tokens,
 )
+from tokenmill.errors import ConfigError, nearest
+from tokenmill.tables import Number, check_choice, check_name, check_positive
 from tokenmill.types import SPLITS, Int64Array
 
 MAX_DOCUMENTS = 1 << 28
@@ -184,33 +183,3 @@ class EvalConfig:
 
 def _last_name(store: str | tuple[str, ...] | None) -> str:
     return Path(store if isinstance(store, str) else store[0]).name if store else ""
-
-
-def read_range(text: str) -> tuple[int, int] | None:
-    """Return a and b of `a:b`, where a is below b; None for anything else.
-
-    >>> read_range("1200: 1240"), read_range("7:7")
-    ((1200, 1240), None)
-    """
-    first, _, last = (part.strip() for part in text.partition(":"))
-    if not all(part.isascii() and part.isdecimal() and len(part) < 20 for part in (first, last)):
-        return None
-    return (int(first), int(last)) if int(first) < int(last) <= MAX_NUMBER else None
-
-
-def read_numbers(file: Path, where: str) -> Int64Array:
-    """Return the numbers of documents that stand in a file, ascending, each once."""
-    try:
-        lines = read_text(file, MAX_LIST_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: file must be a text with numbers of documents, got {error}; fix it") from None
-    documents = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if text and not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < MAX_NUMBER):
-            raise ConfigError(
-                f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
-                "write one a line, what follows # is not read"
-            )
-        documents += [int(text)] if text else []
-    return np.unique(np.array(documents, np.int64))

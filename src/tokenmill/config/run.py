@@ -20,21 +20,24 @@ from typing import Any, Literal
 import numpy as np
 import tomli_w
 
-from tokenmill.config.edits import QuarantineConfig, SkipConfig
 from tokenmill.config.evals import EvalConfig
 from tokenmill.config.schedule import (
     WHOLE_PACKINGS,
     BatchSize,
+    QuarantineConfig,
     ResolvedStage,
     Sizes,
+    SkipConfig,
     StageConfig,
     TokenClock,
     Tokens,
     agreed,
+    check_multiple,
     check_on_long,
     check_packing,
     check_sizes,
     check_weighing,
+    limits,
     read_tokens,
     wind_clock,
 )
@@ -462,17 +465,13 @@ class Config:
 
     def _check_multiple(self, stage: ResolvedStage) -> None:
         """Refuse segments that cannot be filled up to a multiple."""
-        multiple, where = self.run.segment_multiple, f"stage {stage.name!r}"
+        where = f"stage {stage.name!r}"
         if stage.packing not in WHOLE_PACKINGS or self.run.pad_to == "batch":
             got = f"packing = {stage.packing!r}" if self.run.pad_to == "row" else 'pad_to = "batch"'
             raise ConfigError(
                 f"{where}: segment_multiple is for whole rows of best_fit or padded, got {got}; leave one out"
             )
-        if stage.seq_len % multiple:
-            raise ConfigError(
-                f"{where}: seq_len must be divisible by segment_multiple, got {stage.seq_len} and {multiple}; "
-                f"use {-(-stage.seq_len // multiple) * multiple}"
-            )
+        check_multiple(where, stage.seq_len, self.run.segment_multiple)
         live = [source.name for source in self.sources if source.live and source.name in stage.sources]
         if live:
             raise ConfigError(
@@ -663,11 +662,11 @@ def _check_with_epochs(config: Config) -> None:
     if live is not None:
         raise ConfigError(f"run: epochs needs the rows of an epoch counted, got live text in {live!r}; say steps")
     epochs = config.run.epochs or 0
-    for source in config.sources:
-        limit = source.max_epochs or (1 if source.on_exhausted in ("stop", "error") else inf)
+    errors, stops = limits(config)
+    for name, limit in (errors | stops).items():
         if limit < epochs:
             raise ConfigError(
-                f"run: epochs reads every source {epochs:g} times, got {source.name!r} that may be read {limit:g} "
+                f"run: epochs reads every source {epochs:g} times, got {name!r} that may be read {limit:g} "
                 "times; leave out max_epochs and on_exhausted of it, or say steps"
             )
 

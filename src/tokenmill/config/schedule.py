@@ -1,4 +1,4 @@
-"""The schedule of a run: its stages, the steps that its tokens come to, and the parts that a plan is compiled from.
+"""The schedule of a run: its stages and edits, the steps that tokens come to, and the parts that a plan is made of.
 
 A token is an input slot: a step has `global_batch_size` * `seq_len` of them, padding and skipped steps included, so
 that no edit of a run moves a step. What is given in tokens begins with the first step before which so many, or
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from itertools import pairwise
@@ -21,8 +21,27 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from tokenmill.errors import ConfigError
-from tokenmill.tables import MAX_NUMBER, Number, check_choice, check_keys, check_positive, check_seed
-from tokenmill.types import CROPS, ON_CHANGE, ON_LONG, PACKINGS, RAMPS, SPLITS, WEIGHINGS, Int64Array
+from tokenmill.tables import (
+    MAX_LIST_BYTES,
+    MAX_NUMBER,
+    Number,
+    check_choice,
+    check_keys,
+    check_positive,
+    check_seed,
+    read_text,
+)
+from tokenmill.types import (
+    CROPS,
+    NO_DOCUMENTS,
+    ON_CHANGE,
+    ON_LONG,
+    PACKINGS,
+    RAMPS,
+    SPLITS,
+    WEIGHINGS,
+    Int64Array,
+)
 
 if TYPE_CHECKING:
     from tokenmill.config.run import Config, RunConfig
@@ -274,6 +293,15 @@ def check_packing(where: str, packing: str, split: str, crop: str) -> None:
         raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
 
 
+def check_multiple(where: str, seq_len: int, multiple: int) -> None:
+    """Refuse rows that segments filled up to a multiple do not fill."""
+    if seq_len % multiple:
+        raise ConfigError(
+            f"{where}: seq_len must be divisible by segment_multiple, got {seq_len} and {multiple}; "
+            f"use {-(-seq_len // multiple) * multiple}"
+        )
+
+
 def check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
     """Refuse what cannot be done to weights; None is what is not given."""
     if temperature is not None and not 0 < temperature < inf:
@@ -405,6 +433,130 @@ def agreed(where: str, key: str, written: int | None, counted: int) -> int:
     return counted
 
 
+# Edits: steps that are skipped, documents in quarantine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipConfig:
+    """Steps that are not trained on; those after them keep their numbers and batches."""
+
+    steps: str = ""
+    """`a:b`, b exclusive."""
+    tokens: str | None = None
+    """In place of steps: `a:b` in input slots of the run, such as "10B:11B"."""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens is None or self.steps:
+            self.range()
+
+    def resolved(self, clock: TokenClock) -> SkipConfig:
+        """Return it with the steps that its tokens come to."""
+        if self.tokens is None:
+            return self
+        begin, _, end = self.tokens.partition(":")
+        first, last = (
+            clock.step_at(read_tokens("skip", "tokens", part) if part.strip("0 ") else 0) for part in (begin, end)
+        )
+        counted = f"{first}:{last}"
+        if self.steps not in ("", counted):
+            raise ConfigError(
+                f"skip: steps must be what the tokens come to, {counted}, got {self.steps}; "
+                "leave one of the two out"
+            )
+        return replace(self, steps=counted)
+
+    def range(self) -> tuple[int, int]:
+        """Return the first step and the one after the last."""
+        steps = read_range(self.steps)
+        if steps is None:
+            raise ConfigError(
+                f"skip: steps must be a:b with a below b, got {self.steps!r}; for example steps = '1200:1240'"
+            )
+        return steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuarantineConfig:
+    """Documents of a source, or the whole of it, that are not trained on from a step on."""
+
+    source: str
+    from_step: int = UNSAID
+    """This, or `from_tokens`."""
+    from_tokens: Tokens | None = None
+    """In place of a step: after so many input slots of the run."""
+    documents: tuple[int, ...] | None = None
+    """Their numbers in the store; the whole source, where neither these nor a file are given."""
+    file: str | None = None
+    """File with such numbers, one a line; a relative path counts from the folder of the config."""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"quarantine of {self.source!r}"
+        if self.from_step < 0 and self.from_tokens is None:
+            raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")
+        if self.documents is not None and self.file is not None:
+            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
+        if self.documents is not None and not self.documents:
+            raise ConfigError(
+                f"{where}: documents must name some, got an empty list; leave the quarantine out, "
+                "or documents to quarantine the whole source"
+            )
+        bad = [number for number in self.documents or () if not 0 <= number < MAX_NUMBER]
+        if bad:
+            raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
+
+    def resolved(self, clock: TokenClock) -> QuarantineConfig:
+        """Return it with the step that its tokens come to."""
+        if self.from_tokens is None:
+            return self
+        where = f"quarantine of {self.source!r}"
+        counted = clock.step_at(read_tokens(where, "from_tokens", self.from_tokens))
+        written = None if self.from_step < 0 else self.from_step
+        return replace(self, from_step=agreed(where, "from_step", written, counted))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the source is meant."""
+        return self.documents is None and self.file is None
+
+    def numbers(self, folder: Path) -> Int64Array:
+        """Return the documents, sorted, each once; reads the file, if there is one."""
+        if self.file is None:
+            return np.unique(np.array(self.documents or (), np.int64))
+        return read_numbers(folder / self.file, f"quarantine of {self.source!r}")
+
+
+def read_range(text: str) -> tuple[int, int] | None:
+    """Return a and b of `a:b`, where a is below b; None for anything else.
+
+    >>> read_range("1200: 1240"), read_range("7:7")
+    ((1200, 1240), None)
+    """
+    first, _, last = (part.strip() for part in text.partition(":"))
+    if not all(part.isascii() and part.isdecimal() and len(part) < 20 for part in (first, last)):
+        return None
+    return (int(first), int(last)) if int(first) < int(last) <= MAX_NUMBER else None
+
+
+def read_numbers(file: Path, where: str) -> Int64Array:
+    """Return the numbers of documents that stand in a file, ascending, each once."""
+    try:
+        lines = read_text(file, MAX_LIST_BYTES).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: file must be a text with numbers of documents, got {error}; fix it") from None
+    documents = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < MAX_NUMBER):
+            raise ConfigError(
+                f"{file}, line {number}: must be the number of a document, got {line.strip()!r}; "
+                "write one a line, what follows # is not read"
+            )
+        documents += [int(text)] if text else []
+    return np.unique(np.array(documents, np.int64))
+
+
 # From a config to the parts of its stages
 
 RowsOf: TypeAlias = "Callable[[str, ResolvedStage, Int64Array], Rows]"
@@ -415,7 +567,6 @@ SizeOf: TypeAlias = "Callable[[str, Sizes, Rows], int]"
 
 _DIGITS = 12
 """Of a weight raised to a power: more would depend on the machine."""
-_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,7 +596,7 @@ def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> 
             weights_before = specs[-1].weights
         written: Mapping[str, Number] = stage.weights
         if stage.sizes is not None:
-            written = {name: size_of(name, stage.sizes, rows_of(name, stage, _NONE)) for name in written}
+            written = {name: size_of(name, stage.sizes, rows_of(name, stage, NO_DOCUMENTS)) for name in written}
         weights = _weights(stage, written, part, rows_of)
         if not weights:
             raise ConfigError(
@@ -465,7 +616,7 @@ def schedule(config: Config, folder: Path, rows_of: RowsOf, size_of: SizeOf) -> 
                     mode=stage.shuffle, block_rows=config.run.block_rows, window_blocks=config.run.window_blocks
                 ),
                 weights=weights,
-                rows={name: rows_of(name, stage, part.excluded.get(name, _NONE)) for name in names},
+                rows={name: rows_of(name, stage, part.excluded.get(name, NO_DOCUMENTS)) for name in names},
                 on_change=stage.on_change,
                 number=part.number,
                 lr_scale=stage.lr_scale,
@@ -494,7 +645,7 @@ def _parts(config: Config, folder: Path) -> list[_Part]:
         excluded = dict(held_out)
         for edit, documents in numbers.items():
             if edit.from_step <= start:
-                excluded[edit.source] = np.union1d(excluded.get(edit.source, _NONE), documents)
+                excluded[edit.source] = np.union1d(excluded.get(edit.source, NO_DOCUMENTS), documents)
         parts.append(
             _Part(
                 stage=stages[number],
@@ -550,7 +701,7 @@ def _weights(
     if stage.weigh_by == "tokens":
         # Of the rows of the whole source: a later quarantine does not change the shares of rows.
         shares = {
-            name: exact_weight(share) / tokens_of_a_row(rows_of(name, stage, _NONE))
+            name: exact_weight(share) / tokens_of_a_row(rows_of(name, stage, NO_DOCUMENTS))
             for name, share in shares.items()
         }
     return shares

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.config.evals import EvalConfig, EvalSource
-from tokenmill.config.schedule import long_documents, read_tokens
+from tokenmill.config.schedule import check_multiple, long_documents, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.loader.layout import find_layout
@@ -181,11 +181,7 @@ class Eval:
                 f"{int(documents[-1])}; count from 0"
             )
         multiple = self.run.config.run.segment_multiple
-        if self.seq_len % multiple:
-            raise ConfigError(
-                f"{where}: seq_len must be divisible by segment_multiple, got {self.seq_len} and {multiple}; "
-                f"use {-(-self.seq_len // multiple) * multiple}"
-            )
+        check_multiple(where, self.seq_len, multiple)
         split = long_documents(self.config.on_long, self.config.split, self.config.packing)
         policy = Policy(name=self.config.packing, split=split, multiple=multiple)
         rows: StoredRows

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tokenmill.config.edits import QuarantineConfig
 from tokenmill.config.run import LISTS, Config
+from tokenmill.config.schedule import QuarantineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 from tokenmill.plan.plan import Plan

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.config.edits import QuarantineConfig
 from tokenmill.config.run import ATTENTION
-from tokenmill.config.schedule import limits
+from tokenmill.config.schedule import QuarantineConfig, limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.records import responses_of
 from tokenmill.packing.stored import QUARANTINED, count_ones, is_stored, locate
