@@ -67,6 +67,10 @@ class Prices:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; leave it out")
 
+    def dollars(self, requests: float, size: float) -> float:
+        """Return what some requests for `size` bytes together cost."""
+        return requests / 1000 * self.thousand_requests + size / 1e9 * self.gigabyte
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
@@ -94,6 +98,18 @@ class Reading:
         """How large a request is, in the mean."""
         return self.bytes / self.requests if self.requests else 0.0
 
+    @property
+    def an_epoch(self) -> Reading:
+        """What one of its epochs asks for; all of it, if it is less than one."""
+        epochs = max(self.epochs, 1.0)
+        return replace(
+            self,
+            requests=round(self.requests / epochs),
+            bytes=round(self.bytes / epochs),
+            seconds=self.seconds / epochs,
+            dollars=self.dollars / epochs,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingReport:
@@ -107,14 +123,9 @@ class ReadingReport:
         """Return it as JSON values."""
         table = dict(as_json(self))
         for line, reading in zip(table["readings"], self.readings, strict=True):
-            per_epoch = max(reading.epochs, 1.0)
             line["mean_request_bytes"] = reading.mean_request_bytes
-            line["an_epoch"] = {
-                "requests": round(reading.requests / per_epoch),
-                "bytes": round(reading.bytes / per_epoch),
-                "seconds": reading.seconds / per_epoch,
-                "dollars": reading.dollars / per_epoch,
-            }
+            figures = ("requests", "bytes", "seconds", "dollars")
+            line["an_epoch"] = {name: getattr(reading.an_epoch, name) for name in figures}
         return table
 
 
@@ -208,7 +219,7 @@ class _Counting:
             # With room for twice as much, a mirror brings blocks whole.
             mirror_bytes=max(again, 2 * largest if by_blocks else 0),
             seconds=max(size * 8 / (link.gbit * 1e9), waiting) / link.nodes,
-            dollars=requests / 1000 * self.prices.thousand_requests + size / 1e9 * self.prices.gigabyte,
+            dollars=self.prices.dollars(requests, size),
             counted_rows=min(counted, drawn),
         )
 

@@ -292,20 +292,20 @@ def reading_tables(report: ReadingReport) -> Iterator[Table]:
     lines = report.readings
     shuffles = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
     names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", shuffles)]
-    for title, parts in (
-        ("Object storage, a stage", [1.0] * len(lines)),
-        ("Object storage, an epoch", [max(1.0, r.epochs) for r in lines]),
+    for title, readings in (
+        ("Object storage, a stage", lines),
+        ("Object storage, an epoch", [r.an_epoch for r in lines]),
     ):
         yield _columns(
             title,
             [
                 *names,
-                ("requests", [round(r.requests / part) for r, part in zip(lines, parts, strict=True)]),
-                ("bytes", [megabytes(round(r.bytes / part)) for r, part in zip(lines, parts, strict=True)]),
+                ("requests", [r.requests for r in readings]),
+                ("bytes", [megabytes(r.bytes) for r in readings]),
                 ("a request", [megabytes(round(r.mean_request_bytes)) for r in lines]),
                 ("mirror a node", [megabytes(r.mirror_bytes) if r.mirror_bytes else "–" for r in lines]),
-                ("hours", [_rounded(r.seconds / part / 3600) for r, part in zip(lines, parts, strict=True)]),
-                ("$", [_rounded(r.dollars / part) for r, part in zip(lines, parts, strict=True)]),
+                ("hours", [_rounded(r.seconds / 3600) for r in readings]),
+                ("$", [_rounded(r.dollars) for r in readings]),
             ],
             names=3,
         )

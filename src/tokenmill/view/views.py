@@ -544,7 +544,7 @@ def _reader(
         seconds=max(0.0, noted - began),
         silent_seconds=max(0.0, time.time() - noted),
         counters=total,
-        dollars=total["requests"] / 1000 * prices.thousand_requests + total["bytes"] / 1e9 * prices.gigabyte,
+        dollars=prices.dollars(total["requests"], total["bytes"]),
     )
 
 
