@@ -298,11 +298,6 @@ class Dealer:
         self._last = begin, end, np.stack([own + first * rows, sources[places], numbers[places]])
         return self._last[2][:, : wanted - begin]
 
-    def costs(self, stage: Stage, index: Mapping[int, StoredRows], step: int) -> Int64Array:
-        """Return what the rows of a step cost, by slot, in one line."""
-        batch = stage.spec.global_batch_size
-        return self._find(stage, index, range(step, step + 1), range(batch))[2].reshape(1, batch)
-
     def _find(
         self, stage: Stage, index: Mapping[int, StoredRows], steps: range, slots: range
     ) -> tuple[Int64Array, Int64Array, Int64Array]:

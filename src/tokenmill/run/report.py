@@ -16,6 +16,10 @@ import numpy as np
 from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import QuarantineConfig, limits
 from tokenmill.errors import ConfigError
+from tokenmill.loader import LoaderOptions
+from tokenmill.loader.assemble import RECORD_ARRAYS, record_type, stage_shapes
+from tokenmill.loader.layout import deal, group_edges
+from tokenmill.packing.costs import cost_unit, count_costs
 from tokenmill.packing.records import responses_of
 from tokenmill.packing.stored import QUARANTINED, count_ones, is_stored, locate
 from tokenmill.plan.plan import Plan, slots_before
@@ -30,8 +34,6 @@ from tokenmill.store.layout import token_keys
 from tokenmill.tables import as_json
 from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array, token_arrays
 
-PREFETCH = 8
-"""Micro-batches that a loader keeps ready by default."""
 AUDITED_ITEMS = 1 << 16
 """Of each array with a mask, so that a report takes no longer for a larger store."""
 
@@ -203,7 +205,7 @@ def _costs(run: Run, counted: PlanReport) -> Costs:
         read_bytes_a_step={s.name: read[s.name] // s.steps if s.steps else 0 for s in counted.stages},
         index_bytes=sum(size for size, mapped in sizes.values() if not mapped),
         mapped_index_bytes=sum(size for size, mapped in sizes.values() if mapped),
-        loader_bytes=(PREFETCH + 1) * max(_row_bytes(run, part) for part in plan.stages),
+        loader_bytes=(LoaderOptions().prefetch + 1) * max(_row_bytes(run, part) for part in plan.stages),
         compile_seconds=run.compile_seconds,
     )
 
@@ -215,8 +217,6 @@ def _is_stream(index: CountedRows | None) -> bool:
 
 def _row_bytes(run: Run, part: Stage) -> int:
     """Return how large the arrays of one row are in a batch."""
-    from tokenmill.loader.assemble import RECORD_ARRAYS, record_type, stage_shapes
-
     shapes = stage_shapes(
         part, RECORD_ARRAYS.get(record_type(part) or "", run.config.run.arrays), 1, run.config.run.horizon
     )
@@ -234,23 +234,14 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
     balance = run.config.run.balance
     if balance is None:
         return
-    from tokenmill.loader.layout import deal, group_edges
-    from tokenmill.packing.costs import cost_unit, count_costs
-
     price = ATTENTION if isinstance(balance, str) else balance
     for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
-        part = max((part for part in parts), key=lambda part: part.num_steps * (part.spec.skipped is None))
+        part = max(parts, key=lambda part: part.num_steps * (part.spec.skipped is None))
         batch, seq_len = part.spec.global_batch_size, part.spec.seq_len
         if part.spec.skipped is not None or not all(is_stored(rows) for rows in part.rows.values()):
             continue
         steps = np.unique(np.linspace(part.spec.start_step, part.end_step - 1, _SOME_STEPS).astype(int))
-        units = np.empty((steps.size, batch), np.int64)
-        for line, step in zip(units, steps.tolist(), strict=True):
-            sources, numbers = run.plan().rows(step)
-            for source in np.unique(sources).tolist():
-                rows = part.rows[run.plan().sources[source]]
-                assert is_stored(rows)
-                line[sources == source] = count_costs(rows, numbers[sources == source])
+        units = np.stack([attention_costs(run.plan(), step) for step in steps.tolist()])
         unit = float(price["quadratic"]) * cost_unit(seq_len)
         costs = float(price.get("linear", 0)) * seq_len + unit * units.astype(np.float64)
         for ranks in _RANKS:
@@ -264,9 +255,21 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
                 )
 
 
-def waiting(costs: Float64Array) -> float:
+def attention_costs(plan: Plan, step: int) -> Int64Array:
+    """Return what attention costs in each row of a step of stored rows, by slot; only lengths are read."""
+    part, (sources, numbers) = plan.stage(step), plan.rows(step)
+    costs = np.empty(sources.size, np.int64)
+    for source in np.unique(sources).tolist():
+        rows = part.rows[plan.sources[source]]
+        assert is_stored(rows)
+        costs[sources == source] = count_costs(rows, numbers[sources == source])
+    return costs
+
+
+def waiting(costs: Float64Array | Int64Array) -> float:
     """Return how many times as long steps take as with equal ranks; costs by (step, rank, micro-batch)."""
-    return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
+    equal = float(costs.mean(axis=1).sum())
+    return float(costs.max(axis=1).sum()) / equal if equal else 1.0
 
 
 # Evals

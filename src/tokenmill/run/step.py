@@ -12,11 +12,12 @@ import numpy as np
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import PlanError
 from tokenmill.loader import assemble
-from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal, group_edges
+from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
 from tokenmill.packing.stored import StoredRows, is_stored
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
 from tokenmill.run.inspect import bins_of, named_bins
+from tokenmill.run.report import attention_costs, waiting
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 from tokenmill.tables import as_json
@@ -238,38 +239,33 @@ class StepDeal:
 
 def deal_step(run: Run, step: int, ranks: int, micro_batch: int) -> StepDeal:
     """Deal the rows of a step to ranks and micro-batches, in order and by cost."""
-    stage, stored = _stored(run, step)
-    part = RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch)
-    part.check(run.plan())
-    costs = Dealer(part).costs(stage, stored, step)
-    orders = (np.arange(costs.size)[None], deal(costs, group_edges(stage, ranks), micro_batch))
-    in_order, dealt = (tuple(_members(costs[0], order[0], ranks, micro_batch)) for order in orders)
+    stage, _ = _stored(run, step)
+    RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch).check(run.plan())
+    costs = attention_costs(run.plan(), step)
+    orders = (np.arange(costs.size), deal(costs[None], group_edges(stage, ranks), micro_batch)[0])
+    in_order, dealt = (order.reshape(ranks, -1, micro_batch) for order in orders)
     return StepDeal(
         ranks=ranks,
         micro_batch=micro_batch,
         balanced=run.config.run.balance is not None,
-        in_order=in_order,
-        dealt=dealt,
-        waiting_in_order=_waiting(in_order),
-        waiting_dealt=_waiting(dealt),
+        in_order=tuple(_members(costs, in_order)),
+        dealt=tuple(_members(costs, dealt)),
+        waiting_in_order=waiting(costs[in_order].sum(axis=2)[None]),
+        waiting_dealt=waiting(costs[dealt].sum(axis=2)[None]),
     )
 
 
-def _members(costs: Int64Array, order: Int64Array, ranks: int, micro_batch: int) -> Iterator[StepMember]:
-    cells = order.reshape(ranks, -1, micro_batch)
-    sums = costs[cells].sum(axis=2)
-    mean = max(float(sums.mean()), 1e-9)
-    for rank in range(ranks):
-        for number in range(cells.shape[1]):
-            slots = tuple(cells[rank, number].tolist())
-            yield StepMember(rank=rank, micro_batch=number, slots=slots, cost=float(sums[rank, number]) / mean)
-
-
-def _waiting(members: Sequence[StepMember]) -> float:
-    times: dict[int, float] = {}
-    for member in members:
-        times[member.micro_batch] = max(times.get(member.micro_batch, 0.0), member.cost)
-    return sum(times.values()) / len(times)
+def _members(costs: Int64Array, slots: Int64Array) -> Iterator[StepMember]:
+    """Yield who takes which slots, of a table of them by rank and micro-batch."""
+    sums = costs[slots].sum(axis=2)
+    mean = float(sums.mean()) or 1.0
+    for rank, number in np.ndindex(sums.shape):
+        yield StepMember(
+            rank=rank,
+            micro_batch=number,
+            slots=tuple(slots[rank, number].tolist()),
+            cost=float(sums[rank, number]) / mean,
+        )
 
 
 def _check_within(what: str, number: int, count: int) -> None:
