@@ -93,9 +93,8 @@ def inspect(
 def _inspect_document(
     path: Path | str, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
 ) -> None:
-    from tokenmill.run.inspect import inspect_document
+    from tokenmill.run.inspect import inspect_document, template_of
     from tokenmill.run.run import is_config
-    from tokenmill.run.turns import template_of
     from tokenmill.store import open_store
 
     if is_config(path):
@@ -167,8 +166,7 @@ def _show_examples(console: Console, examples: list[Example]) -> None:
     )
     console.print(Text(f"Examples: {how}", "bold") if examples else "")
     for example in examples:
-        counts = f"{example.tokens:,} tokens, {example.supervised:,} trained"
-        console.print(f"{example.key} {example.item:,} ({', '.join(example.why)}): {counts}")
+        console.print(example.title)
         text = Text()
         for index, piece in enumerate(example.runs):
             before, behind = example.runs[index - 1 : index], example.runs[index + 1 : index + 2]

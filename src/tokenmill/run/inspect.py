@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +13,12 @@ import numpy as np
 
 from tokenmill.documents.units import RULES
 from tokenmill.encode import NOTES, WAYS_OUT
-from tokenmill.encode.chat.template import ChatTemplate
+from tokenmill.encode.chat.template import ChatTemplate, load_template
+from tokenmill.encode.files import spec_of_copy
 from tokenmill.encode.tokenizer import Tokenizer
-from tokenmill.errors import TokenizerError
-from tokenmill.run.turns import Turns, find_turns, tokenizer_specs
+from tokenmill.errors import TokenizerError, TokenmillError
+from tokenmill.fingerprint import digest
+from tokenmill.run.turns import Turns, find_turns
 from tokenmill.store import ForeignOptions, Origin, Store, open_store
 from tokenmill.store.layout import TOKENIZER_FOLDER, is_ours, stores_below, token_keys
 from tokenmill.tables import as_json
@@ -253,7 +255,29 @@ def named_bins(counts: Int64Array) -> dict[str, int]:
     return {name: count for name, count in zip(names, counts.tolist(), strict=False) if count}
 
 
-# How much is trained on
+# What shows texts: the tokenizer and the chat template
+
+
+def _tokenizer_specs(store: Store) -> list[str]:
+    """Return where the tokenizer of a store may be: the copy beside it, and where it was then."""
+    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
+    return [*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))]
+
+
+def template_of(store: Store) -> ChatTemplate | None:
+    """Return the chat template that a store was made with; None if it has none, or it is no longer available."""
+    known = store.manifest.recipe.get("recipe", {}).get("chat_template")
+    if not isinstance(known, dict):
+        return None
+    for tokenizer in _tokenizer_specs(store):
+        for spec in ("chatml", "tokenizer"):
+            try:
+                template = load_template(spec, tokenizer=tokenizer)
+            except (TokenmillError, OSError):
+                continue
+            if digest(template.source) == known.get("content"):
+                return template
+    return None
 
 
 def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
@@ -272,7 +296,7 @@ def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
         return tokenizer
     for files in store.remotes:
         files.bring_folder(TOKENIZER_FOLDER)
-    for candidate in tokenizer_specs(store):
+    for candidate in _tokenizer_specs(store):
         try:
             tokenizer = _opened(candidate)
         except (TokenizerError, OSError):
@@ -306,6 +330,9 @@ def has_chat_template(recipe: Mapping[str, Any]) -> bool:
     return isinstance(recipe.get("recipe", {}).get("chat_template"), dict)
 
 
+# How much is trained on
+
+
 def end_tokens(store: Store, tokenizer: Tokenizer | None) -> set[int]:
     """Return the ids that may end a document: EOS and control tokens; none where only the tokenizer would know."""
     eos = store.manifest.tokenizer.get("eos_id")
@@ -334,7 +361,7 @@ def _audit_key(store: Store, key: str, ends: Int64Array, max_items: int) -> Audi
         offsets = store.offsets(store.axis(key), begin, end)
         trained = _trained(store, key, offsets)
         lengths = np.diff(offsets)
-        counts = np.diff(np.concatenate([[0], np.cumsum(trained)])[offsets - offsets[0]])
+        counts = _count_trained(offsets, trained)
         audited += end - begin
         tokens += int(lengths.sum())
         supervised += int(counts.sum())
@@ -395,6 +422,12 @@ def _trained(store: Store, key: str, offsets: Int64Array) -> BoolArray:
     return trained
 
 
+def _count_trained(offsets: Int64Array, trained: BoolArray) -> Int64Array:
+    """Return how many labels each item has."""
+    counts: Int64Array = np.diff(np.concatenate([[0], np.cumsum(trained)])[offsets - offsets[0]])
+    return counts
+
+
 def _turns(offsets: Int64Array, trained: BoolArray) -> tuple[Int64Array, Int64Array]:
     """Return where runs of trained tokens begin and end, counted from the first token; none goes over two items."""
     first = np.zeros(trained.size + 1, np.bool_)
@@ -451,6 +484,12 @@ class Example:
     runs: tuple[Piece, ...]
     left_out: int
     """Tokens behind the last piece that are not shown."""
+
+    @property
+    def title(self) -> str:
+        """Which item it is, and how much of it is trained on."""
+        counts = f"{self.tokens:,} tokens, {self.supervised:,} trained"
+        return f"{self.key} {self.item:,} ({', '.join(self.why)}): {counts}"
 
 
 _SEARCHED = 64
@@ -520,7 +559,7 @@ def _extremes(store: Store, key: str, ends: Int64Array) -> dict[str, int]:
         offsets = store.offsets(store.axis(key), begin, end)
         trained, lengths = _trained(store, key, offsets), np.diff(offsets)
         ids = store.fetch(int(offsets[0]), int(offsets[-1]), key)
-        counts = np.diff(np.concatenate([[0], np.cumsum(trained)])[offsets - offsets[0]])
+        counts = _count_trained(offsets, trained)
         share = counts / np.maximum(1, lengths)
         starts, stops = _turns(offsets, trained)
         owners = np.searchsorted(offsets - offsets[0], starts, side="right") - 1
@@ -590,12 +629,16 @@ def _shown_tokens(trained: BoolArray, starts: Int64Array, stops: Int64Array) -> 
     return shown
 
 
-def excerpt(store: Store, span: Span, tokenizer: Tokenizer) -> str:
-    """Return the beginning of a span as text, which ends with … where more follows."""
+def span_ids(store: Store, span: Span) -> AnyArray:
+    """Return the token ids of a span."""
     begin = store.document_bounds(span.document)[0] + span.start
-    length = min(span.length, EXCERPT_TOKENS)
-    ids = store.fetch(begin, begin + length, store.manifest.token_key)
-    return tokenizer.decode(ids) + ("…" if span.length > length else "")
+    return store.fetch(begin, begin + span.length, store.manifest.token_key)
+
+
+def excerpt(store: Store, span: Span, tokenizer: Tokenizer, most: int = EXCERPT_TOKENS) -> str:
+    """Return the first `most` tokens of a span as text, which ends with … where more follow."""
+    shown = replace(span, length=min(span.length, most))
+    return tokenizer.decode(span_ids(store, shown)) + ("…" if span.length > most else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
 from tokenmill.packing.stored import StoredRows, is_stored
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
-from tokenmill.run.inspect import bins_of, named_bins
+from tokenmill.run.inspect import bins_of, named_bins, span_ids
 from tokenmill.run.report import attention_costs, waiting
 from tokenmill.run.run import Run
 from tokenmill.store import Store
@@ -300,7 +300,7 @@ def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
         for line in np.flatnonzero(ids[:, -1] < 0).tolist():  # the last token of a row stands in its labels alone
             (span, begin), use = (uses[line].spans[-1], columns[line][-1]), uses[line]
             if begin + span.length == room:
-                ids[line, -1] = _tokens_of(run.stores[use.source], span)[-1]
+                ids[line, -1] = span_ids(run.stores[use.source], span)[-1]
         framing = np.array([ends[use.source] for use in uses])
         bos, eos = (_marked(ids == framing[:, which, None]) for which in (0, 1))
         # A label is the token behind its input, so the first token of a row is none.
@@ -404,7 +404,7 @@ def _tokens(store: Store, row: StepRow, strip: int) -> tuple[AnyArray, Int64Arra
     parts, documents, positions = [], [], []
     for span in chosen.spans:
         if chosen.key == TOKENS:
-            parts.append(_tokens_of(store, span))
+            parts.append(span_ids(store, span))
         else:
             axis, item = store.axis(key), span.document
             if axis == "responses":
@@ -414,11 +414,6 @@ def _tokens(store: Store, row: StepRow, strip: int) -> tuple[AnyArray, Int64Arra
         documents.append(np.full(span.length, span.document))
         positions.append(np.arange(span.start, span.start + span.length))
     return np.concatenate(parts), np.concatenate(documents), np.concatenate(positions)
-
-
-def _tokens_of(store: Store, span: Span) -> AnyArray:
-    begin = store.document_bounds(span.document)[0] + span.start
-    return store.fetch(begin, begin + span.length, store.manifest.token_key)
 
 
 def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:

@@ -1,7 +1,6 @@
-"""Who says what in a stored chat: read off its tokens, by what the template of the recipe writes around each role.
+"""Who says what in a stored chat: read off its tokens, by what its template writes around each role.
 
-A store keeps tokens and masks, and the digest of its chat template. Where that is at hand (built in, or with the
-tokenizer), some conversations are rendered to learn what it writes before and behind the words of each role. The
+Some conversations are rendered to learn what the template writes before and behind the words of each role. The
 turns that are found are proven by rendering them again.
 """
 
@@ -13,15 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 
 from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.template import ChatTemplate, load_template
-from tokenmill.encode.files import spec_of_copy
+from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.errors import TokenmillError
-from tokenmill.fingerprint import digest
-from tokenmill.store import Store
-from tokenmill.store.layout import TOKENIZER_FOLDER
 
 SAMPLES = (
     ("user", "assistant", "user", "assistant", "user", "assistant"),
@@ -49,28 +43,6 @@ class Turns:
     turns: tuple[Turn, ...]
     proven: bool
     """Whether the template writes this very text for these messages; else it had more to write, such as tools."""
-
-
-def tokenizer_specs(store: Store) -> list[str]:
-    """Return where the tokenizer of a store may be: the copy beside it, and where it was then."""
-    copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
-    return [*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))]
-
-
-def template_of(store: Store) -> ChatTemplate | None:
-    """Return the chat template that a store was made with; None if it has none, or it is no longer available."""
-    known = store.manifest.recipe.get("recipe", {}).get("chat_template")
-    if not isinstance(known, dict):
-        return None
-    for tokenizer in tokenizer_specs(store):
-        for spec in ("chatml", "tokenizer"):
-            try:
-                template = load_template(spec, tokenizer=tokenizer)
-            except (TokenmillError, OSError):
-                continue
-            if digest(template.source) == known.get("content"):
-                return template
-    return None
 
 
 def find_turns(template: ChatTemplate, strings: Sequence[str], frame: Sequence[str | None] = ()) -> Turns | None:

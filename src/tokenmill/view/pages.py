@@ -474,14 +474,12 @@ def examples_html(shown: Sequence[Example]) -> str:
     """Show examples with what is trained on."""
     parts = []
     for example in shown:
-        counts = f"{example.tokens:,} tokens, {example.supervised:,} trained"
-        title = f"{example.key} {example.item:,} ({', '.join(example.why)}): {counts}"
         runs = []
         for piece in example.runs:
             gap = f" … {piece.left_out:,} tokens … " if piece.left_out else ""
-            runs += [(gap, False, False, title, False)] if gap else []
-            runs.append((piece.text, piece.trained, piece.control, title, False))
-        parts.append(f"<h3>{text_of(title)}</h3>{tokens_html(runs)}")
+            runs += [(gap, False, False, example.title, False)] if gap else []
+            runs.append((piece.text, piece.trained, piece.control, example.title, False))
+        parts.append(f"<h3>{text_of(example.title)}</h3>{tokens_html(runs)}")
     return "".join(parts)
 
 

@@ -14,12 +14,15 @@ from tokenmill.build.progress import BuildStatus, build_status
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.run.inspect import (
     DocumentContents,
+    Example,
     StoreContents,
     examples,
+    excerpt,
     has_chat_template,
     inspect_document,
     inspect_store,
     open_stores,
+    template_of,
     tokenizer_of,
     why_no_texts,
 )
@@ -39,11 +42,11 @@ from tokenmill.run.step import (
     inspect_strip,
     row_arrays,
 )
-from tokenmill.run.turns import template_of
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
 from tokenmill.store.remote.client import parse_address
 from tokenmill.store.remote.fetch import Counters, read_counters
+from tokenmill.types import Span
 from tokenmill.view.picture import timeline
 
 DOCUMENTS_A_PAGE = 50
@@ -124,7 +127,7 @@ class StoreView:
     contents: StoreContents
     first: int
     documents: tuple[ListedDocument, ...]
-    examples: tuple[Any, ...]
+    examples: tuple[Example, ...]
     no_text: str | None
 
 
@@ -310,8 +313,8 @@ class Opened:
             )
         return self.run
 
-    def store(self, name: str) -> Store:
-        """Return a store by its name, or the first where none is given."""
+    def store(self, name: str) -> tuple[str, Store]:
+        """Return an open store and its name: the one of this name, or the first where none is given."""
         names = list(self.stores)
         if not names:
             if self.run is not None:
@@ -321,11 +324,8 @@ class Opened:
             raise ConfigError(f"{self.path}: must hold a store, got none; wait for the build to finish")
         if name and name not in self.stores:
             raise ConfigError(f"source: must be one that is open, got {name!r}; {nearest(name, names)}")
-        return self.stores[name or names[0]]
-
-    def name_of(self, store: Store) -> str:
-        """Return the name of an open store."""
-        return next(name for name, each in self.stores.items() if each is store)
+        chosen = name or names[0]
+        return chosen, self.stores[chosen]
 
 
 def number(parameters: Parameters, name: str, default: int = 0, *, least: int = 0) -> int:
@@ -413,8 +413,8 @@ def packing_view(opened: Opened, parameters: Parameters) -> PackingView:  # noqa
 
 def store_view(opened: Opened, parameters: Parameters) -> StoreView:
     """Show what is in a store: facts, the audit, and some documents in order."""
-    store = opened.store(parameters.get("source", ""))
-    name, first = opened.name_of(store), number(parameters, "first")
+    name, store = opened.store(parameters.get("source", ""))
+    first = number(parameters, "first")
     tokenizer, _ = opened.decoder(name)
     last = min(store.num_documents, first + DOCUMENTS_A_PAGE)
     return StoreView(
@@ -430,16 +430,16 @@ def store_view(opened: Opened, parameters: Parameters) -> StoreView:
 
 def _listed(store: Store, tokenizer: Any, document: int) -> ListedDocument:  # noqa: ANN401
     begin, end = store.document_bounds(document)
-    ids = store.fetch(begin, min(end, begin + EXCERPT_TOKENS), store.manifest.token_key)
-    text = None if tokenizer is None else tokenizer.decode(ids) + ("…" if end - begin > ids.size else "")
-    return ListedDocument(document=document, tokens=end - begin, text=text)
+    whole = Span(document=document, start=0, length=end - begin)
+    text = None if tokenizer is None else excerpt(store, whole, tokenizer, EXCERPT_TOKENS)
+    return ListedDocument(document=document, tokens=whole.length, text=text)
 
 
 def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
     """Show one document: its text, what of it is trained on, and all steps that see it."""
-    store = opened.store(parameters.get("source", ""))
-    name, document = opened.name_of(store), number(parameters, "document")
-    first, (tokenizer, template) = number(parameters, "first"), opened.decoder(name)
+    name, store = opened.store(parameters.get("source", ""))
+    document, first = number(parameters, "document"), number(parameters, "first")
+    tokenizer, template = opened.decoder(name)
     uses = opened.run.plan().when(name, document) if opened.run else ()
     return DocumentView(
         source=name,
