@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tokenmill.cli.console import WideTable
+from tokenmill.cli.console import fitting_tables
 from tokenmill.run.run import Run
 from tokenmill.store import open_store
+from tokenmill.view.tables import Table
 
 
 def test_json_is_the_report_of_the_compiler(tokenmill, run_toml):
@@ -283,7 +284,7 @@ def test_no_number_or_header_is_cut_on_a_narrow_terminal(tokenmill, folder, monk
 )
 def test_estimates_are_shown_whole_beside_counted_figures(columns, titles):
     rows = [("a" * 40, "about 1,234,567,890", "x" * 30), ("b", 7, "–")]
-    made = WideTable(title="T", columns=("name", "labels", "why"), rows=rows).tables(columns)
+    made = fitting_tables(Table(title="T", columns=("name", "labels", "why"), rows=rows), columns)
     assert [str(one.title) for one in made] == titles
     figures = made[0].columns[1]
     assert (figures.width, figures.justify) == (len("about 1,234,567,890"), "right")

@@ -31,7 +31,7 @@ def warm(json: ui.AsJson = False) -> None:
         return
     if report.compiled:
         rows = [(name, round(seconds, 2)) for name, seconds in report.compiled.items()]
-        ui.console.print(ui.table("compiled", ("kernel", "seconds"), rows))
+        ui.print_table("compiled", ("kernel", "seconds"), rows)
     ready = f"{len(report.compiled)} kernels compiled, {report.loaded} were there, in {report.seconds:.1f} s"
     ui.print_line(f"{ready}: {report.folder or 'kept nowhere, as no folder can be written to'}")
 

@@ -106,7 +106,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *,
         _print_counters(loaders)
     _show_skipped(loaders)
     if not digest and not json:
-        ui.errors.print(f"stands at step {loaders[0].step} of {plan.steps}", highlight=False)
+        ui.print_note(f"stands at step {loaders[0].step} of {plan.steps}")
 
 
 def _print_counters(loaders: list[Loader]) -> None:
@@ -124,7 +124,7 @@ def _show_skipped(loaders: list[Loader]) -> None:
         for source, lanes in loader.lanes.items():
             counts.update({(source, reason): number for reason, number in lanes.skipped.counts.items()})
     for (source, reason), number in sorted(counts.items()):
-        ui.errors.print(f"left out of {source}: {reason} {number:,}", highlight=False)
+        ui.print_note(f"left out of {source}: {reason} {number:,}")
 
 
 def _state(loaders: list[Loader]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def what(
         ui.print_json({"step": step, "stage": stage, "rows": rows})
         return
     columns = ("slot", "source", "row", "document", "from", "tokens", "text")
-    ui.console.print(ui.table(f"Step {step}, stage {stage!r}", columns, lines))
+    ui.print_table(f"Step {step}, stage {stage!r}", columns, lines)
 
 
 def _shown(origin: Origin) -> str:
@@ -257,4 +257,4 @@ def when(
     ]
     ui.print_line(f"from {_shown(origin)}")
     title = f"Document {document} of {source!r}: {len(rows)} uses"
-    ui.console.print(ui.table(title, ("step", "slot", "row", "tokens of the document"), rows))
+    ui.print_table(title, ("step", "slot", "row", "tokens of the document"), rows)

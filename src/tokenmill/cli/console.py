@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,14 +19,14 @@ import msgspec
 import typer
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenmill.errors import ConfigError, harmless, without_secrets
 from tokenmill.tables import is_address
-from tokenmill.view.tables import Bar, Table, cell
+from tokenmill.view.tables import Bar, Table, cell, is_numeric
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
 
 if TYPE_CHECKING:
@@ -59,12 +60,11 @@ class _LogPrinter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
-        errors.print(Text(without_secrets(self.format(record))), soft_wrap=True, highlight=False)
+        print_note(self.format(record))
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    text = "".join(traceback.format_exception(kind, error, trace))
-    errors.print(Text(without_secrets(text.rstrip())), soft_wrap=True, highlight=False)
+    print_note("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def take_over() -> None:
@@ -141,9 +141,8 @@ def show_notes(translation: Translation) -> None:
     """Print on stderr how a foreign config was read, a note a line; nothing for a native one."""
     if translation.dialect == "native":
         return
-    lines = [f"taken as a {translation.dialect} config:", *(f"  - {note}" for note in translation.notes)]
-    for line in lines:
-        errors.print(Text(line), soft_wrap=True, highlight=False)
+    for line in (f"taken as a {translation.dialect} config:", *(f"  - {note}" for note in translation.notes)):
+        print_note(line)
 
 
 def check_file(option: str, file: Path | None) -> None:
@@ -179,7 +178,7 @@ def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[
             if time.monotonic() - last >= LINE_SECONDS:
                 last = time.monotonic()
                 share = f" of {amount(total)}, {done / total:.0%}" if total else ""
-                errors.print(Text(f"{what}: {amount(done)}{share}"), soft_wrap=True, highlight=False)
+                print_note(f"{what}: {amount(done)}{share}")
 
         yield tell
         return
@@ -214,7 +213,7 @@ def busy(what: str) -> Iterator[None]:
 
     def tell() -> None:
         while not done.wait(LINE_SECONDS):
-            errors.print(Text(f"{what}: {time.monotonic() - begin:.0f} s so far"), soft_wrap=True, highlight=False)
+            print_note(f"{what}: {time.monotonic() - begin:.0f} s so far")
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
@@ -255,6 +254,11 @@ def print_line(line: str) -> None:
     console.print(Text(without_secrets(line)), soft_wrap=True, highlight=False)
 
 
+def print_note(line: str) -> None:
+    """Write a line to stderr as it is."""
+    errors.print(Text(without_secrets(line)), soft_wrap=True, highlight=False)
+
+
 def show_error(message: str) -> None:
     """Write what is wrong to stderr."""
     text = Text.assemble(("error:", "bold red"), " ", without_secrets(message))
@@ -266,12 +270,33 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else "→" if c == "\t" else "\ufffd" for c in text)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> RichTable:
-    """Make a table; numbers stand to the right, other cells to the left, and none is read as markup."""
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table that only a command has."""
+    console.print(_rich(title, columns, rows))
+
+
+def show_table(data: Table) -> None:
+    """Print a table of a report, which a page may have as well; its texts cannot control the terminal."""
+    data = replace(data, rows=[[_shown(value) for value in row] for row in data.rows])
+    if data.folded:
+        print_table(data.title, data.columns, data.rows)
+        return
+    for part in fitting_tables(data, console.width):
+        console.print(part)
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, Bar):
+        return "█" * round(40 * value.share)
+    return printable(value) if isinstance(value, str) else value
+
+
+def _rich(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> RichTable:
+    """Make a table as rich has it; numbers stand to the right, other cells to the left."""
     lines = [list(row) for row in rows]
     filled = RichTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
-        numeric = bool(lines) and all(isinstance(line[index], int | float | None) for line in lines)
+        numeric = is_numeric([line[index] for line in lines])
         # Names must not give way to numbers on a narrow terminal.
         least = None if numeric else min(MIN_NAME, max([len(name), *(len(cell(line[index])) for line in lines)]))
         filled.add_column(
@@ -282,58 +307,36 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return filled
 
 
-def show_table(data: Table) -> None:
-    """Print a table; its texts cannot control the terminal."""
-    rows = [[_shown(value) for value in row] for row in data.rows]
-    if data.folded:
-        console.print(table(data.title, data.columns, rows))
-    else:
-        console.print(WideTable(title=data.title, columns=data.columns, rows=rows, names=data.names))
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, Bar):
-        return "█" * round(40 * value.share)
-    return printable(value) if isinstance(value, str) else value
-
-
-class WideTable(Table):
-    """A table of which no number is cut: several below each other where a console is too narrow for all columns.
+def fitting_tables(data: Table, width: int) -> list[RichTable]:
+    """Return a table of which no number is cut: as several below each other, where not all columns fit a width.
 
     The first columns may be folded and stand in every one.
     """
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what a console prints."""
-        yield from self.tables(options.max_width)
-
-    def tables(self, width: int) -> list[RichTable]:
-        """Return as many tables as it takes to fit a width."""
-        texts = [[name, *(cell(row[index]) for row in self.rows)] for index, name in enumerate(self.columns)]
-        least = [_least(column, folded=index < self.names) for index, column in enumerate(texts)]
-        fitting: list[RichTable] = []
-        first = self.names
-        while first < len(self.columns):
-            last = first + 1
-            while last < len(least) and _needed([*least[: self.names], *least[first : last + 1]]) <= width:
-                last += 1
-            chosen = [*range(self.names), *range(first, last)]
-            part = table(
-                f"{self.title}, continued" if fitting else self.title,
-                [self.columns[index] for index in chosen],
-                [[row[index] for index in chosen] for row in self.rows],
-            )
-            room = max(0, width - _needed([least[index] for index in chosen]))
-            # All widths are set: where room is scarce, rich would take some from numbers as well. Names come last.
-            for column, index in [*zip(part.columns, chosen, strict=True)][::-1]:
-                column.width = min(max(map(cell_len, texts[index])), least[index] + room)
-                column.min_width, column.no_wrap = None, False
-                room -= column.width - least[index]
-                if _is_estimate(texts[index]):
-                    column.justify = "right"
-            fitting.append(part)
-            first = last
-        return fitting
+    texts = [[name, *(cell(row[index]) for row in data.rows)] for index, name in enumerate(data.columns)]
+    least = [_least(column, folded=index < data.names) for index, column in enumerate(texts)]
+    fitting: list[RichTable] = []
+    first = data.names
+    while first < len(data.columns):
+        last = first + 1
+        while last < len(least) and _needed([*least[: data.names], *least[first : last + 1]]) <= width:
+            last += 1
+        chosen = [*range(data.names), *range(first, last)]
+        part = _rich(
+            f"{data.title}, continued" if fitting else data.title,
+            [data.columns[index] for index in chosen],
+            [[row[index] for index in chosen] for row in data.rows],
+        )
+        room = max(0, width - _needed([least[index] for index in chosen]))
+        # All widths are set: where room is scarce, rich would take some from numbers as well. Names come last.
+        for column, index in [*zip(part.columns, chosen, strict=True)][::-1]:
+            column.width = min(max(map(cell_len, texts[index])), least[index] + room)
+            column.min_width, column.no_wrap = None, False
+            room -= column.width - least[index]
+            if _is_estimate(texts[index]):
+                column.justify = "right"
+        fitting.append(part)
+        first = last
+    return fitting
 
 
 def _least(texts: Sequence[str], *, folded: bool) -> int:

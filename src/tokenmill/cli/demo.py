@@ -72,7 +72,7 @@ def demo(
         _show_batch(run)
         proofs = [_prove_world_sizes(folder), _prove_resume(folder), _prove_provenance(run)]
         rows = [(*proof, Text("holds", "green")) for proof in proofs]
-        ui.console.print(ui.table("Proved", ("claim", "how", "result"), rows))
+        ui.print_table("Proved", ("claim", "how", "result"), rows)
         if out is not None:
             hint = f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`"
             ui.console.print(hint, highlight=False, soft_wrap=True)
@@ -96,9 +96,7 @@ def _prepare(folder: Path) -> None:
             rows.append(
                 (kind, report.documents, report.text_bytes, report.tokens, round(report.tokens_per_byte, 3))
             )
-    ui.console.print(
-        ui.table("Prepared stores", ("store", "documents", "bytes of text", "tokens", "tokens per byte"), rows)
-    )
+    ui.print_table("Prepared stores", ("store", "documents", "bytes of text", "tokens", "tokens per byte"), rows)
 
 
 def _plan(folder: Path) -> Run:
@@ -120,7 +118,7 @@ def _show_batch(run: Run) -> None:
         (name, str(array.dtype), str(array.shape), " ".join(map(str, array[0, :10].tolist())) + " …")
         for name, array in batch.items()
     ]
-    ui.console.print(ui.table("The first micro-batch", ("array", "dtype", "shape", "begin of row 0"), rows))
+    ui.print_table("The first micro-batch", ("array", "dtype", "shape", "begin of row 0"), rows)
     ui.console.print(f"state after it: {loader.state_dict()}\n", highlight=False, soft_wrap=True)
 
 
@@ -143,7 +141,7 @@ def _prove_world_sizes(folder: Path) -> tuple[str, str]:
     shown = [39, 40, 41]
     rows = [(*drawn[0][step].split("\t")[:2], *(lines[step].split("\t")[2] for lines in drawn)) for step in shown]
     columns = ("step", "stage", *(f"world size {size}" for size in WORLD_SIZES))
-    ui.console.print(ui.table("Digests of global batches", columns, rows))
+    ui.print_table("Digests of global batches", columns, rows)
     sizes = ", ".join(map(str, WORLD_SIZES))
     return "same global batches for any world size", f"{STEPS} steps at world sizes {sizes}, digest by digest"
 

@@ -124,7 +124,7 @@ def _inspect_document(
                 zip(part.ids, strings, controls, masks, part.trained, strict=True)
             )
         ]
-        ui.console.print(ui.table(f"{part.key}: {len(lines):,} tokens", columns, lines[:MAX_TOKENS]))
+        ui.print_table(f"{part.key}: {len(lines):,} tokens", columns, lines[:MAX_TOKENS])
         if len(lines) > MAX_TOKENS:
             ui.print_line(f"{len(lines) - MAX_TOKENS:,} more tokens; --json has them all")
 
@@ -150,8 +150,9 @@ def _open_run(path: Path | str, options: ForeignOptions) -> Run:
     for name, rows in run.live.items():
         files = len(rows.source.files)
         size = ui.megabytes(sum(file.bytes for file in rows.source.files))
-        line = f"{name}: live text, {files:,} files of {size}, {rows.lanes:,} lanes, tokenized as it is read"
-        ui.errors.print(line, highlight=False, soft_wrap=True)
+        ui.print_note(
+            f"{name}: live text, {files:,} files of {size}, {rows.lanes:,} lanes, tokenized as it is read"
+        )
     return run
 
 

@@ -267,7 +267,7 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
         ]
         if report.phase == "hash":
             rows.append(("note", "records are hashed first: run all parts twice"))
-        ui.console.print(ui.table(f"Units of {out}", ("what", "value"), rows))
+        ui.print_table(f"Units of {out}", ("what", "value"), rows)
     elif isinstance(report, PartReport):
         rows = [("units", report.units), ("done before", report.resumed_units)]
         rows += [
@@ -281,7 +281,7 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
             "published": "nothing to do: the store is finished",
         }
         rows += [("note", notes[report.phase])] if report.phase in notes else []
-        ui.console.print(ui.table(f"Part {report.part} of {report.parts} of {out}", ("what", "value"), rows))
+        ui.print_table(f"Part {report.part} of {report.parts} of {out}", ("what", "value"), rows)
     else:
         _show_prepared(report)
 
@@ -326,10 +326,10 @@ def _show_prepared(report: PrepareReport) -> None:
     )
     rows += [("BOS and EOS", report.framing), ("tokenizer engine", engine)]
     rows.append(("fingerprint", report.fingerprint))
-    ui.console.print(ui.table(f"Store {report.path}", ("what", "value"), rows))
+    ui.print_table(f"Store {report.path}", ("what", "value"), rows)
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
-        ui.console.print(ui.table("Stores", ("name", "documents", "tokens", "shards"), each))
+        ui.print_table("Stores", ("name", "documents", "tokens", "shards"), each)
 
 
 def import_(
@@ -387,7 +387,7 @@ def _show_imported(report: ImportReport) -> None:
         ("compared", f"{report.compared:,} numbers, all as in the files"),
         ("fingerprint", report.fingerprint),
     ]
-    ui.console.print(ui.table(f"Store {report.out}", ("what", "value"), rows))
+    ui.print_table(f"Store {report.out}", ("what", "value"), rows)
 
 
 def export(
@@ -429,7 +429,7 @@ def export(
         ("read back", f"{report.compared:,} numbers, with {' and '.join(report.read_back)}: all as in the store"),
         *(("note", note) for note in report.notes),
     ]
-    ui.console.print(ui.table(f"Export {report.out}", ("what", "value"), rows))
+    ui.print_table(f"Export {report.out}", ("what", "value"), rows)
 
 
 def upload(
@@ -457,4 +457,4 @@ def upload(
         ("proven", "all, as read back"),
         ("fingerprint", report.fingerprint),
     ]
-    ui.console.print(ui.table(f"Store {report.address}", ("what", "value"), rows))
+    ui.print_table(f"Store {report.address}", ("what", "value"), rows)

@@ -14,13 +14,14 @@ from tokenmill.build.progress import BuildStatus
 from tokenmill.run.inspect import DocumentPart, Example, StoreContents
 from tokenmill.run.reading import ReadingReport
 from tokenmill.run.report import RunReport
-from tokenmill.run.step import StepDeal, StepRow, Strip, StripToken
+from tokenmill.run.step import MAX_ROWS, StepContents, StepDeal, StepRow, Strip, StripToken
 from tokenmill.view.picture import COLOURS, text_of
 from tokenmill.view.tables import (
     Bar,
     Table,
     bars,
     cell,
+    is_numeric,
     megabytes,
     plan_notes,
     plan_tables,
@@ -83,9 +84,8 @@ STEP_COLUMNS = {"first step", "from step", "first repeat", "used up from step", 
 
 def table(data: Table, *, links: bool = False) -> str:
     """Draw a table; numbers stand to the right. With links, those of steps lead to them."""
-    rows = [list(row) for row in data.rows]
-    numeric = [all(isinstance(row[at], int | float | None) for row in rows) for at in range(len(data.columns))]
-    kinds = [' class="number"' if rows and right else "" for right in numeric]
+    values = [[row[place] for row in data.rows] for place in range(len(data.columns))]
+    kinds = [' class="number"' if is_numeric(column) else "" for column in values]
     columns = list(zip(data.columns, kinds, strict=True))
     lines = [
         "<tr>"
@@ -94,7 +94,7 @@ def table(data: Table, *, links: bool = False) -> str:
             for (name, kind), value in zip(columns, row, strict=True)
         )
         + "</tr>"
-        for row in rows
+        for row in data.rows
     ]
     head = "".join(f'<th scope="col"{kind}>{text_of(name)}</th>' for name, kind in columns)
     body = "".join(lines) or f'<tr><td class="none" colspan="{len(data.columns)}">none</td></tr>'
@@ -292,17 +292,22 @@ def step_page(view: StepView) -> str:
             for each, own in members
             if own
         }
-    more = ""
-    if len(rows) < contents.global_batch_size:
-        first, size = contents.first, contents.global_batch_size
-        parts = [
-            link("step", f"slots {begin} to {min(begin + 512, size) - 1}", step=contents.step, first=begin, **kept)
-            for begin in range(0, size, 512)
-            if begin != first
-        ]
-        more = f'<p class="more">{" ".join(parts[:64])}</p>'
     drawn = strips(contents.step, rows, headings=headings)
-    return f"<h1>Step {contents.step:,}</h1>{control}{about}{body}{more}{drawn}"
+    others = _other_rows(contents, kept)
+    return f"<h1>Step {contents.step:,}</h1>{control}{about}{body}{others}{drawn}"
+
+
+def _other_rows(contents: StepContents, kept: Mapping[str, object]) -> str:
+    """Return links to the rows of a step that are not shown, where there are too many for one page."""
+    size = contents.global_batch_size
+    if len(contents.rows) == size:
+        return ""
+    links = [
+        link("step", f"slots {begin} to {min(begin + MAX_ROWS, size) - 1}", step=contents.step, first=begin, **kept)
+        for begin in range(0, size, MAX_ROWS)
+        if begin != contents.first
+    ]
+    return f'<p class="more">{" ".join(links[:64])}</p>'
 
 
 def _deal(deal: StepDeal) -> str:
@@ -516,10 +521,7 @@ def document_page(view: DocumentView) -> str:
     """Show one document, and the steps that see it."""
     contents, document = view.contents, view.contents.document
     kept = [(name, str(value)) for name, value in contents.origin.kept.items()]
-    controls = set(view.controls)
-    parts = "".join(
-        _part(part, view, controls, contents.rewards, place) for place, part in enumerate(contents.parts)
-    )
+    parts = "".join(_part(part, view, place) for place, part in enumerate(contents.parts))
     steps = [
         (
             use.step,
@@ -557,21 +559,22 @@ def document_page(view: DocumentView) -> str:
     )
 
 
-def _part(
-    part: DocumentPart, view: DocumentView, controls: set[int], rewards: Sequence[float] | None, place: int
-) -> str:
+def _part(part: DocumentPart, view: DocumentView, place: int) -> str:
     """Show one array of a document: tokens as text, each with its id and mask; a chat message by message."""
     strings = part.strings or [f"{number} " for number in part.ids]
+    controls, rewards = part.control or [False] * len(part.ids), view.contents.rewards
     cuts = {start for use in view.uses for start, _ in use.spans if start}
     tokens = [
         (
             text,
             trained,
-            number in controls,
+            control,
             f"id {number}, position {view.first + at}, {'trained' if trained else 'not trained'}",
             view.first + at in cuts,
         )
-        for at, (text, number, trained) in enumerate(zip(strings, part.ids, part.trained, strict=True))
+        for at, (text, number, trained, control) in enumerate(
+            zip(strings, part.ids, part.trained, controls, strict=True)
+        )
     ]
     first = next(at for at, each in enumerate(view.contents.parts) if each.key == part.key)
     reward = f", reward {rewards[place - first]:g}" if rewards and part.key == "responses" else ""

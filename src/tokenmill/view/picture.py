@@ -15,6 +15,7 @@ import numpy as np
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport
 from tokenmill.run.report import EvalFacts, Quarantined
+from tokenmill.view.tables import batch_size, cell, totals
 
 WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 976.0, 118.0, 418.0
@@ -262,11 +263,10 @@ def _events(report: PlanReport, quarantined: Sequence[Quarantined]) -> Iterator[
 def _heading(chart: _Chart, name: str) -> Iterator[str]:
     """Write the name and the totals, and draw `lr_scale`, if it is anything but 1."""
     report = chart.report
-    totals = f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens"
-    totals += f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
-    room = RIGHT - LEFT - width_of(totals, SIZE) - 24
+    words = totals(report)
+    room = RIGHT - LEFT - width_of(words, SIZE) - 24
     yield _text(LEFT, 24, shortened(name, 15, room), "tm-ink tm-head")
-    yield _text(RIGHT, 24, totals, "tm-dim", "end")
+    yield _text(RIGHT, 24, words, "tm-dim", "end")
     scales = [stage.lr_scale for stage in report.stages]
     if set(scales) == {1}:
         return
@@ -366,13 +366,11 @@ def _stages(chart: _Chart) -> Iterator[str]:
     for stage in chart.report.stages:
         left, right = chart.x(stage.start_step), chart.x(stage.end_step)
         skipped = f", {stage.skipped_steps:,} of them skipped" if stage.skipped_steps else ""
-        title = f"{stage.name}: steps {stage.start_step:,} to {stage.end_step:,}{skipped}, "
-        title += f"batch {stage.global_batch_size:,}"
-        title += f" to {stage.last_batch_size:,}" if stage.last_batch_size != stage.global_batch_size else ""
+        batch = f"batch {cell(batch_size(stage))}"
+        title = f"{stage.name}: steps {stage.start_step:,} to {stage.end_step:,}{skipped}, {batch}"
         title += f", seq_len {stage.seq_len:,}"
         title += f", lr_scale {stage.lr_scale:g}" if stage.lr_scale != 1 else ""
-        first, last = stage.global_batch_size, stage.last_batch_size
-        label = f"{stage.name}, batch {first:,}" + (f" to {last:,}" if last != first else "")
+        label = f"{stage.name}, {batch}"
         name = (
             label if width_of(label, SIZE) <= right - left - 10 else shortened(stage.name, SIZE, right - left - 10)
         )

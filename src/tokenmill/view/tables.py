@@ -33,6 +33,11 @@ class Bar:
     share: float
 
 
+def is_numeric(values: Sequence[object]) -> bool:
+    """Whether a column holds numbers alone, which stand to the right."""
+    return bool(values) and all(isinstance(value, int | float | None) for value in values)
+
+
 def cell(value: object) -> str:
     """Show a value: thousands with a comma, None as a dash.
 
@@ -119,10 +124,14 @@ def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Itera
     yield from (("history", line) for line in report.history)
     if report.epochs is not None:
         yield "", report.epochs.sentence(report.steps)
-    totals = f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens"
-    totals += f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
     seconds = f"compiled in {report.costs.compile_seconds:.2f} s, about what a start takes"
-    yield "", f"plan {report.fingerprint}  {totals}, {seconds}"
+    yield "", f"plan {report.fingerprint}  {totals(report)}, {seconds}"
+
+
+def totals(report: PlanReport) -> str:
+    """Say how much there is in a run."""
+    skipped = f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
+    return f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens{skipped}"
 
 
 _MOST_CHANGES = 24
@@ -163,7 +172,7 @@ def _stages(report: RunReport) -> Table:
             ("end step", [s.end_step for s in stages]),
             ("ramp until", [s.ramp_end for s in stages]),
             ("tokens before", [s.start_tokens for s in stages]),
-            ("batch", [_batch(s) for s in stages]),
+            ("batch", [batch_size(s) for s in stages]),
             ("seq_len", [s.seq_len for s in stages]),
             ("labels an input", [report.horizon for _ in stages]),
             ("segments filled up to", [report.segment_multiple for _ in stages]),
@@ -177,7 +186,8 @@ def _stages(report: RunReport) -> Table:
     )
 
 
-def _batch(facts: StageFacts) -> int | str:
+def batch_size(facts: StageFacts) -> int | str:
+    """Return the batch size of a stage, or the first and the last of one that grows."""
     first, last = facts.global_batch_size, facts.last_batch_size
     return first if first == last else f"{first:,} to {last:,}"
 
