@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -280,3 +281,22 @@ def test_a_fork_of_a_foreign_config_is_native(folder, tmp_path):
     new = Run.from_toml(made.config)
     assert (run.translation.dialect, new.translation.dialect) == ("KempnerForge", "native")
     assert batches(new) == batches(run)
+
+
+@pytest.mark.parametrize("length", [{"steps": STEPS}, {"tokens": STEPS * 6 * 16, "steps": None}, {"epochs": 2}])
+def test_a_fork_elsewhere_reads_the_same_object_storage_by_the_same_options(write, folder, length):
+    """Addresses are no paths, and [remote] is kept, however the length of the run is given."""
+    length = {key: value for key, value in length.items() if value is not None}
+    tables = {
+        "run": {"global_batch_size": 6, "seq_len": 16, **length},
+        "sources": [{"name": "web", "store": f"file://{folder}/stores/web"}],
+        "remote": {"mirror": "mirror", "concurrency": 7},
+    }
+    run = write(tables)
+    (folder / "forks").mkdir()
+    run.fork(at=3, to=folder / "forks" / "new.toml")
+    new = Run.from_toml(folder / "forks" / "new.toml")
+    assert batches(new) == batches(run)
+    assert new.config.sources == run.config.sources
+    assert new.config.remote == replace(run.config.remote, mirror="../mirror")
+    assert new.network.options.mirror == f"{folder}/forks/../mirror"

@@ -16,9 +16,10 @@ from tokenmill.config.run import Translation, parse_config, to_toml
 from tokenmill.config.schedule import ResolvedStage
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import Loader, RankSlice
-from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, tables_of
+from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, table_of, tables_of
 from tokenmill.run.run import Run
 from tokenmill.store.durable import sync_folder
+from tokenmill.tables import is_address
 
 DEFAULT_NAME = "fork"
 _RAMP = ("ramp", "ramp_steps", "ramp_from")
@@ -170,14 +171,16 @@ def _parts_at(run: Run, new: Run) -> int | None:
 
 def _tables(run: Run) -> dict[str, Any]:
     """Return the native tables of a run, as they were written or translated; tokens and epochs become steps."""
-    tables = run.translation.tables if run.translation and run.epochs is None else tables_of(run.config)
-    if not any(key in item for item, keys in _token_keys(tables) for key in keys):
-        return tables
+    if run.translation and run.epochs is None:
+        written = run.translation.tables
+        if not any(key in item for item, keys in _token_keys(written) for key in keys):
+            return written
     tables = tables_of(run.config)
     for item, keys in _token_keys(tables):
         for key in keys:
             item.pop(key, None)
-    return tables
+    remote = table_of(run.config.remote)
+    return {**tables, "remote": remote} if remote else tables
 
 
 def _token_keys(tables: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
@@ -216,12 +219,15 @@ def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     for edit in (*moved.get("quarantine", []), *parts):
         if "file" in edit:
             edit["file"] = _from(edit["file"], old, new)
+    mirror = moved.get("remote", {}).get("mirror", "~")
+    if not mirror.startswith("~"):
+        moved["remote"]["mirror"] = _from(mirror, old, new)
     return moved
 
 
 def _from(path: str, old: Path, new: Path) -> str:
-    """Return how a path that counts from one folder is written from another."""
-    if PurePosixPath(path).is_absolute() or old == new:
+    """Return how a path that counts from one folder is written from another; an address stays as it is."""
+    if PurePosixPath(path).is_absolute() or is_address(path) or old == new:
         return path
     # Only dots at the front are resolved: behind a name that is a link they would lead elsewhere.
     while path.startswith("../"):

@@ -74,15 +74,16 @@ class PlanRecord:
 
 def tables_of(config: Config) -> dict[str, Any]:
     """Return a config as tables of JSON values; what is at its default is left out."""
-    tables: dict[str, Any] = {"run": _table(config.run)}
+    tables: dict[str, Any] = {"run": table_of(config.run)}
     for name in LISTS:
-        items = [_table(item) for item in getattr(config, name)]
+        items = [table_of(item) for item in getattr(config, name)]
         if items:
             tables[name] = items
     return tables
 
 
-def _table(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the config
+def table_of(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the config
+    """Return one record of a config as a table; what is at its default is left out."""
     defaults = {
         key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in fields(item)
     }
@@ -93,7 +94,7 @@ def _table(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - a value of a config
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return _table(value) if is_dataclass(value) else as_json(value)
+    return table_of(value) if is_dataclass(value) else as_json(value)
 
 
 # What differs between two configs, and from which step on it matters
