@@ -461,20 +461,6 @@ def _excluded(rows: Rows) -> Int64Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Matches:
-    """Hashes of the evals, and where a training store has them."""
-
-    hashes: Uint64Array
-    """Ascending, each once."""
-    first: Int64Array
-    """First document of the training store with that hash; -1: none."""
-
-    def of(self, hashes: Uint64Array) -> Int64Array:
-        """Return the first document of the training store that has each of the given hashes; -1: none has."""
-        return self.first[np.searchsorted(self.hashes, hashes)]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Trained:
     """A source that is trained on."""
 
@@ -483,8 +469,11 @@ class _Trained:
     """None: it is live text."""
     never_drawn: Int64Array
     """Documents of it that no step draws."""
-    matches: _Matches | None
-    """Where it has the documents of the evals; None: it keeps no hashes."""
+    matches: tuple[Uint64Array, Int64Array] | None
+    """The hashes of all evals, ascending, and its first document with each, -1 where none has it.
+
+    None: it keeps no hashes.
+    """
     unknown: str | None
     """Why there are no matches, and the way out."""
 
@@ -493,7 +482,7 @@ def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> 
     store = run.stores.get(name)
     if store is None:
         unknown: str | None = f"{name!r} is live text, of which documents have no hashes; prepare it"
-        return _Trained(name=name, store=None, never_drawn=np.empty(0, np.int64), matches=None, unknown=unknown)
+        return _Trained(name=name, store=None, never_drawn=NO_DOCUMENTS, matches=None, unknown=unknown)
     never_drawn = _never_drawn(run.plan(), name)
     matches, unknown = _find(store, evals, never_drawn), None
     if matches is None:
@@ -503,8 +492,10 @@ def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> 
     return _Trained(name=name, store=store, never_drawn=never_drawn, matches=matches, unknown=unknown)
 
 
-def _find(store: Store, evals: Mapping[str, Sequence[_Documents]], never_drawn: Int64Array) -> _Matches | None:
-    """Look for the documents of all evals among those that a store gives; None where it keeps no hashes."""
+def _find(
+    store: Store, evals: Mapping[str, Sequence[_Documents]], never_drawn: Int64Array
+) -> tuple[Uint64Array, Int64Array] | None:
+    """Look for the documents of all evals among those that a store gives; return `matches`."""
     wanted = np.unique(np.concatenate([part.hashes for parts in evals.values() for part in parts]))
     first = np.full(wanted.size, -1, np.int64)
     shift = np.uint64(64 - _PREFIX_BITS)
@@ -523,20 +514,21 @@ def _find(store: Store, evals: Mapping[str, Sequence[_Documents]], never_drawn: 
             same = (wanted[place] == block[likely]) & (block[likely] != EMPTY) & (first[place] < 0)
             same &= ~are_excluded(never_drawn, documents)
             first[place[same][::-1]] = documents[same][::-1]
-    return _Matches(hashes=wanted, first=first)
+    return wanted, first
 
 
 def _overlap(plan: Plan, source: _Trained, parts: Sequence[_Documents]) -> Overlap:
     """Compare the documents of an eval with those of a source."""
-    store, matches = source.store, source.matches
+    store = source.store
     of_this_store = [part for part in parts if store and part.part.store.fingerprint == store.fingerprint]
     drawable = [~are_excluded(source.never_drawn, part.numbers) for part in of_this_store]
     shared: list[tuple[str, int, int]] = []
     by_content = None
-    if matches is not None:
+    if source.matches is not None:
+        hashes, first = source.matches
         by_content = 0
         for part in parts:
-            trained = matches.of(part.hashes)
+            trained = first[np.searchsorted(hashes, part.hashes)]
             by_content += int((trained >= 0).sum())
             shared += _shown(part, trained >= 0, trained)
     else:

@@ -32,7 +32,15 @@ from tokenmill.run.run import CUT_ENDS, EpochCount, Run, long_records
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import as_json
-from tokenmill.types import MASK_KEYS, RECORD_TYPES, TOKEN_KEYS, Fates, Float64Array, Int64Array, token_arrays
+from tokenmill.types import (
+    MASK_KEYS,
+    NO_DOCUMENTS,
+    RECORD_TYPES,
+    Fates,
+    Float64Array,
+    Int64Array,
+    token_arrays,
+)
 
 AUDITED_ITEMS = 1 << 16
 """Of each array with a mask, so that a report takes no longer for a larger store."""
@@ -408,7 +416,7 @@ def _quarantined(run: Run) -> Iterator[Quarantined]:
         documents = tokens = None
         if edit.source in run.stores:
             store = run.stores[edit.source]
-            before = quarantined.get(edit.source, np.empty(0, np.int64))
+            before = quarantined.get(edit.source, NO_DOCUMENTS)
             numbers = np.arange(store.num_documents) if edit.whole else edit.numbers(run.folder)
             new = np.setdiff1d(numbers, before, assume_unique=True)
             quarantined[edit.source] = np.union1d(before, numbers)
@@ -434,7 +442,7 @@ def _quarantine_steps(plan: Plan, quarantined: Sequence[Quarantined]) -> Iterato
 
 def _count_tokens(store: Store, documents: Int64Array) -> int:
     """Return how many tokens some documents have, over all arrays of ids."""
-    keys = [key for key in store.keys if key in TOKEN_KEYS]
+    keys = token_keys(store.keys)
     if documents.size == store.num_documents:
         return sum(int(store.axes[store.axis(key)].values[-1]) for key in keys)
     tokens = 0

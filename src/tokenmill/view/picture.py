@@ -100,11 +100,6 @@ def outlines(points: Sequence[Point], source: int) -> Iterator[list[tuple[float,
 # Words and places
 
 
-def colour(number: int) -> str:
-    """Return the colour of a source."""
-    return COLOURS[number % len(COLOURS)]
-
-
 def text_of(value: str) -> str:
     """Return a text as XML may hold it: escaped, and without characters that XML forbids.
 
@@ -284,7 +279,8 @@ def _heading(chart: _Chart, name: str) -> Iterator[str]:
 
 def _paint(number: int) -> str:
     """Return how a source is painted: where there are more sources than colours, each round is paler."""
-    return f'fill="{colour(number)}" fill-opacity="{0.68 ** (number // len(COLOURS)):.3g}"'
+    rounds, place = divmod(number, len(COLOURS))
+    return f'fill="{COLOURS[place]}" fill-opacity="{0.68**rounds:.3g}"'
 
 
 def _bands(chart: _Chart) -> Iterator[str]:
