@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import typer
@@ -27,7 +26,7 @@ def warm(json: ui.AsJson = False) -> None:
 
     report = warm()
     if json:
-        ui.print_json(asdict(report))
+        ui.print_json(report)
         return
     if report.compiled:
         rows = [(name, round(seconds, 2)) for name, seconds in report.compiled.items()]

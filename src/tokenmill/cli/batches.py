@@ -210,7 +210,7 @@ def what(
         for span in use.spans:
             words = ui.printable(excerpt(store, span, decoder)).replace("\n", "") if decoder else None
             origin = store.origin(span.document)
-            spans.append({**asdict(span), "origin": asdict(origin), "text": words})
+            spans.append({**asdict(span), "origin": origin, "text": words})
             tokens = f"{span.start}:{span.start + span.length}"
             lines.append((use.slot, use.source, use.row, span.document, _shown(origin), tokens, words))
         rows.append({"slot": use.slot, "source": use.source, "row": use.row, "spans": spans})
@@ -249,7 +249,7 @@ def when(
             }
             for use in uses
         ]
-        ui.print_json({"source": source, "document": document, "origin": asdict(origin), "uses": listed})
+        ui.print_json({"source": source, "document": document, "origin": origin, "uses": listed})
         return
     rows = [
         (use.step, use.slot, use.row, ", ".join(f"{s.start}:{s.start + s.length}" for s in use.spans))

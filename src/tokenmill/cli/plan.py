@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -178,7 +177,7 @@ def fork(
     opened = ui.open_run(run, world_size)
     fork = opened.fork(at=at, to=to, name=name, weights=None if weights is None else _weights(weights))
     if json:
-        ui.print_json(asdict(fork))
+        ui.print_json(fork)
         return
     state = to.with_name(fork.state.name)
     ui.print_line(f"wrote {to} and {state}: stage {fork.stage!r} begins at step {fork.step:,}")

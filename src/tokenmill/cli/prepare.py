@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -372,7 +371,7 @@ def import_(
 
         keep_tokenizer(copy_of(tokenizer), [out])
     if json:
-        ui.print_json(asdict(report))
+        ui.print_json(report)
     else:
         _show_imported(report)
 
@@ -418,7 +417,7 @@ def export(
             progress=tell,
         )
     if json:
-        ui.print_json(asdict(report))
+        ui.print_json(report)
         return
     rows: list[tuple[str, object]] = [
         ("format", report.format),
@@ -448,7 +447,7 @@ def upload(
     with ui.progress(ui.megabytes) as tell:
         report = upload(store, address, progress=lambda done, total: tell("upload", done, total))
     if json:
-        ui.print_json(asdict(report))
+        ui.print_json(report)
         return
     rows: list[tuple[str, object]] = [
         ("files", report.files),

@@ -22,6 +22,7 @@ import tomli_w
 
 from tokenmill.config.evals import EvalConfig
 from tokenmill.config.schedule import (
+    MAIN_STAGE,
     WHOLE_PACKINGS,
     BatchSize,
     QuarantineConfig,
@@ -340,7 +341,7 @@ class Config:
     @property
     def _written_stages(self) -> tuple[StageConfig, ...]:
         """The stages; where none is written, one over the whole run."""
-        return self.stages or (StageConfig(name="main", start_step=0),)
+        return self.stages or (StageConfig(**MAIN_STAGE),)
 
     @property
     def says_tokens(self) -> bool:

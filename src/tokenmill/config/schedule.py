@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -59,6 +59,8 @@ MAX_SEQ_LEN = 1 << 24
 MAX_RAMP_BATCH = 1 << 22
 MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
+MAIN_STAGE: Mapping[str, Any] = {"name": "main", "start_step": 0}
+"""The table of the one stage that a run has where it writes none."""
 WHOLE_PACKINGS = ("padded", "best_fit")
 """Those that keep a document whole where it fits a row; `split` and `on_long` decide about longer ones."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -1,7 +1,7 @@
 """Evals of a run: documents that it is evaluated on, the same batches every time, and never trained on.
 
-An eval is a plan of one epoch: its sources one after another, each in its own order. What does not fill the last
-batches of all ranks are rows without labels, so that every rank has as many batches and the mean loss is exact.
+An eval is a plan of one epoch: its sources one after another, each in its own order. The last batches are filled up
+with rows without labels, so that every rank has as many batches as the others and the mean loss is exact.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.config.run import Translation, parse_config, to_toml
-from tokenmill.config.schedule import ResolvedStage
+from tokenmill.config.schedule import MAIN_STAGE, ResolvedStage
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, table_of, tables_of
@@ -127,7 +127,7 @@ def _cut(tables: dict[str, Any], run: Run, step: int, name: str | None, *, keep_
     """Begin a stage at a step of the tables, unless one begins there; return its name."""
     stages: list[dict[str, Any]] = tables.setdefault("stages", [])
     if not stages:
-        stages.append({"name": "main", "start_step": 0})
+        stages.append(dict(MAIN_STAGE))
     number = max(index for index, stage in enumerate(stages) if stage["start_step"] <= step)
     taken = [str(stage["name"]) for stage in stages]
     running = stages[number]

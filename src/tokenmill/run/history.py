@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tokenmill.config.run import LISTS, Config
-from tokenmill.config.schedule import QuarantineConfig
+from tokenmill.config.schedule import MAIN_STAGE, QuarantineConfig
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 from tokenmill.plan.plan import Plan
@@ -210,7 +210,7 @@ def _changed_keys(old: PlanRecord, new: PlanRecord) -> list[Change]:
 
 def _with_stages(tables: Tables) -> dict[str, Any]:
     """Return tables with the one stage that a run without any has."""
-    return {**tables, "stages": tables.get("stages") or [{"name": "main", "start_step": 0}]}
+    return {**tables, "stages": tables.get("stages") or [MAIN_STAGE]}
 
 
 def _leaves(path: str, old: Tables, new: Tables, step: Callable[[str], int | None]) -> list[Change]:

@@ -20,7 +20,6 @@ from tokenmill.run.inspect import bins_of, named_bins, span_ids
 from tokenmill.run.report import attention_costs, waiting
 from tokenmill.run.run import Run
 from tokenmill.store import Store
-from tokenmill.tables import as_json
 from tokenmill.types import AnyArray, Batch, BoolArray, Int64Array, Span, token_arrays
 
 MAX_ROWS = 512
@@ -97,10 +96,6 @@ class StepContents:
     """Slot of the first of these rows."""
     rows: tuple[StepRow, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return dict(as_json(self))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripToken:
@@ -130,10 +125,6 @@ class StripTokens:
     first: int
     """Place of the first of these tokens in the strip."""
     tokens: tuple[StripToken, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return dict(as_json(self))
 
 
 def inspect_step(run: Run, step: int, *, first: int = 0, count: int = MAX_ROWS) -> StepContents:

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import ceil, floor, log10
 from typing import NamedTuple
 
@@ -225,18 +225,9 @@ def timeline(
         f'<desc id="tm-desc">{text_of(described)}</desc><style>{_STYLE}</style><defs>{_HATCH}</defs>',
         f'<rect width="{WIDTH}" height="{height}" class="tm-paper"/>',
     ]
-    drawn = (
-        *(
-            _heading(chart, name),
-            _bands(chart),
-            _realised(chart),
-            _skipped(chart),
-            _axes(chart, evals),
-            _stages(chart),
-        ),
-        *(_marks(chart), _evals(chart, evals)),
-    )
-    return "\n".join([*parts, *(line for lines in drawn for line in lines), *legend, "</svg>\n"])
+    shares = chain(_heading(chart, name), _bands(chart), _realised(chart), _skipped(chart))
+    around = chain(_axes(chart, evals), _stages(chart), _marks(chart), _evals(chart, evals))
+    return "\n".join([*parts, *shares, *around, *legend, "</svg>\n"])
 
 
 def _events(report: PlanReport, quarantined: Sequence[Quarantined]) -> Iterator[_Event]:

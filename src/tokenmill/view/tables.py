@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -333,14 +333,17 @@ def store_tables(name: str, store: StoreContents, *, inputs: bool) -> Iterator[T
         yield bars(title, ("tokens", "documents" if key == "sequence" else key), bins)
     if store.reasons:
         title = f"{sum(each.records for each in store.reasons):,} skipped records, an example of each reason"
-        keys = ("reason", "records", "file", "line", "detail", "way_out")
-        yield _records(title, keys, [asdict(each) for each in store.reasons])
+        columns = ("reason", "records", "file", "line", "detail", "way out")
+        rows = [(r.reason, r.records, r.file, r.line, r.detail, r.way_out) for r in store.reasons]
+        yield Table(title=title, columns=columns, rows=rows, folded=True)
     if store.notes:
-        notes = [asdict(each) for each in store.notes]
         title = "Notes of the build, and the first document of each"
-        yield _records(title, ("name", "records", "document", "meaning"), notes)
+        notes = [(note.name, note.records, note.document, note.meaning) for note in store.notes]
+        yield Table(title=title, columns=("name", "records", "document", "meaning"), rows=notes, folded=True)
     if inputs and store.inputs:
-        yield _records("Input files", ("name", "documents", "tokens"), store.inputs)
+        keys = ("name", "documents", "tokens")
+        files = [[file.get(key) for key in keys] for file in store.inputs]
+        yield Table(title="Input files", columns=keys, rows=files, folded=True)
 
 
 def bars(title: str, columns: Sequence[str], counts: Mapping[str, int]) -> Table:
@@ -348,11 +351,6 @@ def bars(title: str, columns: Sequence[str], counts: Mapping[str, int]) -> Table
     most = max(counts.values(), default=1) or 1
     rows = [(name, count, Bar(count / most)) for name, count in counts.items()]
     return Table(title=title, columns=(*columns, ""), rows=rows, folded=True)
-
-
-def _records(title: str, keys: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [[record.get(key) for key in keys] for record in records]
-    return Table(title=title, columns=[key.replace("_", " ") for key in keys], rows=rows, folded=True)
 
 
 def _facts(store: StoreContents) -> list[tuple[str, object]]:
