@@ -93,8 +93,7 @@ WorldSize = Annotated[
 ]
 """Type of the option --world-size; its default is None."""
 ToNative = Annotated[
-    bool,
-    typer.Option("--to-native", help="Print the config as native TOML and stop; no store is opened."),
+    bool, typer.Option("--to-native", help="Print the config as native TOML and stop; no store is opened.")
 ]
 """Type of the option --to-native; its default is False."""
 # Facts that token files of other projects may lack.

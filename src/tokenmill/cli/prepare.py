@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,10 +66,7 @@ def prepare(
         str | None, typer.Option(help="Between the cells of CSV and TSV; default: a comma, a tab.")
     ] = None,
     text_unit: Annotated[str, typer.Option(help="What one document is in text files: file, or line.")] = "file",
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Fields to keep beside each document, such as id,url."),
-    ] = None,
+    keep: Annotated[str | None, typer.Option(help="Fields to keep beside each document, such as id,url.")] = None,
     on_error: Annotated[
         str, typer.Option(help="What to do about bad records and broken files: stop, or skip (counted, listed).")
     ] = "stop",
@@ -81,8 +78,7 @@ def prepare(
     max_items: Annotated[int | None, typer.Option(help="Stop after this many records, in input order.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Cut records to this many tokens.")] = None,
     on_long: Annotated[
-        str | None,
-        typer.Option(help="What to do about longer records: cut (default), drop (counted), or stop."),
+        str | None, typer.Option(help="What to do about longer records: cut (default), drop (counted), or stop.")
     ] = None,
     domain_key: Annotated[
         str | None, typer.Option(help="Field that names a domain; writes one store for each, below OUT.")
@@ -94,8 +90,7 @@ def prepare(
         float | None, typer.Option(help="Share of records that goes to OUT/val; the others go to OUT/train.")
     ] = None,
     same_names: Annotated[
-        bool,
-        typer.Option("--same-names", help="Add files whose names the store has already: a second dump."),
+        bool, typer.Option("--same-names", help="Add files whose names the store has already: a second dump.")
     ] = False,
     max_record_bytes: Annotated[
         int | None, typer.Option(help="Largest record; a worker takes up to 15 times that. Default: 64 MiB.")
@@ -211,13 +206,7 @@ def prepare(
 
 
 def _check_mode(
-    inputs: list[str] | None,
-    *,
-    plan_only: bool,
-    part: str | None,
-    publish: bool,
-    engine: str,
-    address: str | None,
+    inputs: list[str] | None, *, plan_only: bool, part: str | None, publish: bool, engine: str, address: str | None
 ) -> None:
     """Refuse what does not go together."""
     modes = {"--plan-only": plan_only, "--part": part is not None, "--publish": publish}
@@ -241,16 +230,13 @@ def _check_mode(
         )
 
 
-@contextmanager
-def _executor(engine: str, address: str | None, workers: int | None) -> Iterator[Executor | None]:
-    """Yield what runs units, None for the workers of this machine; what was started for it is ended."""
+def _executor(engine: str, address: str | None, workers: int | None) -> AbstractContextManager[Executor | None]:
+    """Return what runs units, None for the workers of this machine; what was started for it is ended."""
     if engine == "local":
-        yield None
-        return
+        return nullcontext()
     from tokenmill.build import RayExecutor
 
-    with RayExecutor(address, num_cpus=workers) as executor:
-        yield executor
+    return RayExecutor(address, num_cpus=workers)
 
 
 def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
@@ -268,13 +254,14 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
             rows.append(("note", "records are hashed first: run all parts twice"))
         ui.print_table(f"Units of {out}", ("what", "value"), rows)
     elif isinstance(report, PartReport):
-        rows = [("units", report.units), ("done before", report.resumed_units)]
-        rows += [
+        rows = [
+            ("units", report.units),
+            ("done before", report.resumed_units),
             ("documents", report.documents),
             ("tokens", report.tokens),
             ("text", ui.megabytes(report.text_bytes)),
+            ("time", f"{report.seconds:.1f} s"),
         ]
-        rows.append(("time", f"{report.seconds:.1f} s"))
         notes = {
             "hash": "records are hashed; run this part again when all parts have done so",
             "published": "nothing to do: the store is finished",

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.schedule import (
-    WHOLE_PACKINGS,
-    Tokens,
-    check_on_long,
-    read_numbers,
-    read_range,
-    read_tokens,
-)
+from tokenmill.config.schedule import WHOLE_PACKINGS, Tokens, check_on_long, read_numbers, read_range, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import Number, check_choice, check_name, check_positive
 from tokenmill.types import SPLITS, Int64Array

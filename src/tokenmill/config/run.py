@@ -55,15 +55,7 @@ from tokenmill.tables import (
     read_table,
     read_text,
 )
-from tokenmill.types import (
-    ARRAYS,
-    ON_ERROR,
-    ON_EXHAUSTED,
-    PAD_TO,
-    POSITIONS,
-    Int64Array,
-    RemoteOptions,
-)
+from tokenmill.types import ARRAYS, ON_ERROR, ON_EXHAUSTED, PAD_TO, POSITIONS, Int64Array, RemoteOptions
 
 MAX_HORIZON = 64
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
@@ -72,6 +64,8 @@ NATIVE = "native"
 LISTS = ("sources", "stages", "skip", "quarantine", "evals")
 """Tables of which a config may have several."""
 TABLES = ("run", *LISTS, "remote")
+IN_TOKENS = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "quarantine": ("from_tokens",)}
+"""Keys that say in tokens what others of their table say in steps, as `tokens` of [run] does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,13 +341,12 @@ class Config:
     def says_tokens(self) -> bool:
         """Whether anything is given in tokens in place of steps."""
         batches = [self.run.global_batch_size, *(stage.global_batch_size for stage in self.stages)]
-        return (
-            self.run.tokens is not None
-            or any(stage.start_tokens is not None or stage.ramp_tokens is not None for stage in self.stages)
-            or any(isinstance(batch, Mapping) and "over_tokens" in batch for batch in batches)
-            or any(skip.tokens is not None for skip in self.skip)
-            or any(edit.from_tokens is not None for edit in self.quarantine)
-            or any(item.every_tokens is not None for item in self.evals)
+        given = [
+            getattr(item, key) for name, keys in IN_TOKENS.items() for item in getattr(self, name) for key in keys
+        ]
+        given += [self.run.tokens, *(item.every_tokens for item in self.evals)]
+        return any(tokens is not None for tokens in given) or any(
+            isinstance(batch, Mapping) and "over_tokens" in batch for batch in batches
         )
 
     @property

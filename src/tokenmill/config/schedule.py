@@ -31,17 +31,7 @@ from tokenmill.tables import (
     check_seed,
     read_text,
 )
-from tokenmill.types import (
-    CROPS,
-    NO_DOCUMENTS,
-    ON_CHANGE,
-    ON_LONG,
-    PACKINGS,
-    RAMPS,
-    SPLITS,
-    WEIGHINGS,
-    Int64Array,
-)
+from tokenmill.types import CROPS, NO_DOCUMENTS, ON_CHANGE, ON_LONG, PACKINGS, RAMPS, SPLITS, WEIGHINGS, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.config.run import Config, RunConfig

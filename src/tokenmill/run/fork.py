@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.config.run import Translation, parse_config, to_toml
+from tokenmill.config.run import IN_TOKENS, Translation, parse_config, to_toml
 from tokenmill.config.schedule import MAIN_STAGE, ResolvedStage
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import Loader, RankSlice
@@ -185,8 +185,7 @@ def _tables(run: Run) -> dict[str, Any]:
 
 def _token_keys(tables: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
     """Return the tables in which something may be given in tokens, each with the keys for it."""
-    listed = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "quarantine": ("from_tokens",)}
-    items = [(item, keys) for name, keys in listed.items() for item in tables.get(name, [])]
+    items = [(item, keys) for name, keys in IN_TOKENS.items() for item in tables.get(name, [])]
     return [(tables["run"], ("tokens",)), *items]
 
 
