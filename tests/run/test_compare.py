@@ -216,10 +216,11 @@ def test_a_key_of_run_is_named_as_the_config_has_it(folder, key, new):
     assert (found.first_step, found.stage, found.changes[0].path) == (0, "main", f"run.{key}")
 
 
-def test_a_key_of_run_acts_from_the_first_stage_that_does_not_say_it(folder):
-    stages = {"stages": [{"name": "a", "start_step": 0, "seed": 3}, {"name": "b", "start_step": 9}]}
-    found = compared(run_of(folder, stages), run_of(folder, stages, seed=5))
-    assert [(change.path, change.step) for change in found.changes] == [("run.seed", 9)]
+@pytest.mark.parametrize(("key", "own", "new"), [("seed", 3, 5), ("on_long", "cut", "drop")])
+def test_a_key_of_run_acts_from_the_first_stage_that_does_not_say_it(folder, key, own, new):
+    stages = {"stages": [{"name": "a", "start_step": 0, key: own}, {"name": "b", "start_step": 9}]}
+    found = compared(run_of(folder, stages), run_of(folder, stages, **{key: new}))
+    assert [(change.path, change.step) for change in found.changes] == [(f"run.{key}", 9)]
     assert found.first_step == 9
 
 

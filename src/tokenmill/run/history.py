@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tokenmill.config.run import LISTS, Config
-from tokenmill.config.schedule import MAIN_STAGE, QuarantineConfig
+from tokenmill.config.run import LISTS, Config, RunConfig
+from tokenmill.config.schedule import MAIN_STAGE, QuarantineConfig, StageConfig
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import first_difference
 from tokenmill.plan.plan import Plan
@@ -101,12 +101,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - a value of a config
 
 _INERT = frozenset(("name", "lr_scale", "reason", "arrays"))
 """Keys that decide no batch."""
-_INHERITED = frozenset(
-    (
-        *("seed", "global_batch_size", "seq_len", "packing", "split", "crop", "shuffle"),
-        *("weights", "temperature", "weigh_by"),
-    )
-)
+_INHERITED = {item.name for item in fields(RunConfig)} & {item.name for item in fields(StageConfig)}
 """Keys of [run] that a stage may set for itself."""
 _SAME_TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
     "sources": (("name",), ("store", "documents")),
