@@ -98,6 +98,19 @@ def test_two_runs_are_compared_as_python_does(site, folder):
         assert shown["sides"][0]["rows"][left]["strips"] == shown["sides"][1]["rows"][right]["strips"]
 
 
+def test_rows_of_other_tokens_are_not_the_same_though_their_spans_are(tmp_path, open_site):
+    for name in ("x", "y"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": name * (5 + number)}) + "\n" for number in range(20)))
+        tm.prepare(path, out=tmp_path / name, tokenizer="bytes", progress=False, workers=1)
+        run = "[run]\nsteps = 3\nglobal_batch_size = 4\nseq_len = 16\n"
+        (tmp_path / f"{name}.toml").write_text(f'{run}[[sources]]\nname = "web"\nstore = "{name}"\n')
+    shown = open_site(tmp_path / "x.toml").api("diff?with=y.toml&step=0")
+    assert shown["difference"]["differing_rows"] == shown["difference"]["total_rows"] == 12
+    assert shown["sides"][0]["rows"] == shown["sides"][1]["rows"]
+    assert shown["equal"] == []
+
+
 def test_ranks_and_micro_batches_take_what_python_deals(site, folder):
     deal = deal_step(tm.Run.from_toml(folder / "run.toml"), 0, 2, 2)
     assert site.api("step?world_size=2&micro_batch=2")["deal"] == as_json(deal)

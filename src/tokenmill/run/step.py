@@ -155,6 +155,16 @@ def inspect_step(run: Run, step: int, *, first: int = 0, count: int = MAX_ROWS) 
     )
 
 
+def same_rows(run: Run, step: StepContents, other: Run, other_step: StepContents) -> tuple[tuple[int, int], ...]:
+    """Return the slots of rows of two runs that hold the same tokens of the same stores, and train on the same."""
+
+    def content(run: Run, row: StepRow) -> tuple[str, tuple[Strip, ...]]:
+        return run.stores[row.source].fingerprint, row.strips
+
+    slots = {content(other, row): row.slot for row in reversed(other_step.rows)}
+    return tuple((row.slot, slots[content(run, row)]) for row in step.rows if content(run, row) in slots)
+
+
 def inspect_strip(
     run: Run,
     step: int,

@@ -41,6 +41,7 @@ from tokenmill.run.step import (
     inspect_step,
     inspect_strip,
     row_arrays,
+    same_rows,
 )
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
@@ -474,12 +475,10 @@ def diff_view(opened: Opened, parameters: Parameters) -> DiffView:
     difference = run.diff(other)
     step = number(parameters, "step") if parameters.get("step") else difference.first_step
     sides = () if step is None else tuple(_side(each, step) for each in (run, other))
-    equal: list[tuple[int, int]] = []
+    equal: tuple[tuple[int, int], ...] = ()
     match sides:
         case (StepContents() as here, StepContents() as there):
-            where = {(row.source, row.strips): row.slot for row in reversed(there.rows)}
-            twins = [(row.slot, where.get((row.source, row.strips))) for row in here.rows]
-            equal = [(slot, twin) for slot, twin in twins if twin is not None]
+            equal = same_rows(run, here, other, there)
     return DiffView(
         names=(run.name, other.name),
         others=others,
@@ -488,7 +487,7 @@ def diff_view(opened: Opened, parameters: Parameters) -> DiffView:
         step=step,
         steps=difference.steps,
         sides=sides,
-        equal=tuple(equal),
+        equal=equal,
     )
 
 
