@@ -1,4 +1,4 @@
-"""Every exception that tokenmill raises on purpose.
+"""Every exception that tokenmill raises on purpose, and how it warns.
 
     TokenmillError
     ├── ConfigError(ValueError)        a run, recipe or option that cannot be right
@@ -46,6 +46,15 @@ def harmless(text: str) -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in "\n\t" or category(c) == "Zs" else "\ufffd" for c in text)
     return without_secrets(text)
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr, in bold where that is possible."""
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text(harmless(f"warning: {message}"), style="bold yellow")
+    Console(stderr=True).print(text, soft_wrap=True)
 
 
 class TokenmillError(Exception):

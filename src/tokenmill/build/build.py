@@ -47,7 +47,7 @@ from tokenmill.build.journal import (
     unit_key,
     unit_result,
 )
-from tokenmill.build.progress import Progress, Show, shown_progress, units_done, warn
+from tokenmill.build.progress import Progress, Show, shown_progress, units_done
 from tokenmill.build.staged import build_remote
 from tokenmill.build.unit import LEFT_OUT, TAKEN, MapRecord, OpenJob, fates_of, is_whole_scan
 from tokenmill.documents import RULES, BadRecord, Unit, content_digest, cut_files, format_of, place
@@ -55,7 +55,7 @@ from tokenmill.documents.units import is_changed
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import WAYS_OUT, Recipe
 from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
-from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError
+from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError, warn
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import Lease, leased_folder, make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest

@@ -32,10 +32,9 @@ import msgspec
 
 from tokenmill.build.job import ONE_CORE, Answer, Job, Task, read_answer, run_task, run_unit, write_job_file
 from tokenmill.build.journal import WORKERS, UnitResult
-from tokenmill.build.progress import warn
 from tokenmill.build.unit import OpenJob, read_worker_files
 from tokenmill.encode.chat import tracked
-from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError
+from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError, warn
 from tokenmill.tables import check_types
 
 TICK_SECONDS = 0.2

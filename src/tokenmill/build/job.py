@@ -31,7 +31,7 @@ import xxhash
 
 from tokenmill import __version__, errors
 from tokenmill.build.journal import Journal, UnitResult
-from tokenmill.build.progress import Show, warn
+from tokenmill.build.progress import Show
 from tokenmill.build.unit import TEXT_KEY, MapRecord, OpenJob, scan_unit, write_unit
 from tokenmill.documents import InputFile, ReadOptions, Unit, find_files, sample_texts
 from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
@@ -48,6 +48,7 @@ from tokenmill.errors import (
     TokenizerError,
     TokenmillError,
     nearest,
+    warn,
 )
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import write_atomically

@@ -46,15 +46,6 @@ class Progress:
     """Since this step began."""
 
 
-def warn(message: str) -> None:
-    """Print a warning on stderr, in bold where that is possible."""
-    from rich.console import Console
-    from rich.text import Text
-
-    text = Text(harmless(f"warning: {message}"), style="bold yellow")
-    Console(stderr=True).print(text, soft_wrap=True)
-
-
 def _print_line(line: str) -> None:
     sys.stderr.write(harmless(line) + "\n")
     sys.stderr.flush()

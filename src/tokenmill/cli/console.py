@@ -24,7 +24,7 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from tokenmill.errors import ConfigError, harmless, without_secrets
+from tokenmill.errors import ConfigError, harmless, warn, without_secrets
 from tokenmill.tables import is_address
 from tokenmill.view.tables import Bar, Table, cell, is_numeric
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
@@ -117,7 +117,7 @@ def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:
     tokenizer = tokenizer_of(store, spec)
     reason = why_no_texts(store) if tokenizer is None else None
     if reason is not None:
-        errors.print(Text(f"warning: {reason}", "bold yellow"), soft_wrap=True)
+        warn(reason)
     return tokenizer
 
 
