@@ -247,7 +247,7 @@ def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str
     from dataclasses import replace
 
     from tokenmill.build import prepare
-    from tokenmill.build.engines import WorkerPool
+    from tokenmill.build.build import WorkerPool
 
     clock, peak = Stopwatch(), [0.0]
 

@@ -17,7 +17,7 @@ from tests.documents.corpora import COMPRESS, CONTENTS
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build import unit as module
-from tokenmill.build.engines import WorkerPool
+from tokenmill.build.build import WorkerPool
 from tokenmill.build.job import read_answer, run_unit
 from tokenmill.build.unit import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError

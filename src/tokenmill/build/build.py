@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
 import xxhash
 
 from tokenmill import __version__
-from tokenmill.build.engines import Executor, WorkerPool, check_timeout, num_workers_of
+from tokenmill.build.engines import Executor, LocalExecutor, UnitWatch, run_by
 from tokenmill.build.job import (
     Job,
     MapIdentity,
@@ -29,10 +30,13 @@ from tokenmill.build.job import (
     identify,
     is_importable,
     open_setting,
+    run_task,
+    write_job_file,
 )
 from tokenmill.build.journal import (
     MAX_LISTED,
     SIZE,
+    WORKERS,
     Build,
     BuildSize,
     FinishedBuild,
@@ -277,6 +281,29 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
             yield build, lease
 
 
+def num_workers_of(workers: int | None, executor: Executor | None) -> int:
+    """Return how many processes to use, by default one a core; refuse what is no executor."""
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ConfigError(
+            f"executor: must have submit(function, *args), as concurrent.futures has it, got {executor!r}; "
+            "leave it out for the cores of this machine"
+        )
+    if workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers < 1:
+        raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
+    return workers
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Refuse what is no number of seconds."""
+    check_types(unit_timeout=(seconds, int | float | None))
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(
+            f"unit_timeout: must be more than 0 seconds, got {seconds}; leave it out to wait for ever"
+        )
+
+
 def _one_worker(function: MapIdentity, workers: int | None, executor: Executor | None) -> int:
     """Return 1, for this process, as no other one can import the function; refuse more if they were asked for."""
     if executor is not None or (workers or 1) > 1:
@@ -487,6 +514,63 @@ def _fates(journal: Journal, cut: CutInput) -> list[Uint8Array]:
         )
     fates = fates_of(paths, deduplicate=cut.deduplicate, max_items=cut.max_items)
     return fates[len(cut.old_scans) :]
+
+
+class WorkerPool:
+    """Runs the tasks of a job by an engine, or in this process where one worker is enough.
+
+    Processes that it started end with the `with` block. An executor of the user's stays open.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        opened: OpenJob,
+        num_workers: int,
+        executor: Executor | None = None,
+        unit_timeout: float | None = None,
+    ) -> None:
+        self.job = job
+        self.opened = opened
+        self._num_workers = num_workers
+        self._executor = executor
+        self._unit_timeout = unit_timeout
+        self._processes: LocalExecutor | None = None
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
+        """Yield the results of tasks in their order; of errors the first in order is raised.
+
+        `tick` is called a few times a second.
+        """
+        if self._executor is not None:
+            job = msgspec.json.encode(self.job)
+            if not getattr(self._executor, "sends_once", False):
+                job = msgspec.json.encode(write_job_file(Path(self.job.folder).parent, job))
+            return run_by(self._executor, job, tasks, tick, self._watch())
+        num_workers = min(self._num_workers, len(tasks))
+        if num_workers <= 1 and self._unit_timeout is None:
+            return (run_task(self.opened, task, tick) for task in tasks)
+        return self.run_in_processes(tasks, num_workers, tick)
+
+    def run_in_processes(
+        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
+    ) -> Iterator[UnitResult | None]:
+        """Run tasks in so many processes; those of an earlier call are used again."""
+        self._processes = self._processes or LocalExecutor()
+        self._processes.grow(num_workers)
+        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick, self._watch())
+
+    def _watch(self) -> UnitWatch:
+        return UnitWatch(Path(self.job.folder).with_name(WORKERS), self._unit_timeout)
 
 
 def drop_others(journal: Journal, tasks: Sequence[Task]) -> None:

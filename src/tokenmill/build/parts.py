@@ -22,15 +22,17 @@ import xxhash
 from tokenmill import __version__
 from tokenmill.build.build import (
     CutInput,
+    WorkerPool,
     bad_record,
     begun_build,
+    check_timeout,
     cut_build,
     drop_others,
     missing_scans,
+    num_workers_of,
     run_scans,
     write_tasks,
 )
-from tokenmill.build.engines import WorkerPool, check_timeout, num_workers_of
 from tokenmill.build.job import (
     Job,
     JobFile,
