@@ -244,7 +244,7 @@ def read_shards(work: Path) -> dict[str, Any]:
     import numpy as np
 
     import tokenmill as tm
-    from tokenmill.store import StoreSpec, StoreWriter, maps
+    from tokenmill.store import StoreSpec, StoreWriter, reader
 
     total, dice = 64_000_000, np.random.default_rng(0)
     for shards in (24, 256):
@@ -261,7 +261,7 @@ def read_shards(work: Path) -> dict[str, Any]:
             f'name = "a"\nstore = "{work / str(shards)}"\n'
         )
     seconds: dict[str, list[float]] = {}
-    before = maps.MAX_MAPS
+    before = reader.MAX_MAPS
     for _ in range(5):
         for shards, limit in ((24, 64), (256, 64), (256, before)):
             run = tm.Run.from_toml(work / f"{shards}.toml")

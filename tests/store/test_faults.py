@@ -11,7 +11,7 @@ import pytest
 
 from tokenmill.errors import StoreCorruptError
 from tokenmill.faults import MAX_WATCHED, num_faults
-from tokenmill.store.maps import FileRequest, MapCache, map_file
+from tokenmill.store.reader import FileRequest, MapCache, map_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sizes alone are checked")
 
@@ -103,7 +103,7 @@ OTHERS = """
 import faulthandler, mmap, os, sys
 import numpy as np
 from pathlib import Path
-from tokenmill.store.maps import FileRequest, map_file
+from tokenmill.store.reader import FileRequest, map_file
 if sys.argv[1] == "before":
     faulthandler.enable()
 Path("watched").write_bytes(b"1" * 4096)

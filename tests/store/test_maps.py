@@ -12,7 +12,7 @@ import pytest
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store
-from tokenmill.store.maps import MAX_MAPS, FileRequest, MapCache, map_file
+from tokenmill.store.reader import MAX_MAPS, FileRequest, MapCache, map_file
 
 NUM_SHARDS = 200
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store
-from tokenmill.store.maps import MapCache
+from tokenmill.store.reader import MapCache
 
 LENGTHS = st.lists(st.integers(0, 12), max_size=20)
 

@@ -24,8 +24,7 @@ from tokenmill.loader.layout import Layout
 from tokenmill.packing.stored import StoredRows, is_stored, next_uses
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
-from tokenmill.store.maps import RangeRequest, Ranges
-from tokenmill.store.reader import wanted_of
+from tokenmill.store.reader import RangeRequest, Ranges, wanted_of
 from tokenmill.types import (
     RECORD_TYPES,
     STORED_ARRAYS,
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
     from tokenmill.packing.records import Runs
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
-    from tokenmill.store.maps import Loan, MapCache, MappedFile, Request
-    from tokenmill.store.reader import Store
+    from tokenmill.store.reader import Loan, MapCache, MappedFile, Request, Store
 
 
 LOOK_EVERY = 200

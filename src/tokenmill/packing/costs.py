@@ -22,7 +22,7 @@ from tokenmill.fingerprint import digest
 from tokenmill.packing.index import compute_in_order, kept_file
 from tokenmill.packing.stored import StoredRows
 from tokenmill.store.durable import read_index, write_index
-from tokenmill.store.maps import MappedFile
+from tokenmill.store.reader import MappedFile
 from tokenmill.types import BoolArray, Int64Array, Uint16Array
 
 IN_MEMORY_ROWS = 1 << 17

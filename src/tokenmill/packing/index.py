@@ -51,7 +51,7 @@ from tokenmill.packing.packers import (
 from tokenmill.packing.stored import QUARANTINED, excluded_within
 from tokenmill.store.durable import read_index, write_index
 from tokenmill.store.layout import ROWS_FOLDER
-from tokenmill.store.maps import MappedFile
+from tokenmill.store.reader import MappedFile
 from tokenmill.types import (
     BoolArray,
     Fates,

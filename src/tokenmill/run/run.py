@@ -156,7 +156,7 @@ class Run:
     def stores(self) -> dict[str, Store]:
         """The open store of each source; they share one bounded set of maps."""
         from tokenmill.store import open_store
-        from tokenmill.store.maps import MapCache
+        from tokenmill.store.reader import MapCache
 
         stored = [source for source in self.config.sources if not source.live]
         maps = MapCache() if stored else None

@@ -25,7 +25,7 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store.layout import LEASE, FileInfo
-from tokenmill.store.maps import FileRequest, MappedFile, map_file
+from tokenmill.store.reader import FileRequest, MappedFile, map_file
 from tokenmill.tables import read_json
 from tokenmill.types import AnyArray, Uint8Array
 

@@ -37,7 +37,7 @@ from tokenmill.store.layout import (
     ShardInfo,
     is_shard_name,
 )
-from tokenmill.store.maps import MappedFile
+from tokenmill.store.reader import MappedFile
 from tokenmill.types import AnyArray, Int64Array, Uint8Array, Uint64Array
 
 if TYPE_CHECKING:

@@ -15,8 +15,20 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.store import layout, maps
+from tokenmill.store import layout
 from tokenmill.store.durable import make_folder, read_index, write_index, write_section
+from tokenmill.store.reader import (
+    FileRequest,
+    MappedFile,
+    RangeRequest,
+    Ranges,
+    Request,
+    map_file,
+    merged,
+    part_of,
+    read_range,
+    sparse_map,
+)
 from tokenmill.types import Uint8Array, Uint64Array
 
 FORMAT = "tokenmill-sums-1"
@@ -120,10 +132,10 @@ def _damaged(file: Path, got: str) -> StoreCorruptError:
 class _Ready:
     """Ranges that have been read."""
 
-    files: list[maps.MappedFile]
+    files: list[MappedFile]
     is_here: bool = True
 
-    def wait(self) -> list[maps.MappedFile]:
+    def wait(self) -> list[MappedFile]:
         return self.files
 
     def release(self) -> None:
@@ -139,36 +151,36 @@ class ProvenFiles:
     _sums: dict[str, Uint64Array] = field(default_factory=dict)
     """Of each file of which ranges were read."""
 
-    def request(self, shard: int, name: str) -> maps.Request:
+    def request(self, shard: int, name: str) -> Request:
         """Return where a file of a shard is; an index is proven as a whole, when it is first asked for."""
         info = self.manifest.shards[shard]
         part = info.files[name]
         place = f"{info.name}/{name}" if info.container is None else info.name
         size = part.bytes if info.container is None else info.container.bytes
         if name not in {layout.index_file(axis) for axis in layout.axes_of(self.manifest.kind, self.manifest.keys)}:
-            return maps.RangeRequest(str(self.folder / place), self, place, size, part.begin, part.bytes)
+            return RangeRequest(str(self.folder / place), self, place, size, part.begin, part.bytes)
         whole = None if info.container is None else part.bytes
-        request = maps.FileRequest(self.folder / place, size, part.begin, whole)
-        checksum = xxhash.xxh3_128_hexdigest(maps.map_file(request).data.data)
+        request = FileRequest(self.folder / place, size, part.begin, whole)
+        checksum = xxhash.xxh3_128_hexdigest(map_file(request).data.data)
         if checksum != part.xxh3:
             raise StoreCorruptError(
                 f"{request.path}: checksum must be {part.xxh3}, got {checksum}; {layout.WAY_OUT}"
             )
         return request
 
-    def begin(self, ranges: Sequence[maps.Ranges], *, ahead: bool) -> _Ready:  # noqa: ARG002 - a disk is not waited for
+    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> _Ready:  # noqa: ARG002 - a disk is not waited for
         """Read ranges of some files, in whole pages, and prove them."""
         files = []
         for item in ranges:
             request = item.request
             sums = self._sums_of(request.name)
-            begins, ends = maps.merged(
+            begins, ends = merged(
                 item.begins + request.begin, item.ends + request.begin, layout.PAGE_BYTES, request.bytes
             )
-            mapped = maps.sparse_map(request.path, request.bytes)
-            whole = maps.FileRequest(self.folder / request.name, request.bytes)
+            mapped = sparse_map(request.path, request.bytes)
+            whole = FileRequest(self.folder / request.name, request.bytes)
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-                data = maps.read_range(whole, begin, end - begin)
+                data = read_range(whole, begin, end - begin)
                 page = wrong_page(sums, begin, data)
                 if page is not None:
                     raise StoreCorruptError(
@@ -176,7 +188,7 @@ class ProvenFiles:
                         f"{page}; {layout.WAY_OUT}"
                     )
                 mapped.data[begin:end] = data
-            files.append(maps.part_of(mapped, request))
+            files.append(part_of(mapped, request))
         return _Ready(files)
 
     def _sums_of(self, name: str) -> Uint64Array:

@@ -16,9 +16,18 @@ import xxhash
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
 from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
-from tokenmill.store.maps import FileRequest, RangeRequest, Request, map_file, read_range
 from tokenmill.store.notes import check_hashes, check_origins
-from tokenmill.store.reader import Store, open_store, read_ours, store_of
+from tokenmill.store.reader import (
+    FileRequest,
+    RangeRequest,
+    Request,
+    Store,
+    map_file,
+    open_store,
+    read_ours,
+    read_range,
+    store_of,
+)
 from tokenmill.store.sums import page_sums, read_sums, sums_file, write_sums
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import AnyArray, RemoteOptions, Uint8Array

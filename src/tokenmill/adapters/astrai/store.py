@@ -21,7 +21,7 @@ from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.astrai import POSITION_IDS, written_positions
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.layout import is_ours, key_file
-from tokenmill.store.maps import FileRequest, MemoryRequest, RangeRequest, read_range
+from tokenmill.store.reader import FileRequest, MemoryRequest, RangeRequest, read_range
 from tokenmill.tables import check_choice
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 

@@ -27,7 +27,7 @@ from tokenmill.loader import IGNORE
 from tokenmill.loader.assemble import BufferPool
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import is_ours, key_file
-from tokenmill.store.maps import MapCache
+from tokenmill.store.reader import MapCache
 from tokenmill.tables import Count
 from tokenmill.types import Int64Array
 

@@ -17,7 +17,7 @@ import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, nearest
 from tokenmill.store.layout import MANIFEST, is_ours, stores_below
-from tokenmill.store.maps import FileRequest, read_range
+from tokenmill.store.reader import FileRequest, read_range
 from tokenmill.store.writer import H5_MAGIC
 from tokenmill.tables import path_of
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key

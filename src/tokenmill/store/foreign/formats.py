@@ -33,7 +33,7 @@ from tokenmill.store.foreign.files import (
     real_file,
     sample_blocks,
 )
-from tokenmill.store.maps import FileRequest, read_range
+from tokenmill.store.reader import FileRequest, read_range
 from tokenmill.types import AnyArray, Int64Array
 
 _NPY_HEADER = 1 << 14

@@ -44,8 +44,7 @@ from tokenmill.store.layout import (
     key_file,
     token_keys,
 )
-from tokenmill.store.maps import FileRequest, MapCache, MemoryRequest, Request, map_file
-from tokenmill.store.reader import Store, store_of
+from tokenmill.store.reader import FileRequest, MapCache, MemoryRequest, Request, Store, map_file, store_of
 from tokenmill.store.verify import Progress, VerifyReport, collected
 from tokenmill.tables import read_json
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array

@@ -26,7 +26,16 @@ from tokenmill.caches import private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
 from tokenmill.store import layout
 from tokenmill.store.durable import sync_folder, write_atomically
-from tokenmill.store.maps import FileRequest, MappedFile, RangeRequest, Ranges, Request, merged, part_of, sparse_map
+from tokenmill.store.reader import (
+    FileRequest,
+    MappedFile,
+    RangeRequest,
+    Ranges,
+    Request,
+    merged,
+    part_of,
+    sparse_map,
+)
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted
