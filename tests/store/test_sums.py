@@ -7,7 +7,7 @@ import tokenmill as tm
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.run.run import Run
 from tokenmill.store import check_store
-from tokenmill.store.sums import sums_file
+from tokenmill.store.verify import sums_file
 
 RUN = """
 [run]

@@ -388,9 +388,9 @@ def check_unit(folder: Path, result: UnitResult) -> None:
     """Raise StoreCorruptError if files of a unit are gone or of another size."""
     for route, shards in result.shards.items():
         for shard in shards:
-            writer.check_sizes(route_folder(folder, route) / shard.name, shard)
+            writer.check_sizes(route_folder(folder, route), shard.stored_files)
     for route, files in result.origins.items():
-        writer.check_file_sizes(route_folder(folder, route), files)
+        writer.check_sizes(route_folder(folder, route), files)
 
 
 def route_folder(unit: Path, route: str) -> Path:

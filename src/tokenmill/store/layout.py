@@ -224,6 +224,19 @@ class ShardInfo:
         """Return how many items and values an axis has."""
         return self.axes[axis] if self.axes else (self.documents, self.tokens)
 
+    def place(self, name: str) -> tuple[str, int]:
+        """Return which file of the store an array or an index is in, by its path there, and how large that is."""
+        if self.container is not None:
+            return self.name, self.container.bytes
+        return f"{self.name}/{name}", self.files[name].bytes
+
+    @property
+    def stored_files(self) -> dict[str, FileInfo]:
+        """Its files as they are on disk, by their paths in the store."""
+        if self.container is not None:
+            return {self.name: self.container}
+        return {f"{self.name}/{name}": info for name, info in self.files.items()}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tokenmill.store.notes import Origin
     from tokenmill.store.remote.fetch import Network
     from tokenmill.store.remote.files import RemoteFiles
-    from tokenmill.store.sums import ProvenFiles
+    from tokenmill.store.verify import ProvenFiles
 
 Spanned: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
 """Shard, first value and end of each of some spans."""
@@ -472,16 +472,12 @@ class Store:
         """Return where a file of a shard is, and the size it must have."""
         request = self.requests.get((shard, name))
         if request is None:
-            info = self.manifest.shards[shard]
-            part = info.files[name]
             if self.remotes:
                 request = self.remotes[0].request(shard, name)
             elif self.proven is not None:
                 request = self.proven.request(shard, name)
-            elif info.container is None:
-                request = FileRequest(self.path / info.name / name, part.bytes)
             else:
-                request = FileRequest(self.path / info.name, info.container.bytes, part.begin, part.bytes)
+                request = file_request(self.path, self.manifest.shards[shard], name)
             self.requests[shard, name] = request
         return request
 
@@ -592,6 +588,13 @@ class Store:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
 
 
+def file_request(store: Path, shard: layout.ShardInfo, name: str) -> FileRequest:
+    """Return where an array or an index of a shard is, in a store on disk."""
+    place, size = shard.place(name)
+    part = shard.files[name]
+    return FileRequest(store / place, size, part.begin, None if shard.container is None else part.bytes)
+
+
 def wanted_of(
     requests: Sequence[Request], shards: Int64Array, spans: Spanned, width: int
 ) -> list[Ranges | Request]:
@@ -683,7 +686,7 @@ def _proven(store: Store) -> Store:
         raise StoreError(
             f"{store.path}: must have page sums for verify_pages, got none; run `tokenmill verify --add-page-sums`"
         )
-    from tokenmill.store.sums import ProvenFiles
+    from tokenmill.store.verify import ProvenFiles
 
     return replace(store, proven=ProvenFiles(folder=store.path, manifest=store.manifest))
 

@@ -1,36 +1,47 @@
-"""Proving that a store is what its manifest says, byte for byte, and of foreign files what can be proven."""
+"""Proving that a store is what its manifest says: all of it byte for byte, or every page when it is read.
+
+The manifest has one checksum a file, which proves all of it or nothing. `.sums/shard-00000.bin` beside a shard has
+the XXH3-64 of every page of each of its files, and the checksums of the whole files that they were made of, so that
+it fits no others. Of files of other projects, what can be proven is.
+"""
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.layout import MANIFEST, WAY_OUT, manifest_bytes
+from tokenmill.store.durable import make_folder, read_index, write_index, write_section
+from tokenmill.store.layout import MANIFEST, PAGE_BYTES, WAY_OUT, manifest_bytes
 from tokenmill.store.notes import check_hashes, check_origins
 from tokenmill.store.reader import (
     FileRequest,
+    MappedFile,
     RangeRequest,
+    Ranges,
     Request,
     Store,
+    file_request,
     map_file,
+    merged,
     open_store,
+    part_of,
     read_ours,
     read_range,
+    sparse_map,
     store_of,
 )
-from tokenmill.store.sums import page_sums, read_sums, sums_file, write_sums
 from tokenmill.tables import is_address, path_of
-from tokenmill.types import AnyArray, RemoteOptions, Uint8Array
+from tokenmill.types import AnyArray, RemoteOptions, Uint8Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.store.foreign.files import ForeignOptions
@@ -255,7 +266,9 @@ def _blocks(request: Request) -> Iterator[Uint8Array]:
         file.check()
 
 
-def _check_checksum(request: Request, expected: str, progress: Progress, sums: array[int] | None = None) -> None:
+def _check_checksum(
+    request: Request, expected: str, progress: Progress = lambda _bytes: None, sums: array[int] | None = None
+) -> None:
     """Refuse a file of another checksum; the sums of its pages are added to `sums`."""
     state = xxhash.xxh3_128()
     for block in _blocks(request):
@@ -297,3 +310,157 @@ def _check_ids(request: Request, dtype: str, vocab_size: int) -> None:
                 f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
                 "prepare the store again with the right tokenizer"
             )
+
+
+# Checksums of pages.
+
+SUMS_FORMAT = "tokenmill-sums-1"
+
+
+def page_sums(data: Uint8Array | bytes) -> list[int]:
+    """Return the checksum of each page of some bytes; the last page may be shorter."""
+    view = memoryview(data)  # type: ignore[arg-type]
+    pages = range(0, len(view), PAGE_BYTES)
+    return [xxhash.xxh3_64_intdigest(view[begin : begin + PAGE_BYTES]) for begin in pages]
+
+
+def wrong_page(sums: Uint64Array, begin: int, data: Uint8Array | bytes) -> int | None:
+    """Return the first page of some bytes of a file that is not what its sums say; None where all are right.
+
+    `begin` is where the bytes begin in the file: at a page.
+    """
+    first, extra = divmod(begin, PAGE_BYTES)
+    assert not extra
+    actual = page_sums(data)
+    expected = sums[first : first + len(actual)].tolist()
+    wrong = (page for page, pair in enumerate(zip(actual, expected, strict=True), first) if pair[0] != pair[1])
+    return next(wrong, None)
+
+
+def sums_file(shard: str) -> str:
+    """Return the name of the file with the page sums of a shard.
+
+    >>> sums_file("shard-00007")
+    '.sums/shard-00007.bin'
+    """
+    return f"{layout.SUMS_FOLDER}/{shard}.bin"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SumsFooter:
+    """What stands at the end of a sums file, as JSON."""
+
+    format: str
+    page_bytes: int
+    files: Mapping[str, tuple[layout.Count, layout.Count, str, str]]
+    """File -> first byte and size of its sums, their XXH3-128, and the XXH3-128 of the file itself."""
+
+
+def write_sums(store: Path, shard: layout.ShardInfo, sums: Mapping[str, Uint64Array]) -> Path:
+    """Write the page sums of the files of a shard beside it."""
+
+    def write(out: BinaryIO) -> _SumsFooter:
+        files = {}
+        for name, info in shard.stored_files.items():
+            section = write_section(out, [sums[name].astype("<u8").view(np.uint8)])
+            files[name] = (*section, info.xxh3)
+        return _SumsFooter(format=SUMS_FORMAT, page_bytes=PAGE_BYTES, files=files)
+
+    file = store / sums_file(shard.name)
+    make_folder(file.parent)
+    write_index(file, write)
+    return file
+
+
+def read_sums(file: Path, shard: layout.ShardInfo) -> dict[str, Uint64Array]:
+    """Read the page sums of each file of a shard; those of other files than the manifest lists are refused."""
+    index = read_index(file, _SumsFooter)
+    if index is None or (index[1].format, index[1].page_bytes) != (SUMS_FORMAT, PAGE_BYTES):
+        raise _bad_sums(file, "a cut or changed one")
+    data, footer = index[0].data, index[1]
+    sums: dict[str, Uint64Array] = {}
+    for name, info in shard.stored_files.items():
+        begin, sums_bytes, proof, of = footer.files.get(name, (0, 0, "", ""))
+        section = data[begin : begin + sums_bytes]
+        if of != info.xxh3:
+            raise _bad_sums(file, f"those of another {name}")
+        if (
+            section.size != -(-info.bytes // PAGE_BYTES) * 8
+            or xxhash.xxh3_128_hexdigest(section.tobytes()) != proof
+        ):
+            raise _bad_sums(file, f"other ones for {name}")
+        sums[name] = section.view("<u8")
+    return sums
+
+
+def _bad_sums(file: Path, got: str) -> StoreCorruptError:
+    return StoreCorruptError(
+        f"{file}: must have the checksums of the pages of its shard, got {got}; delete it, and run "
+        f"`tokenmill verify --add-page-sums`, or {WAY_OUT}"
+    )
+
+
+# Files on disk that are proven when they are read: bit rot in the middle of a run gives no wrong token. Pages are
+# copied into memory of this process before they are proven, so that what is proven is what is used.
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """Ranges that have been read."""
+
+    files: list[MappedFile]
+    is_here: bool = True
+
+    def wait(self) -> list[MappedFile]:
+        return self.files
+
+    def release(self) -> None:
+        self.files.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvenFiles:
+    """The files of a store on disk that must have page sums."""
+
+    folder: Path
+    manifest: layout.Manifest
+    _sums: dict[str, Uint64Array] = field(default_factory=dict)
+    """Of each file of which ranges were read."""
+
+    def request(self, shard: int, name: str) -> Request:
+        """Return where a file of a shard is; an index is proven as a whole, when it is first asked for."""
+        info = self.manifest.shards[shard]
+        request = file_request(self.folder, info, name)
+        if name in {layout.index_file(axis) for axis in layout.axes_of(self.manifest.kind, self.manifest.keys)}:
+            _check_checksum(request, info.files[name].xxh3)
+            return request
+        place, size = info.place(name)
+        return RangeRequest(str(request.path), self, place, size, request.begin, request.wanted)
+
+    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> _Ready:  # noqa: ARG002 - a disk is not waited for
+        """Read ranges of some files, in whole pages, and prove them."""
+        files = []
+        for item in ranges:
+            request = item.request
+            sums = self._sums_of(request.name)
+            begins, ends = merged(item.begins + request.begin, item.ends + request.begin, PAGE_BYTES, request.bytes)
+            mapped = sparse_map(request.path, request.bytes)
+            whole = FileRequest(self.folder / request.name, request.bytes)
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                data = read_range(whole, begin, end - begin)
+                page = wrong_page(sums, begin, data)
+                if page is not None:
+                    raise StoreCorruptError(
+                        f"{request.path}: bytes {begin}:{end} must be what their checksums say, got others in page "
+                        f"{page}; {WAY_OUT}"
+                    )
+                mapped.data[begin:end] = data
+            files.append(part_of(mapped, request))
+        return _Ready(files)
+
+    def _sums_of(self, name: str) -> Uint64Array:
+        if name not in self._sums:
+            folder = name.partition("/")[0]
+            shard = next(shard for shard in self.manifest.shards if shard.name == folder)
+            self._sums.update(read_sums(self.folder / sums_file(shard.name), shard))
+        return self._sums[name]

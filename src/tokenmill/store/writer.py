@@ -204,7 +204,7 @@ class ShardSeries:
         series = cls(folder, spec)
         series.shards = list(saved.shards)
         for shard in series.shards:
-            check_sizes(folder / shard.name, shard)
+            check_sizes(folder, shard.stored_files)
             if not (hashes := _hashes_beside(folder / shard.name)).exists():
                 raise StoreCorruptError(f"{hashes}: must be there to go on, got nothing; the unit is done again")
         # Shards that were begun after the checkpoint go.
@@ -370,14 +370,8 @@ def _num_records(offsets: Mapping[str, Int64Array]) -> int:
     return int(offsets[axis].size) - 1
 
 
-def check_sizes(path: Path, shard: ShardInfo) -> None:
-    """Raise StoreCorruptError if the files of a finished shard are gone or of another size."""
-    container = shard.container
-    check_file_sizes(*((path, shard.files) if container is None else (path.parent, {path.name: container})))
-
-
-def check_file_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
-    """Raise StoreCorruptError if files of a finished unit are gone or of another size."""
+def check_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
+    """Raise StoreCorruptError if files below a folder, which were finished, are gone or of another size."""
     for file, info in ((folder / name, info) for name, info in files.items()):
         if not file.is_file() or file.stat().st_size != info.bytes:
             raise StoreCorruptError(

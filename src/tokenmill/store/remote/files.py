@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from tokenmill.store.reader import (
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted
-from tokenmill.store.sums import files_of, read_sums, sums_file
+from tokenmill.store.verify import read_sums, sums_file
 from tokenmill.types import Uint64Array
 
 logger = logging.getLogger("tokenmill")
@@ -121,11 +122,7 @@ class RemoteFiles:
         """Folder -> what is in it, as it was asked for with the manifest."""
         self._indexes = {layout.index_file(axis) for axis in layout.axes_of(manifest.kind, manifest.keys)}
         for shard in manifest.shards:
-            if shard.container is not None:
-                self.objects.sizes[shard.name] = shard.container.bytes
-            else:
-                for name, info in shard.files.items():
-                    self.objects.sizes[f"{shard.name}/{name}"] = info.bytes
+            self.objects.sizes |= {name: info.bytes for name, info in shard.stored_files.items()}
 
     def request(self, shard: int, name: str) -> Request:
         """Return where a file of a shard is: offsets are copied to this machine first, arrays are not."""
@@ -135,9 +132,7 @@ class RemoteFiles:
             if not self._local(info, name).exists():
                 self.bring_small(shard)
             return FileRequest(self._local(info, name), part.bytes)
-        if info.container is None:
-            return self.whole(f"{info.name}/{name}", part.bytes)
-        return replace(self.whole(info.name, info.container.bytes), begin=part.begin, wanted=part.bytes)
+        return replace(self.whole(*info.place(name)), begin=part.begin, wanted=part.bytes)
 
     def whole(self, name: str, size: int) -> RangeRequest:
         """Return a whole object as something to read ranges of."""
@@ -243,7 +238,7 @@ class RemoteFiles:
                 self._sums.update(read_sums(file, shard))
             else:
                 logger.warning(_NO_SUMS, self.address / shard.name)
-                self._sums.update(dict.fromkeys(files_of(shard)))
+                self._sums.update(dict.fromkeys(shard.stored_files))
         return self._sums[name]
 
     # Small files.
@@ -296,8 +291,9 @@ class RemoteFiles:
             mine = [_Copy(proof, 0, sums[proof], self.folder / proof)] if proof in sums else []
             for name in sorted(self._indexes & shard.files.keys()):
                 part = shard.files[name]
-                place = f"{shard.name}/{name}" if shard.container is None else shard.name
-                mine.append(_Copy(place, part.begin, part.bytes, self._local(shard, name), part.xxh3))
+                mine.append(
+                    _Copy(shard.place(name)[0], part.begin, part.bytes, self._local(shard, name), part.xxh3)
+                )
             total += sum(job.bytes for job in mine)
             if jobs and total > NEAR_BYTES:
                 break
@@ -326,10 +322,11 @@ class RemoteFiles:
 
             await gathered([part(at, stop) for at, stop in split(job.begin, job.begin + job.bytes)])
             os.fsync(descriptor)
-            if job.xxh3 is not None and _digest(descriptor) != job.xxh3:
+            with open(temporary, "rb") as copied:
+                checksum = file_digest(copied, xxhash.xxh3_128).hexdigest() if job.xxh3 is not None else None
+            if checksum != job.xxh3:
                 raise StoreCorruptError(
-                    f"{self.address / job.name}: checksum must be {job.xxh3}, got {_digest(descriptor)}; "
-                    f"{layout.WAY_OUT}"
+                    f"{self.address / job.name}: checksum must be {job.xxh3}, got {checksum}; {layout.WAY_OUT}"
                 )
             os.replace(temporary, file)
             sync_folder(file.parent)
@@ -350,14 +347,6 @@ class _Copy:
     file: Path
     xxh3: str | None = None
     """What its checksum must be; None: it is checked by what reads it."""
-
-
-def _digest(descriptor: int) -> str:
-    state, at = xxhash.xxh3_128(), 0
-    while block := os.pread(descriptor, 1 << 20, at):
-        state.update(block)
-        at += len(block)
-    return state.hexdigest()
 
 
 @contextmanager

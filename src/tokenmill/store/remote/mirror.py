@@ -28,7 +28,7 @@ import numpy as np
 from tokenmill.store.durable import write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
-from tokenmill.store.sums import wrong_page
+from tokenmill.store.verify import wrong_page
 from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from
 
 logger = logging.getLogger("tokenmill")

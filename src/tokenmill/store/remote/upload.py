@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 
 import xxhash
@@ -19,14 +20,12 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.reader import read_ours
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.sums import sums_file
-from tokenmill.store.verify import verify
+from tokenmill.store.verify import sums_file, verify
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import RemoteOptions
 
 THREADS = 8
 """Files that are on their way at a time; the parts of a large one are, too."""
-_BLOCK = 8 << 20
 Progress = Callable[[int, int], None]
 """Called with the bytes that are there and proven, and all there are."""
 
@@ -130,11 +129,8 @@ def _files(path: Path, manifest: layout.Manifest) -> Iterator[_File]:
     Row indexes go along: a node fetches one in less time than it takes to build it.
     """
     for shard in manifest.shards:
-        if shard.container is not None:
-            yield _File(name=shard.name, bytes=shard.container.bytes, xxh3=shard.container.xxh3)
-            continue
-        for name, info in shard.files.items():
-            yield _File(name=f"{shard.name}/{name}", bytes=info.bytes, xxh3=info.xxh3)
+        for name, info in shard.stored_files.items():
+            yield _File(name=name, bytes=info.bytes, xxh3=info.xxh3)
     for folder, folders, names in os.walk(path):
         top = Path(folder) == path
         folders[:] = sorted(
@@ -146,9 +142,7 @@ def _files(path: Path, manifest: layout.Manifest) -> Iterator[_File]:
             if _is_left(name) or (top and (name == layout.MANIFEST or layout.is_shard_name(name))):
                 continue
             file = Path(folder) / name
-            yield _File(
-                name=file.relative_to(path).as_posix(), bytes=file.stat().st_size, xxh3=_checksum(_blocks(file))
-            )
+            yield _File(name=file.relative_to(path).as_posix(), bytes=file.stat().st_size, xxh3=_checksum(file))
 
 
 def _is_left(name: str) -> bool:
@@ -158,30 +152,29 @@ def _is_left(name: str) -> bool:
 
 def _bring(client: Client, path: Path, file: _File, size: int | None) -> bool:
     """See to it that a file is there and right; say whether it was sent."""
-    if size == file.bytes and _checksum(client.stream(file.name)) == file.xxh3:
+    if size == file.bytes and _remote_checksum(client, file.name) == file.xxh3:
         return False
     local = path / file.name
-    if local.stat().st_size != file.bytes or _checksum(_blocks(local)) != file.xxh3:
+    if local.stat().st_size != file.bytes or _checksum(local) != file.xxh3:
         raise StoreCorruptError(
             f"{local}: must be what the manifest says before it is uploaded, got other bytes; {layout.WAY_OUT}"
         )
     client.put(file.name, local)
-    if _checksum(client.stream(file.name)) != file.xxh3:
+    if _remote_checksum(client, file.name) != file.xxh3:
         raise StoreCorruptError(
             f"{client.address / file.name}: must be read back as it was sent, got other bytes; upload it again"
         )
     return True
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
+def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            yield block
+        return file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
-def _checksum(blocks: Iterator[bytes]) -> str:
-    """Return the checksum of blocks, as manifests have it; those of an object that is cut meanwhile fit nothing."""
+def _remote_checksum(client: Client, name: str) -> str:
+    """Return the checksum of an object; that of one that is cut meanwhile fits nothing."""
     checksum = xxhash.xxh3_128()
-    for block in blocks:
+    for block in client.stream(name):
         checksum.update(block)
     return str(checksum.hexdigest())
