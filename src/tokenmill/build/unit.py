@@ -31,9 +31,8 @@ from tokenmill.encode.recipe.recipe import Preprocessing
 from tokenmill.encode.tokenizer import Tokenizer, frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec, durable
-from tokenmill.store.layout import axis_of, token_keys
 from tokenmill.store.notes import OriginCheckpoint, OriginWriter
-from tokenmill.store.writer import ShardSeries
+from tokenmill.store.writer import ShardSeries, token_starts
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array
 
@@ -195,7 +194,7 @@ def _append(documents: _Documents, route: str, indices: Int64Array | None, write
     records = documents.encode(indices)
     chosen: Int64Array = np.arange(len(batch.documents)) if indices is None else indices
     if records.kept.size:
-        kept, sizes = chosen[records.kept], _num_tokens(records, documents.opened.spec)
+        kept, sizes = chosen[records.kept], np.diff(token_starts(documents.opened.spec, records.offsets))
         pieces, lines = batch.places(kept)
         if records.noted:
             before = sum(documents for _, documents, _ in counts.taken.get(route, ()))
@@ -245,17 +244,6 @@ def _num_bytes(contents: Sequence[str | None]) -> int:
     return sum(map(len, texts)) + sum(
         len(text.encode(errors="surrogatepass")) - len(text) for text in filterfalse(str.isascii, texts)
     )
-
-
-def _num_tokens(records: Records, spec: StoreSpec) -> Int64Array:
-    """Return how many token ids each record has, over all its arrays."""
-    total: Int64Array = np.zeros(records.kept.size, np.int64)
-    for name in token_keys(spec.keys):
-        offsets = records.offsets[axis_of(spec.kind, name)]
-        if "groups" in records.offsets and name == "responses":
-            offsets = offsets[records.offsets["groups"]]
-        total += np.diff(offsets)
-    return total
 
 
 def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> None:

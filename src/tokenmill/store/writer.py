@@ -164,7 +164,7 @@ class ShardSeries:
 
     def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
         """Add records: for each array its values end to end, for each axis where its items start."""
-        starts = self._token_starts(offsets)
+        starts = token_starts(self.spec, offsets)
         begin, records = 0, _num_records(offsets)
         while begin < records:
             shard = self._open = self._open or _ShardWriter(self.folder / str(len(self.shards)), self.spec)
@@ -216,14 +216,6 @@ class ShardSeries:
         if saved.open is not None:
             series._open = _ShardWriter(folder / str(len(series.shards)), spec, saved.open, saved.hashes)
         return series
-
-    def _token_starts(self, offsets: Mapping[str, Int64Array]) -> Int64Array:
-        """Return how many token ids stand before each record, over all arrays."""
-        total: Int64Array = np.zeros(_num_records(offsets) + 1, np.int64)
-        for key in layout.token_keys(self.spec.keys):
-            axis = layout.axis_of(self.spec.kind, key)
-            total += offsets[axis][offsets["groups"]] if axis == "responses" else offsets[axis]
-        return total
 
     def _cut(
         self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array], begin: int, end: int
@@ -362,6 +354,15 @@ class _ShardWriter:
 def _hashes_beside(shard: Path) -> Path:
     """Return where the hashes of a shard stand before it is published."""
     return shard.with_name(f"{shard.name.removesuffix('.h5')}.hashes")
+
+
+def token_starts(spec: StoreSpec, offsets: Mapping[str, Int64Array]) -> Int64Array:
+    """Return how many token ids stand before each record, over all arrays, and how many there are."""
+    total: Int64Array = np.zeros(_num_records(offsets) + 1, np.int64)
+    for key in layout.token_keys(spec.keys):
+        axis = layout.axis_of(spec.kind, key)
+        total += offsets[axis][offsets["groups"]] if axis == "responses" else offsets[axis]
+    return total
 
 
 def _num_records(offsets: Mapping[str, Int64Array]) -> int:
