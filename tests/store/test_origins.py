@@ -16,8 +16,11 @@ import tokenmill as tm
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreExistsError
 from tokenmill.run.inspect import inspect_document, tokenizer_of
 from tokenmill.store import Origin, open_store, verify
+from tokenmill.store.layout import shard_name
 from tokenmill.store.notes import origins_file
 from tokenmill.store.reader import join_stores
+from tokenmill.store.remote.upload import upload
+from tokenmill.types import RemoteOptions
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 
@@ -272,3 +275,17 @@ def test_one_document_shows_its_origin_tokens_and_masks(tmp_path):
     assert part.mask == tuple(store.fetch_record(0, "loss_mask").tolist())
     assert "".join(part.strings) == tokenizer_of(store).decode(store.fetch_record(0, "sequence"))
     assert part.trained == (False, *(bool(flag) for flag in part.mask[1:]))
+
+
+def test_the_origins_of_a_remote_shard_are_found_by_its_number(tmp_path, make_store):
+    path, *_ = make_store("web", [7, 3])
+    upload(path, f"file://{tmp_path}/remote")
+    (tmp_path / "remote" / ".origins").mkdir()
+    for first in (0, 7, 10_000, 99_999, 100_000, 100_007):
+        (tmp_path / "remote" / ".origins" / f"{first:05d}.bin").write_bytes(b"of the unit with this first shard")
+    options = RemoteOptions(mirror=str(tmp_path / "mirror"))
+    (files,) = open_store(f"file://{tmp_path}/remote", remote=options).remotes
+    for shard, first in ((6, 0), (10_003, 10_000), (99_999, 99_999), (100_006, 100_000), (123_456, 100_007)):
+        shutil.rmtree(files.folder / ".origins", ignore_errors=True)
+        files.bring_origins(shard_name(shard))
+        assert [file.name for file in (files.folder / ".origins").iterdir()] == [f"{first:05d}.bin"]

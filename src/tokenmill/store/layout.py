@@ -96,6 +96,15 @@ def is_shard_name(name: str) -> bool:
     return re.fullmatch(r"shard-[0-9]{5,}(\.h5)?", name) is not None
 
 
+def shard_number(name: str) -> int:
+    """Return the number in the name that the writer gave to a shard.
+
+    >>> shard_number("shard-00007"), shard_number("shard-123456.h5")
+    (7, 123456)
+    """
+    return int(name.removeprefix("shard-").removesuffix(".h5"))
+
+
 def is_lease_name(name: str) -> bool:
     """Whether a name is that of a lease, or of one that was taken over."""
     return re.fullmatch(rf"{re.escape(LEASE)}(-[0-9a-z]+)?", name) is not None

@@ -202,7 +202,7 @@ def find_origin(shard: Path, document: int, begins: Int64Array) -> Origin | None
     folder = shard.parent / ORIGINS_FOLDER
     if not is_shard_name(shard.name) or not folder.is_dir():
         return None
-    number = int(shard.name.removeprefix("shard-").removesuffix(".h5"))
+    number = layout.shard_number(shard.name)
     # Most often the very first: a unit has several shards only if it is larger than one may be.
     for back in range(min(number + 1, begins.size)):
         file = origins_file(shard.parent, number - back)
@@ -432,7 +432,7 @@ def read_hashes(store: Store, shard: int) -> Uint64Array | None:
     place = _shard_place(store, shard)
     if place is None or not is_shard_name(place.name):
         return None
-    file = hashes_file(place.parent, int(place.name.removeprefix("shard-").removesuffix(".h5")))
+    file = hashes_file(place.parent, layout.shard_number(place.name))
     for files in store.remotes:
         files.bring(f"{HASHES_FOLDER}/{file.name}")
     if not file.exists():

@@ -264,13 +264,17 @@ class RemoteFiles:
 
     def bring_origins(self, shard: str) -> None:
         """Copy the file that says where the documents of a shard came from: that of its unit, if there is one."""
-        names = [
-            name
+        if not layout.is_shard_name(shard):
+            return
+        # As numbers: from 100,000 shards on, names do not sort as they do.
+        firsts = {
+            int(found[1]): name
             for name in self.listed(layout.ORIGINS_FOLDER)
-            if name <= f"{layout.ORIGINS_FOLDER}/{shard[6:11]}.bin"
-        ]
-        if names:
-            self.bring(max(names))
+            if (found := re.fullmatch(r"[^/]+/(\d+)\.bin", name))
+        }
+        first = max((first for first in firsts if first <= layout.shard_number(shard)), default=None)
+        if first is not None:
+            self.bring(firsts[first])
 
     def bring_folder(self, folder: str) -> Path:
         """Return the local copy of a folder beside the shards; nothing is in it where there is none."""
