@@ -27,7 +27,8 @@ from tokenmill.types import AnyArray, Int64Array, IntegerArray
 MAX_TOKENS_PER_SHARD = 1 << 29
 """About a GiB of 16-bit ids: large enough that a big corpus needs few maps, small enough to copy about."""
 STORAGES = ("bin", "h5")
-_POSITIONS = "position_ids"
+POSITION_IDS = "position_ids"
+"""Numbered through a shard where it is not given, as AstrAI writes it; the engine counts positions itself."""
 _BLOCK = 1 << 24
 
 
@@ -266,8 +267,8 @@ class _ShardWriter:
 
     def append(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
         """Add records: for each array its values end to end, for each axis where its items start."""
-        if _POSITIONS in self.spec.keys and _POSITIONS not in values:
-            values = {**values, _POSITIONS: self._positions(offsets)}
+        if POSITION_IDS in self.spec.keys and POSITION_IDS not in values:
+            values = {**values, POSITION_IDS: self._positions(offsets)}
         self._check(values, offsets)
         for key in self.spec.keys:
             self._files[layout.key_file(key)].write(values[key])
@@ -307,9 +308,9 @@ class _ShardWriter:
         return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
 
     def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
-        axis = layout.axis_of(self.spec.kind, _POSITIONS)
+        axis = layout.axis_of(self.spec.kind, POSITION_IDS)
         first = self._sizes[axis][1]
-        return np.arange(first, first + int(offsets[axis][-1])).astype(self.spec.keys[_POSITIONS])
+        return np.arange(first, first + int(offsets[axis][-1])).astype(self.spec.keys[POSITION_IDS])
 
     def _check(self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]) -> None:
         assert set(values) == set(self.spec.keys), (set(values), set(self.spec.keys))

@@ -18,10 +18,11 @@ from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingErr
 from tokenmill.packing.stored import locate
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
-from tokenmill.store.foreign.astrai import POSITION_IDS, written_positions
 from tokenmill.store.foreign.files import files_of, find_files
+from tokenmill.store.foreign.formats import written_positions
 from tokenmill.store.layout import is_ours, key_file
 from tokenmill.store.reader import FileRequest, MemoryRequest, RangeRequest, read_range
+from tokenmill.store.writer import POSITION_IDS
 from tokenmill.tables import check_choice
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 

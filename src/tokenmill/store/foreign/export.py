@@ -24,14 +24,13 @@ import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError, nearest
 from tokenmill.store.durable import make_folder, sync_folder
-from tokenmill.store.foreign.astrai import POSITION_IDS
 from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER
 from tokenmill.store.foreign.open import SIDECAR
 from tokenmill.store.layout import UNKNOWN, token_keys
 from tokenmill.store.reader import Store, open_store
-from tokenmill.store.writer import import_h5py
+from tokenmill.store.writer import POSITION_IDS, import_h5py
 from tokenmill.tables import path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 

@@ -19,7 +19,6 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
 from tokenmill.store.durable import read_index, write_index, write_section
-from tokenmill.store.foreign.astrai import read_astrai_bin, read_astrai_h5
 from tokenmill.store.foreign.files import (
     BLOCK,
     IMPORT,
@@ -32,7 +31,16 @@ from tokenmill.store.foreign.files import (
     sample_digest,
     stored_dtype,
 )
-from tokenmill.store.foreign.formats import read_datatrove, read_llmc, read_megatron, read_npy, read_olmo, read_raw
+from tokenmill.store.foreign.formats import (
+    read_astrai_bin,
+    read_astrai_h5,
+    read_datatrove,
+    read_llmc,
+    read_megatron,
+    read_npy,
+    read_olmo,
+    read_raw,
+)
 from tokenmill.store.layout import (
     GIVEN,
     UNKNOWN,
