@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +48,7 @@ from tokenmill.packing.packers import (
     whole_fragments,
 )
 from tokenmill.packing.stored import QUARANTINED, excluded_within
-from tokenmill.store.durable import read_index, write_index
+from tokenmill.store.durable import locked, read_index, write_index
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.reader import MappedFile
 from tokenmill.types import (
@@ -544,7 +543,7 @@ def kept_file(
         return None
     file = folder / name
     try:
-        with build_lock(file) as alone:
+        with locked(file.with_name(f".{file.name}.lock")) as alone:
             kept = None if damaged else read(file)
             if kept is None:
                 for left in folder.glob(f".tmp-{file.stem}-*") if alone else ():
@@ -622,17 +621,3 @@ def _is_sound(table: Int64Array, size: int, counts: Int64Array) -> bool:
         and counts[ROWS] == table[-1, ROW]
         and balanced
     )
-
-
-@contextmanager
-def build_lock(file: Path) -> Iterator[bool]:
-    """Hold the right to build a file; False where the file system has no locks."""
-    with (file.parent / f".{file.name}.lock").open("wb") as lock:
-        try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            alone = True
-        except (ImportError, OSError):
-            alone = False
-        yield alone

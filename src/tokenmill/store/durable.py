@@ -90,6 +90,23 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+@contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Keep other processes and threads out by a lock on a file, which ends with its process.
+
+    Gives False where the file system has no locks: then nobody is kept out.
+    """
+    with file.open("wb") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            alone = True
+        except (ImportError, OSError):
+            alone = False
+        yield alone
+
+
 class CheckedFile:
     """A file that grows at its end and knows the checksum of all that it holds: new, or as it was at a checkpoint.
 

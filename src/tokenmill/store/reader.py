@@ -698,9 +698,9 @@ def _open_remote(
     from tokenmill.store.remote.fetch import Network
     from tokenmill.store.remote.files import open_remote
 
-    files, manifest = open_remote(text, remote if isinstance(remote, Network) else Network(remote))
-    _check_claims(str(files.address), manifest, claims)
-    return replace(store_of(files.folder, manifest, maps), remotes=(files,))
+    files = open_remote(text, remote if isinstance(remote, Network) else Network(remote))
+    _check_claims(str(files.address), files.manifest, claims)
+    return replace(store_of(files.folder, files.manifest, maps), remotes=(files,))
 
 
 def _places(path: str | os.PathLike[str]) -> Sequence[Path | str]:

@@ -6,15 +6,14 @@ written to take memory. So a span has an address as it has one in a local file, 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import file_digest
 from pathlib import Path
@@ -26,7 +25,7 @@ import xxhash
 from tokenmill.caches import private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
 from tokenmill.store import layout
-from tokenmill.store.durable import sync_folder, write_atomically
+from tokenmill.store.durable import locked, sync_folder, write_atomically
 from tokenmill.store.reader import (
     FileRequest,
     MappedFile,
@@ -308,7 +307,8 @@ class RemoteFiles:
         """Copy parts of objects to files; one process of a machine does it, the others wait."""
         if all(job.file.exists() for job in jobs):
             return
-        with locked(self.folder):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder / ".lock"):
             missing = [job for job in jobs if not job.file.exists()]
             if missing:
                 Loop.current().start(gathered([self._copy_one(job) for job in missing])).result()
@@ -353,20 +353,10 @@ class _Copy:
     """What its checksum must be; None: it is checked by what reads it."""
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes, and threads, from copying the same; the lock ends with its process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("wb") as lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 # From an address to the files of a store.
 
 
-def open_remote(text: str, network: Network) -> tuple[RemoteFiles, layout.Manifest]:
+def open_remote(text: str, network: Network) -> RemoteFiles:
     """Read the manifest of the store at an address; it is asked for each time, and kept with what it lists."""
     options = network.options
     address = parse_address(text, options)
@@ -396,7 +386,6 @@ def open_remote(text: str, network: Network) -> tuple[RemoteFiles, layout.Manife
     folder = place / f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / layout.MANIFEST).exists():
-        with locked(folder):
+        with locked(folder / ".lock"):
             write_atomically(folder / layout.MANIFEST, body)
-    manifest = layout.read_manifest(folder)
-    return RemoteFiles(address, network, folder, manifest, listings), manifest
+    return RemoteFiles(address, network, folder, layout.read_manifest(folder), listings)

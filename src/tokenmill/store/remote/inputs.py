@@ -19,10 +19,9 @@ from pathlib import Path
 
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
-from tokenmill.store.durable import write_atomically
+from tokenmill.store.durable import locked, write_atomically
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import LINE_SECONDS
-from tokenmill.store.remote.files import locked
 from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions
 
@@ -86,7 +85,8 @@ def _copied(
     place = {"scheme": root.scheme, "bucket": root.bucket, "endpoint": root.endpoint, "key": root.key}
     copies = folder / f"{root.name}-{digest(place)[:12]}"
     client = Client(root, options)
-    with locked(copies):
+    copies.mkdir(parents=True, exist_ok=True)
+    with locked(copies / ".lock"):
         known = _read_list(copies)
         missing = [info for info in objects if not _is_here(copies, info, known)]
         total = sum(info.bytes for info in objects)

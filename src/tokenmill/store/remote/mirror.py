@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.store.durable import write_atomically
+from tokenmill.store.durable import locked, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
 from tokenmill.store.verify import wrong_page
@@ -142,6 +142,7 @@ class Mirror:
     def __init__(self, folder: Path, root: Path, network: Network) -> None:
         """Open the mirror of a store in its own folder, one of those below `root` that share a limit."""
         self.folder, self.root, self.network = folder / FOLDER, root, network
+        self._lock = root / ".mirror.lock"
         self.limit = network.options.limit_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._tables: dict[str, PageTable] = {}
@@ -149,7 +150,7 @@ class Mirror:
         self._last, self._missed = NEVER, 0
         """When pages were last let go, those needed again after this step were not worth their room; and how many
         bytes had no room since."""
-        with self._locked():
+        with locked(self._lock):
             self._notice_restart()
             self._write_used(sum(int(np.count_nonzero(state)) for _, state, _ in self._all()) * PAGE_BYTES)
 
@@ -164,7 +165,7 @@ class Mirror:
 
     def pin(self, name: str, etag: str) -> str:
         """Note the version of an object, unless one is noted; return the one that counts."""
-        with self._locked():
+        with locked(self._lock):
             known = self.pins()
             if name not in known:
                 write_atomically(self.folder / "versions.json", json.dumps({**known, name: etag}).encode())
@@ -290,7 +291,7 @@ class Mirror:
         size = new.size * PAGE_BYTES
         if not size:
             return
-        with self._locked():
+        with locked(self._lock):
             used = self._read_used()
             if used + size <= self.limit:
                 self._write_used(used + size)
@@ -379,13 +380,6 @@ class Mirror:
                 if before and self.folder in file.parents:
                     state[state == HERE] = UNPROVEN
             write_atomically(mark, boot.encode())
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self.root / ".mirror.lock").open("wb") as lock:
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _read_used(self) -> int:
         with suppress(OSError, ValueError):
