@@ -180,10 +180,6 @@ class Client:
         """Return a whole object."""
         return self._call(name, "read", lambda obs: bytes(obs.get(self.store, name).bytes()))
 
-    def get_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes `begin` to `end` (exclusive) of an object."""
-        return self._call(name, "read", lambda obs: bytes(obs.get_range(self.store, name, start=begin, end=end)))
-
     def stream(self, name: str, etag: str | None = None) -> Iterator[bytes]:
         """Yield an object in parts, of the version that `etag` names if it is given; each is a request."""
         info = self.head(name)

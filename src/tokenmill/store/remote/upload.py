@@ -8,7 +8,7 @@ written by one request, which does not overwrite another.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -18,6 +18,7 @@ import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
 from tokenmill.store import layout
+from tokenmill.store.layout import FileInfo
 from tokenmill.store.reader import read_ours
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.verify import sums_file, verify
@@ -42,14 +43,6 @@ class UploadReport:
     sent_bytes: int
     """The others were there already, and right."""
     fingerprint: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    name: str
-    """Path within the store, with `/`."""
-    bytes: int
-    xxh3: str
 
 
 def upload(
@@ -80,12 +73,15 @@ def upload(
     there = client.get(layout.MANIFEST) if client.head(layout.MANIFEST) is not None else None
     if there is not None and there != body:
         raise _another(str(place))
-    files = list(_files(path, manifest))
-    total, done, sent = sum(file.bytes for file in files) + len(body), 0, []
+    files = _files(path, manifest)
+    total, done, sent = sum(info.bytes for info in files.values()) + len(body), 0, []
     sizes = {info.name: info.bytes for info in client.list()}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-upload") as executor:
         try:
-            work = {executor.submit(_bring, client, path, file, sizes.get(file.name)): file for file in files}
+            work = {
+                executor.submit(_bring, client, path, name, info, sizes.get(name)): info
+                for name, info in files.items()
+            }
             for finished in as_completed(work):
                 if finished.result():
                     sent.append(work[finished])
@@ -103,7 +99,7 @@ def upload(
         files=len(files) + 1,
         bytes=total,
         sent_files=len(sent) + (there is None),
-        sent_bytes=sum(file.bytes for file in sent) + (len(body) if there is None else 0),
+        sent_bytes=sum(info.bytes for info in sent) + (len(body) if there is None else 0),
         fingerprint=manifest.fingerprint,
     )
 
@@ -123,14 +119,14 @@ def _another(place: str) -> StoreExistsError:
     )
 
 
-def _files(path: Path, manifest: layout.Manifest) -> Iterator[_File]:
-    """Yield the files that a reader needs: those of shards as the manifest lists them, and what lies beside them.
+def _files(path: Path, manifest: layout.Manifest) -> dict[str, FileInfo]:
+    """Return the files that a reader needs, by their paths in the store: of shards, and what lies beside them.
 
     Row indexes go along: a node fetches one in less time than it takes to build it.
     """
+    files: dict[str, FileInfo] = {}
     for shard in manifest.shards:
-        for name, info in shard.stored_files.items():
-            yield _File(name=name, bytes=info.bytes, xxh3=info.xxh3)
+        files |= shard.stored_files
     for folder, folders, names in os.walk(path):
         top = Path(folder) == path
         folders[:] = sorted(
@@ -142,7 +138,9 @@ def _files(path: Path, manifest: layout.Manifest) -> Iterator[_File]:
             if _is_left(name) or (top and (name == layout.MANIFEST or layout.is_shard_name(name))):
                 continue
             file = Path(folder) / name
-            yield _File(name=file.relative_to(path).as_posix(), bytes=file.stat().st_size, xxh3=_checksum(file))
+            place = file.relative_to(path).as_posix()
+            files[place] = FileInfo(bytes=file.stat().st_size, xxh3=_checksum(file))
+    return files
 
 
 def _is_left(name: str) -> bool:
@@ -150,19 +148,19 @@ def _is_left(name: str) -> bool:
     return name.startswith(".tmp-") or name.endswith(".lock")
 
 
-def _bring(client: Client, path: Path, file: _File, size: int | None) -> bool:
-    """See to it that a file is there and right; say whether it was sent."""
-    if size == file.bytes and _remote_checksum(client, file.name) == file.xxh3:
+def _bring(client: Client, path: Path, name: str, info: FileInfo, size: int | None) -> bool:
+    """See to it that a file is there and right, where one of a `size` may be; say whether it was sent."""
+    if size == info.bytes and _remote_checksum(client, name) == info.xxh3:
         return False
-    local = path / file.name
-    if local.stat().st_size != file.bytes or _checksum(local) != file.xxh3:
+    local = path / name
+    if local.stat().st_size != info.bytes or _checksum(local) != info.xxh3:
         raise StoreCorruptError(
             f"{local}: must be what the manifest says before it is uploaded, got other bytes; {layout.WAY_OUT}"
         )
-    client.put(file.name, local)
-    if _remote_checksum(client, file.name) != file.xxh3:
+    client.put(name, local)
+    if _remote_checksum(client, name) != info.xxh3:
         raise StoreCorruptError(
-            f"{client.address / file.name}: must be read back as it was sent, got other bytes; upload it again"
+            f"{client.address / name}: must be read back as it was sent, got other bytes; upload it again"
         )
     return True
 
