@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -319,10 +319,17 @@ def check_name(where: str, name: str) -> None:
         raise ConfigError(f"{where}: must be letters, digits, - _ . only, got {name!r}; rename it")
 
 
-def check_choice(where: str, name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse what is not among the choices."""
+def check_choice(where: str, name: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse a value of a table that is not among the choices."""
+    _refuse_others(where, f"{name} must", value, list(choices))
+
+
+def check_option(name: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse an argument that is not among the choices."""
+    _refuse_others(name, "must", value, list(choices))
+
+
+def _refuse_others(where: str, must: str, value: str, choices: list[str]) -> None:
     if value not in choices:
-        raise ConfigError(
-            f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}; "
-            f"{nearest(value, choices, 'choose one of them')}"
-        )
+        way_out = nearest(value, choices, "choose one of them")
+        raise ConfigError(f"{where}: {must} be one of {', '.join(choices)}, got {value!r}; {way_out}")

@@ -47,13 +47,12 @@ from tokenmill.errors import (
     StoreError,
     TokenizerError,
     TokenmillError,
-    nearest,
     warn,
 )
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
-from tokenmill.tables import as_json, check_fields, path_of, read_table
+from tokenmill.tables import as_json, check_fields, check_option, path_of, read_table
 from tokenmill.types import ON_ERROR, Uint8Array
 
 if TYPE_CHECKING:
@@ -133,11 +132,7 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.on_error not in ON_ERROR:
-            raise ConfigError(
-                f"on_error: must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}; "
-                f"{nearest(self.on_error, ON_ERROR, 'choose one of them')}"
-            )
+        check_option("on_error", self.on_error, ON_ERROR)
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: must be at least 1, got {self.chunk_bytes}; leave it out")
         names = list(self.keep)

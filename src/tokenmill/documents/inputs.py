@@ -31,7 +31,7 @@ from tokenmill.documents.units import (
     whole,
 )
 from tokenmill.errors import ConfigError, DocumentError, nearest
-from tokenmill.tables import path_of
+from tokenmill.tables import check_option, path_of
 from tokenmill.types import natural_key
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def suffix_of(name: str, format: str | None = None) -> str | None:
     >>> suffix_of("part-0.NDJSON.gz"), suffix_of("part-0.gz"), suffix_of("part-0.gz", "csv")
     ('.jsonl.gz', None, '.csv.gz')
     """
-    if format is not None and format not in NAMES:
-        raise ConfigError(f"format: must be one of {', '.join(NAMES)}, got {format!r}; {nearest(format, NAMES)}")
+    if format is not None:
+        check_option("format", format, NAMES)
     name = re.sub(r"\.tgz$", ".tar.gz", name.lower())
     compression = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
     stem = name.removesuffix(compression)

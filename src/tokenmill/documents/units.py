@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import zstandard
 
-from tokenmill.errors import ConfigError, DocumentError, nearest
+from tokenmill.errors import ConfigError, DocumentError
+from tokenmill.tables import check_option
 from tokenmill.types import Int64Array
 
 RULES: Mapping[str, str] = {
@@ -157,11 +158,7 @@ class ReadOptions:
                 "batch_bytes, batch_documents, max_record_bytes: must be at least 1, "
                 f"got {self.batch_bytes}, {self.batch_documents}, {self.max_record_bytes}; leave them out"
             )
-        if self.text_unit not in TEXT_UNITS:
-            raise ConfigError(
-                f"text_unit: must be one of {', '.join(TEXT_UNITS)}, got {self.text_unit!r}; "
-                f"{nearest(self.text_unit, TEXT_UNITS)}"
-            )
+        check_option("text_unit", self.text_unit, TEXT_UNITS)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError, nearest
+from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store.durable import make_folder, sync_folder
 from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
@@ -31,7 +31,7 @@ from tokenmill.store.foreign.open import SIDECAR
 from tokenmill.store.layout import UNKNOWN, token_keys
 from tokenmill.store.reader import Store, open_store
 from tokenmill.store.writer import POSITION_IDS, import_h5py
-from tokenmill.tables import path_of
+from tokenmill.tables import check_option, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 _BLOCK = 1 << 22
@@ -98,9 +98,7 @@ def export_store(
     `options` are for files of other projects, which may be exported as well. `drop_masks` gives up arrays that the
     format has no place for, which is refused else.
     """
-    if format not in EXPORTS:
-        known = tuple(EXPORTS)
-        raise ConfigError(f"format: must be one of {', '.join(known)}, got {format!r}; {nearest(format, known)}")
+    check_option("format", format, EXPORTS)
     store, target = open_store(path, **asdict(options or ForeignOptions())), Path(path_of("out", out))
     keys, notes = _chosen_keys(store, format, drop_masks=drop_masks)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, nearest
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store.layout import MANIFEST, is_ours, stores_below
 from tokenmill.store.reader import FileRequest, read_range
 from tokenmill.store.writer import H5_MAGIC
-from tokenmill.tables import path_of
+from tokenmill.tables import check_option, path_of
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
 
 META = "meta.json"
@@ -57,11 +57,9 @@ class ForeignOptions:
     """One of `FORMATS`; None: detected from the files."""
 
     def __post_init__(self) -> None:
-        for name, value, choices in (("dtype", self.dtype, DTYPE_NAMES), ("format", self.format, tuple(FORMATS))):
-            if value is not None and value not in choices:
-                raise ConfigError(
-                    f"{name}: must be one of {', '.join(choices)}, got {value!r}; {nearest(value, choices)}"
-                )
+        for name, value, choices in (("dtype", self.dtype, DTYPE_NAMES), ("format", self.format, FORMATS)):
+            if value is not None:
+                check_option(name, value, choices)
         if self.vocab_size is not None and not 1 <= self.vocab_size <= 1 << 32:
             raise ConfigError(
                 f"vocab_size: must be from 1 to 2**32, got {self.vocab_size}; it is one more than the largest id"
