@@ -355,29 +355,11 @@ def hashes_file(store: Path, shard: int) -> Path:
     return store / HASHES_FOLDER / f"{shard:05d}.bin"
 
 
-class HashWriter:
-    """Writes the hashes of the documents of a shard while it is written; new, or from a checkpoint on."""
-
-    def __init__(self, file: Path, saved: FileInfo | None = None) -> None:
-        self._file = durable.CheckedFile(file, saved)
-
-    def append(self, hashes: Uint64Array) -> None:
-        """Add the hashes of some documents."""
-        self._file.write(hashes.astype("<u8", copy=False))
-
-    def close_file(self) -> None:
-        """Keep no file open until more is appended."""
-        self._file.close()
-
-    def sync(self) -> FileInfo:
-        """Make all hashes so far durable; return what it takes to go on from here."""
-        return self._file.sync()
-
-    def finish(self, shard: ShardInfo) -> None:
-        """Say behind the hashes which shard they are of, and make all of it durable."""
-        section = (0, self._file.info.bytes, self._file.info.xxh3)
-        self._file.write(np.frombuffer(durable.footer_bytes(_hashes_footer(shard, section)), np.uint8))
-        self._file.sync()
+def finish_hashes(file: durable.CheckedFile, shard: ShardInfo) -> None:
+    """Write behind the hashes of a shard which shard they are of, and make all of it durable."""
+    section = (0, file.info.bytes, file.info.xxh3)
+    file.write(np.frombuffer(durable.footer_bytes(_hashes_footer(shard, section)), np.uint8))
+    file.sync()
 
 
 def _hashes_footer(shard: ShardInfo, section: tuple[int, int, str]) -> _HashesFooter:

@@ -20,7 +20,7 @@ from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.durable import CheckedFile, Lease, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
-from tokenmill.store.notes import HashWriter, hash_records, hashes_file
+from tokenmill.store.notes import finish_hashes, hash_records, hashes_file
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
@@ -258,7 +258,7 @@ class _ShardWriter:
             folder.mkdir(parents=True)
         names = [*map(layout.key_file, spec.keys), *map(layout.index_file, spec.axes)]
         self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
-        self.hashes = HashWriter(_hashes_beside(folder), hashes)
+        self.hashes = CheckedFile(_hashes_beside(folder), hashes)
 
     @property
     def tokens(self) -> int:
@@ -276,14 +276,14 @@ class _ShardWriter:
             starts = offsets[axis]
             self._files[layout.index_file(axis)].write((starts[:-1] + size).astype(layout.OFFSET_DTYPE, copy=False))
             self._sizes[axis] = (items + starts.size - 1, size + int(starts[-1]))
-        self.hashes.append(hash_records(self.spec.kind, self.spec.tokenizer, values, offsets))
+        hashes = hash_records(self.spec.kind, self.spec.tokenizer, values, offsets)
+        self.hashes.write(hashes.astype("<u8", copy=False))
         self.documents += _num_records(offsets)
 
     def close_files(self) -> None:
         """Keep no file open until more is appended."""
-        for file in self._files.values():
+        for file in (*self._files.values(), self.hashes):
             file.close()
-        self.hashes.close_file()
 
     def sync(self) -> ShardInfo:
         """Make all that was written durable, and return what is known of the shard so far."""
@@ -304,7 +304,7 @@ class _ShardWriter:
             file.write(layout.anchors_of(file.read_back(layout.OFFSET_DTYPE, items + 1)))
         shard = self.sync()
         sync_folder(self.folder)
-        self.hashes.finish(shard)
+        finish_hashes(self.hashes, shard)
         return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
 
     def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:

@@ -165,11 +165,9 @@ def _sync(folder: Path) -> int:
     """Make all files survive a power cut; return how many there are."""
     files = 0
     for place, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(place, name), "rb") as file:
-                os.fsync(file.fileno())
+        for path in (*(Path(place) / name for name in names), Path(place)):
+            sync_folder(path)
         files += len(names)
-        sync_folder(Path(place))
     return files
 
 

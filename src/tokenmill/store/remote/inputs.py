@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
-from tokenmill.store.durable import locked, write_atomically
+from tokenmill.store.durable import locked, write_atomically, write_parts
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import LINE_SECONDS
 from tokenmill.tables import is_address
@@ -182,11 +182,7 @@ def _copy(client: Client, copies: Path, info: ObjectInfo) -> None:
     file = copies / info.name
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".tmp-{file.name}")
-    with partial.open("wb") as out:
-        for block in client.stream(info.name, info.etag):
-            out.write(block)
-        out.flush()
-        os.fsync(out.fileno())
+    write_parts(partial, client.stream(info.name, info.etag))
     size = partial.stat().st_size
     if size != info.bytes:
         raise StoreCorruptError(

@@ -108,18 +108,12 @@ class PageTable:
         self.state: Uint8Array = mapped[4 * self.pages :]
         self.next_use: Uint32Array = mapped[: 4 * self.pages].view("<u4")
 
-    @contextmanager
-    def opened(self) -> Iterator[tuple[int, int]]:
-        """Give descriptors of the data and of the table, whose locks are those of this opening alone."""
-        data = os.open(self.file, os.O_RDWR)
-        try:
-            table = os.open(_table_of(self.file), os.O_RDWR)
-            try:
-                yield data, table
-            finally:
-                os.close(table)
-        finally:
-            os.close(data)
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[int, int]]:
+    """Give descriptors of the data and of its table, whose locks are those of this opening alone."""
+    with file.open("r+b", buffering=0) as data, _table_of(file).open("r+b", buffering=0) as table:
+        yield data.fileno(), table.fileno()
 
 
 def lock_pages(table: int, first: int, count: int, kind: int) -> bool:
@@ -196,7 +190,7 @@ class Mirror:
     def _begin(self, item: Wanted, stack: ExitStack) -> _Part:
         """Read what is here of an object, before anything leaves; and note when all of it is needed again."""
         table, pages = self._table(item.name, item.size), item.pages
-        part = _Part(item, table, stack.enter_context(table.opened()))
+        part = _Part(item, table, stack.enter_context(_opened(table.file)))
         if item.next_use is not None:
             table.next_use[pages] = np.minimum(item.next_use, NEVER)
         elif self.limit is not None:
@@ -337,21 +331,15 @@ class Mirror:
         if not pages.size:
             return 0
         dropped = 0
-        data = os.open(file, os.O_RDWR)
-        table = os.open(_table_of(file), os.O_RDWR)
-        try:
-            heads = np.flatnonzero(np.concatenate([[True], np.diff(pages) > 1]))
-            for first, count in zip(
-                pages[heads].tolist(), np.diff(np.append(heads, pages.size)).tolist(), strict=True
-            ):
+        heads = np.flatnonzero(np.concatenate([[True], np.diff(pages) > 1]))
+        counts = np.diff(np.append(heads, pages.size))
+        with _opened(file) as (data, table):
+            for first, count in zip(pages[heads].tolist(), counts.tolist(), strict=True):
                 if lock_pages(table, first, count, fcntl.F_WRLCK):
                     state[first : first + count] = ABSENT
                     _punch(data, first * PAGE_BYTES, count * PAGE_BYTES)
                     lock_pages(table, first, count, fcntl.F_UNLCK)
                     dropped += count * PAGE_BYTES
-        finally:
-            os.close(table)
-            os.close(data)
         self.network.counters.evicted += dropped
         return dropped
 
