@@ -172,25 +172,26 @@ def _check_files(
     indexes = {layout.index_file(axis): axis for axis in store.axes}
     ids = {layout.key_file(key): key for key in layout.token_keys(manifest.keys)}
     for number, shard in enumerate(manifest.shards):
-        sums = _SumsCheck(store, shard, add=add_page_sums)
+        # Page sums are computed beside the checksums, if they are there to be compared or shall be.
+        has_sums = add_page_sums or store.bring(sums_file(shard.name)).exists()
+        sums = {name: array("Q") for name in shard.stored_files} if has_sums else {}
         before = len(problems)
         if shard.container is not None:
             with collected(problems, store.path):
-                _check_checksum(_whole(store, shard), shard.container.xxh3, progress, sums.of(shard.name))
+                _check_checksum(_whole(store, shard), shard.container.xxh3, progress, sums.get(shard.name))
             if len(problems) > before:
                 continue  # its arrays are as broken as it is
         for name, info in shard.files.items():
             with collected(problems, store.path):
                 request = store.file(number, name)
-                pages = sums.of(f"{shard.name}/{name}") if shard.container is None else None
-                _check_checksum(request, info.xxh3, progress, pages)
+                _check_checksum(request, info.xxh3, progress, sums.get(f"{shard.name}/{name}"))
                 if name in indexes:
                     _check_index(request, *shard.size_of(indexes[name]))
                 elif name in ids:
                     _check_ids(request, manifest.keys[ids[name]], int(manifest.tokenizer["vocab_size"]))
-        if len(problems) == before:
+        if sums and len(problems) == before:
             with collected(problems, store.path):
-                sums.finish()
+                _settle_sums(store, shard, {name: np.array(pages, np.uint64) for name, pages in sums.items()})
     for files in store.remotes:
         files.bring_folder(layout.ORIGINS_FOLDER)
         files.bring_folder(layout.HASHES_FOLDER)
@@ -220,38 +221,21 @@ def _whole(store: Store, shard: layout.ShardInfo) -> Request:
     return FileRequest(store.path / shard.name, shard.container.bytes, 0, shard.container.bytes)
 
 
-class _SumsCheck:
-    """The page sums of one shard: computed beside its checksums, then compared, or written."""
-
-    def __init__(self, store: Store, shard: layout.ShardInfo, *, add: bool) -> None:
-        self._store, self._shard, self._add = store, shard, add
-        self._file = store.bring(sums_file(shard.name))
-        self._sums: dict[str, array[int]] = {}
-        """Of each file, as far as it was read."""
-
-    def of(self, name: str) -> array[int] | None:
-        """Return where the sums of a file are collected; None where nobody wants them."""
-        if not self._add and not self._file.exists():
-            return None
-        return self._sums.setdefault(name, array("Q"))
-
-    def finish(self) -> None:
-        """Compare the sums with those that are there, or write them where there are none."""
-        if not self._sums:
-            return
-        sums = {name: np.array(collected, np.uint64) for name, collected in self._sums.items()}
-        if self._file.exists():
-            for name, expected in read_sums(self._file, self._shard).items():
-                wrong = np.flatnonzero(expected != sums[name])
-                if wrong.size:
-                    raise StoreCorruptError(
-                        f"{self._file}: must have the checksum of every page of {name}, got another of page "
-                        f"{int(wrong[0])}; delete it, and run `tokenmill verify --add-page-sums`"
-                    )
-            return
-        file = write_sums(self._store.path, self._shard, sums)
-        for files in self._store.remotes:
-            files.send(sums_file(self._shard.name), file)
+def _settle_sums(store: Store, shard: layout.ShardInfo, sums: Mapping[str, Uint64Array]) -> None:
+    """Compare the page sums of a shard with those that are there, or write them where there are none."""
+    name = sums_file(shard.name)
+    if not (store.path / name).exists():
+        file = write_sums(store.path, shard, sums)
+        for files in store.remotes:
+            files.send(name, file)
+        return
+    for of, expected in read_sums(store.path / name, shard).items():
+        wrong = np.flatnonzero(expected != sums[of])
+        if wrong.size:
+            raise StoreCorruptError(
+                f"{store.path / name}: must have the checksum of every page of {of}, got another of page "
+                f"{int(wrong[0])}; delete it, and run `tokenmill verify --add-page-sums`"
+            )
 
 
 def _blocks(request: Request) -> Iterator[Uint8Array]:
