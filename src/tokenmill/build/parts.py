@@ -248,9 +248,9 @@ def _folder_of(
     """Return the folder in which units are done: `out`, or the staging folder of an address."""
     if not isinstance(out, str) or not is_address(out):
         return Path(path_of("out", out))
-    from tokenmill.build.staged import stage
+    from tokenmill.build.staged import staging_folder
 
-    return stage(out, staging, rebuild=rebuild).folder
+    return staging_folder(out, staging, rebuild=rebuild)
 
 
 def parse_part(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from tokenmill.documents.inputs import suffix_of
 from tokenmill.errors import ConfigError, StoreExistsError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import MANIFEST
-from tokenmill.store.remote.client import Address, Client, parse_address
+from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.inputs import copy_inputs
 from tokenmill.store.remote.upload import upload
 from tokenmill.tables import is_address, path_of
@@ -29,35 +29,6 @@ if TYPE_CHECKING:
 
 FOLDER = Path(".tokenmill") / "staging"
 """Where inputs are copied to and stores are built, below the working folder, unless `staging` names another."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Staged:
-    """A folder in which a store is built that goes to an address."""
-
-    text: str
-    """The address as it was given."""
-    address: Address
-    folder: Path
-
-    def publish(self, report: PrepareReport, show: Show) -> PrepareReport:
-        """Upload what was built there, remove it, and return the report with addresses in place of folders."""
-        size = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
-        stores = []
-        finished_bytes = done_bytes = 0
-        with show("upload", size, lambda: (done_bytes, report.documents, report.tokens)) as tick:
-
-            def count(store_bytes: int, _total: int) -> None:
-                nonlocal done_bytes
-                done_bytes = finished_bytes + store_bytes
-                tick()
-
-            for store in report.stores:
-                uploaded = upload(store.path, _below(self.text, store.route), progress=count)
-                finished_bytes += uploaded.bytes
-                stores.append(replace(store, path=uploaded.address))
-        shutil.rmtree(self.folder)
-        return replace(report, path=str(self.address), stores=stores)
 
 
 def build_remote(
@@ -74,11 +45,31 @@ def build_remote(
     copies = local_inputs(inputs, staging, options, show)
     if not is_address(out):
         return build(copies, out=out, rebuild=rebuild)
-    staged = stage(str(out), staging, rebuild=rebuild)
-    return staged.publish(build(copies, out=staged.folder, rebuild=False), show)
+    folder = staging_folder(str(out), staging, rebuild=rebuild)
+    return _publish(build(copies, out=folder, rebuild=False), folder, str(out), show)
 
 
-def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) -> Staged:
+def _publish(report: PrepareReport, folder: Path, address: str, show: Show) -> PrepareReport:
+    """Upload what was built in a folder, remove it, and return the report with addresses in place of folders."""
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    stores = []
+    finished_bytes = done_bytes = 0
+    with show("upload", size, lambda: (done_bytes, report.documents, report.tokens)) as tick:
+
+        def count(store_bytes: int, _total: int) -> None:
+            nonlocal done_bytes
+            done_bytes = finished_bytes + store_bytes
+            tick()
+
+        for store in report.stores:
+            uploaded = upload(store.path, _below(address, store.route), progress=count)
+            finished_bytes += uploaded.bytes
+            stores.append(replace(store, path=uploaded.address))
+    shutil.rmtree(folder)
+    return replace(report, path=str(parse_address(address)), stores=stores)
+
+
+def staging_folder(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) -> Path:
     """Return where a store for an address is built; refuse an address that has one, unless its upload goes on."""
     address = parse_address(out)
     if rebuild:
@@ -95,7 +86,7 @@ def stage(out: str, staging: str | os.PathLike[str] | None, *, rebuild: bool) ->
                 f"{address}: must hold no store yet, got one, which is not added to in object storage; choose "
                 "another address, or prepare it on a disk and upload it"
             )
-    return Staged(text=out, address=address, folder=folder)
+    return folder
 
 
 def local_inputs(
