@@ -278,18 +278,18 @@ class _Documents:
     def __init__(self, opened: OpenJob, batch: DocumentBatch) -> None:
         self.opened = opened
         self.batch = batch
-        self.records: Sequence[Mapping[str, Any]] = batch.documents if opened.encoder else ()
+        self.records: Sequence[Mapping[str, Any]] = ()
+        """None where documents are texts."""
         self._readings: list[Reading] = []
+        self.contents: Sequence[str | None] = batch.documents
+        """Of each the text that filters, hashes and splits go by; None where it fits no recipe."""
         if opened.encoder:
-            mapped = self.records if opened.map is None else apply_map(opened.map, self.records)
+            mapped = batch.documents if opened.map is None else apply_map(opened.map, batch.documents)
             self._readings = [
                 Reading(record={}, reader=record) if isinstance(record, Refusal) else opened.encoder.read(record)
                 for record in mapped
             ]
             self.records = [{} if isinstance(record, Refusal) else record for record in mapped]
-        self.contents: Sequence[str | None] = batch.documents
-        """Of each the text that filters, hashes and splits go by; None where it fits no recipe."""
-        if opened.encoder:
             self.contents = [reading.content for reading in self._readings]
 
     def keys(self) -> list[bytes]:
