@@ -58,6 +58,26 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def new_file(file: Path) -> Iterator[int]:
+    """Give the descriptor of a new file, which is durable and has its name after the `with` block.
+
+    After an error it is removed. Any number of processes may write the same file at once.
+    """
+    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
+    try:
+        os.fchmod(descriptor, 0o644)  # others may read the data, so they may read what is made of it
+        yield descriptor
+        os.fsync(descriptor)
+        os.replace(temporary, file)
+        sync_folder(file.parent)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder, or the content of a file, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -179,18 +199,8 @@ _END = 16
 
 def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write an index: `write` writes its bytes, and returns its footer, a record or another JSON value."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
-    try:
-        os.fchmod(descriptor, 0o644)  # others may read the data, so they may read its index
-        with os.fdopen(descriptor, "wb", buffering=1 << 20) as out:
-            write_footed(out, write)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
-        sync_folder(file.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with new_file(file) as descriptor, open(descriptor, "wb", buffering=1 << 20, closefd=False) as out:
+        write_footed(out, write)
 
 
 def write_footed(out: BinaryIO, write: Callable[[BinaryIO], object]) -> None:

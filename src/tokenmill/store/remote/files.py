@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ import xxhash
 from tokenmill.caches import private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
 from tokenmill.store import layout
-from tokenmill.store.durable import locked, sync_folder, write_atomically
+from tokenmill.store.durable import locked, new_file, write_atomically
 from tokenmill.store.reader import (
     FileRequest,
     MappedFile,
@@ -314,31 +313,20 @@ class RemoteFiles:
                 Loop.current().start(gathered([self._copy_one(job) for job in missing])).result()
 
     async def _copy_one(self, job: _Copy) -> None:
-        file = job.file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
-        try:
-            os.fchmod(descriptor, 0o644)
+        job.file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(job.file) as descriptor:
 
             async def part(at: int, stop: int) -> None:
                 data = await self.objects.get(job.name, at, stop)
                 os.pwrite(descriptor, data, at - job.begin)
 
             await gathered([part(at, stop) for at, stop in split(job.begin, job.begin + job.bytes)])
-            os.fsync(descriptor)
-            with open(temporary, "rb") as copied:
+            with open(descriptor, "rb", closefd=False) as copied:
                 checksum = file_digest(copied, xxhash.xxh3_128).hexdigest() if job.xxh3 is not None else None
             if checksum != job.xxh3:
                 raise StoreCorruptError(
                     f"{self.address / job.name}: checksum must be {job.xxh3}, got {checksum}; {layout.WAY_OUT}"
                 )
-            os.replace(temporary, file)
-            sync_folder(file.parent)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
