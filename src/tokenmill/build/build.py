@@ -7,11 +7,10 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -250,7 +249,7 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
     result, job, opened = None, setting.job, setting.opened
     with begun_build(setting, rebuild=rebuild) as (build, lease):
         if build.files:
-            with WorkerPool(job, opened, num_workers, executor, unit_timeout) as pool:
+            with closing(WorkerPool(job, opened, num_workers, executor, unit_timeout)) as pool:
                 result = run_build(build, pool, show)
             lease.check()
             _publish(build, result, job, opened, setting.warning)
@@ -519,7 +518,7 @@ def _fates(journal: Journal, cut: CutInput) -> list[Uint8Array]:
 class WorkerPool:
     """Runs the tasks of a job by an engine, or in this process where one worker is enough.
 
-    Processes that it started end with the `with` block. An executor of the user's stays open.
+    An executor of the user's stays open when it is closed.
     """
 
     def __init__(
@@ -537,12 +536,8 @@ class WorkerPool:
         self._unit_timeout = unit_timeout
         self._processes: LocalExecutor | None = None
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the processes that it started."""
         if self._processes is not None:
             self._processes.close()
 

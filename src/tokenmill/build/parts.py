@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -296,7 +297,7 @@ def run_part(
     results: list[UnitResult] = []
     if units is not None:
         job = msgspec.json.decode(read_job_file(units.head.job), type=Job)
-        with WorkerPool(job, open_job(job), num_workers, unit_timeout=unit_timeout) as pool:
+        with closing(WorkerPool(job, open_job(job), num_workers, unit_timeout=unit_timeout)) as pool:
             if units.head.phase == "hash":
                 units = _hash_part(journal, units, units.tasks(index, parts), pool, show)
             phase, tasks = units.head.phase, units.tasks(index, parts)
