@@ -486,7 +486,7 @@ def begin_build(
 ) -> Build:
     """Find out what there is to do, and note its beginning in the journal; refuse what does not fit the folder."""
     finished, unfinished = journal.finished(), journal.unfinished()
-    refuse_strangers(journal.out, finished.routes if finished else ())
+    _refuse_strangers(journal.out, finished.routes if finished else ())
     if finished is None and (journal.out / layout.MANIFEST).exists() and not rebuild and unfinished is None:
         raise StoreExistsError(
             f"{journal.out}: must not hold a store that prepare cannot add to, got one without its journal; "
@@ -651,21 +651,16 @@ def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any],
     )
 
 
-def refuse_strangers(out: Path, routes: Sequence[str]) -> None:
-    """Raise if the folder holds files that no build wrote: they must not be lost, or taken for part of a store."""
+def _refuse_strangers(out: Path, routes: Sequence[str]) -> None:
+    """Raise if the folder, or that of a route, holds files that no build wrote."""
     folders = {out: {layout.JOURNAL_FOLDER}} | {out / route: set() for route in routes if route}
     for route in routes:
         parts = route.split("/") if route else []
         for depth, part in enumerate(parts):
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
-        for child in sorted(folder.iterdir()) if folder.is_dir() else []:
-            name = child.name
-            is_ours = name in {layout.MANIFEST, *layout.SIDE_FOLDERS} | layout.TEMPORARY | known
-            if not is_ours and not layout.is_shard_name(name) and not layout.is_lease_name(name):
-                raise StoreExistsError(
-                    f"{folder}: must be a folder of its own for the store, got {name!r} in it; choose another path"
-                )
+        if folder.is_dir():
+            writer.refuse_strangers(folder, known)
 
 
 def refuse_left_shards(out: Path, routes: Sequence[str]) -> None:

@@ -110,6 +110,12 @@ def is_lease_name(name: str) -> bool:
     return re.fullmatch(rf"{re.escape(LEASE)}(-[0-9a-z]+)?", name) is not None
 
 
+def is_store_name(name: str) -> bool:
+    """Whether a name is one that tokenmill gives in the folder of a store: what is there, or what a build left."""
+    known = {MANIFEST, *SIDE_FOLDERS, *TEMPORARY}
+    return name in known or is_shard_name(name) or is_lease_name(name)
+
+
 def is_ours(path: Path) -> bool:
     """Whether a store of ours is at a path, finished or begun.
 

@@ -6,7 +6,7 @@ import mmap
 import os
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import file_digest
 from pathlib import Path
@@ -411,17 +411,10 @@ def sync_names(store: Path) -> None:
 
 def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     """Remove what an interrupted or replaced build left; the manifest first, so that no reader trusts the rest."""
-    ours = []
-    for child in sorted(path.iterdir()):
-        if layout.is_lease_name(child.name) or child.name in keep:
-            continue
-        known = (*layout.SIDE_FOLDERS, layout.JOURNAL_FOLDER, *layout.TEMPORARY)
-        if child.name in known or layout.is_shard_name(child.name):
-            ours.append(child)
-        elif child.name != MANIFEST:
-            raise StoreExistsError(
-                f"{path}: must be a folder of its own for the store, got {child.name!r} in it; choose another path"
-            )
+    kept = {MANIFEST, *keep}
+    children = sorted(path.iterdir())
+    ours = [child for child in children if child.name not in kept and not layout.is_lease_name(child.name)]
+    refuse_strangers(path, {layout.JOURNAL_FOLDER, *keep})
     refuse_foreign_shards(path)
     (path / MANIFEST).unlink(missing_ok=True)
     sync_folder(path)
@@ -432,6 +425,15 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def refuse_strangers(folder: Path, known: Collection[str]) -> None:
+    """Raise if a folder holds files that no build wrote: they must not be lost, or taken for part of a store."""
+    for name in sorted(os.listdir(folder)):
+        if name not in known and not layout.is_store_name(name):
+            raise StoreExistsError(
+                f"{folder}: must be a folder of its own for the store, got {name!r} in it; choose another path"
+            )
 
 
 def refuse_foreign_shards(path: Path) -> None:
