@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from tokenmill.store.remote.files import RemoteFiles
     from tokenmill.store.verify import ProvenFiles
 
-Spanned: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
-"""Shard, first value and end of each of some spans."""
-Value: TypeAlias = "AnyArray | list[AnyArray]"
-"""One array of a record; of a group of responses, a list of arrays."""
+# Files in memory.
+
 MAX_MAPS = 1024
 """Enough for a store of 256 GiB of text: rows come from anywhere, and to map files anew for them takes much longer
 than to read them (benchmarks/engines.py --shards). A map takes address space, no memory and no descriptor."""
@@ -192,21 +190,24 @@ class MapCache:
             try:
                 for request in requests:
                     assert not isinstance(request, RangeRequest), "its ranges are borrowed by `lent`"
-                    if isinstance(request, MemoryRequest):
-                        file = map_file(request)
-                    elif request in self._maps:
-                        file = self._maps[request]
-                        self._maps.move_to_end(request)
-                    else:
-                        if len(self._maps) >= self.limit:
-                            self._close_idle()
-                        file = self._maps[request] = map_file(request)
+                    file = map_file(request) if isinstance(request, MemoryRequest) else self._mapped(request)
                     file.borrowers += 1
                     files.append(file)
             except BaseException:
                 self._return(files)
                 raise
             return files
+
+    def _mapped(self, request: FileRequest) -> MappedFile:
+        """Return the map of a file, which is now the one that was used last; the lock must be held."""
+        file = self._maps.get(request)
+        if file is not None:
+            self._maps.move_to_end(request)
+            return file
+        if len(self._maps) >= self.limit:
+            self._close_idle()
+        file = self._maps[request] = map_file(request)
+        return file
 
     def give_back(self, files: Sequence[MappedFile]) -> None:
         """End a loan; the maps stay open until their room is needed."""
@@ -372,6 +373,11 @@ def part_of(mapped: MappedFile, request: RangeRequest) -> MappedFile:
 
 
 # An open store.
+
+Spanned: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
+"""Shard, first value and end of each of some spans."""
+Value: TypeAlias = "AnyArray | list[AnyArray]"
+"""One array of a record; of a group of responses, a list of arrays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
