@@ -1,25 +1,16 @@
-"""Over gloo: one checkpoint for any world size, and ranks that disagree are stopped within the step.
-
-The file is its own worker: `torchrun tests/adapters/test_distributed.py TASKS FOLDER`, or, with a number of ranks
-after that, python alone. Then one process imports torch and forks: imports cost more than all that the ranks do.
-"""
+"""Over gloo: one checkpoint for any world size, and ranks that disagree are stopped within the step."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.adapters.ranks import call_ranks
 
 from tokenmill import Run
 from tokenmill.adapters.torch import TorchLoader, find_rank, flat_state, own_state, torch_loader
@@ -211,50 +202,16 @@ def group_of_some(folder):
             TorchLoader(text_loader(folder, dist.get_rank(), 4), group=group).state_dict()
 
 
-TASKS = {task.__name__: task for task in (save, load, load_pair, save_within_a_step, disagree, group_of_some)}
-
-
-def work(tasks, folder, **place):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120), **place)
-    for task in tasks.split(","):
-        TASKS[task](Path(folder))
+def work(folder, tasks):
+    """Be one rank: do the tasks, one after another."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    for task in tasks:
+        task(folder)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def fork(tasks, folder, world_size):
-    """Be so many ranks; say whether all of them have succeeded."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        place = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": world_size}
-        ranks.append(multiprocessing.get_context("fork").Process(target=work, args=(tasks, folder), kwargs=place))
-        ranks[-1].start()
-    for process in ranks:
-        process.join()
-    return all(process.exitcode == 0 for process in ranks)
-
-
 # The tests.
-
-
-def torchrun(tasks, folder, processes):
-    """Run tasks in so many processes; all of them must succeed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    run_worker([*launcher, __file__, tasks, str(folder)])
-
-
-def run_worker(words):
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[:8000]
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +244,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four_ranks(folder):
     """Run all that four ranks can do, in one job; return where it wrote."""
-    run_worker([__file__, "save,load_pair,save_within_a_step,disagree,group_of_some", str(folder), "4"])
+    call_ranks(4, work, folder, (save, load_pair, save_within_a_step, disagree, group_of_some))
     return folder
 
 
@@ -351,7 +308,7 @@ def test_a_checkpoint_of_four_ranks_is_resumed_by_eight(four_ranks, truth):
 def test_a_checkpoint_goes_from_four_to_two_and_eight_processes(four_ranks, truth):
     """[E1.a] The same, with every world size a job of its own."""
     for world_size in (2, 8, 1):
-        torchrun("load", four_ranks, world_size)
+        call_ranks(world_size, work, four_ranks, (load,))
         assert same(drawn(four_ranks, "load", world_size), truth)
 
 
@@ -505,10 +462,3 @@ def test_a_state_has_the_same_keys_at_any_time_and_any_loader_takes_it(folder):
 def test_what_is_no_state_is_refused(folder, state, message):
     with pytest.raises(ResumeError, match=message):
         TorchLoader(text_loader(folder, 0, 1)).load_state_dict(state)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        work(*sys.argv[1:])
-    elif not fork(*sys.argv[1:3], int(sys.argv[3])):
-        sys.exit("a rank has failed")

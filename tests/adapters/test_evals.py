@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.adapters.ranks import call_ranks
 
+from tokenmill import Run
 from tokenmill.adapters.torch import lr_scheduler, torch_loader
 
-WORKER = """
-import json, sys
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from tokenmill.adapters.torch import torch_loader
-from tokenmill.run.run import Run
 
-torch.set_num_threads(1)
-folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-store = dist.FileStore(str(folder / f"ranks{world_size}"), world_size)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-run = Run.from_toml(folder / "run.toml")
-training, evals = torch_loader(run, micro_batch=4), torch_loader(run.evals["held"], micro_batch=2)
-generator = torch.Generator().manual_seed(0)
-table = torch.randn(60, 60, generator=generator, dtype=torch.float64)
+def score_table():
+    """Return the logits of every id, given the one before it."""
+    return torch.randn(60, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-def evaluate():
-    total, labels, seen = torch.zeros((), dtype=torch.float64), 0, []
-    for batch in evals:
-        logits = table[batch["input_ids"]].flatten(0, 1)
-        total += torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
-        count = (batch["labels"] != -100).sum()
-        dist.all_reduce(count)  # waits for ever for a rank that has no batch left
-        assert int(count) == int(batch["num_loss_tokens"])
-        labels += int(count)
-        seen.append(batch["input_ids"].tolist())
-    dist.all_reduce(total)
-    return float(total / labels), seen
 
-rounds, steps = [], []
-for number, batch in enumerate(training):
-    steps.append(batch["input_ids"].tolist())
-    if number % 2:
-        rounds.append(evaluate())
-(folder / f"{rank}of{world_size}.json").write_text(json.dumps({"rounds": rounds, "steps": steps}))
-dist.destroy_process_group()
-"""
+def train_and_evaluate(folder):
+    """Train as one rank, with an eval after every second step; return the evals and the steps."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run, table = Run.from_toml(folder / "run.toml"), score_table()
+    training, evals = torch_loader(run, micro_batch=4), torch_loader(run.evals["held"], micro_batch=2)
+
+    def evaluate():
+        total, labels, seen = torch.zeros((), dtype=torch.float64), 0, []
+        for batch in evals:
+            logits = table[batch["input_ids"]].flatten(0, 1)
+            total += torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+            count = (batch["labels"] != -100).sum()
+            dist.all_reduce(count)  # waits for ever for a rank that has no batch left
+            assert int(count) == int(batch["num_loss_tokens"])
+            labels += int(count)
+            seen.append(batch["input_ids"].tolist())
+        dist.all_reduce(total)
+        return float(total / labels), seen
+
+    rounds = [evaluate() for number, _ in enumerate(training) if number % 2]
+    dist.destroy_process_group()
+    return rounds
+
 
 EVALS = """
 [[evals]]
@@ -64,38 +55,25 @@ def run(run_over_web):
     return run_over_web(more=EVALS, steps=6, batch=12, seq_len=16)
 
 
-def evaluated(run, world_size):
-    """Return what each rank of a process group was given and found out."""
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(run.folder), str(rank), str(world_size)])
-        for rank in range(world_size)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0] * world_size
-    return [json.loads((run.folder / f"{rank}of{world_size}.json").read_text()) for rank in range(world_size)]
-
-
-@pytest.mark.slow
 def test_no_rank_waits_loses_or_changes_a_batch_and_the_mean_is_exact(run):
     """[V1.a, C2.a] A hang, a batch lost a round, other batches each round, an uneven end: four known bugs."""
-    ranks = evaluated(run, 3)
+    ranks = call_ranks(3, train_and_evaluate, run.folder)
     number = run.evals["held"].num_rows
     assert number % 6  # the end is uneven
-    seen = [[batches for _, batches in rank["rounds"]] for rank in ranks]
+    seen = [[batches for _, batches in rank] for rank in ranks]
     assert {len(batches) for rounds in seen for batches in rounds} == {-(-number // 6)}
     assert all(batches == rounds[0] for rounds in seen for batches in rounds)
     first = zip(*(rounds[0] for rounds in seen), strict=True)
     together = [row for parts in first for part in parts for row in part]
     alone = [batch["input_ids"][0].tolist() for batch in torch_loader(run.evals["held"], rank=0, world_size=1)]
     assert together[:number] == alone
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(60, 60, generator=generator, dtype=torch.float64)
-    total = labels = 0
+    table, total, labels = score_table(), 0, 0
     for batch in torch_loader(run.evals["held"], rank=0, world_size=1):
         logits = table[batch["input_ids"][0]]
         total += torch.nn.functional.cross_entropy(logits, batch["labels"][0], reduction="sum")
         labels += int(batch["num_loss_tokens"])
     for rank in ranks:
-        assert [mean for mean, _ in rank["rounds"]] == pytest.approx([float(total) / labels] * 3, rel=0, abs=1e-10)
+        assert [mean for mean, _ in rank] == pytest.approx([float(total) / labels] * 3, rel=0, abs=1e-10)
 
 
 def test_an_eval_leaves_the_steps_of_the_training_loader_as_they_are(run):

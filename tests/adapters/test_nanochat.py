@@ -6,14 +6,14 @@ import inspect
 import itertools
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
+from tests.adapters.ranks import call_ranks
 
 import tokenmill.adapters.nanochat as nanochat
 from tokenmill.encode.engines import open_tokenizer
@@ -471,45 +471,28 @@ def test_folders_are_found_as_nanochat_does(tmp_path, monkeypatch):
         FIT(Numbers(), 4, T, "train", device="cpu")
 
 
-RANK = """
-import json, os, sys
-tests, folder, out = sys.argv[1:]
-sys.path.insert(0, tests)
-import torch.distributed as dist
-from test_nanochat import FIT_STATE, Numbers, take
-from tokenmill.adapters.nanochat import gather_state
-
-shape = {"device": "cpu", "data_dir": folder, "buffer_size": 10, "prefetched": False}
-stream = FIT_STATE(Numbers(), 4, 16, "train", **shape)  # by the environment
-drawn = take(stream, 9)
-at = {"rank": int(os.environ.pop("RANK")), "world_size": int(os.environ.pop("WORLD_SIZE"))}
-dist.init_process_group("gloo", init_method=f"file://{out}", **at)
-saved = gather_state(drawn[-1][2])
-of_first = [drawn[-1][2]]
-dist.broadcast_object_list(of_first)  # as all ranks read the file that rank 0 has saved
-for state in (saved, *of_first):
-    resumed = FIT_STATE(Numbers(), 4, 16, "train", **shape, resume_state_dict=state)  # by torch.distributed
-    drawn += take(resumed, 5)
-with open(f"{out}-{dist.get_rank()}", "w") as file:
-    json.dump([drawn, saved], file)
-stream.close()
-resumed.close()
-dist.destroy_process_group()
-"""
+def drawn_by_rank(folder):
+    """Draw, gather the state, and draw on from it and from that of rank 0; return the batches and the state."""
+    shape = {"device": "cpu", "data_dir": str(folder), "buffer_size": 10, "prefetched": False}
+    stream = FIT_STATE(Numbers(), 4, T, "train", **shape)  # by the environment
+    drawn = take(stream, 9)
+    dist.init_process_group("gloo")
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    saved = nanochat.gather_state(drawn[-1][2])
+    of_first = [drawn[-1][2]]
+    dist.broadcast_object_list(of_first)  # as all ranks read the file that rank 0 has saved
+    for state in (saved, *of_first):
+        resumed = FIT_STATE(Numbers(), 4, T, "train", **shape, resume_state_dict=state)  # by torch.distributed
+        drawn += take(resumed, 5)
+    stream.close()
+    resumed.close()
+    dist.destroy_process_group()
+    return drawn, saved
 
 
-def test_ranks_of_one_job_share_the_stream_and_gather_one_state(make, folder, tmp_path):
+def test_ranks_of_one_job_share_the_stream_and_gather_one_state(make, folder):
     """[R2.a]"""
-    (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "rank.py", os.path.dirname(__file__), folder, tmp_path / "out"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(command, cwd=tmp_path, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    found = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
+    found = call_ranks(2, drawn_by_rank, folder)
     alone = take(make(rows=8), 14)
     assert joined([drawn for drawn, _ in found]) == [batch[:2] for batch in (*alone, *alone[9:])]
     assert found[0][1] == found[1][1]

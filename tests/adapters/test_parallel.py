@@ -1,24 +1,16 @@
-"""Over gloo: loss and gradient of four ranks are those of one, dealt by cost, and by torch's context parallelism.
-
-The file is its own worker: `python tests/adapters/test_parallel.py FOLDER` forks four ranks.
-"""
+"""Over gloo: loss and gradient of four ranks are those of one, dealt by cost, and by context parallelism."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import socket
-import subprocess
-import sys
+import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.adapters.ranks import call_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._attention import _context_parallel_shard
@@ -141,37 +133,18 @@ def cut_step(folder):
     return float(loss.detach() / batch["num_loss_tokens"]), gradient(model), []
 
 
-def work(folder, **place):
-    """Be one rank; rank 0 writes what all of them have found."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120), **place)
+def work(folder):
+    """Be one rank; return for each task the loss and gradient of all ranks together, and the own slots."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found = {}
     for task in (dealt_step, cut_step):
         loss, grad, slots = task(folder)
         total = torch.cat([torch.tensor([loss], dtype=torch.float64), grad])
         dist.all_reduce(total)
-        everyone = [None] * 4
-        dist.all_gather_object(everyone, slots)
-        found[task.__name__] = {"loss": float(total[0]), "slots": everyone}
-        if place["rank"] == 0:
-            np.save(folder / f"{task.__name__}.npy", total[1:].numpy())
-    if place["rank"] == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-    dist.barrier()
+        found[task.__name__] = (float(total[0]), total[1:].numpy(), slots)
     dist.destroy_process_group()
-
-
-def fork(folder):
-    """Be four ranks; say whether all of them have succeeded."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(4):
-        place = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 4}
-        ranks.append(multiprocessing.get_context("fork").Process(target=work, args=(folder,), kwargs=place))
-        ranks[-1].start()
-    for process in ranks:
-        process.join()
-    return all(process.exitcode == 0 for process in ranks)
+    return found
 
 
 # The tests.
@@ -194,37 +167,17 @@ def four_ranks(tmp_path_factory):
         text = f"[run]\nsteps = 2\nglobal_batch_size = 8\nseq_len = 512\n{more}"
         text += "[[sources]]\nname = 'web'\nstore = 'web'\n"
         (folder / f"{name}.toml").write_text(text)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
-    return folder
+    return folder, call_ranks(4, work, folder, TORCHDYNAMO_DISABLE="1")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", ["dealt_step", "cut_step"])
 def test_a_step_of_four_ranks_is_that_of_one(four_ranks, task):
     """[P1.a] Loss and gradient, where rows are dealt by cost, and where each rank has a part of every row."""
-    found = json.loads((four_ranks / "found.json").read_text())[task]
-    expected = json.loads((four_ranks / "expected.json").read_text())
-    grad = np.load(four_ranks / f"{task}.npy")
-    assert abs(found["loss"] - expected) < 1e-10
-    assert np.abs(grad - np.load(four_ranks / "expected.npy")).max() < 1e-10
+    folder, ranks = four_ranks
+    expected_loss, expected_grad = whole_step(Run.from_toml(folder / "run.toml"), 0)
+    loss, grad, _ = ranks[0][task]
+    assert abs(loss - expected_loss) < 1e-10
+    assert np.abs(grad - expected_grad.numpy()).max() < 1e-10
     if task == "dealt_step":
-        slots = [slot for slots in found["slots"] for slot in slots]
+        slots = [slot for rank in ranks for slot in rank[task][2]]
         assert sorted(slots) == list(range(8)) != slots
-
-
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    loss, grad = whole_step(Run.from_toml(place / "run.toml"), 0)
-    (place / "expected.json").write_text(json.dumps(loss))
-    np.save(place / "expected.npy", grad.numpy())
-    sys.exit(not fork(place))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tests.adapters.ranks import call_ranks
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import tokenmill.adapters.transformers as adapter
+from tokenmill import Run
 from tokenmill.adapters.torch import to_torch
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData, to_transformers
 from tokenmill.errors import ConfigError, ResumeError, StoreMissingError
@@ -305,56 +303,30 @@ def test_arguments_must_be_given(make_run):
         LoaderTrainer(model=tiny_model(), train_dataset=make_run())
 
 
-RANKS = """
-import json, sys
-from pathlib import Path
+def trained_by_rank(folder):
+    """Train as one rank, from the start and from checkpoints; return what each training saw."""
+    run, out = Run.from_toml(folder / "run.toml"), {}
 
-sys.path.insert(0, sys.argv[1])
-import torch
-from tokenmill.run.run import Run
-from test_transformers import (
-    BATCH, SEQ_LEN, LiveLoader, LiveOptions, Recorder, arguments, losses, open_live, tiny_model
-)
+    def train(name, data, resume=None):
+        args = arguments(folder / name, per_device_train_batch_size=1)
+        data = data(args) if callable(data) else data
+        trainer = Recorder(model=tiny_model(attention_dropout=0.0, vocab_size=260), args=args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+        seen = [[list(batch["input_ids"]), number] for batch, number, _ in trainer.seen]
+        out[name] = {"seen": seen, "losses": losses(trainer), "rank": args.process_index, "size": args.world_size}
 
-folder = Path(sys.argv[2])
-out = {}
+    def live(args):
+        source = open_live(folder / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
+        place = {"rank": args.process_index, "world_size": args.world_size}
+        return LiveLoader(source, steps=3, global_batch_size=BATCH, micro_batch=1, threads=0, **place)
 
-def train(name, data, resume=None, **options):
-    args = arguments(folder / name, per_device_train_batch_size=1, **options)
-    data = data(args) if callable(data) else data
-    trainer = Recorder(model=tiny_model(attention_dropout=0.0, vocab_size=260), args=args, train_dataset=data)
-    trainer.train(resume_from_checkpoint=resume and str(folder / resume))
-    seen = [[list(batch["input_ids"]), number] for batch, number, _ in trainer.seen]
-    out[name] = {"seen": seen, "losses": losses(trainer), "rank": args.process_index, "size": args.world_size}
-
-def live(args):
-    source = open_live(folder / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
-    return LiveLoader(source, steps=3, global_batch_size=BATCH, micro_batch=1, threads=0,
-                      rank=args.process_index, world_size=args.world_size)
-
-run = Run.from_toml(folder / "run.toml")
-train("two", run)
-train("two-again", run, resume="two/checkpoint-3")
-train("two-from-one", run, resume="one/checkpoint-3")
-train("live", live)
-train("live-again", live, resume="live/checkpoint-2")
-(folder / f"rank{out['two']['rank']}.json").write_text(json.dumps(out))
-torch.distributed.destroy_process_group()
-"""
-
-
-def run_ranks(folder, script=RANKS):
-    (folder / "ranks.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(folder / "ranks.py"), str(Path(__file__).parent), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    train("two", run)
+    train("two-again", run, resume="two/checkpoint-3")
+    train("two-from-one", run, resume="one/checkpoint-3")
+    train("live", live)
+    train("live-again", live, resume="live/checkpoint-2")
+    torch.distributed.destroy_process_group()
+    return out
 
 
 @pytest.mark.deep
@@ -368,7 +340,7 @@ def test_two_ranks_train_on_the_batches_of_one_and_resume_one_another(make_run, 
         return trained(tmp_path / name, run, model=model, resume=resume, per_device_train_batch_size=1)
 
     one = alone("one")
-    ranks = run_ranks(tmp_path)
+    ranks = call_ranks(2, trained_by_rank, tmp_path, ACCELERATE_USE_CPU="true")
     assert [(rank["two"]["rank"], rank["two"]["size"]) for rank in ranks] == [(0, 2), (1, 2)]
     expected = [list(batch["input_ids"]) for batch, _, _ in one.seen]
     for name, first in (("two", 0), ("two-again", 3), ("two-from-one", 3)):
@@ -473,33 +445,23 @@ def test_the_loss_of_an_eval_is_that_of_a_hand_computation_for_any_batch(make_ru
     assert both["eval_more_loss"] == pytest.approx(more, abs=1e-5)
 
 
-EVAL_RANKS = """
-import json, sys
-from pathlib import Path
-
-sys.path.insert(0, sys.argv[1])
-import torch
-from tokenmill.run.run import Run
-from test_transformers import Recorder, arguments, tiny_model
-
-folder, passes = Path(sys.argv[2]), []
-run, model = Run.from_toml(folder / "run.toml"), tiny_model(attention_dropout=0.0)
-args = arguments(folder / "out", per_device_train_batch_size=1, per_device_eval_batch_size=1)
-trainer = Recorder(model=model, args=args, train_dataset=run, eval_dataset=run.evals["more"])
-model.register_forward_hook(lambda *_: passes.append(1))
-metrics = trainer.evaluate()
-(folder / f"rank{args.process_index}.json").write_text(json.dumps([len(passes), metrics]))
-torch.distributed.destroy_process_group()
-"""
+def evaluated_by_rank(folder):
+    """Evaluate as one rank; return how often it went through the model, and what the trainer says."""
+    run, model, passes = Run.from_toml(folder / "run.toml"), tiny_model(attention_dropout=0.0), []
+    args = arguments(folder / "out", per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    trainer = Recorder(model=model, args=args, train_dataset=run, eval_dataset=run.evals["more"])
+    model.register_forward_hook(lambda *_: passes.append(1))
+    metrics = trainer.evaluate()
+    torch.distributed.destroy_process_group()
+    return len(passes), metrics
 
 
-@pytest.mark.slow
 def test_all_ranks_go_through_the_model_as_often_in_an_eval_that_does_not_divide(make_run, tmp_path):
     """Where parameters are sharded, a rank that has no row left must not let the others wait."""
     run = make_run(more=VAL + "rows = 5\n")
     num_rows = len(list(run.evals["more"].loader()))
     assert num_rows % 2, "the last row has no partner"
-    (first, metrics), (second, others) = run_ranks(tmp_path, EVAL_RANKS)
+    (first, metrics), (second, others) = call_ranks(2, evaluated_by_rank, tmp_path, ACCELERATE_USE_CPU="true")
     assert first == second == (num_rows + 1) // 2
     wanted, labels = loss_by_hand(tiny_model(attention_dropout=0.0), run, "more")
     assert metrics["eval_loss"] == others["eval_loss"] == pytest.approx(wanted, abs=1e-5)

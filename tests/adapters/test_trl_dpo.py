@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 import torch
 import transformers
 import trl
+from tests.adapters.ranks import call_ranks
 
 import tokenmill as tm
 from tokenmill.adapters.torch import to_torch
@@ -170,14 +167,14 @@ def test_an_eval_of_pairs_has_the_loss_of_trl_on_its_own_data(run, tmp_path, pre
         assert found[f"eval_{name}"] == pytest.approx(own[f"eval_{name}"], abs=1e-4)
 
 
-@pytest.mark.slow
+def evaluated_by_rank(stores, out):
+    return evaluated(DPOTrainer, out, size=7, train_dataset=run_in(stores), eval_dataset=stores / "pairs")
+
+
 def test_an_eval_of_pairs_is_the_same_for_any_number_of_processes(run, tmp_path):
     """Of 30 pairs in batches of 7 on 2 ranks the last one is short on the one, and empty on the other."""
     alone = evaluated(DPOTrainer, tmp_path, train_dataset=run, eval_dataset=run.folder / "pairs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*command, str(run.folder), str(tmp_path)], check=True, env=environment, timeout=300)
-    together = json.loads((tmp_path / "metrics.json").read_text())
+    together, _ = call_ranks(2, evaluated_by_rank, run.folder, tmp_path, CUDA_VISIBLE_DEVICES="")
     assert together["eval_pairs"] == alone["eval_pairs"] == len(PAIRS)
     for name, value in alone.items():
         if name.startswith("eval_") and "token" not in name and "logits" not in name and name != "eval_runtime":
@@ -219,10 +216,3 @@ def test_columns_are_those_of_the_records(run):
         run.loader(columns="margin")
     with pytest.raises(ConfigError, match=r"other names than the arrays of a batch, got 'chosen'; leave it out"):
         run.loader(columns=("chosen",))
-
-
-if __name__ == "__main__":
-    stores, out = map(Path, sys.argv[1:])
-    metrics = evaluated(DPOTrainer, out, size=7, train_dataset=run_in(stores), eval_dataset=stores / "pairs")
-    if os.environ["RANK"] == "0":
-        (out / "metrics.json").write_text(json.dumps(metrics))

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from itertools import chain, islice
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.adapters.ranks import call_ranks
 from torch.utils.data import DataLoader
 
 from tokenmill.adapters.astrai import DatasetFactory, ResumableDistributedSampler
@@ -257,41 +257,26 @@ def test_the_environment_says_rank_and_number_of_ranks(monkeypatch):
         ResumableDistributedSampler(range(5))
 
 
-PROGRAM = """
-import json, os, sys
-import torch.distributed as dist
-from tokenmill.adapters.astrai import ResumableDistributedSampler
-rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-alone = [dist.new_group([0]), dist.new_group([1])][rank]
-samplers = [
-    ResumableDistributedSampler(range(11), start_iter=2),
-    ResumableDistributedSampler(range(11), process_group=alone),
-    ResumableDistributedSampler(range(11), process_group=alone, replica=(1 - rank, 2)),
-]
-with open(out, "w") as file:
-    json.dump([[each.rank, each.num_replicas, [*each]] for each in samplers], file)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_process_groups_say_rank_and_number_of_ranks(tmp_path):
-    """Two processes with gloo; no variable of the environment names a rank."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, tmp_path / "program.py", str(rank), tmp_path / "group", tmp_path / f"{rank}.json"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+def samplers_of_rank():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    samplers = [
+        ResumableDistributedSampler(range(11), start_iter=2),
+        ResumableDistributedSampler(range(11), process_group=alone),
+        ResumableDistributedSampler(range(11), process_group=alone, replica=(1 - rank, 2)),
     ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [
+    drawn = [[each.rank, each.num_replicas, [*each]] for each in samplers]
+    dist.destroy_process_group()
+    return drawn
+
+
+def test_process_groups_say_rank_and_number_of_ranks():
+    """Two processes with gloo; no variable of the environment names a rank."""
+    for rank, samplers in enumerate(call_ranks(2, samplers_of_rank)):
+        assert samplers == [
             [rank, 2, [*sampler(11, rank=rank, world=2)][2:]],
             [0, 1, [*sampler(11)]],
             [1 - rank, 2, [*sampler(11, rank=1 - rank, world=2)]],

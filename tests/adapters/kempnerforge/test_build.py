@@ -1,10 +1,6 @@
 """The config picks the path: token files, text, a stream of text, or a mixture."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from itertools import islice
 from types import SimpleNamespace
@@ -13,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from tests.adapters.ranks import call_ranks
 
 from tokenmill.adapters.kempnerforge import (
     DataConfig,
@@ -170,63 +168,32 @@ def test_phases_scale_the_learning_rate_of_any_text_and_so_they_do_after_a_resum
     assert (again.step, again.lr_scale, again.state_dict()["batches_yielded"]) == (5, 0.25, 5)
 
 
-def free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
+PARTS = [DatasetSource(path="web", weight=3), DatasetSource(path="raw2", weight=1)]
 
 
-SCRIPT = """
-import json, sys
-import torch.distributed as dist
-from tokenmill.adapters.kempnerforge import DataConfig, DatasetSource, build_dataloader
-
-dist.init_process_group("gloo")
-config = DataConfig(
-    num_workers=0,
-    tokenizer_path="bytes",
-    datasets=[DatasetSource(path="web", weight=3), DatasetSource(path="raw2", weight=1)],
-)
-loader = build_dataloader(config, batch_size=2, seq_len=16)
-state = json.load(open("state.json"))
-loader.load_state_dict(state)
-stream = iter(loader)
-rows = [next(stream)["input_ids"].tolist() for _ in range(6)]
-json.dump([dist.get_rank(), rows, loader.state_dict()], open(f"rank{dist.get_rank()}.json", "w"))
-dist.destroy_process_group()
-"""
+def resumed_by_rank(state):
+    """Go on from a state as one rank; return its rank, its batches, and its state after them."""
+    dist.init_process_group("gloo")
+    config = DataConfig(num_workers=0, tokenizer_path="bytes", datasets=PARTS)
+    loader = build_dataloader(config, batch_size=2, seq_len=16)
+    loader.load_state_dict(state)
+    rows = [batch["input_ids"].tolist() for batch in islice(iter(loader), 6)]
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    return rank, rows, loader.state_dict()
 
 
 def test_ranks_of_a_process_group_go_on_from_a_state_of_one(places, tmp_path):
     """[R1.a: into fresh processes, of another number]"""
     (tmp_path / "raw2").mkdir()
     np.save("raw2/a.npy", places[::-1].copy())
-    sources = [DatasetSource(path="web", weight=3), DatasetSource(path="raw2", weight=1)]
-    alone = build(datasets=sources)
+    alone = build(datasets=PARTS)
     stream = iter(alone)
     for _ in range(5):
         next(stream)
-    (tmp_path / "state.json").write_text(json.dumps(alone.state_dict()))
+    state = json.loads(json.dumps(alone.state_dict()))
     whole = [next(stream)["input_ids"].tolist() for _ in range(6)]
-    (tmp_path / "script.py").write_text(SCRIPT)
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], errors
-    parts = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    parts = call_ranks(2, resumed_by_rank, state)
     assert [part[0] for part in parts] == [0, 1]
     for step in range(6):
         turns = zip(parts[0][1][step], parts[1][1][step], strict=True)
