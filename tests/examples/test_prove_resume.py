@@ -18,6 +18,7 @@ from tokenmill.torch import TorchLoader
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # five processes that import torch, or ten
 @pytest.mark.parametrize("ranks", [(2,), pytest.param((2, 4), marks=pytest.mark.deep)])
 def test_the_short_form_is_killed_and_proves_its_claim(prove_resume, short_run, tmp_path, ranks):

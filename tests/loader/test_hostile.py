@@ -296,6 +296,7 @@ def test_a_file_that_is_cut_while_it_is_read_ends_with_an_error(make_run, tmp_pa
         assert f"{file}: must keep its {len(content)} bytes while it is read, got {size}" in process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHECKED, reason="it is what runs this")
 def test_no_kernel_reads_or_writes_out_of_bounds():
     """Everything above, and tests of every module with kernels, with numba's own checks of every index."""
