@@ -22,7 +22,7 @@ import torch
 from tokenmill import Run, prepare
 from tokenmill.adapters import torchtitan as adapter
 from tokenmill.adapters.torch import TorchLoader
-from tokenmill.adapters.torchtitan import build_dataloader, pair_loader
+from tokenmill.adapters.torchtitan import ARRAYS, PairLoader, build_dataloader
 from tokenmill.errors import ConfigError, MissingExtraError, ResumeError
 
 STEPS, SAVED = 8, 3
@@ -447,8 +447,8 @@ def test_the_builder_reads_the_data_stages_of_the_config_object(folder, whole):
 
 def test_what_the_command_line_overrides_counts(folder):
     loader = build_dataloader(4, 0, None, job_config(folder, steps=6, global_batch_size=-1, local_batch_size=3))
-    assert (len(loader), loader.loader.loader.plan.steps) == (6, 6)
-    assert loader.loader.loader.plan.stages[0].spec.global_batch_size == 12
+    assert (len(loader), loader.loader.plan.steps) == (6, 6)
+    assert loader.loader.plan.stages[0].spec.global_batch_size == 12
 
 
 def test_the_builder_refuses_rows_longer_than_the_model_takes(folder):
@@ -482,7 +482,7 @@ def test_a_misspelt_key_of_a_stage_is_named():
 def test_a_loader_goes_on_from_a_state_that_is_loaded_while_it_runs(folder):
     """[A1.a] Before or after iter(), as the trainer of torchtitan may."""
     run = Run.from_toml(folder / "run.toml")
-    loader = pair_loader(run, dp_rank=1, dp_world_size=2, local_batch_size=8)
+    loader = PairLoader(run.loader(rank=1, world_size=2, micro_batch=8, arrays=ARRAYS))
     stream = iter(loader)
     drawn = [next(stream) for _ in range(4)]
     state = loader.state_dict()
@@ -490,7 +490,7 @@ def test_a_loader_goes_on_from_a_state_that_is_loaded_while_it_runs(folder):
     rest = listed(stream)
     loader.load_state_dict(state)
     assert listed(loader) == rest
-    other = pair_loader(run, dp_rank=1, dp_world_size=2, local_batch_size=8)
+    other = PairLoader(run.loader(rank=1, world_size=2, micro_batch=8, arrays=ARRAYS))
     begun = iter(other)
     assert torch.equal(next(begun)[1], drawn[0][1])
     other.load_state_dict(state)
@@ -529,7 +529,7 @@ def test_the_state_has_the_keys_that_the_fork_documents_on_every_rank_at_any_tim
 )
 def test_a_state_that_is_none_of_ours_is_refused(folder, state, told):
     """[E1.a] torchtitan's own loaders take an empty one for a start at step 0."""
-    loader = pair_loader(Run.from_toml(folder / "run.toml"), dp_rank=0, dp_world_size=1, local_batch_size=2)
+    loader = PairLoader(Run.from_toml(folder / "run.toml").loader(micro_batch=2, arrays=ARRAYS))
     with pytest.raises(ResumeError) as caught:
         loader.load_state_dict(state)
     assert str(caught.value) == (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenmill.adapters import need
@@ -13,7 +13,7 @@ need("lightning", extra="lightning", adapter="tokenmill.adapters.lightning")
 
 import lightning
 
-from tokenmill.adapters.torch import Tensors, check_rank, joined_state, to_torch
+from tokenmill.adapters.torch import TorchLoader, check_rank, joined_state
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Loader
 from tokenmill.plan.plan import TokensSeen
@@ -72,13 +72,13 @@ class RunData(lightning.LightningDataModule):
             self.loader.load_state_dict(self._saved)
             self._saved = None
             _reopen(self.trainer, self.loader)
-        return _Batches(self, self.loader, _begin(self.trainer, self.loader))
+        return _Batches(self.loader, _begin(self.trainer, self.loader))
 
-    def _val_dataloader(self) -> list[_EvalBatches]:
+    def _val_dataloader(self) -> list[TorchLoader]:
         """Return the batches of every eval of this rank, the same each time."""
         rank, world_size = self._own_rank()
         return [
-            _EvalBatches(item.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch))
+            TorchLoader(item.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch))
             for item in self.evals
         ]
 
@@ -105,39 +105,23 @@ class RunData(lightning.LightningDataModule):
             self.loader.load_state_dict(state)
 
 
-class _Batches:
+class _Batches(TorchLoader):
     """What Lightning takes for a DataLoader, but shares out to no ranks: that is done.
 
-    It has the state of its data module, as Lightning warns where it resumes amid an epoch without one.
+    It has a state, as Lightning warns where it resumes amid an epoch without one.
     """
 
-    def __init__(self, data: RunData, loader: Loader, begin: int) -> None:
-        self.loader = loader
+    def __init__(self, loader: Loader, begin: int) -> None:
+        super().__init__(loader)
         self.begin = begin
-        self.state_dict = data.state_dict
-        self.load_state_dict = loader.load_state_dict
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the epoch, by which Lightning knows the last one."""
         return len(self.loader) - self.begin
 
-    def __iter__(self) -> Iterator[Tensors]:
-        for batch in self.loader:
-            yield to_torch(batch)
-
-
-class _EvalBatches:
-    """What Lightning takes for a DataLoader of an eval: as many batches on every rank."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Tensors]:
-        for batch in self.loader:
-            yield to_torch(batch)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the data module, which is that of the loader."""
+        return joined_state(self.loader)
 
 
 def _reopen(trainer: lightning.Trainer, loader: Loader) -> None:

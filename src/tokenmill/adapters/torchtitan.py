@@ -19,12 +19,8 @@ from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.run.run import Run
 
 if TYPE_CHECKING:
-    import torch
-
     from tokenmill.loader import Loader
     from tokenmill.plan import Plan
-    from tokenmill.plan.plan import TokensSeen
-    from tokenmill.run.evals import Eval
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 STATE_KEYS = ("stage_idx", "stage_name", "dataloader_state")
@@ -34,32 +30,15 @@ _TABLES = ("training", "model", "debug", "tokenmill")
 _log = logging.getLogger("tokenmill")
 
 
-class PairLoader:
+class PairLoader(TorchLoader):
     """Batches as torchtitan takes them: ({"input": ids, "positions": positions}, labels), on the CPU.
 
     Labels that are not trained on are -100, as there. The state is that of the run, the same on every rank.
     """
 
-    def __init__(self, loader: TorchLoader) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        """Return the number of micro-batches of the whole run; the same on every rank."""
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        for batch in self.loader:
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
             yield {"input": batch["input_ids"], "positions": batch["position_ids"]}, batch["labels"]
-
-    @property
-    def step(self) -> int:
-        """The step that the next batch belongs to, from 0."""
-        return self.loader.step
-
-    @property
-    def tokens_seen(self) -> TokensSeen:
-        """What all ranks have been given before that step: input slots, and labels."""
-        return self.loader.tokens_seen
 
     def state_dict(self) -> dict[str, int | str]:
         """Return where the run stands; refused within a step, as torchtitan saves between two of its own.
@@ -67,7 +46,7 @@ class PairLoader:
         The keys are those that the fork documents; `dataloader_state` is that of the run's loader, as JSON text, as
         a distributed checkpoint keeps one entry for each key and wants the same keys from every rank at any time.
         """
-        state = self.loader.state_dict()
+        state = super().state_dict()
         if state["batches"]:
             raise ConfigError(
                 f"torchtitan: a step must take all micro-batches of a step of the run, got a checkpoint after "
@@ -86,26 +65,16 @@ class PairLoader:
                 f"state: must have {', '.join(STATE_KEYS)}, the last one as JSON text, got {keys or 'nothing'}; "
                 "use a state of this loader"
             ) from error
-        self.loader.load_state_dict(inner)
+        super().load_state_dict(inner)
 
 
-def pair_loader(
-    run: Run,
-    *,
-    dp_rank: int,
-    dp_world_size: int,
-    local_batch_size: int,
-    threads: int = 1,
-    check_ranks: bool = False,
-) -> PairLoader:
-    """Return the loader of one data-parallel rank."""
-    loader = run.loader(
-        rank=dp_rank, world_size=dp_world_size, micro_batch=local_batch_size, threads=threads, arrays=ARRAYS
-    )
-    if dp_rank == 0 and run.translation is not None:
+def _rank_loader(run: Run, rank: int, world_size: int, micro_batch: int, *, threads: int = 1) -> Loader:
+    """Return the loader of one data-parallel rank; the first one logs what was translated."""
+    loader = run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, threads=threads, arrays=ARRAYS)
+    if rank == 0 and run.translation is not None:
         for note in run.translation.notes:
             _log.info("%s", note)
-    return PairLoader(TorchLoader(loader, check_ranks=check_ranks))
+    return loader
 
 
 def build_dataloader(
@@ -130,7 +99,7 @@ def build_dataloader(
     if "seq_len" in tables["training"]:
         _check_length(run.plan(), tables["training"]["seq_len"])
     rows = tables["training"].get("local_batch_size", config.clock.stretches[0].batch // dp_world_size)
-    return pair_loader(run, dp_rank=dp_rank, dp_world_size=dp_world_size, local_batch_size=rows)
+    return PairLoader(_rank_loader(run, dp_rank, dp_world_size, rows))
 
 
 def _plain(job_config: object) -> dict[str, Any]:
@@ -190,10 +159,6 @@ def _batches_of_trainer() -> int | None:
     return None
 
 
-def _eval_loader(item: Eval, rank: int, world_size: int, micro_batch: int) -> Loader:
-    return item.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, arrays=ARRAYS)
-
-
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class over one that is only known where torchtitan is
     """Make `TokenmillDataLoader` when it is asked for, as the builder does without all that torchtitan imports."""
     if name != "TokenmillDataLoader":
@@ -238,22 +203,16 @@ def _dataloader() -> type[PairLoader]:
         ) -> None:
             run = Run.from_toml(config.config_file, world_size=dp_world_size)
             if config.eval:
-                loader = _eval_loader(run.evals[config.eval], dp_rank, dp_world_size, local_batch_size)
+                loader: Loader = run.evals[config.eval].loader(
+                    rank=dp_rank, world_size=dp_world_size, micro_batch=local_batch_size, arrays=ARRAYS
+                )
                 _check_length(loader.plan, seq_len)
-                super().__init__(TorchLoader(loader, check_ranks=config.check_ranks))
-                return
-            _check_length(run.plan(), seq_len)
-            pairs = pair_loader(
-                run,
-                dp_rank=dp_rank,
-                dp_world_size=dp_world_size,
-                local_batch_size=local_batch_size,
-                threads=config.threads,
-                check_ranks=config.check_ranks,
-            )
-            in_trainer = _batches_of_trainer()
-            if in_trainer is not None:
-                _check_batch(pairs.loader.loader, in_trainer)
-            super().__init__(pairs.loader)
+            else:
+                _check_length(run.plan(), seq_len)
+                loader = _rank_loader(run, dp_rank, dp_world_size, local_batch_size, threads=config.threads)
+                in_trainer = _batches_of_trainer()
+                if in_trainer is not None:
+                    _check_batch(loader, in_trainer)
+            super().__init__(loader, check_ranks=config.check_ranks)
 
     return TokenmillDataLoader
