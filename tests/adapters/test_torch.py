@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import tokenmill.torch
 from tokenmill import Run
-from tokenmill.adapters.torch import TorchLoader, to_device, to_torch, torch_loader
+from tokenmill.adapters.torch import TorchLoader, read_windows, to_device, to_torch, torch_loader
 from tokenmill.errors import ConfigError
+from tokenmill.store import open_store
+from tokenmill.store.remote.upload import upload
 from tokenmill.types import ARRAYS
 
 TOML = """
@@ -156,3 +158,16 @@ def test_the_path_of_a_config_is_no_run_and_the_way_out_is_named():
         ConfigError, match=r"torch_loader: must be given a Run .*, got 'run.toml'; .* Run.from_toml"
     ):
         torch_loader("run.toml")
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_windows_are_those_of_the_stream_wherever_shards_end(make_store, tmp_path, is_remote):
+    place, tokens, _ = make_store("web", [7] * 20, max_tokens_per_shard=30)
+    if is_remote:
+        upload(place, f"file://{tmp_path}/away")
+        place = f"file://{tmp_path}/away"
+    begins = [*range(0, tokens.size - 9, 5)][::-1]
+    store = open_store(place)
+    assert (store.by_ranges, store.num_shards > 3) == (is_remote, True)
+    windows = {index: values.tolist() for index, values in read_windows(store, "sequence", begins, 9)}
+    assert [windows[index] for index in range(len(begins))] == [tokens[b : b + 9].tolist() for b in begins]

@@ -14,6 +14,9 @@ from importlib.util import find_spec
 
 from tokenmill.errors import MissingExtraError
 
+ENDLESS = 1 << 40
+"""Steps of live text that ends when nobody draws from it any more."""
+
 
 def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) -> None:
     """Import a framework, or say in one line what to install; `at_least` is a version such as "5.10"."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypedDi
 import numpy as np
 import xxhash
 
-from tokenmill.adapters import need
+from tokenmill.adapters import ENDLESS, need
 
 need("torch", extra="torch", adapter="tokenmill.adapters.nanochat")
 
@@ -36,8 +36,6 @@ FOLDERS = ("base_data_climbmix", "base_data")
 """Where nanochat keeps its Parquet files below its base folder: now, and before."""
 LANE_FOLDER = "tokenmill_lanes"
 """Where ranks write below that folder where their lanes were."""
-ENDLESS = 1 << 40
-"""Steps of a stream that has no end."""
 LIVE, ROWS = "live", "rows"
 """Keys of a state under which there is what exactness needs: the places of lanes, and how many rows each lane had
 given when the step began."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,9 @@ from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, Tokenm
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.loader import Layout, Loader
 from tokenmill.loader.state import merge_states
-from tokenmill.types import Batch
+from tokenmill.plan.shuffle import permute_all
+from tokenmill.store.layout import key_file
+from tokenmill.types import AnyArray, Batch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from tokenmill.plan.plan import TokenSchedule, TokensSeen
     from tokenmill.run.evals import Eval
     from tokenmill.run.run import Run
+    from tokenmill.store import Store
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
 _NESTED = ("made_of", "live")
@@ -282,6 +286,44 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
                     f"state: {key} must be JSON, got {nested[key]!r}; use a state that was not edited"
                 ) from error
     return nested
+
+
+# What the datasets and samplers of several projects do alike.
+
+_BLOCK = 4096
+"""Samples whose order is computed together."""
+
+
+def dealt(places: range, size: int, key: int | None) -> Iterator[int]:
+    """Yield the samples at some places of an epoch of so many: shuffled by a key, or in their order without one.
+
+    Places from the end of the epoch on are its first ones again.
+    """
+    for first in range(0, len(places), _BLOCK):
+        block = places[first : first + _BLOCK]
+        numbers = np.arange(block.start, block.stop, block.step, dtype=np.int64) % size
+        yield from (numbers if key is None else permute_all(numbers, size, np.uint64(key))).tolist()
+
+
+def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> Iterator[tuple[int, AnyArray]]:
+    """Yield windows of so many values of an array, each with the index of its begin; a shard is opened once.
+
+    A window must be copied before the next is asked for.
+    """
+    edges = store.axes[store.axis(key)].values
+    inner_edges, by_shard = edges[1:-1], dict[int, list[int]]()
+    for index, begin in enumerate(begins):
+        by_shard.setdefault(bisect_right(inner_edges, begin), []).append(index)
+    for shard, indices in by_shard.items():
+        first, end = int(edges[shard]), int(edges[shard + 1])
+        with store.maps.borrow([] if store.by_ranges else [store.file(shard, key_file(key))]) as mapped:
+            values = mapped[0].data.view(store.dtype(key)) if mapped else None
+            for index in indices:
+                begin = begins[index]
+                if values is None or begin + length > end:  # not on this machine, or in several shards
+                    yield index, store.fetch(begin, begin + length, key)
+                else:
+                    yield index, values[begin - first : begin - first + length]
 
 
 # Whether all ranks read the same.

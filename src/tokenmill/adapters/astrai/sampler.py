@@ -6,19 +6,14 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tokenmill.adapters.astrai.store import refuse_unknown
-from tokenmill.adapters.torch import find_rank
+from tokenmill.adapters.torch import dealt, find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
-from tokenmill.plan.shuffle import permute_all
 from tokenmill.tables import Count, as_json, check_seed, read_table
-from tokenmill.types import Int64Array
 
-_BLOCK = 4096
-"""Indices that are computed together."""
 _WHERE = "ResumableDistributedSampler"
 
 
@@ -125,21 +120,13 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         yield from self
 
     def _pass(self) -> Iterator[int]:
-        epoch, begin, rounds = self.epoch, self._begin, len(self)
-        for first in range(0, rounds, _BLOCK):
-            numbers = np.arange(first, min(rounds, first + _BLOCK))
-            for number, index in zip(numbers.tolist(), self._indices(epoch, begin, numbers), strict=True):
-                self._position = begin + (number + 1) * self.num_replicas
-                yield index
+        epoch, begin = self.epoch, self._begin
+        places = range(begin + self.rank, begin + len(self) * self.num_replicas, self.num_replicas)
+        key = key64("sampler", self.seed, epoch) if self.shuffle else None
+        for number, index in enumerate(dealt(places, self.num_samples, key), 1):
+            self._position = begin + number * self.num_replicas
+            yield index
         self._go_to(epoch + 1, 0)
-
-    def _indices(self, epoch: int, begin: int, numbers: Int64Array) -> list[int]:
-        """Return the items of this rank by their numbers from a position of an epoch on."""
-        places = (begin + numbers * self.num_replicas + self.rank) % self.num_samples
-        if self.shuffle:
-            places = permute_all(places, self.num_samples, np.uint64(key64("sampler", self.seed, epoch)))
-        indices: list[int] = places.tolist()
-        return indices
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; where it is the current one, nothing changes."""

@@ -14,6 +14,7 @@ from typing import ClassVar, TypeAlias, overload
 import numpy as np
 import torch
 
+from tokenmill.adapters.torch import read_windows
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
 from tokenmill.packing.stored import locate
 from tokenmill.store import Store as TokenStore
@@ -129,16 +130,8 @@ class Store:
             raise PlanError(
                 f"{self._path}: a window must lie within 0:{int(edges[-1])}, got {begin}:{begin + length}; move it"
             )
-        shards = np.searchsorted(edges, starts, side="right") - 1
-        within = (starts + length <= edges[shards + 1]) & (not store.by_ranges)
-        for shard in np.unique(shards[within]).tolist():
-            with store.maps.borrow([store.file(shard, key_file(key))]) as (mapped,):
-                values = mapped.data.view(store.dtype(key))
-                for row in np.flatnonzero(within & (shards == shard)).tolist():
-                    first = int(starts[row] - edges[shard])
-                    rows[row] = values[first : first + length]
-        for row in np.flatnonzero(~within).tolist():
-            rows[row] = store.fetch(int(starts[row]), int(starts[row]) + length, key)
+        for row, values in read_windows(store, key, begins, length):
+            rows[row] = values
         return torch.from_numpy(rows)
 
     @overload

@@ -16,8 +16,9 @@ import torch
 from msgspec import UNSET, UnsetType
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from tokenmill.adapters import ENDLESS
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
-from tokenmill.adapters.torch import find_rank, to_torch
+from tokenmill.adapters.torch import find_rank, read_windows, to_torch
 from tokenmill.build.cached import cached_store
 from tokenmill.config.dialects import hub_name
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError
@@ -26,18 +27,15 @@ from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.loader import IGNORE
 from tokenmill.loader.assemble import BufferPool
 from tokenmill.store import Store, open_store
-from tokenmill.store.layout import is_ours, key_file
+from tokenmill.store.layout import is_ours
 from tokenmill.store.reader import MapCache
 from tokenmill.tables import Count
-from tokenmill.types import Int64Array
 
 Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
 """Where the tokens of text are kept by default: where a run keeps them whose config is in this folder."""
 DTYPE_VARIABLE = "TOKENMILL_DTYPE"
 """Environment variable with the dtype of .bin files where no caller can pass it, as in KempnerForge's own loop."""
-_FOR_EVER = 1 << 40
-"""Steps of a stream that ends when nobody draws from it any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +107,10 @@ class Chunked(Dataset[Sample]):
         out = {name: array[: len(indices)] for name, array in self._pool(len(indices)).batch().items()}
         inputs, labels = out["input_ids"], out["labels"]
         for number, rows in _by_part(indices, self.begins).items():
-            begins = [(row, (indices[row] - self.begins[number]) * self.length) for row in rows]
-            self._copy(self.stores[number], begins, inputs, labels)
+            store = self.stores[number]
+            begins = [(indices[row] - self.begins[number]) * self.length for row in rows]
+            for index, tokens in read_windows(store, store.manifest.token_key, begins, self.length):
+                inputs[rows[index]], labels[rows[index]] = tokens[:-1], tokens[1:]
         if self.eos_id is not None:
             ends = inputs == self.eos_id
             # EOS is the last token of its document: what comes after it is not its to predict.
@@ -119,22 +119,6 @@ class Chunked(Dataset[Sample]):
             out["doc_ids"] -= ends
         lines = zip(*(torch.from_numpy(array).unbind() for array in out.values()), strict=True)
         return [dict(zip(out, line, strict=True)) for line in lines]
-
-    def _copy(
-        self, store: Store, begins: Sequence[tuple[int, int]], inputs: Int64Array, labels: Int64Array
-    ) -> None:
-        """Fill rows with the samples that begin at some tokens of a store: (row, token)."""
-        key = store.manifest.token_key
-        if store.num_shards != 1 or store.by_ranges:  # a sample may lie in several, or not on this machine
-            for row, begin in begins:
-                tokens = store.fetch(begin, begin + self.length, key)
-                inputs[row], labels[row] = tokens[:-1], tokens[1:]
-            return
-        with store.maps.borrow([store.file(0, key_file(key))]) as (mapped,):
-            stream = mapped.data.view(store.dtype(key))
-            for row, begin in begins:
-                tokens = stream[begin : begin + self.length]
-                inputs[row], labels[row] = tokens[:-1], tokens[1:]
 
     def _pool(self, rows: int) -> BufferPool:
         """Return memory for at least so many samples, which is used again when nobody holds them any more.
@@ -434,7 +418,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
         arrays = ("input_ids", "labels", "doc_ids") if self.pack_sequences else ("input_ids", "labels")
         return LiveLoader(
             open_live([self.documents], tokenizer=self.tokenizer_path, options=options),
-            steps=_FOR_EVER,
+            steps=ENDLESS,
             global_batch_size=self.lanes,
             rank=self.rank,
             world_size=self.world_size,

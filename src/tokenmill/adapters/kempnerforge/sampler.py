@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from torch.utils.data import Sampler
 
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
-from tokenmill.adapters.torch import find_rank
+from tokenmill.adapters.torch import dealt, find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights
@@ -174,16 +174,13 @@ class DistributedSampler(RankSampler):
         return self.indices(self.epoch, position, self.end(self.epoch, position, self.num_replicas))
 
     def indices(self, epoch: int, position: int, end: int) -> Iterator[int]:
-        """Yield what this rank takes of an epoch after its first `position` places, of all ranks, were taken.
+        """Return what this rank takes of an epoch after its first `position` places, of all ranks, were taken.
 
         Any position will do, also one that another number of ranks has left. Places from the end of the epoch on
         are its first ones again.
         """
-        key = np.uint64(key64(self.seed, "sampler", epoch))
-        step = BLOCK * self.num_replicas
-        for begin in range(position + self.rank, end, step):
-            places = np.arange(begin, min(begin + step, end), self.num_replicas, dtype=np.int64) % self.size
-            yield from (permute_all(places, self.size, key) if self.shuffle else places).tolist()
+        key = key64(self.seed, "sampler", epoch) if self.shuffle else None
+        return dealt(range(position + self.rank, end, self.num_replicas), self.size, key)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which order this is; where an iteration stands is for the loader to know."""
