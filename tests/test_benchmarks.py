@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tokenmill.demo import TOKENIZER_DIR
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = ("--megabytes", "1", "--rounds", "1")
 COMMANDS = {
@@ -24,17 +26,19 @@ COMMANDS = {
     "remote": ("remote.py", "--tiny"),
     "samplers": ("samplers.py", "--tiny"),
     "view": ("view.py", "--tiny"),
-    "prepare": ("prepare.py", *SMALL, "--cache", "{folder}"),
+    "prepare": ("prepare.py", *SMALL, "--cache", "{folder}", "--tokenizer", str(TOKENIZER_DIR)),
     "engines": ("engines.py", "--megabytes", "1", "--rounds", "1", "--only", "local,processes"),
     "engines, units": ("engines.py", "--units", "300"),
     "packing, huge": ("packing.py", "--huge", "2200000", "--cache", "{folder}"),
 }
+DEEP = {"prepare, its own tokenizer": ("prepare.py", *SMALL, "--cache", "{folder}")}
+"""Opens a vocabulary of 100,000 tokens several times, which takes 10 s of CPU."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)])
 def test_a_benchmark_runs(name, tmp_path):
-    script, *options = (word.format(folder=tmp_path) for word in COMMANDS[name])
+    script, *options = (word.format(folder=tmp_path) for word in (COMMANDS | DEEP)[name])
     command = [sys.executable, "-W", "ignore", str(FOLDER / script), *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
