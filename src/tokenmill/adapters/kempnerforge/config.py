@@ -113,15 +113,6 @@ class StepShape:
         """Samples of a step, of all ranks."""
         return self.samples * self.batches
 
-    def lr_scale(self, config: DataConfig, step: int) -> float:
-        """Return what the phases of a config multiply the learning rate of a step by."""
-        if self.grad_accum_steps is None and config.all_phases:
-            raise ConfigError(
-                "lr_scale: grad_accum_steps must be given to know the step of a batch, got none; give it, or ask "
-                "config.lr_scale_at(step)"
-            )
-        return config.lr_scale_at(step)
-
     def count(self, batches: int, saved: StepShape, *, inside: bool = False) -> int:
         """Return how many batches of this shape have made up the steps that `batches` of a saved one did.
 

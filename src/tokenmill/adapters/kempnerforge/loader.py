@@ -95,6 +95,10 @@ class StepLoader:
         self._shape = StepShape(batch_size=batch_size, num_replicas=num_replicas, grad_accum_steps=grad_accum_steps)
         self._batches = 0
         """Batches of the run that were handed out, as if all had been of this size."""
+        self._pin_memory = self.config.pin_memory and torch.cuda.is_available()
+        """Without an accelerator there is nothing to pin memory for, and torch would warn."""
+        self._generator = torch.Generator()
+        """For torch's loader, so that an iteration draws nothing from the generator that the model uses."""
 
     @property
     def step(self) -> int:
@@ -104,7 +108,12 @@ class StepLoader:
     @property
     def lr_scale(self) -> float:
         """What the phases of the config multiply the learning rate of the next batch's step by."""
-        return self._shape.lr_scale(self.config, self.step)
+        if self.grad_accum_steps is None and self.config.all_phases:
+            raise ConfigError(
+                "lr_scale: grad_accum_steps must be given to know the step of a batch, got none; give it, or ask "
+                "config.lr_scale_at(step)"
+            )
+        return self.config.lr_scale_at(self.step)
 
 
 class StatefulDataLoader(StepLoader):
@@ -147,29 +156,23 @@ class StatefulDataLoader(StepLoader):
         """Batches of the epoch, as if all had been of this size."""
         self._running: Iterator[datasets.Sample] | None = None
         self._in_epoch = False
-        self._generator = torch.Generator()
         self._asked = AskedBatches()
-        self._loader: DataLoader[datasets.Sample] = self._make_loader()
+        workers = self.config.num_workers
+        self._loader: DataLoader[datasets.Sample] = DataLoader(
+            dataset,
+            batch_sampler=self._asked,
+            num_workers=workers,
+            collate_fn=collate_fn,
+            pin_memory=self._pin_memory,
+            prefetch_factor=self.config.prefetch_factor if workers else None,
+            persistent_workers=workers > 0,
+            generator=self._generator,
+        )
         if not self._rest():
             raise ConfigError(
                 f"dataset: an epoch must have a whole step of {self._shape.round} samples, got {len(dataset)}; add "
                 "data, or lower batch_size"
             )
-
-    def _make_loader(self) -> DataLoader[datasets.Sample]:
-        workers = self.config.num_workers
-        return DataLoader(
-            self.dataset,
-            batch_sampler=self._asked,
-            num_workers=workers,
-            collate_fn=self.collate_fn,
-            # Without an accelerator there is nothing to pin memory for, and torch would warn.
-            pin_memory=self.config.pin_memory and torch.cuda.is_available(),
-            prefetch_factor=self.config.prefetch_factor if workers else None,
-            persistent_workers=workers > 0,
-            # Its own, so that an iteration draws nothing from the generator that the model uses.
-            generator=self._generator,
-        )
 
     def _end(self) -> int:
         """Return where the epoch ends: whole steps behind the begin of this one."""
@@ -370,11 +373,9 @@ class StreamingDataLoader(StepLoader):
         self._loader: DataLoader[datasets.Sample] = DataLoader(
             dataset,
             batch_size=batch_size,
-            # Without an accelerator there is nothing to pin memory for, and torch would warn.
-            pin_memory=self.config.pin_memory and torch.cuda.is_available(),
+            pin_memory=self._pin_memory,
             drop_last=True,
-            # Its own, so that an iteration draws nothing from the generator that the model uses.
-            generator=torch.Generator(),
+            generator=self._generator,
         )
 
     def __iter__(self) -> Iterator[datasets.Sample]:
