@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any
 
 FRAMEWORKS = ("torch.distributed.checkpoint", "tokenmill.adapters.torch", "tokenmill.adapters.trl")
+MOST_SECONDS = 240
+"""A rank that waits for one that has failed is ended then, and the others with it."""
 
 
 def call_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
@@ -25,7 +28,7 @@ def call_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, *
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     job = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in FRAMEWORKS if name in sys.modules])
     with ProcessPoolExecutor(1, context) as pool:
@@ -46,6 +49,7 @@ def _fork(
 def _be_rank(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     import torch
 
+    signal.alarm(MOST_SECONDS)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     return function(*arguments)

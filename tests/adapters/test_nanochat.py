@@ -492,7 +492,7 @@ def drawn_by_rank(folder):
 
 def test_ranks_of_one_job_share_the_stream_and_gather_one_state(make, folder):
     """[R2.a]"""
-    found = call_ranks(2, drawn_by_rank, folder)
+    found = call_ranks(2, drawn_by_rank, folder, GLOO_SOCKET_IFNAME="lo")
     alone = take(make(rows=8), 14)
     assert joined([drawn for drawn, _ in found]) == [batch[:2] for batch in (*alone, *alone[9:])]
     assert found[0][1] == found[1][1]
