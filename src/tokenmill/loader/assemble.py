@@ -21,7 +21,7 @@ from tokenmill.errors import StoreCorruptError
 from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
-from tokenmill.packing.stored import StoredRows, is_stored, next_uses
+from tokenmill.packing.stored import StoredRows, next_uses
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
 from tokenmill.store.maps import RangeRequest, Ranges
@@ -104,7 +104,7 @@ def record_shapes(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
 
 def record_type(stage: Stage) -> str | None:
     """Return the training type of a stage whose rows are records; None where they are sequences."""
-    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if is_stored(rows)}
+    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if isinstance(rows, StoredRows)}
     return next((kind for kind in kinds if kind in RECORD_TYPES), None)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 import xxhash
 
 from tokenmill.compiled import int64, kernel, read_int64, read_uint8
 from tokenmill.errors import ConfigError, PlanError
-from tokenmill.plan.stages import LAST_STEP, CountedRows, Held, Rows, Seen, next_steps
+from tokenmill.plan.stages import LAST_STEP, CountedRows, Held, Seen, next_steps
 from tokenmill.store.layout import OFFSET_DTYPE, index_file
 from tokenmill.store.reader import Store, bad_offsets
 from tokenmill.types import AnyArray, BoolArray, Int64Array, distinct, run_sums
@@ -228,11 +228,6 @@ def _spread(spans: SpansOrRuns, full: BoolArray) -> SpansOrRuns:
     first, count = np.zeros((2, full.size), np.int64)
     first[full], count[full] = spans.first, spans.count
     return replace(spans, first=first, count=count)
-
-
-def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
-    """Say whether rows stand in a store: of those that can be read, all that are counted do."""
-    return rows.counted is not None
 
 
 # What a quarantine leaves out, and how the numbers of what stays close up over it.
@@ -492,7 +487,7 @@ def next_uses(
             break
         for name in stage.names:
             rows = stage.rows[name]
-            if is_stored(rows) and rows.store is store:
+            if isinstance(rows, StoredRows) and rows.store is store:
                 numbers, owner = rows.rows_within_shard(axis, shard, begins[unused], ends[unused])
                 np.minimum.at(first_uses, unused[owner], next_steps(stage, name, numbers, after))
     return first_uses

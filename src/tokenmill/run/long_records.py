@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenmill.config.schedule import ResolvedStage, long_documents
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import StoredRows, count_ones, is_stored, locate
+from tokenmill.packing.stored import StoredRows, count_ones, locate
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 from tokenmill.types import MASK_KEYS, RECORD_TYPES, token_arrays
@@ -34,7 +34,7 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
     for number, stage in enumerate(run.config.resolved_stages):
         for name, rows in parts[number].rows.items():
             store = run.stores.get(name)
-            if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
+            if store is None or not isinstance(rows, StoredRows) or not any(key in MASK_KEYS for key in store.keys):
                 continue  # text without a mask, live or stored
             packing = "padded" if store.manifest.kind in RECORD_TYPES else stage.packing
             records = f"{store.num_documents:,} records of {name!r}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from tokenmill.errors import ConfigError
 from tokenmill.loader.loader import block_rows, held_bytes
-from tokenmill.packing.stored import LOSS_MASK, StoredRows, is_stored
+from tokenmill.packing.stored import LOSS_MASK, StoredRows
 from tokenmill.plan.shuffle import EpochOrder, Shuffle
 from tokenmill.plan.stages import Stage
 from tokenmill.run.run import Run
@@ -146,7 +146,7 @@ def report_reading(
             continue
         for name in stage.names:
             rows = stage.rows[name]
-            if not is_stored(rows) or not stage.draws[name]:
+            if not isinstance(rows, StoredRows) or not stage.draws[name]:
                 continue
             for mode in dict.fromkeys((*SHUFFLES, stage.spec.shuffle.mode)):
                 key = (stage.spec.name, name, mode)
