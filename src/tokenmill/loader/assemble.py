@@ -21,7 +21,7 @@ from tokenmill.errors import StoreCorruptError
 from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
-from tokenmill.packing.stored import StoredRows, next_uses
+from tokenmill.packing.rows import StoredRows, next_uses
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
 from tokenmill.store.maps import RangeRequest, Ranges

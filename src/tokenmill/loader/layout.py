@@ -16,7 +16,7 @@ import numpy as np
 from tokenmill.compiled import inner, int64, kernel
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.packing.costs import RowCosts, costs_of, row_costs
-from tokenmill.packing.stored import StoredRows
+from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.stages import rows_at
 from tokenmill.types import Int32Array, Int64Array, counted_from
 

@@ -25,7 +25,7 @@ from tokenmill.loader import assemble
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import DEAL, Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
-from tokenmill.packing.stored import LOSS_MASK, StoredRows
+from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage
 from tokenmill.store.layout import PAGE_BYTES

@@ -17,21 +17,17 @@ import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel, least, read_int64, read_uint32
 from tokenmill.errors import StoreCorruptError
-from tokenmill.packing.packers import Policy
-from tokenmill.packing.stored import (
-    LOSS_MASK,
+from tokenmill.packing.index import (
     QUARANTINED,
     Holes,
-    StoredRows,
     are_excluded,
     check_excluded,
-    count_ones,
-    count_rows,
     describe_excluded,
     excluded_within,
     holes_of,
-    locate,
 )
+from tokenmill.packing.packers import Policy
+from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_ones, count_rows, follow, locate
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
 
@@ -152,8 +148,6 @@ class ConcatRows(StoredRows):
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
-        from tokenmill.packing.rows import follow
-
         return follow(self, previous, seen, Policy(name="concat"))
 
     def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:

@@ -20,7 +20,7 @@ import xxhash
 from tokenmill.compiled import int64, kernel, least, read_uint16
 from tokenmill.fingerprint import digest
 from tokenmill.packing.index import compute_in_order, kept_file
-from tokenmill.packing.stored import StoredRows
+from tokenmill.packing.rows import StoredRows
 from tokenmill.store.durable import read_index, write_index
 from tokenmill.store.maps import MappedFile
 from tokenmill.types import BoolArray, Int64Array, Uint16Array

@@ -11,20 +11,17 @@ import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
-from tokenmill.packing.packers import DROP, FORBID
-from tokenmill.packing.stored import (
+from tokenmill.packing.index import (
     QUARANTINED,
     Holes,
-    StoredRows,
     are_excluded,
     check_excluded,
-    count_ones,
     describe_excluded,
     excluded_within,
     holes_of,
-    items_within,
-    locate,
 )
+from tokenmill.packing.packers import DROP, FORBID
+from tokenmill.packing.rows import StoredRows, count_ones, items_within, locate
 from tokenmill.plan.stages import NOTHING, Held
 from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 

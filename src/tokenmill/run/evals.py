@@ -24,9 +24,8 @@ from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.loader.layout import find_layout
 from tokenmill.packing import Policy, RecordRows, pack_rows
-from tokenmill.packing.index import chosen_documents
-from tokenmill.packing.rows import FollowingRows
-from tokenmill.packing.stored import StoredRows, TakenRows, are_excluded, digest_numbers
+from tokenmill.packing.index import are_excluded, chosen_documents, digest_numbers
+from tokenmill.packing.rows import FollowingRows, StoredRows, TakenRows
 from tokenmill.plan.compile import compile_in_turn
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.plan import Plan

@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenmill.config.schedule import ResolvedStage, long_documents
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import StoredRows, count_ones, locate
+from tokenmill.packing.rows import StoredRows, count_ones, locate
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 from tokenmill.types import MASK_KEYS, RECORD_TYPES, token_arrays

@@ -17,8 +17,9 @@ from tokenmill.config.edits import QuarantineConfig
 from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
+from tokenmill.packing.index import QUARANTINED
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import QUARANTINED, StoredRows, locate
+from tokenmill.packing.rows import StoredRows, locate
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage

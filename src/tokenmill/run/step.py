@@ -13,7 +13,7 @@ from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import PlanError
 from tokenmill.loader import assemble
 from tokenmill.loader.layout import Dealer, Layout, RankSlice, deal, group_edges
-from tokenmill.packing.stored import StoredRows
+from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
 from tokenmill.run.inspect import bins_of, named_bins

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
-from tokenmill.packing.stored import locate
+from tokenmill.packing.rows import locate
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.astrai import POSITION_IDS, written_positions
