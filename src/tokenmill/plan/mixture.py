@@ -257,6 +257,49 @@ def build_tree(weights: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(left, right, parents.get(number, -1)) for number, (left, right) in enumerate(children)]
 
 
+def share_out(
+    batch: int, shares: Mapping[str, Fraction], rooms: Mapping[str, int], ahead: Mapping[str, Fraction], where: str
+) -> dict[str, int]:
+    """Return how many rows a step draws from each source when some have too few: those give what they have.
+
+    The others share the rest of the batch as their weights say, whole rows, those first that are most behind.
+    """
+    quotas: dict[str, int] = {}
+    others = dict(shares)
+    while True:
+        free = batch - sum(quotas.values())
+        if not others:
+            if not free:
+                return quotas
+            raise ConfigError(
+                f"{where}: its sources must last until it ends, got all of them used up (on_exhausted = stop), "
+                f"{free} of {batch} rows too few; end the run before that step, or add documents"
+            )
+        total = sum(others.values())
+        wanted = {
+            name: max(Fraction(0), share / total * free - ahead.get(name, Fraction(0)))
+            for name, share in others.items()
+        }
+        shared = _apportion(wanted, free)
+        short = [name for name, rows in shared.items() if rows > rooms.get(name, rows)]
+        if not short:
+            return quotas | shared
+        for name in short:
+            quotas[name] = rooms[name]
+            del others[name]
+
+
+def _apportion(wanted: Mapping[str, Fraction], free: int) -> dict[str, int]:
+    """Round to whole rows that sum to `free`."""
+    total = sum(wanted.values())
+    if total:
+        wanted = {name: value * free / total for name, value in wanted.items()}
+    whole = {name: floor(value) for name, value in wanted.items()}
+    order = sorted(wanted, key=lambda name: (whole[name] - wanted[name], name))
+    left = free - sum(whole.values())
+    return {name: rows + (order.index(name) < left) for name, rows in whole.items()}
+
+
 @inner
 def draw(position: int, nodes: Int64Array, first: int, count: int) -> tuple[int, int]:
     """Return (source, how often it was drawn before) at a position, by a tree of `count` nodes from `first` on."""

@@ -13,9 +13,8 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.plan import Plan, slots_before
+from tokenmill.plan.plan import Plan, room, slots_before
 from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
 from tokenmill.types import Fates
 

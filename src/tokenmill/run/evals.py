@@ -26,9 +26,8 @@ from tokenmill.loader.layout import find_layout
 from tokenmill.packing import Policy, RecordRows, pack_rows
 from tokenmill.packing.index import are_excluded, chosen_documents, digest_numbers
 from tokenmill.packing.rows import FollowingRows, StoredRows, TakenRows
-from tokenmill.plan.compile import compile_in_turn
 from tokenmill.plan.mixture import exact_weight
-from tokenmill.plan.plan import Plan
+from tokenmill.plan.plan import Plan, compile_in_turn
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, Rows, StageSpec
 from tokenmill.store import Store
