@@ -49,6 +49,15 @@ def rows_of(run, name="val", world_size=1, micro_batch=1, **options):
 # What an eval delivers
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_labels_seen_by_the_end_are_those_of_the_rows_taken(make_run, packing, rows):
+    run = make_run({"name": "val", "store": "val", "packing": packing, "seq_len": 30, "rows": rows})
+    plan = run.evals["val"].loader(world_size=3).plan
+    labels = rows_of(run, world_size=3)[0]["labels"]
+    assert plan.tokens_seen(plan.steps).trained == (labels >= 0).sum()
+
+
 def test_an_eval_has_every_document_once_in_order(make_run, make_store):
     _, tokens, offsets = make_store("val", LENGTHS, seed=1)
     run = make_run({"name": "val", "store": "val", "packing": "padded", "seq_len": 30})

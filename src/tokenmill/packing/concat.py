@@ -27,7 +27,7 @@ from tokenmill.packing.index import (
     holes_of,
 )
 from tokenmill.packing.packers import Policy
-from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_ones, count_rows, follow, locate
+from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow, locate
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
 
@@ -89,7 +89,7 @@ class ConcatRows(StoredRows):
         """Reads where documents begin, and the loss mask where the store has one, in parts."""
         held = self.num_tokens - self.dropped_tokens
         if LOSS_MASK in self.store.keys:
-            masked = held - (count_rows(self) if self.holes.size else self._count_labels(held))
+            masked = held - (count_held(self).trained if self.holes.size else self._count_labels(held))
         else:
             masked = 1 if held and self.cross_document_labels else self._count_starts(held)
         dropped = {"last partial row": self.dropped_tokens, QUARANTINED: self.holes.size}
@@ -117,9 +117,9 @@ class ConcatRows(StoredRows):
         return count
 
     def _count_labels(self, held: int) -> int:
-        """Return what `count_rows` does, of a stream without holes whose rows have its first `held` tokens.
+        """Return how many labels a stream without holes has, whose rows have its first `held` tokens.
 
-        It finds no spans, so it is faster.
+        It finds no spans, so it is faster than `count_held`.
         """
         store, labels = self.store, 0
         for begin in range(1, held, _TOKENS):

@@ -21,8 +21,8 @@ from tokenmill.packing.index import (
     holes_of,
 )
 from tokenmill.packing.packers import DROP, FORBID
-from tokenmill.packing.rows import StoredRows, count_ones, items_within, locate
-from tokenmill.plan.stages import NOTHING, Held
+from tokenmill.packing.rows import StoredRows, count_held, count_ones, items_within, locate
+from tokenmill.plan.stages import Held
 from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class RecordRows(StoredRows):
     @cached_property
     def _fates(self) -> Fates:
         """Of all arrays; reads lengths and masks."""
-        held = sum((self.held(np.arange(begin, end)) for begin, end in _blocks(self.num_rows)), NOTHING)
+        held = count_held(self)
         tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
         quarantined = self._count_excluded()
         dropped = {self.policy.drop_reason: tokens - held.tokens - quarantined, QUARANTINED: quarantined}

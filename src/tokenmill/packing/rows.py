@@ -30,7 +30,7 @@ from tokenmill.packing.index import (
     whole_documents,
 )
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
-from tokenmill.plan.stages import LAST_STEP, CountedRows, Held, Seen, next_steps
+from tokenmill.plan.stages import LAST_STEP, NOTHING, CountedRows, Held, Seen, next_steps
 from tokenmill.store.layout import OFFSET_DTYPE, ROWS_FOLDER, index_file
 from tokenmill.store.reader import Store, bad_offsets
 from tokenmill.types import (
@@ -200,7 +200,7 @@ class PackedRows(StoredRows):
     @cached_property
     def _fates(self) -> Fates:
         """As counted when the rows were packed; where the store has a loss mask, it is read."""
-        return self.index.fates(self.policy, count_rows(self) if LOSS_MASK in self.store.keys else None)
+        return self.index.fates(self.policy, count_held(self).trained if LOSS_MASK in self.store.keys else None)
 
     def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
         """Return the tokens of the windows that hold rows: of all their documents."""
@@ -601,9 +601,18 @@ class TakenRows(StoredRows):
         """Those of the rows that it takes from."""
         return self.rows.index_arrays
 
-    @property
+    @cached_property
     def _fates(self) -> Fates:
-        return self.rows.fates()
+        """Of the rows that it takes alone; reads their lengths and masks."""
+        held = count_held(self)
+        return Fates(
+            rows=self.num_rows,
+            tokens=held.tokens,
+            trained=held.trained,
+            masked=held.tokens - held.trained,
+            dropped={},
+            padding=self.num_rows * self.row_slots - held.tokens,
+        )
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Refuse: an eval has one stage."""
@@ -654,13 +663,13 @@ def _spread(spans: SpansOrRuns, full: BoolArray) -> SpansOrRuns:
 LOSS_MASK = "loss_mask"
 """Array of a store whose zeros say which tokens are not to be trained on."""
 _ROWS = 1 << 16
-"""Rows whose labels are counted together."""
+"""Rows that are counted together."""
 
 
-def count_rows(rows: StoredRows) -> int:
-    """Return how many labels of an epoch the mask leaves; reads all of it, some rows at a time."""
+def count_held(rows: StoredRows) -> Held:
+    """Return what all rows of an epoch hold, counted some at a time; reads masks."""
     starts = range(0, rows.num_rows, _ROWS)
-    return sum(rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))).trained for begin in starts)
+    return sum((rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))) for begin in starts), NOTHING)
 
 
 def count_ones(
