@@ -30,8 +30,10 @@ from tokenmill.plan.shuffle import Shuffle, derived_key
 from tokenmill.plan.stages import (
     CARRY,
     NO_EPOCH,
+    NOTHING,
     OLD_EPOCH,
     CountedRows,
+    Held,
     Rows,
     Seen,
     Stage,
@@ -707,8 +709,9 @@ def _first_short(stage: Stage, rooms: Mapping[str, int]) -> int | None:
 
 DECAYS = ("cosine", "linear", "none")
 """How a learning rate can go down."""
-_BLOCK = 1 << 16
-"""Rows whose labels are counted together."""
+_SORTED, _BLOCK = 1 << 20, 1 << 16
+"""Rows that are put in ascending order, so that neighbours on disk are read together, and of these rows that are
+counted together."""
 
 
 def slots_before(plan: Plan, step: int, *, skipped: bool) -> int:
@@ -735,31 +738,41 @@ def labels_before(plan: Plan, step: int, known: dict[int, int | None]) -> int | 
                 continue
             drawn, drawn_after = stage.drawn(first), stage.drawn(last)
             for name in stage.names:
-                index = stage.rows[name].counted
-                if index is None:
+                if stage.rows[name].counted is None:
                     total = None
                     break
-                draws = range(drawn[name], drawn_after[name])
-                total += _count_labels(stage, name, index, draws)
+                total += held_rows(stage, name, range(drawn[name], drawn_after[name]))[0].trained
         known[step] = total
     return known[step]
 
 
-def _count_labels(stage: Stage, name: str, index: CountedRows, draws: range) -> int:
-    """Return the labels of some draws of a source, counted from the first of the stage; whole epochs at once."""
+def held_rows(stage: Stage, name: str, draws: range, most: int | None = None) -> tuple[Held, bool]:
+    """Return what the rows of some draws of a source hold, and whether all of it was counted.
+
+    Draws are counted from the first of the stage. Whole epochs are counted at once; if the other rows are more than
+    `most`, all are taken to be like those of an epoch.
+    """
+    index = stage.counted(name)
     size, first = index.num_rows, index.num_rest - stage.carry(name)  # draw at which the first whole epoch begins
-    whole = range(-((first - max(draws.start, first)) // size), (draws.stop - first) // size)
-    if len(whole) < 1:
-        return _count_one_by_one(stage, name, index, draws)
-    before, after = range(draws.start, first + whole.start * size), range(first + whole.stop * size, draws.stop)
-    counted = sum(_count_one_by_one(stage, name, index, part) for part in (before, after))
-    return counted + len(whole) * index.fates().trained
+    epochs = range(-((first - max(draws.start, first)) // size), (draws.stop - first) // size)
+    parts = [draws]
+    if epochs:
+        parts = [range(draws.start, first + epochs.start * size), range(first + epochs.stop * size, draws.stop)]
+    rows = sum(len(part) for part in parts)
+    if most is not None and rows > most:
+        return _mean(index, len(draws)), False
+    held = _mean(index, len(epochs) * size) if epochs else NOTHING
+    for some in (part[begin : begin + _SORTED] for part in parts for begin in range(0, len(part), _SORTED)):
+        drawn = np.sort(drawn_rows(stage, name, some))
+        held += sum((index.held(drawn[begin : begin + _BLOCK]) for begin in range(0, len(some), _BLOCK)), NOTHING)
+    return held, True
 
 
-def _count_one_by_one(stage: Stage, name: str, index: CountedRows, draws: range) -> int:
-    parts = (draws[begin : begin + _BLOCK] for begin in range(0, len(draws), _BLOCK))
-    # In ascending order, so that neighbours on disk are read together.
-    return sum(index.held(np.sort(drawn_rows(stage, name, part))).trained for part in parts)
+def _mean(index: CountedRows, rows: int) -> Held:
+    """Return what a number of rows hold if they are like those of an epoch: exact for whole epochs."""
+    fates = index.fates()
+    tokens = fates.rows * index.row_slots - fates.padding
+    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
