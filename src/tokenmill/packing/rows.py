@@ -445,22 +445,30 @@ def _join(number: int, parts: list[tuple[Int64Array, Spans]]) -> Spans:
 def follow(full: ConcatRows | PackedRows, previous: CountedRows, seen: Seen, policy: Policy) -> CountedRows:
     """Return `full`, preceded by what is left of the epoch of `previous` that was under way."""
     before = cast("ConcatRows | PackedRows | FollowingRows", previous)
-    if before.store.fingerprint != full.store.fingerprint:
-        raise ConfigError(
-            f"{full.store.path}: a source must keep its store from stage to stage, got another than "
-            f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
-        )
     if isinstance(before, FollowingRows):
         before = before.rest if seen.rest else before.full
     rest = pack_rows(
         full.store,
         seq_len=full.seq_len,
         policy=policy,
+        after=describe_seen(full, before, seen),
         fragments_of=unseen(before, seen, policy),
-        after=digest({"rows": dict(before.description), "seen": dict(seen.describe())}),
         excluded=full.excluded,
     )
     return FollowingRows(full=full, rest=rest) if rest.num_rows else full
+
+
+def describe_seen(rows: StoredRows, before: StoredRows, seen: Seen) -> str:
+    """Return a digest of what a rest is left of: rows of a stage before, and what was seen of them.
+
+    Refuse those of another store.
+    """
+    if before.store.fingerprint != rows.store.fingerprint:
+        raise ConfigError(
+            f"{rows.store.path}: a source must keep its store from stage to stage, got another than "
+            f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
+        )
+    return digest({"rows": dict(before.description), "seen": dict(seen.describe())})
 
 
 class PackedDocuments(Protocol):
