@@ -237,8 +237,7 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
     balance = run.config.run.balance
     if balance is None:
         return
-    from tokenmill.loader.layout import deal, group_edges
-    from tokenmill.packing.costs import cost_unit, count_costs
+    from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
 
     price = ATTENTION if isinstance(balance, str) else balance
     for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
