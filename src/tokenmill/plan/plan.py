@@ -20,12 +20,13 @@ from tokenmill.plan.mixture import (
     MAX_TOTAL,
     InTurn,
     Mixture,
+    RampMixture,
     build_mixture,
+    build_ramp,
     exact_weight,
     integer_weights,
     share_out,
 )
-from tokenmill.plan.ramp import RampMixture, build_ramp
 from tokenmill.plan.shuffle import Shuffle, derived_key
 from tokenmill.plan.stages import (
     CARRY,
