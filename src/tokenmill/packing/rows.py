@@ -638,10 +638,24 @@ class TakenRows(StoredRows):
 
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, in ascending order."""
-        rows = self.rows.rows_of(document)
+        numbers, is_taken = self._find(self.rows.rows_of(document))
+        return numbers[is_taken]
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        rows, owner = self.rows.rows_within_shard(axis, shard, begins, ends)
+        numbers, is_taken = self._find(rows)
+        return numbers[is_taken], owner[is_taken]
+
+    def _find(self, rows: Int64Array) -> tuple[Int64Array, BoolArray]:
+        """Return the number that each row of the others has here, and whether it is taken."""
+        numbers = rows if self.chosen is None else np.searchsorted(self.chosen, rows)
+        is_taken = numbers < self.taken
         if self.chosen is not None:
-            rows = np.flatnonzero(np.isin(self.chosen, rows))
-        return rows[rows < self.taken]
+            is_taken[is_taken] = self.chosen[numbers[is_taken]] == rows[is_taken]
+        return numbers, is_taken
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
