@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
 from tokenmill.packing.rows import StoredRows, next_uses
-from tokenmill.plan.stages import rows_at
+from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
 from tokenmill.store.maps import RangeRequest, Ranges
 from tokenmill.store.reader import wanted_of
@@ -102,9 +102,14 @@ def record_shapes(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
     return {name: kinds[name] for name in arrays}
 
 
+def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
+    """Say whether rows stand in a store: of those that a loader reads, all that are counted do."""
+    return rows.counted is not None
+
+
 def record_type(stage: Stage) -> str | None:
     """Return the training type of a stage whose rows are records; None where they are sequences."""
-    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if isinstance(rows, StoredRows)}
+    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if is_stored(rows)}
     return next((kind for kind in kinds if kind in RECORD_TYPES), None)
 
 

@@ -476,9 +476,8 @@ class Loader:
 
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:
         """Return the sources of a stage that stand in stores, by their ids."""
-        return {
-            self.plan.sources.index(name): rows for name, rows in stage.rows.items() if isinstance(rows, StoredRows)
-        }
+        names = self.plan.sources
+        return {names.index(name): rows for name, rows in stage.rows.items() if assemble.is_stored(rows)}
 
     def _count_labels(
         self, stage: Stage, block: assemble.SequenceBlock, first: int, count: int

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tokenmill.config.schedule import ResolvedStage, long_documents
+from tokenmill.loader.assemble import is_stored
 from tokenmill.packing.records import responses_of
 from tokenmill.packing.rows import StoredRows, count_ones, locate
 from tokenmill.run.run import Run
@@ -34,7 +35,7 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
     for number, stage in enumerate(run.config.resolved_stages):
         for name, rows in parts[number].rows.items():
             store = run.stores.get(name)
-            if store is None or not isinstance(rows, StoredRows) or not any(key in MASK_KEYS for key in store.keys):
+            if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
                 continue  # text without a mask, live or stored
             packing = "padded" if store.manifest.kind in RECORD_TYPES else stage.packing
             records = f"{store.num_documents:,} records of {name!r}"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError
+from tokenmill.loader.assemble import is_stored
 from tokenmill.loader.loader import block_rows, held_bytes
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.shuffle import EpochOrder, Shuffle
@@ -146,7 +147,7 @@ def report_reading(
             continue
         for name in stage.names:
             rows = stage.rows[name]
-            if not isinstance(rows, StoredRows) or not stage.draws[name]:
+            if not is_stored(rows) or not stage.draws[name]:
                 continue
             for mode in dict.fromkeys((*SHUFFLES, stage.spec.shuffle.mode)):
                 key = (stage.spec.name, name, mode)

@@ -19,7 +19,7 @@ from tokenmill.config.schedule import limits
 from tokenmill.errors import ConfigError
 from tokenmill.packing.index import QUARANTINED
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.rows import StoredRows, locate
+from tokenmill.packing.rows import locate
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
@@ -237,13 +237,14 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
     balance = run.config.run.balance
     if balance is None:
         return
+    from tokenmill.loader.assemble import is_stored
     from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
 
     price = ATTENTION if isinstance(balance, str) else balance
     for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
         part = max((part for part in parts), key=lambda part: part.num_steps * (part.spec.skipped is None))
         batch, seq_len = part.spec.global_batch_size, part.spec.seq_len
-        if part.spec.skipped is not None or not all(isinstance(rows, StoredRows) for rows in part.rows.values()):
+        if part.spec.skipped is not None or not all(is_stored(rows) for rows in part.rows.values()):
             continue
         steps = np.unique(np.linspace(part.spec.start_step, part.end_step - 1, _SOME_STEPS).astype(int))
         units = np.empty((steps.size, batch), np.int64)
@@ -251,7 +252,7 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
             sources, numbers = run.plan().rows(step)
             for source in np.unique(sources).tolist():
                 rows = part.rows[run.plan().sources[source]]
-                assert isinstance(rows, StoredRows)
+                assert is_stored(rows)
                 line[sources == source] = count_costs(rows, numbers[sources == source])
         unit = float(price["quadratic"]) * cost_unit(seq_len)
         costs = float(price.get("linear", 0)) * seq_len + unit * units.astype(np.float64)

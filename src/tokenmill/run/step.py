@@ -281,15 +281,14 @@ def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
     """Return the stage of a step, and the rows of its sources that stand in stores."""
     plan = run.plan()
     stage = plan.trained_stage(step)
-    live = [name for name, rows in stage.rows.items() if not isinstance(rows, StoredRows)]
+    live = [name for name, rows in stage.rows.items() if not assemble.is_stored(rows)]
     if live:
         raise PlanError(
             f"step {step}: which rows it holds must be known before they are read, got live text of {live[0]!r}; "
             "leave out live = true, and the text is prepared once"
         )
-    return stage, {
-        plan.sources.index(name): rows for name, rows in stage.rows.items() if isinstance(rows, StoredRows)
-    }
+    rows_by_id = {plan.sources.index(name): rows for name, rows in stage.rows.items() if assemble.is_stored(rows)}
+    return stage, rows_by_id
 
 
 def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
