@@ -30,8 +30,7 @@ import numpy as np
 
 import tokenmill as tm
 from tokenmill.config.run import ATTENTION
-from tokenmill.loader.layout import deal, group_edges
-from tokenmill.packing.costs import cost_unit, count_costs
+from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
 from tokenmill.run.report import waiting
 from tokenmill.store import StoreSpec, StoreWriter
 

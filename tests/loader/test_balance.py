@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import Layout, row_digests
-from tokenmill.loader.layout import deal, group_edges
-from tokenmill.packing import costs as costs_module
-from tokenmill.packing.costs import cost_unit, count_costs, row_costs
+from tokenmill.loader.layout import cost_unit, costs_of, count_costs, deal, group_edges, row_costs
 from tokenmill.run.run import Run
 
 
@@ -184,26 +182,31 @@ def test_all_members_of_a_group_have_the_rows_of_their_rank(make_run):
         assert run.loader(layout=layout, micro_batch=3).slots(4).tolist() == slots
 
 
+def costs_at(rows, numbers):
+    """Return the costs of some rows of a source, as a dealer knows them."""
+    return costs_of({0: row_costs(rows)}, np.zeros_like(numbers), numbers)
+
+
 def test_costs_of_many_rows_are_kept_in_a_file(make_run, monkeypatch, caplog):
     """Other bytes in it are not used: ranks that went by other costs would not share out a batch alike."""
     run = make_run(packing="best_fit")
     rows = run.plan().stages[0].rows["web"]
     numbers = np.arange(rows.num_rows)
-    expected = row_costs(rows).of(numbers)
+    expected = costs_at(rows, numbers)
     assert expected.tolist() == count_costs(rows, numbers).tolist()
-    monkeypatch.setattr(costs_module, "IN_MEMORY_ROWS", 0)
-    monkeypatch.setattr(costs_module, "BLOCK", 16)
-    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    monkeypatch.setattr("tokenmill.loader.layout.IN_MEMORY_ROWS", 0)
+    monkeypatch.setattr("tokenmill.loader.layout.COST_BLOCK", 16)
+    assert np.array_equal(costs_at(rows, numbers), expected)
     (file,) = (rows.store.path / ".rows").glob("*.costs")
     kept = file.read_bytes()
-    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    assert np.array_equal(costs_at(rows, numbers), expected)
     assert file.read_bytes() == kept
     assert not caplog.records
     file.write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
-    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    assert np.array_equal(costs_at(rows, numbers), expected)
     assert "must hold what was written, got other bytes; it is not used" in caplog.text
     file.write_bytes(kept[:-1])
-    assert np.array_equal(row_costs(rows).of(numbers), expected)
+    assert np.array_equal(costs_at(rows, numbers), expected)
     assert file.read_bytes() == kept
 
 

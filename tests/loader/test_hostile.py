@@ -33,7 +33,6 @@ KERNEL_TESTS = (
     "loader/test_balance.py",
     "loader/test_segments.py",
     "plan/test_mixture.py",
-    "plan/test_ramp.py",
     "plan/test_stages.py",
     "plan/test_provenance.py",
     "live/test_lanes.py",

@@ -175,6 +175,16 @@ def test_a_mirror_of_any_size_does_not_change_them(make_both, tmp_path, limit):
     assert digests(Run.from_toml(tmp_path / "away.toml"), world_size=2)[0] == expected
 
 
+def test_an_eval_through_a_small_mirror_is_that_of_a_local_copy(make_both, tmp_path):
+    """[N1.a]"""
+    documents = list(range(0, 300, 2))
+    evals = f'[[evals]]\nname = "val"\nsource = "web"\ndocuments = {documents}\npacking = "padded"\non_long = "cut"'
+    local, away = make_both(remote=f'mirror = "{tmp_path}/mirror"\nlimit_bytes = 8192', edits=evals)
+    batches = [[batch["labels"].tolist() for batch in run.evals["val"].loader()] for run in (local, away)]
+    assert len(batches[0]) == 150
+    assert batches[0] == batches[1]
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit", "padded"])
 @pytest.mark.parametrize("limit", [None, 0, 8192, 60_000])

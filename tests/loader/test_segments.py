@@ -7,7 +7,7 @@ import pytest
 
 from tokenmill.errors import ConfigError
 from tokenmill.loader import IGNORE, Layout
-from tokenmill.packing.costs import cost_unit, count_costs
+from tokenmill.loader.layout import cost_unit, count_costs
 from tokenmill.run.run import Run
 
 ARRAYS = (

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
 from tokenmill.packing import Policy, RecordRows
+from tokenmill.packing.rows import TakenRows
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, Seen
 from tokenmill.store import StoreSpec, StoreWriter, open_store
@@ -153,3 +154,19 @@ def test_pages_of_dropped_records_belong_to_no_row(groups):
     begin, end = groups.axes["responses"].values[-2:].tolist()
     numbers, _ = rows.rows_within_shard("responses", 2, np.array([0]), np.array([end - begin]))
     assert numbers.tolist() == []
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+def test_rows_that_an_eval_takes_are_found_by_documents_and_by_pages(groups, taken):
+    rows = RecordRows(store=groups, seq_len=4, policy=CUT_END)
+    chosen = np.array([1, 3, 5])
+    some = TakenRows(rows=rows, taken=taken, num_rows=4, chosen=chosen)
+    numbers = {record: number for number, record in enumerate(chosen[:taken].tolist())}
+    assert {record: some.rows_of(record).tolist() for record in range(6)} == {
+        record: [numbers[record]] if record in numbers else [] for record in range(6)
+    }
+    for shard in range(groups.num_shards):
+        runs = ("prompts", shard, np.array([0, 1]), np.array([1, 9]))
+        found = zip(*rows.rows_within_shard(*runs), strict=True)
+        wanted = [(numbers[row], run) for row, run in found if row in numbers]
+        assert list(zip(*some.rows_within_shard(*runs), strict=True)) == wanted

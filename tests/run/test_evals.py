@@ -49,6 +49,15 @@ def rows_of(run, name="val", world_size=1, micro_batch=1, **options):
 # What an eval delivers
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_labels_seen_by_the_end_are_those_of_the_rows_taken(make_run, packing, rows):
+    run = make_run({"name": "val", "store": "val", "packing": packing, "seq_len": 30, "rows": rows})
+    plan = run.evals["val"].loader(world_size=3).plan
+    labels = rows_of(run, world_size=3)[0]["labels"]
+    assert plan.tokens_seen(plan.steps).trained == (labels >= 0).sum()
+
+
 def test_an_eval_has_every_document_once_in_order(make_run, make_store):
     _, tokens, offsets = make_store("val", LENGTHS, seed=1)
     run = make_run({"name": "val", "store": "val", "packing": "padded", "seq_len": 30})
@@ -240,6 +249,29 @@ def test_records_are_evaluated_once_each(tmp_path, tokenizer_identity):
     assert some["chosen"][0, :5].tolist() == [3, 4, 5, 6, 7]
     assert some["chosen_len"].tolist() == [5, 6]
     assert {use.spans[0].document for step in range(2) for use in run.plan().what(step)} <= {0, 2, 3}
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 4), (2, 2), (8, 1)])
+def test_groups_that_only_fill_a_batch_have_no_rewards(tmp_path, tokenizer_identity, world_size, micro_batch):
+    """Some ranks have no others: nothing may be read for them."""
+    keys = {"prompts": "<u2", "responses": "<u2", "masks": "|u1", "rewards": "<f4"}
+    spec = StoreSpec(keys=keys, tokenizer=tokenizer_identity(100), recipe={"kind": "text"}, kind="grpo")
+    sizes = {"prompts": 6, "responses": 18, "masks": 18, "rewards": 6}  # of three records of two responses
+    offsets = {"prompts": 2, "groups": 2, "responses": 3}
+    with StoreWriter(tmp_path / "val", spec) as writer:
+        arrays = {key: np.arange(1, size + 1).astype(keys[key]) for key, size in sizes.items()}
+        writer.append(arrays, {axis: np.arange(0, sizes.get(axis, 6) + 1, step) for axis, step in offsets.items()})
+        writer.commit()
+    tables = {
+        "run": {"steps": 2, "global_batch_size": 1, "seq_len": 8},
+        "sources": [{"name": "web", "store": "val"}],
+        "evals": [{"name": "val", "store": "val"}],
+    }
+    run = Run(config=parse_config(tables), folder=tmp_path)
+    rows, _ = rows_of(run, world_size=world_size, micro_batch=micro_batch)
+    num_rows = 8 if world_size == 8 else 4
+    assert rows["group_size"].tolist() == [2, 2, 2] + [0] * (num_rows - 3)
+    assert rows["rewards"].tolist() == [[1, 2], [3, 4], [5, 6]] + [[0, 0]] * (num_rows - 3)
 
 
 # What is held out of training

@@ -29,8 +29,7 @@ from tokenmill.packing.index import (
     whole_documents,
 )
 from tokenmill.packing.packers import DROP, FORBID, MAX_DOCUMENTS
-from tokenmill.packing.rows import unseen
-from tokenmill.packing.stored import look_ahead
+from tokenmill.packing.rows import look_ahead, unseen
 from tokenmill.plan.shuffle import Shuffle, permute_all
 from tokenmill.plan.stages import Seen
 from tokenmill.types import NO_DOCUMENTS, Encoded, Fates, Int64Array, Spans, UnsignedArray

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from tokenmill.errors import StoreCorruptError
 from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
-from tokenmill.packing.stored import StoredRows, is_stored, next_uses
-from tokenmill.plan.stages import rows_at
+from tokenmill.packing.rows import StoredRows, next_uses
+from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
 from tokenmill.store.reader import RangeRequest, Ranges, wanted_of
 from tokenmill.types import (
@@ -98,6 +98,11 @@ def record_shapes(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
     if kind == "grpo":
         kinds |= {REWARDS: ((rows, group), np.float32), "group_size": ((rows,), np.int64)}
     return {name: kinds[name] for name in arrays}
+
+
+def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
+    """Say whether rows stand in a store: of those that a loader reads, all that are counted do."""
+    return rows.counted is not None
 
 
 def record_type(stage: Stage) -> str | None:
@@ -302,12 +307,21 @@ class Block(ABC):
         """Return the shapes of whole rows, where a batch may have a part of each."""
         return self.shapes(rows, arrays)
 
-    @abstractmethod
     def batch(self, number: int, out: Batch, drawn: Sequence[RowsInMemory] = ()) -> Batch:
         """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it.
 
         Rows that do not stand in a store must have been `drawn`.
         """
+        if self._arriving:
+            self._wait_for_tokens()
+        self._fill(number, next(iter(out.values())).shape[0], out, drawn)
+        if monotonic() > self._next_look or missing_pages[0] != self._faults:
+            self._check_files()
+        return out
+
+    @abstractmethod
+    def _fill(self, number: int, count: int, out: Batch, drawn: Sequence[RowsInMemory]) -> None:
+        """Fill the arrays of `out` with the `number`-th batch of `count` rows, whose tokens are all here."""
 
     @abstractmethod
     def trimmed(self, number: int, batch: Batch) -> Batch:
@@ -525,7 +539,8 @@ def _bytes_within(
     return begins[ends > begins] * width, ends[ends > begins] * width
 
 
-SEGMENT_ARRAYS = frozenset(("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen"))
+SEGMENT_ARRAYS = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen")
+"""Bounds of segments, in columns and in tokens, and the longest."""
 
 
 class SequenceBlock(Block):
@@ -564,6 +579,7 @@ class SequenceBlock(Block):
         self._field = next(iter(self._fields.values()), empty)
         self._has_batch_arrays = len(self.shapes(1)) < len(self.arrays)
         """Whether some arrays are about the batch as a whole, and have no line for every row."""
+        self._has_segments = any(name in self.arrays for name in SEGMENT_ARRAYS)
         self._loss_tokens: Mapping[int, Int64Array] = {}
         self._cuts: tuple[int, Int32Array, Int32Array, list[int], Int32Array] | None = None
         if set(self.arrays) & {"input_ids", "labels", "loss_mask"}:
@@ -585,11 +601,7 @@ class SequenceBlock(Block):
         spans = piece.places
         return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + self.horizon
 
-    def batch(self, number: int, out: Batch, drawn: Sequence[RowsInMemory] = ()) -> Batch:
-        """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
-        if self._arriving:
-            self._wait_for_tokens()
-        count = next(iter(out.values())).shape[0]
+    def _fill(self, number: int, count: int, out: Batch, drawn: Sequence[RowsInMemory]) -> None:
         field, begin = self._field, number * count
         first = begin
         if drawn:
@@ -607,9 +619,6 @@ class SequenceBlock(Block):
             self._take_slices(rows, out)
         if self._has_batch_arrays:
             self._add_batch_arrays(field, number, count, out, cached=not drawn)
-        if monotonic() > self._next_look or missing_pages[0] != self._faults:
-            self._check_files()
-        return out
 
     def _whole_rows(self, count: int) -> Batch:
         """Return arrays for `count` whole rows."""
@@ -639,30 +648,30 @@ class SequenceBlock(Block):
 
     def trimmed(self, number: int, batch: Batch) -> Batch:
         """Return the `number`-th batch, of rows that all stand in stores, padded to its longest row only."""
-        count = next(array.shape[0] for name, array in batch.items() if name in _LINED)
+        lined = self.shapes(1)
+        count = next(array.shape[0] for name, array in batch.items() if name in lined)
         rows, spans = self._field.rows[number * count : (number + 1) * count], self._field.spans
         used = run_sums(rows[:, 0], rows[:, 1], spans[:, kernels.LENGTH])
         longest = max(1, min(self.seq_len, int(used.max(initial=0))))
         out = {
-            name: np.ascontiguousarray(array[:, :longest]) if name in _LINED and array.ndim > 1 else array
+            name: np.ascontiguousarray(array[:, :longest]) if name in lined and array.ndim > 1 else array
             for name, array in batch.items()
         }
-        if not SEGMENT_ARRAYS.isdisjoint(self.arrays):
+        if self._has_segments:
             bounds, tokens, _, longest_segment = kernels.find_segments(rows, spans, longest, count)
             out |= self._segment_arrays((bounds, tokens, longest_segment[0, ...]))
         return out
 
     def _add_batch_arrays(self, field: _Field, number: int, count: int, out: Batch, *, cached: bool) -> None:
         """Add the arrays that are about the batch as a whole."""
-        if not SEGMENT_ARRAYS.isdisjoint(self.arrays):
+        if self._has_segments:
             out |= self._segment_arrays(self._segments(field, number, count, cached=cached))
         if "num_loss_tokens" in self.arrays:
             out["num_loss_tokens"] = self._loss_tokens[int(self.steps[number * count])].copy()
 
     def _segment_arrays(self, segments: tuple[Int32Array, Int32Array, Int32Array]) -> Batch:
-        """Return the bounds of segments, in columns and in tokens, and the longest, as far as they are wanted."""
-        names = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen")
-        return {name: array for name, array in zip(names, segments, strict=True) if name in self.arrays}
+        """Return those of `SEGMENT_ARRAYS` that are wanted."""
+        return {name: array for name, array in zip(SEGMENT_ARRAYS, segments, strict=True) if name in self.arrays}
 
     def set_loss_tokens(self, counts: Mapping[int, Int64Array]) -> None:
         """Say how many labels the global batch of each step has."""
@@ -789,20 +798,13 @@ class RecordBlock(Block):
             return counts, self._group
         return lengths, self._group if piece.key == REWARDS else self.seq_len
 
-    def batch(self, number: int, out: Batch, drawn: Sequence[RowsInMemory] = ()) -> Batch:
-        """Fill the arrays of `out` with the `number`-th batch of as many rows as they have, and return it."""
+    def _fill(self, number: int, count: int, out: Batch, drawn: Sequence[RowsInMemory]) -> None:
         assert not drawn, "records stand in stores"
-        if self._arriving:
-            self._wait_for_tokens()
-        count = next(iter(out.values())).shape[0]
         if self._whole is None:
             self._copy(number * count, out)
         else:
             for name, array in out.items():
                 array[:] = self._whole[name][number * count : (number + 1) * count]
-        if monotonic() > self._next_look or missing_pages[0] != self._faults:
-            self._check_files()
-        return out
 
     def trimmed(self, number: int, batch: Batch) -> Batch:
         """Return the `number`-th batch, each array padded to its longest row only."""
@@ -847,8 +849,6 @@ def _column(values: list[Any]) -> AnyArray:
     return column
 
 
-_LINED = frozenset(("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "source"))
-"""Arrays of a batch of sequences that have a line for every row."""
 _NOTHING = np.empty((0, 0), np.int64)
 _NO_DOCUMENTS = np.empty((0, 0), np.int32)
 _NO_FLAGS = np.empty((0, 0), np.bool_)

@@ -444,11 +444,13 @@ def _copy_flags(mask: int, address: int, length: int, target: int, size: int) ->
 
 @kernel
 def copy_words(rows: Int64Array, spans: Int64Array, begin: int, out: Uint32Array) -> None:
-    """Copy values of 32 bits, whatever they mean, one span a row, and put 0 after them."""
+    """Copy values of 32 bits, whatever they mean, one span a row or none, and put 0 after them."""
     line = address_of(out)
     for i in range(out.shape[0]):
-        span = rows[begin + i, 0]
-        address, length = spans[span, ADDRESS], least(spans[span, LENGTH], out.shape[1])
+        address = length = int64(0)
+        if rows[begin + i, 1]:
+            span = rows[begin + i, 0]
+            address, length = spans[span, ADDRESS], least(spans[span, LENGTH], out.shape[1])
         if address:
             for k in range(length):
                 write_int32(line, k, read_uint32(address, k))

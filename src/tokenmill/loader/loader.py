@@ -25,7 +25,7 @@ from tokenmill.loader import assemble
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import DEAL, Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
-from tokenmill.packing.stored import LOSS_MASK, StoredRows, is_stored
+from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage
 from tokenmill.store.layout import PAGE_BYTES
@@ -476,7 +476,8 @@ class Loader:
 
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:
         """Return the sources of a stage that stand in stores, by their ids."""
-        return {self.plan.sources.index(name): rows for name, rows in stage.rows.items() if is_stored(rows)}
+        names = self.plan.sources
+        return {names.index(name): rows for name, rows in stage.rows.items() if assemble.is_stored(rows)}
 
     def _count_labels(
         self, stage: Stage, block: assemble.SequenceBlock, first: int, count: int

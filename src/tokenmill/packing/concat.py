@@ -17,21 +17,17 @@ import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel, least, read_int64, read_uint32
 from tokenmill.errors import StoreCorruptError
-from tokenmill.packing.packers import Policy
-from tokenmill.packing.stored import (
-    LOSS_MASK,
+from tokenmill.packing.index import (
     QUARANTINED,
     Holes,
-    StoredRows,
     are_excluded,
     check_excluded,
-    count_ones,
-    count_rows,
     describe_excluded,
     excluded_within,
     holes_of,
-    locate,
 )
+from tokenmill.packing.packers import Policy
+from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow, locate
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
 
@@ -93,7 +89,7 @@ class ConcatRows(StoredRows):
         """Reads where documents begin, and the loss mask where the store has one, in parts."""
         held = self.num_tokens - self.dropped_tokens
         if LOSS_MASK in self.store.keys:
-            masked = held - (count_rows(self) if self.holes.size else self._count_labels(held))
+            masked = held - (count_held(self).trained if self.holes.size else self._count_labels(held))
         else:
             masked = 1 if held and self.cross_document_labels else self._count_starts(held)
         dropped = {"last partial row": self.dropped_tokens, QUARANTINED: self.holes.size}
@@ -121,9 +117,9 @@ class ConcatRows(StoredRows):
         return count
 
     def _count_labels(self, held: int) -> int:
-        """Return what `count_rows` does, of a stream without holes whose rows have its first `held` tokens.
+        """Return how many labels a stream without holes has, whose rows have its first `held` tokens.
 
-        It finds no spans, so it is faster.
+        It finds no spans, so it is faster than `count_held`.
         """
         store, labels = self.store, 0
         for begin in range(1, held, _TOKENS):
@@ -152,8 +148,6 @@ class ConcatRows(StoredRows):
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
-        from tokenmill.packing.rows import follow
-
         return follow(self, previous, seen, Policy(name="concat"))
 
     def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:

@@ -10,22 +10,18 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError
-from tokenmill.fingerprint import digest
-from tokenmill.packing.packers import DROP, FORBID
-from tokenmill.packing.stored import (
+from tokenmill.packing.index import (
     QUARANTINED,
     Holes,
-    StoredRows,
     are_excluded,
     check_excluded,
-    count_ones,
     describe_excluded,
     excluded_within,
     holes_of,
-    items_within,
-    locate,
 )
-from tokenmill.plan.stages import NOTHING, Held
+from tokenmill.packing.packers import DROP, FORBID
+from tokenmill.packing.rows import StoredRows, count_held, count_ones, describe_seen, items_within, locate
+from tokenmill.plan.stages import Held
 from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:
@@ -167,7 +163,7 @@ class RecordRows(StoredRows):
     @cached_property
     def _fates(self) -> Fates:
         """Of all arrays; reads lengths and masks."""
-        held = sum((self.held(np.arange(begin, end)) for begin, end in _blocks(self.num_rows)), NOTHING)
+        held = count_held(self)
         tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
         quarantined = self._count_excluded()
         dropped = {self.policy.drop_reason: tokens - held.tokens - quarantined, QUARANTINED: quarantined}
@@ -212,14 +208,9 @@ class RecordRows(StoredRows):
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by the records that a stage before has not drawn of an epoch."""
         before = cast(RecordRows, previous)
-        if before.store.fingerprint != self.store.fingerprint:
-            raise ConfigError(
-                f"{self.store.path}: a source must keep its store from stage to stage, got another than "
-                f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
-            )
+        after = describe_seen(self, before, seen)
         left = np.flatnonzero(seen.unseen(np.arange(seen.size)))
         rest = before.records(left + before.num_rows if seen.rest else left)
-        after = digest({"rows": dict(before.description), "seen": dict(seen.describe())})
         return replace(self, rest=rest[~are_excluded(self.left_out, rest)], after=after)
 
     def rows_of(self, document: int) -> Int64Array:

@@ -1,18 +1,17 @@
-"""Rows made by packing windows of documents: `best_fit`, `bos_best_fit` and `padded`."""
+"""Rows of a store: what all kinds have in common, and those made by packing windows of documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
+from tokenmill.compiled import int64, kernel, read_int64, read_uint8
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
-from tokenmill.packing import stored
-from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.index import (
     ROW,
     Documents,
@@ -20,29 +19,157 @@ from tokenmill.packing.index import (
     WindowFragments,
     WindowIndex,
     cached_index,
+    check_excluded,
     compute_in_order,
+    describe_excluded,
+    digest_numbers,
+    excluded_within,
     index_in_memory,
     num_windows,
     pack_one,
     whole_documents,
 )
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
-from tokenmill.plan.stages import CountedRows
-from tokenmill.store.layout import ROWS_FOLDER
-from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
+from tokenmill.plan.stages import LAST_STEP, NOTHING, CountedRows, Held, Seen, next_steps
+from tokenmill.store.layout import OFFSET_DTYPE, ROWS_FOLDER, index_file
+from tokenmill.store.reader import Store, bad_offsets
+from tokenmill.types import (
+    NO_DOCUMENTS,
+    AnyArray,
+    BoolArray,
+    Fates,
+    Int32Array,
+    Int64Array,
+    Spans,
+    counted_from,
+    distinct,
+    run_sums,
+)
 
 if TYPE_CHECKING:
+    from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.packers import Fragments, Policy
-    from tokenmill.plan.stages import Seen
-    from tokenmill.store.reader import Store
+    from tokenmill.packing.records import Runs
+    from tokenmill.plan.plan import Plan
 
+    Counted = CountedRows
+else:
+    Counted = object  # a property of a protocol would be the default of a field of its name
+
+
+class StoredRows(Counted):
+    """Rows whose tokens stand in a store, so that all rows of an epoch are known."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def store(self) -> Store:
+            """Where the tokens are."""
+
+    @property
+    def num_rest(self) -> int:
+        """How many rows come before the first epoch."""
+        return 0
+
+    @property
+    def counted(self) -> Self:
+        """Themselves."""
+        return self
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.seq_len
+
+    @property
+    def num_long(self) -> int:
+        """How many documents of an epoch are longer than a row, or are cut to fill one; 0 where nobody counted."""
+        return 0
+
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment is filled up."""
+        return 1
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """What decides the rows of an epoch."""
+        return self.description
+
+    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
+        """Return the tokens of the store, begins and ends, of the blocks of `shuffle = "window"` that hold rows.
+
+        None where these are no runs of tokens.
+        """
+        return None
+
+    def window_starts(self, *, rest: bool) -> Int64Array | None:  # noqa: ARG002 - as `PackedRows` has it
+        """None: rows that follow each other are neighbours at rest."""
+        return None
+
+    @property
+    def _fates(self) -> Fates:
+        raise NotImplementedError
+
+    def fates(self) -> Fates:
+        """Return what becomes of every token of the source in an epoch; counted once."""
+        return self._fates
+
+    def fields(self, rows: Int64Array, ahead: int = 0) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given; a row of a sequence has one.
+
+        A full row has up to `ahead` tokens more, if its last document goes on: labels of inputs before them.
+        """
+        spans = self.spans(rows)
+        if ahead and self._goes_on:
+            spans = look_ahead(spans, self.seq_len, ahead, lambda documents: locate(self.store, documents)[2])
+        return {self.store.manifest.token_key: spans}
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether what a document has after the end of a row is trained on as well, and not dropped."""
+        return True
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what the given rows hold; reads their part of the loss mask where the store has one."""
+        spans = self.spans(rows)
+        # The first token of a span has nothing before it that predicts it, unless it follows its BOS.
+        skip = (~spans.joined).astype(np.int64)
+        if self.cross_document_labels:
+            skip[:] = 0
+            skip[spans.first[spans.count > 0]] = 1
+        if LOSS_MASK in self.store.keys:
+            trained = count_ones(self.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
+        else:
+            trained = int((spans.length - skip).sum())
+        # A full row holds one more token than it has inputs: its last label.
+        used = np.minimum(run_sums(spans.first, spans.count, spans.length), self.seq_len)
+        return Held(tokens=int(used.sum()), trained=trained)
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        raise NotImplementedError
+
+    def check_rows(self, rows: Int64Array) -> None:
+        """Refuse rows that there are not."""
+        end = self.num_rows + self.num_rest
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < end:
+            raise PlanError(
+                f"{self.store.path}: rows must lie within 0:{end}, "
+                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
+            )
+
+
+# Rows made by packing windows: `best_fit`, `bos_best_fit` and `padded`.
 
 IN_MEMORY_DOCUMENTS = 1 << 21
 """Every process packs up to this many documents itself, in a fraction of a second; of more, an index is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedRows(stored.StoredRows):
+class PackedRows(StoredRows):
     """The rows of a store under a policy that packs windows."""
 
     store: Store
@@ -73,9 +200,7 @@ class PackedRows(stored.StoredRows):
     @cached_property
     def _fates(self) -> Fates:
         """As counted when the rows were packed; where the store has a loss mask, it is read."""
-        return self.index.fates(
-            self.policy, stored.count_rows(self) if stored.LOSS_MASK in self.store.keys else None
-        )
+        return self.index.fates(self.policy, count_held(self).trained if LOSS_MASK in self.store.keys else None)
 
     def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
         """Return the tokens of the windows that hold rows: of all their documents."""
@@ -122,14 +247,12 @@ class PackedRows(stored.StoredRows):
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
         """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
-        return self.index.rows_of_runs(stored.items_within(self.store, axis, shard, begins, ends), self.store.where)
+        return self.index.rows_of_runs(items_within(self.store, axis, shard, begins, ends), self.store.where)
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""
         self.check_rows(rows)
-        return self.index.spans(
-            rows, self.store.num_documents, partial(stored.locate, self.store), str(self.store.path)
-        )
+        return self.index.spans(rows, self.store.num_documents, partial(locate, self.store), str(self.store.path))
 
 
 def pack_rows(
@@ -146,7 +269,7 @@ def pack_rows(
 
     `excluded` names documents, in ascending order, that are left out.
     """
-    stored.check_excluded(store, excluded)
+    check_excluded(store, excluded)
     if policy.name == "bos_best_fit" and not store.manifest.starts_with_bos:
         raise ConfigError(
             f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
@@ -157,7 +280,7 @@ def pack_rows(
         **policy.describe(),
         "seq_len": seq_len,
         "cross_document_labels": cross_document_labels,
-        **stored.describe_excluded(excluded),
+        **describe_excluded(excluded),
     }
     if after:
         described["after"] = after
@@ -198,7 +321,7 @@ def _index(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowingRows(stored.StoredRows):
+class FollowingRows(StoredRows):
     """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is after them."""
 
     full: ConcatRows | PackedRows
@@ -322,22 +445,30 @@ def _join(number: int, parts: list[tuple[Int64Array, Spans]]) -> Spans:
 def follow(full: ConcatRows | PackedRows, previous: CountedRows, seen: Seen, policy: Policy) -> CountedRows:
     """Return `full`, preceded by what is left of the epoch of `previous` that was under way."""
     before = cast("ConcatRows | PackedRows | FollowingRows", previous)
-    if before.store.fingerprint != full.store.fingerprint:
-        raise ConfigError(
-            f"{full.store.path}: a source must keep its store from stage to stage, got another than "
-            f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
-        )
     if isinstance(before, FollowingRows):
         before = before.rest if seen.rest else before.full
     rest = pack_rows(
         full.store,
         seq_len=full.seq_len,
         policy=policy,
+        after=describe_seen(full, before, seen),
         fragments_of=unseen(before, seen, policy),
-        after=digest({"rows": dict(before.description), "seen": dict(seen.describe())}),
         excluded=full.excluded,
     )
     return FollowingRows(full=full, rest=rest) if rest.num_rows else full
+
+
+def describe_seen(rows: StoredRows, before: StoredRows, seen: Seen) -> str:
+    """Return a digest of what a rest is left of: rows of a stage before, and what was seen of them.
+
+    Refuse those of another store.
+    """
+    if before.store.fingerprint != rows.store.fingerprint:
+        raise ConfigError(
+            f"{rows.store.path}: a source must keep its store from stage to stage, got another than "
+            f"{before.store.path}; give the new store a name of its own, or use on_change = restart"
+        )
+    return digest({"rows": dict(before.description), "seen": dict(seen.describe())})
 
 
 class PackedDocuments(Protocol):
@@ -378,7 +509,7 @@ def unseen(part: PackedDocuments, seen: Seen, policy: Policy) -> WindowFragments
         # What is no part of a rest was used up before it; of a whole epoch, what was not drawn is still to come.
         touched = np.full(lengths.size, seen.rest)
         # Excluded documents were no part of that epoch, so they are not left of it.
-        touched[stored.excluded_within(part.excluded, begin, end)] = True
+        touched[excluded_within(part.excluded, begin, end)] = True
         drawn = part.spans(rows[~left]).document
         touched[drawn[(drawn >= begin) & (drawn < end)] - begin] = True
         documents, first, last = _merge(_owed(part.spans(rows[left]), begin, end, lengths), touched, lengths)
@@ -425,3 +556,277 @@ def _merge(
     new[1:] = (document[1:] != document[:-1]) | (first[1:] > last[:-1])
     starts = np.flatnonzero(new)
     return document[starts], first[starts], np.maximum.reduceat(last, starts)
+
+
+# Some rows of others.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenRows(StoredRows):
+    """Some rows of others, and after them rows that hold nothing: what an eval reads of a source."""
+
+    rows: StoredRows
+    taken: int
+    """How many."""
+    num_rows: int
+    """With those that hold nothing, so that batches are full."""
+    chosen: Int64Array | None = None
+    """Which rows, ascending; None: from the first on."""
+
+    @property
+    def store(self) -> Store:
+        """Where the tokens are."""
+        return self.rows.store
+
+    @property
+    def seq_len(self) -> int:
+        """How many tokens of a row are inputs."""
+        return self.rows.seq_len
+
+    @property
+    def row_slots(self) -> int:
+        """How many input slots a row has."""
+        return self.rows.row_slots
+
+    @property
+    def cross_document_labels(self) -> bool:
+        """Whether labels cross documents."""
+        return self.rows.cross_document_labels
+
+    @property
+    def segment_multiple(self) -> int:
+        """To a multiple of how many columns every segment is filled up."""
+        return self.rows.segment_multiple
+
+    @property
+    def description(self) -> Mapping[str, int | str | bool]:
+        """What decides the content of the rows."""
+        chosen = {} if self.chosen is None else {"chosen": digest_numbers(self.chosen)}
+        return {**self.rows.description, "rows": self.num_rows, "taken": self.taken, **chosen}
+
+    @property
+    def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
+        """Those of the rows that it takes from."""
+        return self.rows.index_arrays
+
+    @cached_property
+    def _fates(self) -> Fates:
+        """Of the rows that it takes alone; reads their lengths and masks."""
+        held = count_held(self)
+        return Fates(
+            rows=self.num_rows,
+            tokens=held.tokens,
+            trained=held.trained,
+            masked=held.tokens - held.trained,
+            dropped={},
+            padding=self.num_rows * self.row_slots - held.tokens,
+        )
+
+    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
+        """Refuse: an eval has one stage."""
+        raise NotImplementedError
+
+    def _split(self, rows: Int64Array) -> tuple[BoolArray, Int64Array]:
+        """Say which rows hold something, and which rows of the others these are."""
+        self.check_rows(rows)
+        full = rows < self.taken
+        return full, rows[full] if self.chosen is None else self.chosen[rows[full]]
+
+    def held(self, rows: Int64Array) -> Held:
+        """Return what the given rows hold."""
+        return self.rows.held(self._split(rows)[1])
+
+    def rows_of(self, document: int) -> Int64Array:
+        """Return the rows that hold a token of a document, in ascending order."""
+        numbers, is_taken = self._find(self.rows.rows_of(document))
+        return numbers[is_taken]
+
+    def rows_within_shard(
+        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
+        rows, owner = self.rows.rows_within_shard(axis, shard, begins, ends)
+        numbers, is_taken = self._find(rows)
+        return numbers[is_taken], owner[is_taken]
+
+    def _find(self, rows: Int64Array) -> tuple[Int64Array, BoolArray]:
+        """Return the number that each row of the others has here, and whether it is taken."""
+        numbers = rows if self.chosen is None else np.searchsorted(self.chosen, rows)
+        is_taken = numbers < self.taken
+        if self.chosen is not None:
+            is_taken[is_taken] = self.chosen[numbers[is_taken]] == rows[is_taken]
+        return numbers, is_taken
+
+    def spans(self, rows: Int64Array) -> Spans:
+        """Return what the given rows are made of, in the order given."""
+        full, inner = self._split(rows)
+        return _spread(self.rows.spans(inner), full)
+
+    def fields(self, rows: Int64Array, ahead: int = 0) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given."""
+        full, inner = self._split(rows)
+        return {key: _spread(spans, full) for key, spans in self.rows.fields(inner, ahead).items()}
+
+
+SpansOrRuns = TypeVar("SpansOrRuns", bound="Spans | Runs")
+
+
+def _spread(spans: SpansOrRuns, full: BoolArray) -> SpansOrRuns:
+    """Return the spans of rows with rows between them that have none."""
+    if full.all():
+        return spans
+    first, count = np.zeros((2, full.size), np.int64)
+    first[full], count[full] = spans.first, spans.count
+    return replace(spans, first=first, count=count)
+
+
+# What rows of sequences hold, and how many labels the loss mask of a store leaves of it.
+
+LOSS_MASK = "loss_mask"
+"""Array of a store whose zeros say which tokens are not to be trained on."""
+_ROWS = 1 << 16
+"""Rows that are counted together."""
+
+
+def count_held(rows: StoredRows) -> Held:
+    """Return what all rows of an epoch hold, counted some at a time; reads masks."""
+    starts = range(0, rows.num_rows, _ROWS)
+    return sum((rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))) for begin in starts), NOTHING)
+
+
+def count_ones(
+    store: Store,
+    key: str,
+    shards: Int64Array,
+    firsts: Int64Array,
+    lengths: Int64Array,
+) -> int:
+    """Return how many values of a mask are not 0 in runs at (shard, first value within it, length)."""
+    needed = distinct(shards)
+    size = max(1, store.maps.limit // 4)
+    addresses = np.zeros(store.num_shards, np.int64)
+    ones = 0
+    for first in range(0, needed.size, size):
+        group = needed[first : first + size]
+        with store.lent(key, group, (shards, firsts, firsts + lengths)) as files:
+            addresses[group] = [file.address for file in files]
+            ones += _count(addresses, shards, firsts, lengths)
+            addresses[group] = 0
+    return ones
+
+
+@kernel
+def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, lengths: Int64Array) -> int:
+    """Return how many bytes are not 0 in runs whose shard has an address."""
+    count = int64(0)
+    for i in range(shards.size):
+        address = addresses[shards[i]]
+        if address:
+            for k in range(firsts[i], firsts[i] + lengths[i]):
+                count += read_uint8(address, k) != 0
+    return count
+
+
+def look_ahead(spans: Spans, seq_len: int, ahead: int, lengths_of: Callable[[Int64Array], Int64Array]) -> Spans:
+    """Let the last span of each full row go on by up to `ahead` tokens of its document, whose length is asked."""
+    full = run_sums(spans.first, spans.count, spans.length) == seq_len + 1
+    last = (spans.first + spans.count - 1)[full]
+    left = lengths_of(spans.document[last]) - spans.start[last] - spans.length[last]
+    length = spans.length.copy()
+    length[last] += np.clip(left, 0, ahead)
+    return replace(spans, length=length)
+
+
+def items_within(
+    store: Store, axis: str, shard: int, begins: Int64Array, ends: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Return the first and last item (inclusive) of an axis that have values of runs, given within a shard.
+
+    Then where each run begins within its first item, and where it ends within its last. Values that are no item's
+    give a last item before the first.
+    """
+    items = store.axes[axis].items
+    with store.maps.borrow([store.file(shard, index_file(axis))]) as (mapped,):
+        offsets = mapped.data[: 8 * int(items[shard + 1] - items[shard] + 1)].view(OFFSET_DTYPE)
+        first = np.searchsorted(offsets, begins.astype(OFFSET_DTYPE), side="right") - 1
+        last = np.searchsorted(offsets, ends.astype(OFFSET_DTYPE), side="left") - 1
+        first, last = np.maximum(first, 0), np.minimum(last, int(items[shard + 1] - items[shard]) - 1)
+        inside = (begins - offsets[first].astype(np.int64), ends - offsets[np.maximum(last, 0)].astype(np.int64))
+    return first + items[shard], last + items[shard], *inside
+
+
+# Where documents are. It is not in the room of stores: numba compiles it, and what writes or verifies a store need
+# not wait for numba.
+
+
+def locate(
+    store: Store, documents: Int64Array, axis: str = "documents"
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return (shard, first token within the shard, number of tokens) of each document, or item of another axis."""
+    items, values = store.axes[axis].items, store.axes[axis].values
+    name = index_file(axis)
+    if store.num_shards == 1:
+        shards, needed = np.zeros(documents.size, np.int64), np.zeros(1, np.int64)
+    else:
+        shards = np.searchsorted(items, documents, side="right") - 1
+        needed = np.flatnonzero(np.bincount(shards))
+    begins, lengths = np.empty((2, documents.size), np.int64)
+    size = store.maps.limit // 4
+    addresses = np.zeros(store.num_shards, np.int64)
+    for first in range(0, needed.size, size):
+        group = needed[first : first + size]
+        with store.maps.borrow([store.file(int(shard), name) for shard in group]) as files:
+            addresses[group] = [file.address for file in files]
+            wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
+            addresses[group] = 0
+        if wrong >= 0:
+            raise bad_offsets(store.file(int(shards[wrong]), name))
+    return shards, begins, lengths
+
+
+@kernel
+def _gather(
+    documents: Int64Array,
+    shards: Int64Array,
+    addresses: Int64Array,
+    items: Int64Array,
+    values: Int64Array,
+    begins: Int64Array,
+    lengths: Int64Array,
+) -> int:
+    """Read where documents are whose shard has an address; return the first that cannot be there, or -1."""
+    for i in range(documents.size):
+        shard = shards[i]
+        if addresses[shard]:
+            document = documents[i] - items[shard]
+            begin = read_int64(addresses[shard], document)
+            end = read_int64(addresses[shard], document + 1)
+            # Compared before they are subtracted: the difference of two wild numbers may look like a length.
+            if begin < 0 or end < begin or end > values[shard + 1] - values[shard]:
+                return i
+            begins[i] = begin
+            lengths[i] = end - begin
+    return -1
+
+
+def next_uses(
+    plan: Plan, store: Store, axis: str, shard: int, values: tuple[Int64Array, Int64Array], after: int
+) -> Int64Array:
+    """Return for runs of values of a shard, (begins, ends), the first step after `after` that needs any of them.
+
+    It is LAST_STEP where none does. All ranks count, as any of them may be on this machine.
+    """
+    begins, ends = values
+    first_uses = np.full(begins.size, LAST_STEP, np.int64)
+    for stage in plan.stages:
+        if stage.end_step <= after + 1 or stage.spec.skipped is not None:
+            continue
+        unused = np.flatnonzero(first_uses == LAST_STEP)
+        if not unused.size:
+            break
+        for name in stage.names:
+            rows = stage.rows[name]
+            if isinstance(rows, StoredRows) and rows.store is store:
+                numbers, owner = rows.rows_within_shard(axis, shard, begins[unused], ends[unused])
+                np.minimum.at(first_uses, unused[owner], next_steps(stage, name, numbers, after))
+    return first_uses

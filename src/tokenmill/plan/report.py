@@ -13,17 +13,15 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.plan import Plan, slots_before
-from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
+from tokenmill.plan.plan import Plan, held_rows, room, slots_before
+from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage
 from tokenmill.types import Fates
 
 COUNTED_ROWS = 1 << 20
 """Rows that are counted at most, of the epochs that a stage does not draw whole; for more, the mean must do."""
 COUNTED_IN_ALL = 1 << 24
 """Rows that are counted at most, of all sources of all stages together."""
-_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,7 +280,11 @@ def _dropped(part: Stage, name: str) -> dict[str, int]:
 def _drawn(parts: Sequence[Stage], name: str, most: int) -> _SourceDraws:
     held, counted = NOTHING, True
     for part in parts:
-        more, exact = _held_rows(part, name, most)
+        if part.rows[name].counted is None:  # rows that are made as they are drawn are taken to be full
+            slots = part.draws[name] * part.rows[name].row_slots
+            more, exact = Held(tokens=slots, trained=slots), False
+        else:
+            more, exact = held_rows(part, name, range(part.draws[name]), most)
         held, counted = held + more, counted and exact
     asked = [(part.num_positions * part.asked()[name], part) for part in parts]
     return _SourceDraws(
@@ -302,46 +304,6 @@ def _tokens_of_a_row(part: Stage, name: str) -> Fraction:
         return Fraction(rows.row_slots)
     fates = rows.counted.fates()
     return Fraction(fates.rows * rows.row_slots - fates.padding, fates.rows)
-
-
-def _held_rows(part: Stage, name: str, most: int) -> tuple[Held, bool]:
-    """Return what the rows that a part draws from a source hold, and whether all of it was counted.
-
-    If that takes more than `most` rows to be counted one by one, they are taken to be like those of an epoch; those
-    that are made as they are drawn to be full.
-    """
-    index = part.rows[name].counted
-    if index is None:
-        slots = part.draws[name] * part.rows[name].row_slots
-        return Held(tokens=slots, trained=slots), False
-    epochs, pieces = _epochs(part, index, name)
-    rows = sum(len(piece) for piece in pieces)
-    if rows > most:
-        return _mean(index, epochs * index.num_rows + rows), False
-    held = _mean(index, epochs * index.num_rows) if epochs else NOTHING
-    # In ascending order, so that neighbours on disk are read together.
-    drawn = np.sort(np.concatenate([drawn_rows(part, name, piece) for piece in pieces]))
-    for begin in range(0, rows, _BLOCK):
-        held += index.held(drawn[begin : begin + _BLOCK])
-    return held, True
-
-
-def _epochs(part: Stage, index: CountedRows, name: str) -> tuple[int, tuple[range, range]]:
-    """Return how many whole epochs of a source a part draws, and its draws before and after them."""
-    carry, drawn = part.carry(name), part.draws[name]
-    # Draws are counted from the first of the part, epochs from the end of the rest before them.
-    first = index.num_rest - carry
-    first += -(min(0, first) // index.num_rows) * index.num_rows
-    epochs = max(0, (drawn - first) // index.num_rows)
-    begin = min(first, drawn)
-    return epochs, (range(begin), range(begin + epochs * index.num_rows, drawn))
-
-
-def _mean(index: CountedRows, rows: int) -> Held:
-    """Return what a number of rows hold if they are like those of an epoch: exact for whole epochs."""
-    fates = index.fates()
-    tokens = fates.rows * index.row_slots - fates.padding
-    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
 
 
 # A source over the whole run

@@ -45,8 +45,7 @@ from tokenmill.plan.shuffle import (
 from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
-    from tokenmill.plan.mixture import InTurn, Mixture
-    from tokenmill.plan.ramp import RampMixture
+    from tokenmill.plan.mixture import InTurn, Mixture, RampMixture
     from tokenmill.types import Fates, Spans
 
 Weights = Mapping[str, float | Fraction]

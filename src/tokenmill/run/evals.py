@@ -24,12 +24,10 @@ from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.loader.layout import find_layout
 from tokenmill.packing import Policy, RecordRows, pack_rows
-from tokenmill.packing.index import chosen_documents
-from tokenmill.packing.rows import FollowingRows
-from tokenmill.packing.stored import StoredRows, TakenRows, are_excluded, digest_numbers
-from tokenmill.plan.compile import compile_in_turn
+from tokenmill.packing.index import are_excluded, chosen_documents, digest_numbers
+from tokenmill.packing.rows import FollowingRows, StoredRows, TakenRows, count_held
 from tokenmill.plan.mixture import exact_weight
-from tokenmill.plan.plan import Plan
+from tokenmill.plan.plan import Plan, compile_in_turn
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, Rows, StageSpec
 from tokenmill.store import Store
@@ -41,9 +39,6 @@ if TYPE_CHECKING:
     from tokenmill.run.run import Run
 
 logger = logging.getLogger("tokenmill")
-
-_BLOCK = 1 << 16
-"""Rows that are counted at a time."""
 
 
 class EvalLoader(Loader):
@@ -132,8 +127,7 @@ class Eval:
         total = NOTHING
         for part in self.parts:
             rows = TakenRows(rows=part.rows, taken=part.taken, num_rows=part.taken, chosen=_chosen(part))
-            for begin in range(0, part.taken, _BLOCK):
-                total += rows.held(np.arange(begin, min(begin + _BLOCK, part.taken)))
+            total += count_held(rows)
         return total
 
     @cached_property

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError
+from tokenmill.loader.assemble import is_stored
 from tokenmill.loader.loader import block_rows, held_bytes
-from tokenmill.packing.stored import LOSS_MASK, StoredRows, is_stored
+from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.shuffle import EpochOrder, Shuffle
 from tokenmill.plan.stages import Stage
 from tokenmill.run.run import Run

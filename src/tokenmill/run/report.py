@@ -17,11 +17,11 @@ from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import QuarantineConfig, limits
 from tokenmill.errors import ConfigError
 from tokenmill.loader import LoaderOptions
-from tokenmill.loader.assemble import RECORD_ARRAYS, record_type, stage_shapes
-from tokenmill.loader.layout import deal, group_edges
-from tokenmill.packing.costs import cost_unit, count_costs
+from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
+from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
+from tokenmill.packing.index import QUARANTINED
 from tokenmill.packing.records import responses_of
-from tokenmill.packing.stored import QUARANTINED, count_ones, is_stored, locate
+from tokenmill.packing.rows import count_ones, locate
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage

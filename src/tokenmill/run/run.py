@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tokenmill.live.lanes import LiveRows
     from tokenmill.loader import Layout, Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
-    from tokenmill.packing.stored import StoredRows
+    from tokenmill.packing.rows import StoredRows
     from tokenmill.plan import Plan, Rows
     from tokenmill.plan.plan import TokenSchedule
     from tokenmill.run.compare import Difference
@@ -699,7 +699,7 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
 
     To `count` what is lost, lengths and masks are read; without, the time does not grow with a store.
     """
-    from tokenmill.packing.stored import is_stored
+    from tokenmill.loader.assemble import is_stored
 
     parts = {part.spec.number: part for part in reversed(run.plan().stages)}
     for number, stage in enumerate(run.config.resolved_stages):

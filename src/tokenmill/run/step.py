@@ -13,7 +13,7 @@ from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import PlanError
 from tokenmill.loader import assemble
 from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
-from tokenmill.packing.stored import StoredRows, is_stored
+from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
 from tokenmill.run.inspect import bins_of, named_bins, span_ids
@@ -278,13 +278,14 @@ def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
     """Return the stage of a step, and the rows of its sources that stand in stores."""
     plan = run.plan()
     stage = plan.trained_stage(step)
-    live = [name for name, rows in stage.rows.items() if not is_stored(rows)]
+    live = [name for name, rows in stage.rows.items() if not assemble.is_stored(rows)]
     if live:
         raise PlanError(
             f"step {step}: which rows it holds must be known before they are read, got live text of {live[0]!r}; "
             "leave out live = true, and the text is prepared once"
         )
-    return stage, {plan.sources.index(name): rows for name, rows in stage.rows.items() if is_stored(rows)}
+    rows_by_id = {plan.sources.index(name): rows for name, rows in stage.rows.items() if assemble.is_stored(rows)}
+    return stage, rows_by_id
 
 
 def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:

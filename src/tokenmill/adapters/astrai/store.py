@@ -16,7 +16,7 @@ import torch
 
 from tokenmill.adapters.torch import read_windows
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
-from tokenmill.packing.stored import locate
+from tokenmill.packing.rows import locate
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.files import files_of, find_files
