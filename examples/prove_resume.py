@@ -27,7 +27,7 @@ from pathlib import Path
 
 import tokenmill as tm
 from tokenmill.loader import DIGEST_ARRAYS, batch_digest, row_digests
-from tokenmill.view.picture import colour, number, text_of, ticks, width_of
+from tokenmill.view.picture import COLOURS, number, text_of, ticks, width_of
 
 EXAMPLES = Path(__file__).resolve().parent
 TOLERANCE = 1e-10
@@ -317,7 +317,8 @@ def curves(proof: Proof) -> Iterator[tuple[str, Leg, str, str | None]]:
     if proof.other is not None:
         yield "another order", proof.other, 'class="tt-other"', 'class="tt-dot"'
     for place, leg in enumerate(proof.legs):
-        yield leg.name, leg, f'class="tt-leg" stroke="{colour(place)}"', f'fill="{colour(place)}"'
+        colour = COLOURS[place % len(COLOURS)]
+        yield leg.name, leg, f'class="tt-leg" stroke="{colour}"', f'fill="{colour}"'
 
 
 def label(x: float, y: float, text: str, style: str = "tt-dim", anchor: str = "middle") -> str:
