@@ -1,7 +1,8 @@
 """From files to a store, against the tokenizer alone, with one core and with two, in one interleaved run.
 
     python benchmarks/prepare.py [--cache FOLDER] [--megabytes 200] [--rounds 5] [--encoding cl100k]
-                                 [--format jsonl|parquet|snappy] [--memory] [--datatrove PYTHON] [--json]
+                                 [--format jsonl|parquet|snappy] [--reading] [--memory] [--datatrove PYTHON]
+                                 [--json]
 
 A round is a fresh process with one worker and one core. After each unit that prepare has brought from the file
 into the store, a second tokenizer encodes the texts of that unit, which are already in memory: the two take turns,
@@ -12,6 +13,9 @@ rounds.
 
 Two cores against one: whole builds in worker processes, in turns, without the opening; the ratio is of the wall
 clock, the median of the rounds.
+
+`--reading` takes no tokenizer: CPU-seconds to read the corpus alone, in turns with plain loops of the libraries
+over the same file, the fastest of the rounds.
 
 `--memory` prepares a file of 2 GB, and one with a single line of 200 MB, and shows the peak memory of a worker.
 `--datatrove` names a Python that has datatrove with its `processing` extra: its JsonlReader and DocumentTokenizer
@@ -60,6 +64,7 @@ def main() -> None:
     parser.add_argument("--encoding", choices=ENCODINGS, default="cl100k")
     parser.add_argument("--tokenizer", help="another tokenizer, such as a tokenizer.json")
     parser.add_argument("--format", choices=("jsonl", *CODECS), default="jsonl")
+    parser.add_argument("--reading", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--datatrove", metavar="PYTHON")
     parser.add_argument("--json", action="store_true")
@@ -68,6 +73,11 @@ def main() -> None:
     if args.measure:
         name, corpus, tokenizer, work = args.measure
         print(json.dumps(MEASURES[name](corpus, tokenizer, work)))
+        return
+    if args.reading:
+        with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as work:
+            corpus = corpus_of(args.cache or Path(work), args.megabytes, args.format)
+            print(json.dumps({"reading_cpu_seconds": reading(corpus, args.format, args.rounds)}, indent=2))
         return
     tokenizer = args.tokenizer or tokenizer_spec(args.encoding)
     with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as work:
@@ -293,6 +303,48 @@ def one_worker(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
 def two_workers(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     return in_workers(2, corpus, tokenizer, work)
+
+
+def reading(corpus: Path, kind: str, rounds: int) -> dict[str, float]:
+    """Return the CPU-seconds that reading all texts takes, by tokenmill and by loops of libraries."""
+    import msgspec
+    import pyarrow.parquet
+    import simdjson
+
+    from tokenmill.documents import ReadOptions, chunk_size, cut_files, find_files, read_unit
+
+    files = find_files(corpus).files
+
+    def tokenmill() -> None:
+        for unit in cut_files(files, chunk_bytes=chunk_size(files)):
+            for _ in read_unit(unit, ReadOptions()):
+                pass
+
+    def lines(parse: Any) -> None:
+        with corpus.open("rb", buffering=1 << 20) as file:
+            for line in file:
+                parse(line)["text"]
+
+    def arrow() -> None:
+        with pyarrow.parquet.ParquetFile(corpus) as file:
+            for batch in file.iter_batches(128, columns=["text"], use_threads=False):
+                batch.column(0).to_pylist()
+
+    parse = simdjson.Parser().parse
+    libraries: dict[str, Any] = {"pyarrow": arrow}
+    if kind == "jsonl":
+        libraries = {
+            "simdjson": lambda: lines(lambda line: parse(line, True)),
+            "msgspec": lambda: lines(msgspec.json.decode),
+        }
+    fastest: dict[str, float] = {}
+    for _ in range(rounds):
+        for name, read in {"tokenmill": tokenmill, **libraries}.items():
+            clock = Stopwatch()
+            with clock:
+                read()
+            fastest[name] = min(clock.cpu, fastest.get(name, clock.cpu))
+    return fastest
 
 
 def memory(cache: Path, tokenizer: str, work: Path) -> dict[str, object]:

@@ -27,6 +27,8 @@ COMMANDS = {
     "samplers": ("samplers.py", "--tiny"),
     "view": ("view.py", "--tiny"),
     "prepare": ("prepare.py", *SMALL, "--cache", "{folder}", "--tokenizer", str(TOKENIZER_DIR)),
+    "prepare, reading": ("prepare.py", *SMALL, "--reading"),
+    "prepare, reading Parquet": ("prepare.py", *SMALL, "--reading", "--format", "parquet"),
     "engines": ("engines.py", "--megabytes", "1", "--rounds", "1", "--only", "local,processes"),
     "engines, units": ("engines.py", "--units", "300"),
     "packing, huge": ("packing.py", "--huge", "2200000", "--cache", "{folder}"),
