@@ -20,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from hashlib import file_digest
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from tokenmill.packing import Policy, pack_rows
 from tokenmill.packing.index import pack_one
@@ -237,10 +239,9 @@ def make_huge(folder: Path, documents: int) -> Path:
         file.truncate(document_file_bytes(documents, tokens))
     with (shard / "sequence.bin").open("wb") as file:
         file.truncate(2 * tokens)
-    infos = {
-        name: FileInfo(bytes=(shard / name).stat().st_size, xxh3="0" * 32)
-        for name in ("sequence.bin", "documents.bin")
-    }
+    with (shard / "documents.bin").open("rb") as written:
+        sums = {"sequence.bin": "0" * 32, "documents.bin": file_digest(written, xxhash.xxh3_128).hexdigest()}
+    infos = {name: FileInfo(bytes=(shard / name).stat().st_size, xxh3=xxh3) for name, xxh3 in sums.items()}
     manifest = Manifest(
         kind="seq",
         keys={"sequence": "<u2"},

@@ -1,3 +1,4 @@
+import json
 import shutil
 from itertools import pairwise
 
@@ -7,6 +8,7 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec, StoreWriter, check_store, open_store, verify
+from tokenmill.store.durable import footer_bytes
 from tokenmill.store.notes import EMPTY, compute_hashes, hash_records, hashes_file, read_hashes, write_hashes
 
 LENGTHS = [5, 0, 9, 1, 30, 12, 9]
@@ -107,5 +109,14 @@ def test_verify_finds_a_hash_that_is_not_that_of_the_tokens(make_store):
     data = bytearray(file.read_bytes())
     data[8] ^= 1
     file.write_bytes(data)
+    assert "got a flipped byte; delete it" in str(check_store(path).problems[0])
+    with pytest.raises(StoreCorruptError, match=rf"{file}: .* got a flipped byte; delete it"):
+        read_hashes(open_store(path), 0)
+    data[8:16] = data[16:24] = bytes(8)  # hashes of other tokens, whose checksum is right
+    (end,) = np.frombuffer(data[-16:-8], "<u8")
+    footer = json.loads(data[-16 - int(end) : -16])
+    begin, size, _ = footer["sections"]["hashes"]
+    footer["sections"]["hashes"][2] = xxhash.xxh3_128_hexdigest(data[begin : begin + size])
+    file.write_bytes(data[: begin + size] + footer_bytes(footer))
     assert "got others; delete it" in str(check_store(path).problems[0])
     assert np.concatenate(list(compute_hashes(open_store(path), 0))).size == len(LENGTHS)

@@ -241,6 +241,9 @@ def test_any_changed_byte_is_found_and_never_named_wrongly_in_silence(corpus, tm
         file.write_bytes(good[:position] + bytes([good[position] ^ 16]) + good[position + 1 :])
         with pytest.raises(StoreCorruptError, match=r"\.origins/00000\.bin: must say where"):
             verify(tmp_path / "out")
+        if position < good.find(b'{"id"'):  # kept fields are left to `verify`
+            with pytest.raises(StoreCorruptError, match=r"\.origins/00000\.bin: must say where"):
+                open_store(tmp_path / "out").origin(len(good) % 90)
     for size in (0, 5, len(good) // 2, len(good) - 1):
         file.write_bytes(good[:size])
         with pytest.raises(StoreCorruptError, match=r"\.origins/00000\.bin"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 from tokenmill.store.reader import MapCache
+from tokenmill.store.remote.upload import upload
+from tokenmill.types import RemoteOptions
 
 LENGTHS = st.lists(st.integers(0, 12), max_size=20)
 
@@ -179,6 +182,34 @@ def test_offsets_that_point_outside_the_shard_are_an_error(make_store):
     for document in (0, 1):
         with pytest.raises((PlanError, StoreCorruptError), match=r"web"):
             store.fetch_record(document, "sequence")
+
+
+@pytest.mark.parametrize("where", ["local", "joined", "remote"])
+def test_offsets_are_verified_before_they_are_used(make_store, tmp_path, where):
+    """[S.f] A flipped bit may leave offsets that are in order, and then only the checksum tells."""
+    path, tokens, _ = make_store("web", [4, 3, 2], max_tokens_per_shard=7)
+    stores: list[Path | str] = [path]
+    remote = RemoteOptions(mirror=str(tmp_path / "mirror"))
+    if where == "remote":
+        upload(path, f"file://{tmp_path}/remote")
+        stores = [f"file://{tmp_path}/remote"]
+    elif where == "joined":
+        stores.insert(0, make_store("first", [1])[0])
+    last = open_store(stores, remote=remote)
+    request = last.file(last.num_shards - 2, "documents.bin")
+    data = bytearray(request.path.read_bytes())
+    data[request.begin + 8] ^= 1  # 4 tokens, then 5
+    request.path.write_bytes(data)
+    store = open_store(stores, remote=remote)
+    begin = store.num_documents - 3
+    assert store.fetch_record(begin + 2, "sequence").tolist() == tokens[7:].tolist()  # its shard is intact
+    way_out = "delete it, and it is downloaded again" if where == "remote" else "copy the store again"
+    for _ in range(2):
+        with pytest.raises(StoreCorruptError, match=rf"^{request.path}: checksum must be \w+, got \w+; {way_out}"):
+            store.fetch_record(begin, "sequence")
+    if where == "remote":
+        request.path.unlink()
+        assert open_store(stores, remote=remote).fetch_record(begin, "sequence").tolist() == tokens[:4].tolist()
 
 
 def test_a_store_is_shown_in_one_line_whatever_its_shards(make_store):

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -238,6 +238,11 @@ class ShardInfo:
     def size_of(self, axis: str) -> tuple[int, int]:
         """Return how many items and values an axis has."""
         return self.axes[axis] if self.axes else (self.documents, self.tokens)
+
+    @property
+    def index_files(self) -> Collection[str]:
+        """Names of the files that say where the items of each axis start."""
+        return {index_file(axis) for axis in self.axes} or {DOCUMENTS}
 
     def place(self, name: str) -> tuple[str, int]:
         """Return which file of the store an array or an index is in, by its path there, and how large that is."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 import numpy as np
+import xxhash
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreMissingError, nearest
 from tokenmill.faults import forget, num_faults, watch
@@ -44,6 +45,8 @@ than to read them (benchmarks/engines.py --shards). A map takes address space, n
 LARGE_BYTES = 1 << 28
 """Of a larger file only the pages that are used are read and mapped, not their neighbours as well: rows are read in
 random order, and reading ahead would read and hold many times what they need."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes that are read and hashed at a time."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -88,6 +91,11 @@ class FileRequest:
     begin: int = 0
     size: int | None = None
     """How many bytes from `begin` on are wanted; None: all that there are."""
+    xxh3: str | None = None
+    """Checksum of these bytes, verified before their first use: an index has one, as a flipped byte in it changes
+    which tokens a batch has. None: the file is too large, and page sums verify it where that is wanted."""
+    way_out: str = WAY_OUT
+    """How to repair the file if the checksum is another."""
 
     @property
     def wanted(self) -> int:
@@ -177,6 +185,8 @@ class MapCache:
         assert limit >= 2
         self.limit = limit
         self._maps: OrderedDict[FileRequest, MappedFile] = OrderedDict()
+        self._verified: set[FileRequest] = set()
+        """Files whose checksum was compared; a map that is closed and opened again is not read through again."""
         self._lock = threading.Lock()
 
     def renew_lock(self) -> None:
@@ -206,8 +216,20 @@ class MapCache:
             return file
         if len(self._maps) >= self.limit:
             self._close_idle()
+        self._verify(request)
         file = self._maps[request] = map_file(request)
         return file
+
+    def verify(self, request: Request) -> None:
+        """Raise if a file that has a checksum has another one; it is read through once for all its readers."""
+        if isinstance(request, FileRequest) and request.xxh3 is not None:
+            with self._lock:
+                self._verify(request)
+
+    def _verify(self, request: FileRequest) -> None:
+        if request.xxh3 is not None and request not in self._verified:
+            verify_checksum(request)
+            self._verified.add(request)
 
     def give_back(self, files: Sequence[MappedFile]) -> None:
         """End a loan; the maps stay open until their room is needed."""
@@ -233,6 +255,7 @@ class MapCache:
             with self._lock:
                 for request in [request for request, mapped in self._maps.items() if mapped is file]:
                     del self._maps[request]
+                    self._verified.discard(request)
             raise
 
     def _return(self, files: Sequence[MappedFile]) -> None:
@@ -295,6 +318,17 @@ def read_range(request: Request, begin: int, size: int) -> Uint8Array:
                 raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {WAY_OUT}")
             filled += count
     return data
+
+
+def verify_checksum(request: FileRequest) -> None:
+    """Read a file through, and raise if its checksum is not the one that it must have."""
+    state = xxhash.xxh3_128()
+    for begin in range(0, request.wanted, _BLOCK_BYTES):
+        state.update(read_range(request, begin, min(_BLOCK_BYTES, request.wanted - begin)).data)
+    if state.hexdigest() != request.xxh3:
+        raise StoreCorruptError(
+            f"{request.path}: checksum must be {request.xxh3}, got {state.hexdigest()}; {request.way_out}"
+        )
 
 
 @contextmanager
@@ -561,6 +595,7 @@ class Store:
         parts = []
         for shard, first, last in _pieces(items, begin, end):
             request = self.file(shard, layout.index_file(axis))
+            self.maps.verify(request)
             offsets = (
                 read_range(request, 8 * first, 8 * (last - first + 1)).view(layout.OFFSET_DTYPE).astype(np.int64)
             )
@@ -598,7 +633,13 @@ def file_request(store: Path, shard: layout.ShardInfo, name: str) -> FileRequest
     """Return where an array or an index of a shard is, in a store on disk."""
     place, size = shard.place(name)
     part = shard.files[name]
-    return FileRequest(store / place, size, part.begin, None if shard.container is None else part.bytes)
+    return FileRequest(
+        store / place,
+        size,
+        part.begin,
+        None if shard.container is None else part.bytes,
+        part.xxh3 if name in shard.index_files else None,
+    )
 
 
 def wanted_of(

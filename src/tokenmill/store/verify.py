@@ -412,11 +412,10 @@ class ProvenFiles:
     """Of each file of which ranges were read."""
 
     def request(self, shard: int, name: str) -> Request:
-        """Return where a file of a shard is; an index is proven as a whole, when it is first asked for."""
+        """Return where a file of a shard is; an index is verified as a whole, when it is first used."""
         info = self.manifest.shards[shard]
         request = file_request(self.folder, info, name)
-        if name in {layout.index_file(axis) for axis in layout.axes_of(self.manifest.kind, self.manifest.keys)}:
-            _check_checksum(request, info.files[name].xxh3)
+        if request.xxh3 is not None:
             return request
         place, size = info.place(name)
         return RangeRequest(str(request.path), self, place, size, request.begin, request.wanted)

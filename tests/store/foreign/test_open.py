@@ -366,6 +366,19 @@ def test_a_damaged_index_is_made_again(large, damage):
     assert offsets_of(open_store(large, eos_id=1)) == EXPECTED
 
 
+def test_offsets_that_are_too_many_to_verify_when_opened_are_verified_when_used(large, monkeypatch):
+    """[S.f]"""
+    monkeypatch.setattr("tokenmill.store.foreign.open.CHECKED_BYTES", 0)
+    path = open_store(large, eos_id=1).file(0, "documents.bin").path
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreCorruptError, match=rf"^{path}: checksum must be .*; delete it, and it is made again"):
+        offsets_of(open_store(large, eos_id=1))
+    path.unlink()
+    assert offsets_of(open_store(large, eos_id=1)) == EXPECTED
+
+
 def test_an_index_of_other_sizes_is_made_again_even_if_its_checksums_are_right(large):
     """[S.e] Kernels read by address: a forged file must not lead them past its end."""
     path = open_store(large, eos_id=1).file(0, "documents.bin").path

@@ -376,8 +376,9 @@ PURPOSE = "foreign"
 FOLDER = ".tokenmill"
 """Stands beside the data, where that can be written to."""
 CHECKED_BYTES = 1 << 26
-"""A larger section is not read through when it is opened, so that opening costs the same for any corpus; `verify`
-compares it with the data, and offsets are checked whenever they are used."""
+"""A larger section is not read through when it is opened, so that opening costs the same for any corpus.
+
+Its offsets are verified before their first use, and `verify` compares its masks with the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -453,10 +454,16 @@ def _read(file: Path, description: Mapping[str, Any]) -> ShardIndex | None:
         if section.size != size or (size <= CHECKED_BYTES and xxhash.xxh3_128_hexdigest(section.data) != checksum):
             return None
     kept[0].check()
-    places = {name: (begin, size) for name, (begin, size, _) in footer.sections.items()}
+    indexes = {layout.index_file(axis) for axis in footer.facts.items}
+    size = real.stat().st_size
     return ShardIndex(
         facts=footer.facts,
-        requests={name: FileRequest(real, real.stat().st_size, *place) for name, place in places.items()},
+        requests={
+            name: FileRequest(
+                real, size, begin, wanted, checksum if name in indexes else None, "delete it, and it is made again"
+            )
+            for name, (begin, wanted, checksum) in footer.sections.items()
+        },
         digests={name: checksum for name, (_, _, checksum) in footer.sections.items()},
     )
 

@@ -129,7 +129,9 @@ class RemoteFiles:
         if name in self._indexes:
             if not self._local(info, name).exists():
                 self.bring_small(shard)
-            return FileRequest(self._local(info, name), part.bytes)
+            return FileRequest(
+                self._local(info, name), part.bytes, xxh3=part.xxh3, way_out="delete it, and it is downloaded again"
+            )
         return replace(self.whole(*info.place(name)), begin=part.begin, wanted=part.bytes)
 
     def whole(self, name: str, size: int) -> RangeRequest:
