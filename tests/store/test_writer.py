@@ -207,11 +207,23 @@ def test_a_finished_store_is_replaced_only_when_asked(tmp_path):
     ]
 
 
-def test_a_rebuild_takes_the_old_store_away_before_it_writes(tmp_path):
+def test_a_rebuild_that_fails_leaves_the_old_store_as_it_was(tmp_path):
     """[C1.a]"""
     write(tmp_path / "web", [3])
-    with StoreWriter(tmp_path / "web", spec_of(), rebuild=True), pytest.raises(StoreMissingError):
-        open_store(tmp_path / "web")
+    before = files_of(tmp_path / "web")
+
+    def fail(at):
+        with StoreWriter(tmp_path / "web", spec_of(), rebuild=True) as writer:
+            writer.append({"sequence": np.array([9], "<u2")}, np.array([0, 1]))
+            assert verify(tmp_path / "web").tokens == 3
+            if at == "append":
+                raise RuntimeError(at)
+            writer.commit(check=lambda store: [].index(store.num_documents))
+
+    for at, error in (("append", RuntimeError), ("check", ValueError)):
+        with pytest.raises(error):
+            fail(at)
+        assert files_of(tmp_path / "web") == before
 
 
 def test_a_writer_that_fails_leaves_no_store_and_no_temporary_file(tmp_path):

@@ -6,7 +6,7 @@ import mmap
 import os
 import shutil
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import file_digest
 from pathlib import Path
@@ -21,6 +21,7 @@ from tokenmill.store import layout
 from tokenmill.store.durable import CheckedFile, Lease, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
 from tokenmill.store.notes import finish_hashes, hash_records, hashes_file
+from tokenmill.store.reader import Store, store_of
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
@@ -77,7 +78,10 @@ class StoreSpec:
 
 
 class StoreWriter:
-    """Append documents in order; `commit` makes them a store."""
+    """Append documents in order; `commit` makes them a store.
+
+    With `rebuild` a finished store at the path stays, and can be read, until `commit` replaces it.
+    """
 
     def __init__(self, path: str | os.PathLike[str], spec: StoreSpec, *, rebuild: bool = False) -> None:
         self.path = Path(path)
@@ -89,7 +93,12 @@ class StoreWriter:
         make_folder(self.path)
         self._unlock = weakref.finalize(self, Lease(self.path).release)
         try:
-            clear(self.path)
+            if rebuild and (self.path / MANIFEST).exists():
+                refuse_strangers(self.path, {layout.JOURNAL_FOLDER})
+                refuse_foreign_shards(self.path)
+                shutil.rmtree(self.path / layout.SHARDS_FOLDER, ignore_errors=True)
+            else:
+                clear(self.path)
         except BaseException:
             self._unlock()
             raise
@@ -115,23 +124,34 @@ class StoreWriter:
         self._series.append(arrays, {axis: np.asarray(values, np.int64) for axis, values in starts.items()})
 
     def commit(
-        self, *, inputs: Sequence[Mapping[str, Any]] = (), skipped: Mapping[str, Any] | None = None
+        self,
+        *,
+        inputs: Sequence[Mapping[str, Any]] = (),
+        skipped: Mapping[str, Any] | None = None,
+        check: Callable[[Store], None] = lambda _store: None,
     ) -> Manifest:
-        """Close the last shard and write the manifest: from here on there is a store."""
-        shards = [
-            publish_shard(shard, self._series.folder, self.path, index)
-            for index, shard in enumerate(self._series.finish())
-        ]
-        sync_names(self.path)
+        """Close the last shard and write the manifest: from here on there is a store.
+
+        `check` may read the documents before they replace a store at the path, and stop that by an error.
+        """
         manifest = Manifest(
             kind=self.spec.kind,
             keys=dict(self.spec.keys),
             tokenizer=dict(self.spec.tokenizer),
             recipe=dict(self.spec.recipe),
-            shards=tuple(shards),
+            shards=tuple(self._series.finish()),
             inputs=tuple(inputs),
             skipped=dict(skipped or {}),
         )
+        check(store_of(self._series.folder, manifest, None))
+        if (self.path / MANIFEST).exists():
+            clear(self.path, keep=(layout.SHARDS_FOLDER,))
+        shards = [
+            publish_shard(shard, self._series.folder, self.path, index)
+            for index, shard in enumerate(manifest.shards)
+        ]
+        sync_names(self.path)
+        manifest = replace(manifest, shards=tuple(shards))
         write_atomically(self.path / MANIFEST, manifest_bytes(manifest))
         shutil.rmtree(self._series.folder, ignore_errors=True)
         self._unlock()

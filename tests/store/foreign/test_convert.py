@@ -51,6 +51,24 @@ def test_a_difference_leaves_no_store(write, tmp_path, monkeypatch):
     assert not (tmp_path / "ours" / "manifest.json").exists()
 
 
+def test_a_failed_rebuild_leaves_the_old_store(write, tmp_path, monkeypatch):
+    """[S.f] Neither a file that cannot be converted nor one that is read back differently takes it away."""
+    made = write("npy")
+    import_store(made.path, out=tmp_path / "ours", options=ForeignOptions(**made.options))
+    before = {file: file.read_bytes() for file in (tmp_path / "ours").rglob("*") if file.is_file()}
+    np.array([1, 2, 3], "<u2").tofile(tmp_path / "a.ds")
+    np.array([3], "<u8").tofile(tmp_path / "a.ds.index")
+    np.array([1, 2, 1], "<u1").tofile(tmp_path / "a.ds.loss")  # 2 is no mask
+    with pytest.raises(StoreError, match="loss_mask must be 0 or 1"):
+        import_store(tmp_path / "a.ds", out=tmp_path / "ours", options=ForeignOptions(dtype="uint16"), rebuild=True)
+    cast = convert._cast
+    monkeypatch.setattr(convert, "_cast", lambda *args: cast(*args) ^ 1)
+    with pytest.raises(StoreCorruptError, match="must be read back as written"):
+        import_store(made.path, out=tmp_path / "ours", rebuild=True)
+    assert {file: file.read_bytes() for file in (tmp_path / "ours").rglob("*") if file.is_file()} == before
+    assert verify(tmp_path / "ours").tokens == len(made.tokens)
+
+
 def test_a_finished_store_is_replaced_only_when_asked(write, tmp_path):
     made = write("npy")
     import_store(made.path, out=tmp_path / "ours")

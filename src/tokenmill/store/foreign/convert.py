@@ -20,8 +20,8 @@ from tokenmill.store.foreign.open import (
     read_foreign,
     tokenizer_of,
 )
-from tokenmill.store.layout import MANIFEST, Manifest, axis_of, is_ours, read_manifest
-from tokenmill.store.reader import store_of
+from tokenmill.store.layout import axis_of, is_ours
+from tokenmill.store.reader import Store
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
 from tokenmill.tables import check_types, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
@@ -89,12 +89,11 @@ def import_store(
         max_tokens_per_shard=max_tokens_per_shard,
     )
     with StoreWriter(out, spec, rebuild=rebuild) as writer:
-        manifest = _write(writer, _with_documents(files, known), counted(progress, "write", total))
-    try:
-        compared = _compare(Path(out), _with_documents(files, known), counted(progress, "compare", total))
-    except BaseException:
-        (Path(out) / MANIFEST).unlink()  # what is not proven is no store
-        raise
+        inputs = _write(writer, _with_documents(files, known), counted(progress, "write", total))
+        tell = counted(progress, "compare", total)
+        manifest = writer.commit(
+            inputs=inputs, check=lambda store: _compare(store, Path(out), _with_documents(files, known), tell)
+        )
     return ImportReport(
         path=str(source),
         format=format,
@@ -104,7 +103,7 @@ def import_store(
         shards=len(manifest.shards),
         keys=keys,
         fingerprint=manifest.fingerprint,
-        compared=compared,
+        compared=total,
     )
 
 
@@ -150,9 +149,10 @@ def _with_documents(files: ForeignFiles, options: ForeignOptions) -> Iterator[tu
 
 def _write(
     writer: StoreWriter, shards: Iterable[tuple[ForeignShard, ShardDocuments]], progress: Callable[[int], None]
-) -> Manifest:
+) -> list[dict[str, Any]]:
+    """Append the documents of all shards; return what a manifest says of each as an input."""
     spec = writer.spec
-    inputs = []
+    inputs: list[dict[str, Any]] = []
     for shard, documents in shards:
         for begin, end in _batches(documents):
             starts = {axis: offsets[begin : end + 1] for axis, offsets in documents.offsets.items()}
@@ -162,7 +162,7 @@ def _write(
         tokens = sum(int(offsets[-1]) for offsets in documents.offsets.values())
         items = next(iter(documents.facts.items.values()))
         inputs.append({"name": shard.name, "documents": items, "tokens": tokens})
-    return writer.commit(inputs=inputs)
+    return inputs
 
 
 def _batches(documents: ShardDocuments) -> Iterator[tuple[int, int]]:
@@ -188,10 +188,9 @@ def _cast(shard: ForeignShard, key: str, starts: Int64Array, dtype: str) -> AnyA
 
 
 def _compare(
-    out: Path, shards: Iterable[tuple[ForeignShard, ShardDocuments]], progress: Callable[[int], None]
-) -> int:
-    """Read a store back and compare every number and boundary with the files; return how many numbers."""
-    store = store_of(out, read_manifest(out), None)
+    store: Store, out: Path, shards: Iterable[tuple[ForeignShard, ShardDocuments]], progress: Callable[[int], None]
+) -> None:
+    """Read back what is to be the store at `out`, and compare every number and boundary with the files."""
     documents = dict.fromkeys(store.axes, 0)
     places = dict.fromkeys(store.keys, 0)
     for shard, shard_documents in shards:
@@ -209,7 +208,6 @@ def _compare(
                 progress(block.size)
     if store.num_documents != next(iter(documents.values())):
         raise _differs(out, "the number of documents", "the files")
-    return sum(places.values())
 
 
 def _differs(out: Path, what: str, name: str) -> StoreCorruptError:
