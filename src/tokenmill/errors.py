@@ -19,8 +19,11 @@ A message reads: where: rule, got value; way out.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from unicodedata import category
 
@@ -110,6 +113,21 @@ class WorkerLostError(TokenmillError, RuntimeError):
 
 class MissingExtraError(TokenmillError, ImportError):
     """A framework that an adapter needs is not installed."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of the system that say that a file cannot grow."""
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name a file in an error of the system that names none: a failed write on a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def met_in(where: str, error: TokenmillError) -> TokenmillError:

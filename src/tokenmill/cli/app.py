@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from tokenmill.cli.demo import demo
 from tokenmill.cli.inspect import inspect, verify, view
 from tokenmill.cli.plan import diff, fork, plan
 from tokenmill.cli.prepare import export, import_, prepare, upload
-from tokenmill.errors import TokenmillError
+from tokenmill.errors import FULL, TokenmillError
 from tokenmill.tables import check_public
 
 
@@ -75,6 +76,9 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
+        if error.errno in FULL:
+            why = os.strerror(error.errno).lower()
+            _fail(f"{error.filename}: {why}; free some space, then run the same command again")
         _fail(f"{error.filename}: the system must allow its use, got {error.strerror}; fix the path or its rights")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -159,6 +159,18 @@ def check_file(option: str, file: Path | None) -> None:
 
 # What commands write
 
+
+def write_file(file: Path, text: str) -> None:
+    """Write a page or a picture; an older one of that name stays until the new one is whole."""
+    if file.exists() and not file.is_file():  # a pipe or a terminal
+        file.write_text(text, encoding="utf-8")
+    else:
+        from tokenmill.store.durable import new_file
+
+        with new_file(file.resolve()) as descriptor, open(descriptor, "wb", closefd=False) as out:
+            out.write(text.encode())
+
+
 LINE_SECONDS = 30.0
 """Seconds between lines of progress where no terminal shows a bar."""
 

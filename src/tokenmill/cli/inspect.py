@@ -75,7 +75,7 @@ def inspect(
         from tokenmill.view.pages import standalone, stores_html
 
         body = stores_html(shown, None if counted is None else fates(counted))
-        html.write_text(standalone(f"tokenmill: {Path(path).absolute().name}", body), encoding="utf-8")
+        ui.write_file(html, standalone(f"tokenmill: {Path(path).absolute().name}", body))
     if json:
         fates_of = {source.name: {"fates": source.fates} for source in counted.sources} if counted else {}
         ui.print_json({name: store.to_json() | fates_of.get(name, {}) for name, store, _ in shown})

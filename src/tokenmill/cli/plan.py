@@ -76,10 +76,10 @@ def plan(
 
         picture = timeline(opened.plan(), report, opened.name, report.quarantined, report.evals)
         if svg is not None:
-            svg.write_text(picture, encoding="utf-8")
+            ui.write_file(svg, picture)
         if html is not None:
             body = f"<figure>{picture}</figure>{plan_html(report, reading)}"
-            html.write_text(standalone(f"tokenmill plan: {opened.name}", body), encoding="utf-8")
+            ui.write_file(html, standalone(f"tokenmill plan: {opened.name}", body))
     if json:
         ui.print_json({**report.to_json(), **({"remote": reading.to_json()} if reading else {})})
         return

@@ -14,7 +14,7 @@ import msgspec
 
 from tokenmill.config.run import IN_TOKENS, Translation, parse_config, to_toml
 from tokenmill.config.schedule import MAIN_STAGE, ResolvedStage
-from tokenmill.errors import ConfigError, PlanError
+from tokenmill.errors import ConfigError, PlanError, writing
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, table_of, tables_of
 from tokenmill.run.run import Run
@@ -247,7 +247,7 @@ def _write_new(path: Path, data: bytes) -> None:
     """Write a file that is not there yet, so that a reader sees nothing or the whole of it."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        with temporary.open("xb") as file:
+        with writing(path), temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError, writing
 from tokenmill.store.layout import LEASE, FileInfo
 from tokenmill.store.reader import FileRequest, MappedFile, map_file
 from tokenmill.tables import read_json
@@ -51,7 +51,7 @@ def write_parts_atomically(path: Path, parts: Iterable[bytes], *, writer: str = 
 
 def write_parts(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that survives a power cut, but for its name in the folder."""
-    with open(path, "wb") as file:
+    with writing(path), open(path, "wb") as file:
         for part in parts:
             file.write(part)
         file.flush()
@@ -67,8 +67,9 @@ def new_file(file: Path) -> Iterator[int]:
     descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
     try:
         os.fchmod(descriptor, 0o644)  # others may read the data, so they may read what is made of it
-        yield descriptor
-        os.fsync(descriptor)
+        with writing(file):
+            yield descriptor
+            os.fsync(descriptor)
         os.replace(temporary, file)
         sync_folder(file.parent)
     except BaseException:
@@ -82,7 +83,8 @@ def sync_folder(path: Path) -> None:
     """Make the names in a folder, or the content of a file, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with writing(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -160,8 +162,9 @@ class CheckedFile:
         self._hash.update(view)
         self._bytes += view.nbytes
         self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-        while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
-            view = view[self._stream.write(view) :]
+        with writing(self._path):
+            while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
+                view = view[self._stream.write(view) :]
 
     def close(self) -> None:
         """Close it until it is written to again."""
@@ -176,7 +179,7 @@ class CheckedFile:
 
     def sync(self) -> FileInfo:
         """Make it durable and close it; return its size and checksum so far."""
-        with self._stream or open(self._path, "ab") as stream:
+        with writing(self._path), self._stream or open(self._path, "ab") as stream:
             os.fsync(stream.fileno())
         self._stream = None
         return self.info
@@ -478,8 +481,12 @@ def _create(file: Path, holder: Holder) -> bool:
     except FileExistsError:
         return False
     try:
-        os.write(descriptor, msgspec.json.encode(asdict(holder)))
-        os.fsync(descriptor)
+        with writing(file):
+            os.write(descriptor, msgspec.json.encode(asdict(holder)))
+            os.fsync(descriptor)
+    except OSError:
+        file.unlink()
+        raise
     finally:
         os.close(descriptor)
     return True

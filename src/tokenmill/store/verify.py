@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.errors import FULL, StoreCorruptError, StoreError
 from tokenmill.store import layout
 from tokenmill.store.durable import make_folder, read_index, write_index, write_section
 from tokenmill.store.layout import MANIFEST, PAGE_BYTES, WAY_OUT, manifest_bytes
@@ -134,6 +134,8 @@ def collected(problems: list[StoreError], path: Path) -> Iterator[None]:
     except StoreError as error:
         problems.append(error)
     except OSError as error:
+        if error.errno in FULL:
+            raise  # page sums are written: nothing is wrong with the store
         problems.append(StoreError(f"{error.filename or path}: must be readable, got {error}; check the disk"))
 
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError, writing
 from tokenmill.store.durable import make_folder, sync_folder
 from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
@@ -110,9 +110,10 @@ def export_store(
     shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
     make_folder(folder)
     try:
-        EXPORTS[format].write(store, keys, folder, counted(progress, "write", total))
-        readers, more_notes = _compare(store, keys, format, folder, counted(progress, "compare", total))
-        files = _sync(folder)
+        with writing(target):
+            EXPORTS[format].write(store, keys, folder, counted(progress, "write", total))
+            readers, more_notes = _compare(store, keys, format, folder, counted(progress, "compare", total))
+            files = _sync(folder)
         if target.is_dir():
             target.rmdir()
         os.rename(folder, target)

@@ -317,6 +317,8 @@ def explained(error: Exception, address: Address, verb: str, options: RemoteOpti
             f"{address}: this user must be allowed to {verb} it, got a refusal; set "
             f"{CREDENTIALS[address.scheme]}, or ask who owns the bucket"
         )
+    if "No space left" in str(error):
+        return StoreError(f"{address}: the disk is full; free some space, then run the same command again")
     return StoreUnreachableError(
         f"{address}: must be {_done(verb)} within {options.deadline:g} s, got {kind}; check endpoint, region and "
         "network, or raise deadline under [remote]"
