@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -150,7 +152,7 @@ def test_pairs_without_one_side_are_no_rows(tmp_path, tokenizer_identity):
 def test_pages_of_dropped_records_belong_to_no_row(groups):
     """The last record, of 6 tokens in a response, is dropped; behind it there is no row."""
     rows = RecordRows(store=groups, seq_len=5, policy=Policy(name="padded", split="drop"))
-    assert (rows.num_rows, rows.left_out.tolist()) == (4, [3, 5])
+    assert (rows.num_rows, np.flatnonzero(~rows.holds(np.arange(6))).tolist()) == (4, [3, 5])
     begin, end = groups.axes["responses"].values[-2:].tolist()
     numbers, _ = rows.rows_within_shard("responses", 2, np.array([0]), np.array([end - begin]))
     assert numbers.tolist() == []
@@ -158,15 +160,16 @@ def test_pages_of_dropped_records_belong_to_no_row(groups):
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
 def test_rows_that_an_eval_takes_are_found_by_documents_and_by_pages(groups, taken):
-    rows = RecordRows(store=groups, seq_len=4, policy=CUT_END)
     chosen = np.array([1, 3, 5])
-    some = TakenRows(rows=rows, taken=taken, num_rows=4, chosen=chosen)
+    whole = RecordRows(store=groups, seq_len=4, policy=CUT_END)
+    rows = replace(whole, chosen=chosen)
+    some = TakenRows(rows=rows, taken=taken, num_rows=4)
     numbers = {record: number for number, record in enumerate(chosen[:taken].tolist())}
     assert {record: some.rows_of(record).tolist() for record in range(6)} == {
         record: [numbers[record]] if record in numbers else [] for record in range(6)
     }
     for shard in range(groups.num_shards):
         runs = ("prompts", shard, np.array([0, 1]), np.array([1, 9]))
-        found = zip(*rows.rows_within_shard(*runs), strict=True)
+        found = zip(*whole.rows_within_shard(*runs), strict=True)
         wanted = [(numbers[row], run) for row, run in found if row in numbers]
         assert list(zip(*some.rows_within_shard(*runs), strict=True)) == wanted

@@ -29,7 +29,7 @@ from tokenmill.packing.index import (
 from tokenmill.packing.packers import Policy
 from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow, locate
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
-from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
+from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, distinct
 
 if TYPE_CHECKING:
     from tokenmill.plan.stages import CountedRows, Seen
@@ -162,6 +162,13 @@ class ConcatRows(StoredRows):
         if begin == end or are_excluded(self.excluded, np.array([document]))[0]:
             return np.empty(0, np.int64)
         return self.rows_within(begin, end)
+
+    def holds(self, documents: Int64Array) -> BoolArray:
+        """Return whether any row holds a token of each document."""
+        shard, first, length = locate(self.store, documents)
+        begins = self.holes.closed(self.store.token_begins[shard] + first)
+        held = (length > 0) & (begins <= self.num_rows * self.seq_len) & (self.num_rows > 0)
+        return held & ~are_excluded(self.excluded, documents)
 
     def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - as `PackedRows` has it
         """Return the rows that hold documents with these offsets; they may hold others beside them."""

@@ -272,13 +272,30 @@ class WindowIndex:
         """Return the rows that hold a token of a document, in ascending order."""
         window, local = divmod(document, MAX_DOCUMENTS)
         self._prove(np.array([window]), where)
-        begin, num_pieces = (int(self.table[window, column]) for column in (BYTE, PIECES))
-        middle = begin + 4 * int(self.table[window + 1, ROW] - self.table[window, ROW])
-        starts = self.data[begin:middle].view(np.uint32)
-        pieces = self.data[middle : middle + 2 * num_pieces].view(np.uint16)
-        holding = np.searchsorted(starts, np.flatnonzero(pieces & ID_MASK == local), side="right") - 1
+        starts, documents = self._pieces(window)
+        holding = np.searchsorted(starts, np.flatnonzero(documents == local), side="right") - 1
         self._check_file()
         return int(self.table[window, ROW]) + np.unique(holding)
+
+    def holds(self, documents: Int64Array, where: str) -> BoolArray:
+        """Return whether any row holds a token of each document; every window of theirs is read once."""
+        windows, held = documents // MAX_DOCUMENTS, np.zeros(documents.size, np.bool_)
+        if not documents.size:
+            return held
+        self._prove(windows, where)
+        order = np.argsort(windows, kind="stable")
+        numbers, firsts = np.unique(windows[order], return_index=True)
+        for window, inside in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
+            held[inside] = np.isin(documents[inside] - window * MAX_DOCUMENTS, self._pieces(window)[1])
+        self._check_file()
+        return held
+
+    def _pieces(self, window: int) -> tuple[Uint32Array, Uint16Array]:
+        """Return the first piece of each row of a window, and the document of each piece, within the window."""
+        begin, num_pieces = (int(self.table[window, column]) for column in (BYTE, PIECES))
+        middle = begin + 4 * int(self.table[window + 1, ROW] - self.table[window, ROW])
+        pieces = self.data[middle : middle + 2 * num_pieces].view(np.uint16)
+        return self.data[begin:middle].view(np.uint32), pieces & np.uint16(ID_MASK)
 
     def rows_of_runs(
         self, runs: tuple[Int64Array, Int64Array, Int64Array, Int64Array], where: str

@@ -16,6 +16,7 @@ from tokenmill.packing.index import (
     are_excluded,
     check_excluded,
     describe_excluded,
+    digest_numbers,
     excluded_within,
     holes_of,
 )
@@ -67,6 +68,8 @@ class RecordRows(StoredRows):
     """After what the rest is left, for the description."""
     excluded: Int64Array = field(default_factory=lambda: NO_DOCUMENTS)
     """Records that no row holds, ascending."""
+    chosen: Int64Array | None = None
+    """Records that rows may hold, ascending; None: all."""
 
     def __post_init__(self) -> None:
         check_excluded(self.store, self.excluded)
@@ -94,13 +97,13 @@ class RecordRows(StoredRows):
 
     @cached_property
     def holes(self) -> Holes:
-        """What is left out of the numbers of records."""
-        return holes_of(self.left_out, np.ones_like(self.left_out))
-
-    @cached_property
-    def left_out(self) -> Int64Array:
-        """Records that no row holds, ascending: those that are excluded, and those that are dropped as too long."""
-        return np.union1d(self.excluded, self._long) if self.policy.split_mode == DROP else self.excluded
+        """Runs of records that no row holds: not chosen, excluded, or dropped as too long."""
+        left_out = np.union1d(self.excluded, self._long) if self.policy.split_mode == DROP else self.excluded
+        if self.chosen is None:
+            return holes_of(left_out, np.ones_like(left_out))
+        kept = self.chosen[~are_excluded(left_out, self.chosen)]
+        begins = np.concatenate([np.zeros(1, np.int64), kept + 1])
+        return holes_of(begins, np.append(kept, self.store.num_documents) - begins)
 
     @property
     def num_long(self) -> int:
@@ -137,6 +140,7 @@ class RecordRows(StoredRows):
             "seq_len": self.seq_len,
             "rows": self.num_rows,
             **describe_excluded(self.excluded),
+            **({} if self.chosen is None else {"chosen": digest_numbers(self.chosen)}),
         }
 
     @property
@@ -164,8 +168,11 @@ class RecordRows(StoredRows):
     def _fates(self) -> Fates:
         """Of all arrays; reads lengths and masks."""
         held = count_held(self)
-        tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
-        quarantined = self._count_excluded()
+        if self.chosen is None:
+            tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)
+        else:
+            tokens = self._count_tokens(self.chosen)
+        quarantined = self._count_tokens(self.excluded)
         dropped = {self.policy.drop_reason: tokens - held.tokens - quarantined, QUARANTINED: quarantined}
         return Fates(
             rows=self.num_rows,
@@ -176,13 +183,13 @@ class RecordRows(StoredRows):
             padding=self.num_rows * self.row_slots - held.tokens,
         )
 
-    def _count_excluded(self) -> int:
-        """Return how many tokens the excluded records have, over all arrays."""
+    def _count_tokens(self, records: Int64Array) -> int:
+        """Return how many tokens some records have, over all arrays."""
         tokens = 0
-        for begin, end in _blocks(self.store.num_documents):
-            records = excluded_within(self.excluded, begin, end) + begin
-            for key in self.parts if records.size else ():
-                tokens += int(locate(self.store, self.items(key, records)[0], self.store.axis(key))[2].sum())
+        for begin, end in _blocks(records.size):
+            for key in self.parts:
+                items, _ = self.items(key, records[begin:end])
+                tokens += int(locate(self.store, items, self.store.axis(key))[2].sum())
         return tokens
 
     def held(self, rows: Int64Array) -> Held:
@@ -211,7 +218,15 @@ class RecordRows(StoredRows):
         after = describe_seen(self, before, seen)
         left = np.flatnonzero(seen.unseen(np.arange(seen.size)))
         rest = before.records(left + before.num_rows if seen.rest else left)
-        return replace(self, rest=rest[~are_excluded(self.left_out, rest)], after=after)
+        return replace(self, rest=rest[self._have_rows(rest)], after=after)
+
+    def _have_rows(self, records: Int64Array) -> BoolArray:
+        """Return whether a row of an epoch holds each record."""
+        return np.equal(self.holes.opened(self.holes.closed(records)), records)
+
+    def holds(self, documents: Int64Array) -> BoolArray:
+        """Return whether any row holds each record."""
+        return self._have_rows(documents) | np.isin(documents, self.rest)
 
     def rows_of(self, document: int) -> Int64Array:
         """Return the row of a record, and that of the rest which holds it as well, if one does."""
@@ -221,7 +236,7 @@ class RecordRows(StoredRows):
                 "count from 0"
             )
         record = np.array([document])
-        row = self.holes.closed(record)[~are_excluded(self.left_out, record)]
+        row = self.holes.closed(record)[self._have_rows(record)]
         return np.concatenate([row, np.flatnonzero(self.rest == document) + self.num_rows])
 
     def rows_within_shard(
@@ -235,7 +250,7 @@ class RecordRows(StoredRows):
             first, last, _, _ = items_within(self.store, "groups", shard, first - base, last - base + 1)
         count = np.maximum(0, last - first + 1)
         records, owner = counted_from(first, count), np.repeat(np.arange(begins.size), count)
-        kept = ~are_excluded(self.left_out, records)
+        kept = self._have_rows(records)
         places = np.argsort(self.rest, kind="stable")
         left = np.searchsorted(self.rest, records, side="left", sorter=places)
         in_rest = left < self.rest.size
@@ -291,6 +306,15 @@ class RecordRows(StoredRows):
             return records, np.arange(records.size)
         return responses_of(self.store, records)
 
+    def starts(self, row: int) -> dict[str, list[int]]:
+        """Return the first token of each item of each array that a row delivers, counted from the item's first."""
+        record, starts = self.records(np.array([row])), {}
+        for key in self.parts:
+            items, _ = self.items(key, record)
+            begins = locate(self.store, items, self.store.axis(key))[1]
+            starts[key] = (self.locate(key, items)[1] - begins).tolist()
+        return starts
+
     def locate(self, key: str, items: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return (shard, first token within it, number of tokens) of what rows deliver of items of an array."""
         shard, first, length = locate(self.store, items, self.store.axis(key))
@@ -303,6 +327,8 @@ class RecordRows(StoredRows):
         """Yield (array, records, lengths) of the items that have more tokens than a row delivers; reads lengths."""
         for begin, end in _blocks(self.store.num_documents):
             records = np.arange(begin, end)
+            if self.chosen is not None:
+                records = excluded_within(self.chosen, begin, end) + begin
             records = records[~are_excluded(self.excluded, records)]
             for key in self.parts:
                 items, owner = self.items(key, records)

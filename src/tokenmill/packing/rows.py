@@ -22,7 +22,6 @@ from tokenmill.packing.index import (
     check_excluded,
     compute_in_order,
     describe_excluded,
-    digest_numbers,
     excluded_within,
     index_in_memory,
     num_windows,
@@ -152,6 +151,10 @@ class StoredRows(Counted):
         """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
         raise NotImplementedError
 
+    def holds(self, documents: Int64Array) -> BoolArray:
+        """Return whether any row holds a token of each document."""
+        return np.array([self.rows_of(document).size > 0 for document in documents.tolist()], np.bool_)
+
     def check_rows(self, rows: Int64Array) -> None:
         """Refuse rows that there are not."""
         end = self.num_rows + self.num_rest
@@ -242,6 +245,10 @@ class PackedRows(StoredRows):
                 "count from 0"
             )
         return self.index.rows_of(document, str(self.store.path))
+
+    def holds(self, documents: Int64Array) -> BoolArray:
+        """Return whether any row holds a token of each document."""
+        return self.index.holds(documents, str(self.store.path))
 
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
@@ -408,6 +415,10 @@ class FollowingRows(StoredRows):
         """Return the rows that hold a token of a document, those of the rest last."""
         return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
 
+    def holds(self, documents: Int64Array) -> BoolArray:
+        """Return whether any row of an epoch or of the rest holds a token of each document."""
+        return self.full.holds(documents) | self.rest.holds(documents)
+
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
@@ -563,15 +574,13 @@ def _merge(
 
 @dataclass(frozen=True, kw_only=True)
 class TakenRows(StoredRows):
-    """Some rows of others, and after them rows that hold nothing: what an eval reads of a source."""
+    """The first rows of others, and after them rows that hold nothing: what an eval reads of a source."""
 
     rows: StoredRows
     taken: int
     """How many."""
     num_rows: int
     """With those that hold nothing, so that batches are full."""
-    chosen: Int64Array | None = None
-    """Which rows, ascending; None: from the first on."""
 
     @property
     def store(self) -> Store:
@@ -601,8 +610,7 @@ class TakenRows(StoredRows):
     @property
     def description(self) -> Mapping[str, int | str | bool]:
         """What decides the content of the rows."""
-        chosen = {} if self.chosen is None else {"chosen": digest_numbers(self.chosen)}
-        return {**self.rows.description, "rows": self.num_rows, "taken": self.taken, **chosen}
+        return {**self.rows.description, "rows": self.num_rows, "taken": self.taken}
 
     @property
     def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
@@ -630,7 +638,7 @@ class TakenRows(StoredRows):
         """Say which rows hold something, and which rows of the others these are."""
         self.check_rows(rows)
         full = rows < self.taken
-        return full, rows[full] if self.chosen is None else self.chosen[rows[full]]
+        return full, rows[full]
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold."""
@@ -638,24 +646,15 @@ class TakenRows(StoredRows):
 
     def rows_of(self, document: int) -> Int64Array:
         """Return the rows that hold a token of a document, in ascending order."""
-        numbers, is_taken = self._find(self.rows.rows_of(document))
-        return numbers[is_taken]
+        rows = self.rows.rows_of(document)
+        return rows[rows < self.taken]
 
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
         """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
         rows, owner = self.rows.rows_within_shard(axis, shard, begins, ends)
-        numbers, is_taken = self._find(rows)
-        return numbers[is_taken], owner[is_taken]
-
-    def _find(self, rows: Int64Array) -> tuple[Int64Array, BoolArray]:
-        """Return the number that each row of the others has here, and whether it is taken."""
-        numbers = rows if self.chosen is None else np.searchsorted(self.chosen, rows)
-        is_taken = numbers < self.taken
-        if self.chosen is not None:
-            is_taken[is_taken] = self.chosen[numbers[is_taken]] == rows[is_taken]
-        return numbers, is_taken
+        return rows[rows < self.taken], owner[rows < self.taken]
 
     def spans(self, rows: Int64Array) -> Spans:
         """Return what the given rows are made of, in the order given."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +22,15 @@ from tokenmill.config.evals import EvalConfig, EvalSource
 from tokenmill.config.schedule import check_multiple, long_documents, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
+from tokenmill.loader.assemble import is_stored
 from tokenmill.loader.layout import find_layout
 from tokenmill.packing import Policy, RecordRows, pack_rows
-from tokenmill.packing.index import are_excluded, chosen_documents, digest_numbers
-from tokenmill.packing.rows import FollowingRows, StoredRows, TakenRows, count_held
+from tokenmill.packing.index import chosen_documents, digest_numbers
+from tokenmill.packing.rows import StoredRows, TakenRows, count_held
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.plan import Plan, compile_in_turn
 from tokenmill.plan.shuffle import Shuffle
-from tokenmill.plan.stages import NOTHING, Held, Rows, StageSpec
+from tokenmill.plan.stages import NOTHING, Held, StageSpec
 from tokenmill.store import Store
 from tokenmill.store.layout import is_ours
 from tokenmill.store.notes import EMPTY, hash_documents, read_hashes
@@ -126,22 +127,28 @@ class Eval:
         """Tokens and labels of all its rows; masks are read for it, but no token."""
         total = NOTHING
         for part in self.parts:
-            rows = TakenRows(rows=part.rows, taken=part.taken, num_rows=part.taken, chosen=_chosen(part))
-            total += count_held(rows)
+            total += count_held(TakenRows(rows=part.rows, taken=part.taken, num_rows=part.taken))
         return total
 
     @cached_property
     def parts(self) -> tuple[EvalPart, ...]:
         """What is taken from each place, in order; stores are open, and packed."""
         packed = [self._part(source) for source in self.config.parts]
-        taken = self._taken([_num_rows(part) for part in packed])
+        taken = self._taken([part.rows.num_rows for part in packed])
         if not sum(taken):
             raise ConfigError(f"eval {self.name!r}: must have at least one row, got none; add documents")
         return tuple(replace(part, taken=rows) for part, rows in zip(packed, taken, strict=True))
 
+    def _packing(self, store: Store) -> str:
+        """Return how documents of a store become rows: pairs and groups are never packed."""
+        return "padded" if store.manifest.kind in RECORD_TYPES else self.config.packing
+
+    def _split(self, store: Store) -> str:
+        """Return the fate of documents of a store that are longer than a row."""
+        return long_documents(self.config.on_long, self.config.split, self._packing(store))
+
     def long_records(self) -> Iterator[str]:
         """Yield what becomes of conversations, pairs and groups that do not fit a row."""
-        split = long_documents(self.config.on_long, self.config.split, self.config.packing)
         fates = {
             "drop": "are left out",
             "forbid": "are refused",
@@ -152,10 +159,10 @@ class Eval:
         ways = 'raise seq_len of the eval, or say on_long = "drop" or "stop" there'
         for part in self.parts:
             longer, has_mask = part.rows.num_long, any(key in MASK_KEYS for key in part.store.keys)
-            if longer and has_mask and _chosen(part) is None:
+            if longer and has_mask:
                 yield (
                     f"eval {self.name!r}: {longer:,} of {part.num_documents:,} records of {part.name!r} are longer "
-                    f"than a row of {self.seq_len:,} tokens and {fates.get(split, cut)}; {ways}"
+                    f"than a row of {self.seq_len:,} tokens and {fates.get(self._split(part.store), cut)}; {ways}"
                 )
 
     @cached_property
@@ -176,11 +183,10 @@ class Eval:
             )
         multiple = self.run.config.run.segment_multiple
         check_multiple(where, self.seq_len, multiple)
-        split = long_documents(self.config.on_long, self.config.split, self.config.packing)
-        policy = Policy(name=self.config.packing, split=split, multiple=multiple)
+        policy = Policy(name=self._packing(store), split=self._split(store), multiple=multiple)
         rows: StoredRows
         if store.manifest.kind in RECORD_TYPES:
-            rows = RecordRows(store=store, seq_len=self.seq_len, policy=replace(policy, name="padded"))
+            rows = RecordRows(store=store, seq_len=self.seq_len, policy=policy, chosen=documents)
         elif documents is None:
             rows = pack_rows(store, seq_len=self.seq_len, policy=policy)
         else:
@@ -224,7 +230,6 @@ class Eval:
                 rows=part.rows,
                 taken=part.taken,
                 num_rows=part.taken + (fill if part is parts[-1] else 0),
-                chosen=_chosen(part),
             )
             for part in parts
         }
@@ -333,16 +338,6 @@ def _eval_of(given: object, trained: object, where: str, beside: str) -> Eval | 
     return Eval(trained, EvalConfig(name="eval", store=path if "://" in path else str(Path(path).absolute())))
 
 
-def _chosen(part: EvalPart) -> Int64Array | None:
-    """Return which rows are the chosen documents: of records, which are rows as they are."""
-    return part.documents if isinstance(part.rows, RecordRows) else None
-
-
-def _num_rows(part: EvalPart) -> int:
-    chosen = _chosen(part)
-    return part.rows.num_rows if chosen is None else int(chosen.size)
-
-
 def _apportion(shares: Sequence[Fraction], rows: int) -> list[int]:
     """Return whole numbers that sum to `rows`, each less than one from its share."""
     ends = accumulate((share * rows for share in shares), initial=Fraction(0))
@@ -356,6 +351,7 @@ def _apportion(shares: Sequence[Fraction], rows: int) -> list[int]:
 
 SHOWN = 5
 """How many documents of an eval that are trained on are named; all are counted."""
+_ROWS = 1 << 16
 _HASHES = 1 << 20
 _PREFIX_BITS = 20
 """Of a hash, by which almost all that are not looked for are passed over."""
@@ -398,7 +394,7 @@ def overlaps(run: Run) -> dict[str, tuple[Overlap, ...]]:
     """Return, for each eval of a run, what it has in common with each source that is trained on."""
     plan = run.plan()
     drawn = {name for stage in plan.stages if stage.spec.skipped is None for name in stage.names}
-    names = [name for name in run.config.source_names if name in drawn - run.config.held_whole]
+    names = [name for name in run.config.source_names if name in drawn]
     evals = {name: [_Documents.of(part) for part in item.parts] for name, item in run.evals.items()}
     trained = [_trained(run, name, evals) for name in names]
     return {
@@ -408,7 +404,7 @@ def overlaps(run: Run) -> dict[str, tuple[Overlap, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Documents:
-    """The documents of a part of an eval, with their hashes."""
+    """The documents that the rows of a part of an eval hold, with their hashes."""
 
     part: EvalPart
     numbers: Int64Array
@@ -416,7 +412,9 @@ class _Documents:
 
     @classmethod
     def of(cls, part: EvalPart) -> _Documents:
-        numbers = np.arange(part.store.num_documents) if part.documents is None else part.documents
+        blocks = (np.arange(begin, min(begin + _ROWS, part.taken)) for begin in range(0, part.taken, _ROWS))
+        held = [np.unique(part.rows.spans(rows).document) for rows in blocks]
+        numbers = np.unique(np.concatenate([NO_DOCUMENTS, *held]))
         return cls(part=part, numbers=numbers, hashes=_hashes_of(part.store, numbers))
 
 
@@ -438,22 +436,6 @@ def _hashes_of(store: Store, numbers: Int64Array) -> Uint64Array:
     return hashes
 
 
-def _never_drawn(plan: Plan, source: str) -> Int64Array:
-    """Return the documents of a source that no step draws, as every stage leaves them out."""
-    left_out = [
-        _excluded(stage.rows[source])
-        for stage in plan.stages
-        if source in stage.names and stage.spec.skipped is None
-    ]
-    return reduce(np.intersect1d, left_out)
-
-
-def _excluded(rows: Rows) -> Int64Array:
-    full = rows.full if isinstance(rows, FollowingRows) else rows
-    excluded: Int64Array = getattr(full, "excluded", NO_DOCUMENTS)
-    return excluded
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
     """A source that is trained on."""
@@ -461,8 +443,8 @@ class _Trained:
     name: str
     store: Store | None
     """None: it is live text."""
-    never_drawn: Int64Array
-    """Documents of it that no step draws."""
+    rows: Sequence[StoredRows]
+    """The different rows of its stages that are trained on."""
     matches: tuple[Uint64Array, Int64Array] | None
     """The hashes of all evals, ascending, and its first document with each, -1 where none has it.
 
@@ -471,25 +453,33 @@ class _Trained:
     unknown: str | None
     """Why there are no matches, and the way out."""
 
+    def holds(self, documents: Int64Array) -> BoolArray:
+        """Return whether any row that the plan may draw holds each document."""
+        held = np.zeros(documents.size, np.bool_)
+        for rows in self.rows:
+            held[~held] = rows.holds(documents[~held])
+        return held
+
 
 def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> _Trained:
     store = run.stores.get(name)
     if store is None:
-        unknown: str | None = f"{name!r} is live text, of which documents have no hashes; prepare it"
-        return _Trained(name=name, store=None, never_drawn=NO_DOCUMENTS, matches=None, unknown=unknown)
-    never_drawn = _never_drawn(run.plan(), name)
-    matches, unknown = _find(store, evals, never_drawn), None
-    if matches is None:
-        ours = is_ours(store.path)
-        way_out = f"run `tokenmill verify --hashes {store.path}`" if ours else "`tokenmill import` it"
-        unknown = f"{store.path} has no hashes of its documents; {way_out}"
-    return _Trained(name=name, store=store, never_drawn=never_drawn, matches=matches, unknown=unknown)
+        unknown = f"{name!r} is live text, of which documents have no hashes; prepare it"
+        return _Trained(name=name, store=None, rows=(), matches=None, unknown=unknown)
+    stages = [stage for stage in run.plan().stages if name in stage.names and stage.spec.skipped is None]
+    rows = {id(rows): rows for rows in (stage.rows[name] for stage in stages) if is_stored(rows)}
+    trained = _Trained(name=name, store=store, rows=tuple(rows.values()), matches=None, unknown=None)
+    matches = _find(trained, store, evals)
+    if matches is not None:
+        return replace(trained, matches=matches)
+    way_out = f"run `tokenmill verify --hashes {store.path}`" if is_ours(store.path) else "`tokenmill import` it"
+    return replace(trained, unknown=f"{store.path} has no hashes of its documents; {way_out}")
 
 
 def _find(
-    store: Store, evals: Mapping[str, Sequence[_Documents]], never_drawn: Int64Array
+    trained: _Trained, store: Store, evals: Mapping[str, Sequence[_Documents]]
 ) -> tuple[Uint64Array, Int64Array] | None:
-    """Look for the documents of all evals among those that a store gives; return `matches`."""
+    """Look for the documents of all evals among those that are trained on; return `matches`."""
     wanted = np.unique(np.concatenate([part.hashes for parts in evals.values() for part in parts]))
     first = np.full(wanted.size, -1, np.int64)
     shift = np.uint64(64 - _PREFIX_BITS)
@@ -506,7 +496,7 @@ def _find(
             documents = likely + begin + int(store.document_begins[shard])
             # A document without a token has no content to recognise.
             same = (wanted[place] == block[likely]) & (block[likely] != EMPTY) & (first[place] < 0)
-            same &= ~are_excluded(never_drawn, documents)
+            same[same] = trained.holds(documents[same])
             first[place[same][::-1]] = documents[same][::-1]
     return wanted, first
 
@@ -515,7 +505,7 @@ def _overlap(plan: Plan, source: _Trained, parts: Sequence[_Documents]) -> Overl
     """Compare the documents of an eval with those of a source."""
     store = source.store
     of_this_store = [part for part in parts if store and part.part.store.fingerprint == store.fingerprint]
-    drawable = [~are_excluded(source.never_drawn, part.numbers) for part in of_this_store]
+    drawable = [source.holds(part.numbers) for part in of_this_store]
     shared: list[tuple[str, int, int]] = []
     by_content = None
     if source.matches is not None:
