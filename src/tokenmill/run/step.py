@@ -13,6 +13,7 @@ from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import PlanError
 from tokenmill.loader import assemble
 from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
+from tokenmill.packing import RecordRows
 from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
@@ -321,8 +322,10 @@ def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
         return
     batch = _arrays(assemble.RecordBlock(stage, stored, places, assemble.RECORD_ARRAYS[kind], kind))
     for number, use in enumerate(uses):
-        document, seq_len = use.spans[0].document, stage.spec.seq_len
-        strips = tuple(_record_strips(kind, batch, number, document, seq_len, ends[use.source]))
+        rows = stage.rows[use.source]
+        assert isinstance(rows, RecordRows)
+        document, starts = use.spans[0].document, rows.starts(use.row)
+        strips = tuple(_record_strips(kind, batch, number, (document, starts), ends[use.source]))
         yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=strips)
 
 
@@ -371,10 +374,15 @@ def _marked(flags: BoolArray, *, shift: int = 0) -> list[tuple[int, ...]]:
 
 
 def _record_strips(
-    kind: str, batch: Batch, number: int, record: int, seq_len: int, framing: tuple[int, int]
+    kind: str, batch: Batch, number: int, record: tuple[int, Mapping[str, Sequence[int]]], framing: tuple[int, int]
 ) -> Iterator[Strip]:
-    """Yield the arrays of token ids of a record; of responses each by itself."""
+    """Yield the arrays of token ids of a record, each response separately.
+
+    `record` is its number, and the first token of each item of its arrays that the row delivers.
+    """
+    document, starts = record
     for key, mask in token_arrays(kind).items():
+        seq_len = batch[key].shape[-1]
         lengths = np.atleast_1d(batch[assemble.LENGTHS[key]][number])
         count = int(batch["group_size"][number]) if key == "responses" else 1
         flags = np.zeros((count, seq_len), np.bool_)
@@ -389,7 +397,7 @@ def _record_strips(
             yield Strip(
                 key=key,
                 room=seq_len,
-                spans=(Span(document=record, start=0, length=int(lengths[item])),),
+                spans=(Span(document=document, start=starts[key][item], length=int(lengths[item])),),
                 places=(0,),
                 trained=trained,
                 bos=bos[item],
@@ -411,7 +419,7 @@ def _tokens(store: Store, row: StepRow, strip: int) -> tuple[AnyArray, Int64Arra
             axis, item = store.axis(key), span.document
             if axis == "responses":
                 item = int(store.offsets("groups", item, item + 1)[0]) + before
-            begin = int(store.offsets(axis, item, item + 1)[0])
+            begin = int(store.offsets(axis, item, item + 1)[0]) + span.start
             parts.append(store.fetch(begin, begin + span.length, key))
         documents.append(np.full(span.length, span.document))
         positions.append(np.arange(span.start, span.start + span.length))
@@ -466,7 +474,8 @@ def inspect_packing(run: Run) -> tuple[SourcePacking, ...]:
             chosen = np.unique(np.linspace(0, index.num_rows - 1, SAMPLED_ROWS).astype(np.int64))
             spans = index.spans(chosen)
             filled = np.bincount(np.repeat(np.arange(chosen.size), spans.count), spans.length, chosen.size)
-            share = np.minimum(filled / (part.spec.seq_len + 1), 1)
+            # A row of a sequence has one token more, the last label.
+            share = np.minimum(filled / (part.spec.seq_len + (assemble.record_type(part) is None)), 1)
             measured[part.spec.name, name] = SourcePacking(
                 stage=part.spec.name,
                 source=name,
