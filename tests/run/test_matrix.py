@@ -13,7 +13,7 @@ import pytest
 
 from tokenmill.errors import ConfigError
 from tokenmill.run.evals import overlaps
-from tokenmill.run.run import Run
+from tokenmill.run.run import Run, long_records
 from tokenmill.run.step import inspect_step, inspect_strip, row_arrays, same_rows
 from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.types import RECORD_TYPES, token_arrays
@@ -434,3 +434,41 @@ def test_long_records_that_an_eval_does_not_take_are_not_its_concern(stores, kin
     }
     item = Run.from_tables(tables, folder=folder).evals["short"]
     assert [use.spans[0].document for step in range(item.plan().steps) for use in item.plan().what(step)] == short
+
+
+@pytest.mark.parametrize("fate", ["drop", "truncate_end", "truncate_start"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_long_records_that_are_not_trained_on_are_not_counted_as_lost(stores, kind, fate):
+    """Held-out and quarantined records are among neither the long ones nor all."""
+    folder, made = stores
+    kept = sorted({*range(len(LENGTHS))} - {*range(5, 10), *LISTED, *QUARANTINED})
+    room = SHORT + (kind == "sft")
+    longer = lost = 0
+    for record in kept:
+        items = [(item, mask) for key in made[kind].masks for item, mask in pairs(made[kind], key, record)]
+        ids = [item for records in made[kind].ids.values() for item in records[record]]
+        if max(item.size for item in ids) > room:
+            longer += 1
+            for item, mask in items:
+                begin, end = delivered_part(fate, item.size, room) or (0, 0)
+                lost += int(mask.sum() - (0 if fate == "drop" else mask[begin:end].sum()))
+    assert longer
+    (sentence,) = long_records(make_run(folder, kind, "padded", fate, SHORT))
+    fates = {"drop": "are dropped", "truncate_end": "lose their end", "truncate_start": "lose their beginning"}
+    assert sentence.startswith(
+        f"stage 'main': {longer} of {len(kept)} records of 'main' are longer than a row of {SHORT} tokens and "
+        f"{fates[fate]}, {lost} trained tokens with them; "
+    )
+
+
+def pairs(made, key, record):
+    return zip(made.ids[key][record], made.masks[key][record], strict=True)
+
+
+def test_held_out_records_are_cut_by_no_row_of_a_stream(stores):
+    run = make_run(stores[0], "sft", "concat", "allow", SHORT)
+    rows = run.plan().stages[0].rows["main"]
+    spans = rows.spans(np.arange(rows.num_rows))
+    cut = int((np.bincount(spans.document[spans.length > 1]) > 1).sum())
+    (sentence,) = long_records(run)
+    assert sentence.startswith(f"stage 'main': {cut} of 13 records of 'main' are cut where a row of 12 tokens ends")

@@ -19,7 +19,8 @@ from tokenmill.errors import ConfigError
 from tokenmill.loader import LoaderOptions
 from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
 from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
-from tokenmill.packing.index import QUARANTINED
+from tokenmill.packing.concat import ConcatRows
+from tokenmill.packing.index import QUARANTINED, are_excluded
 from tokenmill.packing.records import responses_of
 from tokenmill.packing.rows import count_ones, locate
 from tokenmill.plan.plan import Plan, slots_before
@@ -369,12 +370,16 @@ _BLOCK = 1 << 20
 """Documents whose lengths are looked at together."""
 
 
-def count_long(store: Store, room: int, split: str) -> tuple[int, int]:
-    """Count the records longer than a row, and the trained tokens of them that no row holds. Reads their masks."""
+def count_long(store: Store, room: int, split: str, excluded: Int64Array) -> tuple[int, int]:
+    """Count the records longer than a row, and the trained tokens of them that no row holds. Reads their masks.
+
+    Excluded records do not count.
+    """
     longer = labels = 0
     arrays = token_arrays(store.manifest.kind)
     for begin in range(0, store.num_documents, _BLOCK):
         records = np.arange(begin, min(begin + _BLOCK, store.num_documents))
+        records = records[~are_excluded(excluded, records)]
         is_long = np.zeros(records.size, np.bool_)
         masked = []
         for key, mask in arrays.items():
@@ -394,12 +399,12 @@ def count_long(store: Store, room: int, split: str) -> tuple[int, int]:
     return longer, labels
 
 
-def count_crossing(store: Store, seq_len: int) -> int:
+def count_crossing(rows: ConcatRows) -> int:
     """Count the documents that the end of a row cuts where `concat` makes rows."""
     crossing = 0
-    last_row = (store.num_tokens - 1) // seq_len - 1  # what stands behind it is dropped, not cut
+    store, seq_len, last_row = rows.store, rows.seq_len, rows.num_rows - 1  # the rest after it is dropped, not cut
     for begin in range(0, store.num_documents, _BLOCK):
-        offsets = store.document_offsets(begin, min(begin + _BLOCK, store.num_documents))
+        offsets = rows.holes.closed(store.document_offsets(begin, min(begin + _BLOCK, store.num_documents)))
         first, last = offsets[:-1], offsets[1:] - 1
         # A token is the label of the one before it, and is in that one's row.
         crossing += int((first // seq_len < np.minimum((last - 1) // seq_len, last_row)).sum())

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from tokenmill.config.run import (
     DEFAULT_ARRAYS,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tokenmill.live.lanes import LiveRows
     from tokenmill.loader import Layout, Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
-    from tokenmill.packing.rows import StoredRows
     from tokenmill.plan import Plan, Rows
     from tokenmill.plan.plan import TokenSchedule
     from tokenmill.run.compare import Difference
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from tokenmill.run.report import RunReport
     from tokenmill.store import Store
     from tokenmill.store.remote.fetch import Network
+
+    AnyRows: TypeAlias = ConcatRows | PackedRows | RecordRows
 
 logger = logging.getLogger("tokenmill")
 LIMIT_ROWS = 1 << 22
@@ -700,6 +701,7 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
     To `count` what is lost, lengths and masks are read; without, the time does not grow with a store.
     """
     from tokenmill.loader.assemble import is_stored
+    from tokenmill.packing.rows import FollowingRows
 
     parts = {part.spec.number: part for part in reversed(run.plan().stages)}
     for number, stage in enumerate(run.config.resolved_stages):
@@ -708,31 +710,33 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
             store = run.stores.get(name)
             if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
                 continue  # text without a mask, live or stored
-            records = f"{store.num_documents:,} records of {name!r}"
+            full = cast("AnyRows", rows.full if isinstance(rows, FollowingRows) else rows)
+            # Records that evals hold out, or that are in quarantine when the stage begins, lose nothing.
+            records = f"{store.num_documents - full.excluded.size:,} records of {name!r}"
             if packing == "concat":
-                sentence = _cut_anywhere(stage, store, records, count=count)
+                sentence = _cut_anywhere(stage, full, records, count=count)
             elif packing == "bos_best_fit":
-                sentence = _cropped(stage, store, records, rows, count=count)
+                sentence = _cropped(stage, full, records, count=count)
             else:
-                sentence = _longer(stage, store, records, rows, packing, count=count)
+                sentence = _longer(stage, full, records, packing, count=count)
             if sentence:
                 yield f"stage {stage.name!r}: {sentence}"
 
 
-def _cut_anywhere(stage: ResolvedStage, store: Store, records: str, *, count: bool) -> str | None:
+def _cut_anywhere(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
     """Say how many records `concat` cuts."""
     some = "some"
     if count:
         from tokenmill.run.report import count_crossing
 
-        cut = count_crossing(store, stage.seq_len)
+        cut = count_crossing(cast("ConcatRows", rows))
         if not cut:
             return None
         some = f"{cut:,}"
     return f"{some} of {records} are cut where a row of {stage.seq_len:,} tokens ends: {_CUT}; {_BEST_FIT}"
 
 
-def _cropped(stage: ResolvedStage, store: Store, records: str, rows: StoredRows, *, count: bool) -> str | None:
+def _cropped(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
     """Say how many records `bos_best_fit` cuts; where it discards the rest, no answer loses its question."""
     if stage.crop == "discard":
         return None
@@ -740,24 +744,22 @@ def _cropped(stage: ResolvedStage, store: Store, records: str, rows: StoredRows,
     if count:
         from tokenmill.run.report import count_long
 
-        longer, _ = count_long(store, stage.seq_len + 1, "allow")
+        longer, _ = count_long(rows.store, stage.seq_len + 1, "allow", rows.excluded)
     return (
         f"{longer:,} of {records} are longer than a row of {stage.seq_len:,} tokens and are cut, and others where "
         f"that fills a row: {_CUT}; {_BEST_FIT}"
     )
 
 
-def _longer(
-    stage: ResolvedStage, store: Store, records: str, rows: StoredRows, packing: str, *, count: bool
-) -> str | None:
+def _longer(stage: ResolvedStage, rows: AnyRows, records: str, packing: str, *, count: bool) -> str | None:
     """Say how many records are longer than a row of `best_fit` or `padded`, and what they lose."""
     split = long_documents(stage.on_long, stage.split, packing)
     if count:
         from tokenmill.run.report import count_long
 
         # A row of a sequence has one token more, the last label.
-        room = stage.seq_len + (store.manifest.kind not in RECORD_TYPES)
-        longer, labels = count_long(store, room, split)
+        room = stage.seq_len + (rows.store.manifest.kind not in RECORD_TYPES)
+        longer, labels = count_long(rows.store, room, split, rows.excluded)
         lost = f", {labels:,} trained tokens with them"
     else:
         longer, lost = rows.num_long, ""
