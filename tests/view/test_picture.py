@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from tokenmill.plan import Shuffle, StageSpec, compile_plan
+from tokenmill.plan import Ramp, Shuffle, StageSpec, compile_plan
 from tokenmill.plan.report import report
 from tokenmill.run.report import EvalFacts, Quarantined
 from tokenmill.run.run import Run
 from tokenmill.view.picture import (
+    BOTTOM,
+    LEFT,
     POINTS,
+    RIGHT,
+    TOP,
     WIDTH,
     outlines,
     realised,
@@ -272,3 +279,91 @@ def test_ticks_are_round_even_and_few(end, most):
 
 def test_a_name_is_shortened_or_left_out():
     assert [shortened("anneal", 10, room) for room in (36, 30, 10)] == ["anneal", "anne…", ""]
+
+
+def staged(weights, *, num_steps=10, batches=None, ramps=(), skips=()):
+    """Return a plan with these weights one after another, two of them a stage; some are ramps, some are skipped."""
+    names = [f"s{number}" for number in range(len(weights[0]))]
+    lengths = [num_steps] * len(weights) if isinstance(num_steps, int) else num_steps
+    starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    shares = [{name: weight for name, weight in zip(names, line, strict=True) if weight} for line in weights]
+    specs = [
+        StageSpec(
+            name=f"stage {number}",
+            start_step=starts[number],
+            global_batch_size=batches[number] if batches else 4,
+            seq_len=8,
+            seed=1,
+            shuffle=Shuffle(),
+            weights=shares[number],
+            rows={name: AnyRows(1000) for name in {*shares[number], *shares[number - 1 if number else 0]}},
+            ramp=Ramp(shape=ramps[number], begin=starts[number], end=starts[number + 1], weights=shares[number - 1])
+            if number and number < len(ramps) and ramps[number]
+            else None,
+            number=number // 2,
+            skipped="bad" if number in skips else None,
+        )
+        for number in range(len(weights))
+    ]
+    return compile_plan(specs, sources=names, steps=starts[-1])
+
+
+def heights(path, x):
+    """Return how high an area of straight lines is above a place, by where the vertical line crosses its edges."""
+    crossed = []
+    for shape in re.findall(r"M([^MZ]*)Z", path):
+        corners = [tuple(map(float, corner.split(" "))) for corner in shape.split("L")]
+        for (left, one), (right, other) in pairwise([*corners, corners[0]]):
+            if min(left, right) <= x < max(left, right):
+                crossed.append(one + (other - one) * (x - left) / (right - left))
+    crossed.sort()
+    return sum(below - above for above, below in zip(crossed[::2], crossed[1::2], strict=True))
+
+
+def measured(plan, by):
+    """Return the share of each source at the middle of each step, as the picture is drawn."""
+    root = ElementTree.fromstring(timeline(plan, report(plan), "run", by=by))
+    rows = [plan.at(step).global_batch_size if by == "tokens" else 1 for step in range(plan.steps)]
+    places = LEFT + (RIGHT - LEFT) * (np.cumsum(rows) - np.array(rows) / 2) / sum(rows)
+    paths = {
+        group.findtext(f"{SVG}title").partition(":")[0]: group.find(f"{SVG}path").get("d")
+        for group in root.iter(f"{SVG}g")
+        if group.get("class") == "tm-source"
+    }
+    return [[heights(paths.get(name, ""), x) / (BOTTOM - TOP) for name in plan.sources] for x in places.tolist()]
+
+
+def asked(plan):
+    return [[plan.at(step).shares.get(name, 0) for name in plan.sources] for step in range(plan.steps)]
+
+
+WEIGHTS = st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=WEIGHTS,
+    lengths=st.lists(st.integers(1, 12), min_size=5, max_size=5),
+    ramps=st.lists(st.sampled_from([None, "linear", "cosine"]), min_size=5, max_size=5),
+    batches=st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    skips=st.sets(st.integers(0, 4), max_size=2),
+    by=st.sampled_from(["steps", "tokens"]),
+)
+@example([[4, 4, 2], [2, 2, 6]], [50, 50] * 3, [None] * 5, [1] * 5, set(), "steps")
+@example([[1, 1, 1], [1, 2, 1], [1, 2, 1]], [5] * 5, [None] * 5, [1, 9, 4, 4, 4], set(), "tokens")
+@example([[2, 1, 1], [1, 1, 0], [0, 1, 1]], [1] * 5, [None, "linear", None], [4] * 5, {1}, "tokens")
+def test_each_band_is_as_high_as_the_share_of_its_source_at_every_step(weights, lengths, ramps, batches, skips, by):
+    plan = staged(weights, num_steps=lengths[: len(weights)], ramps=ramps, batches=batches, skips=skips)
+    bands = measured(plan, by)
+    assert np.abs(np.array(bands) - asked(plan)).max() < 1e-3
+    assert np.abs(np.sum(bands, axis=1) - 1).max() < 1e-3
+
+
+def test_evals_by_tokens_are_marked_where_a_batch_that_grows_reaches_them():
+    plan = staged([[1], [1]], num_steps=10, batches=[1, 9])  # one stage of 80, then 720 tokens
+    every = replace(HELD, every=None, every_tokens=80)
+    for by, places in (("steps", [10 + 10 * n / 9 for n in range(10)]), ("tokens", range(2, 21, 2))):
+        root = ElementTree.fromstring(timeline(plan, report(plan), "run", evals=[every], by=by))
+        (group,) = (group for group in root.iter(f"{SVG}g") if group.get("class") == "tm-eval")
+        marks = [float(re.match(r"M([\d.]+)", path.get("d"))[1]) for path in group.iter(f"{SVG}path")]
+        assert marks == pytest.approx([LEFT + (RIGHT - LEFT) * place / 20 for place in places], abs=0.01)

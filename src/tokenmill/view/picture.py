@@ -94,7 +94,8 @@ def outlines(points: Sequence[Point], source: int) -> Iterator[list[tuple[float,
             edges = [(step, sum(shares[:source]), sum(shares[: source + 1])) for step, shares in run]
             upper = [(step, top) for step, _, top in edges]
             lower = [(step, bottom) for step, bottom, _ in reversed(edges)]
-            yield list(dict.fromkeys([*upper, *lower]))
+            # Where stages meet, an upper corner may also be a lower one: only equal neighbours are joined.
+            yield [corner for corner, _ in groupby([*upper, *lower])]
 
 
 # Words and places
@@ -179,10 +180,16 @@ class _Event(NamedTuple):
 class _Chart:
     def __init__(self, plan: Plan, report: PlanReport, quarantined: Sequence[Quarantined], by: str) -> None:
         self.plan, self.report, self.by = plan, report, by
-        # How far a run is at the edges of its stages, in what is drawn from left to right.
-        widths = [s.tokens if by == "tokens" else s.end_step - s.start_step for s in report.stages]
-        self.edges = [stage.start_step for stage in report.stages] + [plan.steps]
-        self.reached = [0, *accumulate(widths)]
+        # Within a part of a stage every step has the same number of tokens, within a stage it may not.
+        slots = [part.num_positions * part.row_slots for part in plan.stages]
+        self.part_edges = np.array([part.spec.start_step for part in plan.stages] + [plan.steps])
+        self.part_tokens = np.array([0, *accumulate(slots)])
+        """Tokens before each of these steps, as configs count them: skipped steps and padding included."""
+        # Progress of the run at the edges, in the unit of the axis.
+        self.edges = np.array([stage.start_step for stage in report.stages] + [plan.steps])
+        self.reached = self.edges
+        if by == "tokens":
+            self.edges, self.reached = self.part_edges, self.part_tokens
         self.points = sample(plan)
         self.events = sorted(_events(report, quarantined))
         self.axis = BOTTOM + (min(EVENT_LINES, len(self.events)) * LINE + 14 if self.events else 0)
@@ -193,7 +200,7 @@ class _Chart:
 
     def place(self, reached: float) -> float:
         """Return where the run has come so far."""
-        return LEFT + (RIGHT - LEFT) * reached / max(self.reached[-1], 1)
+        return LEFT + (RIGHT - LEFT) * reached / max(int(self.reached[-1]), 1)
 
     def y(self, share: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * min(1.0, share)
@@ -210,7 +217,7 @@ def timeline(
 ) -> str:
     """Draw a plan as an SVG that needs nothing else, for light and dark pages; by `steps` or `tokens`."""
     chart = _Chart(plan, report, quarantined, by)
-    edges = " ".join(f"{step}:{number(chart.x(step))}" for step in chart.edges)
+    edges = " ".join(f"{step}:{number(chart.x(step))}" for step in chart.edges.tolist())
     legend = list(_legend(chart))
     height = number(chart.axis + 62 + LINE * len(legend))
     described = "; ".join(
@@ -334,7 +341,7 @@ def _axes(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
         y = chart.y(percent / 100)
         yield _line((LEFT, y), f"H{number(RIGHT)}", "tm-grid")
         yield _text(LEFT - 8, y + 4, f"{percent}%", "tm-dim", "end")
-    end = chart.reached[-1]
+    end = int(chart.reached[-1])
     widest = width_of(f"{end:,}", SIZE) + 18
     for reached in ticks(max(end, 1), max(1, int((RIGHT - LEFT) // widest))):
         yield _line((chart.place(reached), chart.axis), "v5", "tm-edge")
@@ -389,13 +396,13 @@ def _marks(chart: _Chart) -> Iterator[str]:
 
 def _evals(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
     """Mark when evals are made, above the axis."""
-    seen = [0, *accumulate(stage.tokens + stage.skipped_tokens for stage in chart.report.stages)]
     for each in evals:
-        end, every = (chart.plan.steps, each.every) if each.every else (seen[-1], each.every_tokens)
+        tokens = int(chart.part_tokens[-1])
+        end, every = (chart.plan.steps, each.every) if each.every else (tokens, each.every_tokens)
         if not every:
             continue
         times = np.arange(1, min(end // every, MARKS) + 1) * every
-        steps = times if each.every else np.interp(times, seen, chart.edges)
+        steps = times if each.every else np.interp(times, chart.part_tokens, chart.part_edges)
         lines = "".join(_line((chart.x(step), chart.axis), "v-7", "tm-edge") for step in steps.tolist())
         unit = "steps" if each.every else "tokens"
         title = f"eval {each.name}: every {every:,} {unit}, {end // every:,} times"
