@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import tokenmill as tm
 from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
 from tokenmill.store import open_store
 
@@ -703,3 +704,18 @@ def test_view_refuses_a_run_to_compare_with_that_is_not_there(tokenmill, run_tom
     assert "nope.toml: a run must be described in a TOML file, got nothing there" in missing.err
     store = tokenmill("view", folder / "stores" / "web", "--diff", run_toml)
     assert store.err.startswith("error: --diff: must be given with a run, got the store ")
+
+
+def test_a_character_of_several_tokens_is_shown_by_the_first_of_them(tokenmill, tmp_path):
+    (tmp_path / "a.txt").write_text("a中", encoding="utf-8")
+    tm.prepare(tmp_path / "a.txt", out=tmp_path / "a", tokenizer="bytes", progress=False, workers=1)
+    shown = tokenmill("inspect", tmp_path / "a", "--document", 0).out
+    assert re.findall(r"^ *\d+ +(\d+) +(\S+) ", shown, re.MULTILINE)[1:5] == [
+        ("97", "'a'"),
+        ("228", "'中'"),
+        ("184", "(continued)"),
+        ("173", "(continued)"),
+    ]
+    (part,) = tokenmill("inspect", tmp_path / "a", "--document", 0, "--json").json["parts"]
+    assert part["strings"] == ["<|bos|>", "a", "中", "", "", "<|eos|>"]
+    assert part["continues"] == [False, False, False, True, True, False]

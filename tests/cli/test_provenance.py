@@ -54,7 +54,9 @@ def test_what_shows_the_text_of_each_span(tokenmill, run_toml, folder):
     spans = spans_of(tokenmill("what", run_toml, "--step", 3, "--json").json)
     for span in spans:
         framed = [b"<|bos|>", *(bytes([b]) for b in texts[span["source"]][span["document"]].encode()), b"<|eos|>"]
-        piece = b"".join(framed[span["start"] : span["start"] + min(span["length"], 16)]).decode(errors="replace")
+        pieces = framed[span["start"] : span["start"] + span["length"]]
+        end = next((end for end in range(16, len(pieces)) if pieces[end][0] & 0xC0 != 0x80), len(pieces))
+        piece = b"".join(pieces[:end]).decode(errors="replace")
         shown = piece.replace("\n", "⏎").replace("\t", "→").replace("\x1b", "\ufffd")
         assert span["text"].removesuffix("…") == shown
 

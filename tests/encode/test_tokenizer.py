@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.encode.conftest import trained_pieces
 
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.tokenizer import (
@@ -24,6 +25,8 @@ from tokenmill.encode.tokenizer import (
     join,
     refuse_surrogates,
     token_dtype,
+    token_texts,
+    whole_edge,
 )
 from tokenmill.errors import TokenizerError
 from tokenmill.tables import read_table
@@ -410,3 +413,80 @@ def test_dtype_is_the_smallest_that_holds_the_vocabulary(vocab_size, name):
 def test_a_vocabulary_that_no_dtype_holds_is_refused(vocab_size):
     with pytest.raises(TokenizerError, match=f"from 1 to 2\\*\\*32, got {vocab_size}"):
         token_dtype(vocab_size)
+
+
+# The text of single tokens
+
+MIXED = "Où? 中文字符，日本語 한국어 🎉👍🏽 👩‍👩‍👧‍👦 e\u0301 ☰ \ufffd\ufffd <|eos|> naïve\n  def f():"
+"""Two to four bytes a character, joined emoji, a combining accent, U+FFFD itself, a control string as text."""
+
+
+def spelled(tokenizer, ids):
+    shown = token_texts(tokenizer, ids)
+    assert len(shown.texts) == len(shown.continues) == ids.size
+    assert not any(text for text, continues in zip(shown.texts, shown.continues, strict=True) if continues)
+    return shown
+
+
+@given(st.text())
+@example(MIXED)
+def test_the_first_byte_of_a_character_shows_it_and_the_others_continue_it(text):
+    shown = spelled(TOKENIZER, TOKENIZER.encode([text]).ids)
+    assert [text for text, continues in zip(shown.texts, shown.continues, strict=True) if not continues] == list(
+        text
+    )
+    assert list(shown.continues) == [byte & 0xC0 == 0x80 for byte in text.encode()]
+
+
+@given(st.lists(st.one_of(st.integers(0, 258), st.sampled_from([0x80, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xC3]))))
+@example([0xB8, 0xAD, *"中".encode(), 0xF0, 0x9F, 257, 0x98, 0xE4, 0xB8, 65])
+def test_texts_of_tokens_are_together_the_text_of_all_whatever_the_bytes(ids):
+    ids = np.array(ids, np.uint16)
+    assert "".join(spelled(TOKENIZER, ids).texts) == TOKENIZER.decode(ids)
+
+
+def test_what_is_not_utf8_stays_the_replacement_character_and_joins_nothing():
+    ids = np.array([0xE4, 0xB8, 65, 0x80, 257, *"中".encode(), 0xFF])
+    shown = spelled(TOKENIZER, ids)
+    assert shown.texts == ("\ufffd", "", "A", "\ufffd", "<|eos|>", "中", "", "", "\ufffd")
+    assert shown.continues == (False, True, False, False, False, False, True, True, False)
+
+
+@pytest.mark.parametrize("name", ["tiny", "r50k", "o200k"])
+def test_tokens_that_share_characters_are_joined_whatever_the_vocabulary(opened, name):
+    tokenizer = opened(name)
+    ids = tokenizer.encode([MIXED * 2]).ids
+    shown = spelled(tokenizer, ids)
+    assert "".join(shown.texts) == tokenizer.decode(ids) == MIXED * 2
+    alone = [tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)]
+    whole = MIXED.count("\ufffd") * 2
+    assert sum("\ufffd" in text for text in shown.texts) <= whole < sum("\ufffd" in text for text in alone)
+
+
+def test_a_chain_of_tokens_that_each_end_within_a_character_is_joined_as_one():
+    pieces = {0: "中".encode()[:1], 1: "中".encode()[1:] + "文".encode()[:1], 2: "文".encode()[1:], 3: b" x"}
+
+    class Chained:
+        def decode(self, ids):
+            return b"".join(pieces[id_] for id_ in ids.tolist()).decode(errors="replace")
+
+    assert spelled(Chained(), np.array([3, 0, 1, 2, 3])).texts == (" x", "中文", "", "", " x")
+    long = np.array([0, *[1] * 5000, 2])  # 5,001 characters, no two tokens between which none is cut
+    pieces[1] = "中".encode()[1:] + "中".encode()[:1]
+    pieces[2] = "中".encode()[1:]
+    assert spelled(Chained(), long).texts[:2] == ("中" * 5001, "")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_tokens_of_sentencepiece_keep_their_spaces(tmp_path, kind):
+    (tmp_path / "tokenizer.model").write_bytes(trained_pieces(kind, byte_fallback=True))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.model"))
+    text = "Hello world, a 中文 day 🎉 and on"
+    ids = tokenizer.encode([text]).ids
+    assert "".join(spelled(tokenizer, ids).texts) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("edge", range(9))
+def test_an_edge_is_moved_behind_the_character_that_it_cuts(edge):
+    ids = TOKENIZER.encode(["a中🎉b"]).ids
+    assert whole_edge(TOKENIZER, ids, edge) == next(end for end in (0, 1, 4, 8, 9) if end >= edge)

@@ -9,8 +9,9 @@ import pytest
 
 import tokenmill as tm
 from tokenmill.errors import PlanError
-from tokenmill.run.inspect import tokenizer_of
+from tokenmill.run.inspect import examples, excerpt, inspect_document, tokenizer_of
 from tokenmill.run.step import deal_step, inspect_packing, inspect_step, inspect_strip
+from tokenmill.types import Span
 
 RUN = """\
 [run]
@@ -136,3 +137,89 @@ def test_rows_are_dealt_as_the_loader_deals_them(tmp_path):
             assert ids[: len(tokens)].tolist() == [token.id for token in tokens][: ids.size]
     assert sorted(slot for member in deal.in_order for slot in member.slots) == [row.slot for row in plain.rows]
     assert deal.waiting_dealt <= deal.waiting_in_order
+
+
+MIXED = "中文字符 🎉 👩‍👧 ☰ é"
+
+
+def shown_texts(tokens):
+    """Return the texts of characters, each with the number of its tokens."""
+    texts = []
+    for token in tokens:
+        if token.continues:
+            assert token.text == ""
+            texts[-1][1] += 1
+        else:
+            texts.append([token.text, 1])
+    return [tuple(text) for text in texts]
+
+
+def test_each_character_of_a_strip_is_shown_whole_by_its_first_token(tmp_path):
+    run = make_run(tmp_path, [{"text": MIXED}] * 8, seq_len=64)
+    strip = inspect_strip(run, 0, 0, tokenizer=tokenizer_of(run.stores["web"]))
+    (span, *_) = inspect_step(run, 0).rows[0].strips[0].spans
+    wanted = [(character, len(character.encode())) for character in MIXED]
+    assert shown_texts(strip.tokens[: span.length]) == [("<|bos|>", 1), *wanted, ("<|eos|>", 1)]
+    # A page that begins or ends in the middle of a character shows what the whole strip shows.
+    tokenizer = tokenizer_of(run.stores["web"])
+    for first in range(12):
+        page = inspect_strip(run, 0, 0, first=first, count=3, tokenizer=tokenizer).tokens
+        assert page == strip.tokens[first : first + 3]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_bytes_of_two_spans_make_no_character(tmp_path, packing):
+    # Rows of 8 tokens cut characters of three bytes: what is cut stays U+FFFD on both sides.
+    run = make_run(
+        tmp_path, [{"text": "中文字符日本語한국어"[n:]} for n in range(6)], seq_len=7, more=f'packing = "{packing}"'
+    )
+    store = run.stores["web"]
+    tokenizer = tokenizer_of(store)
+    cut = 0
+    for step in range(4):
+        for row in inspect_step(run, step).rows:
+            tokens = inspect_strip(run, step, row.slot, tokenizer=tokenizer).tokens
+            begin = 0
+            for span in row.strips[0].spans:
+                text = "".join(token.text for token in tokens[begin : begin + span.length])
+                ids = store.fetch_record(span.document, "sequence")[span.start : span.start + span.length]
+                assert text == tokenizer.decode(ids)
+                cut += "\ufffd" in text
+                begin += span.length
+    assert cut
+
+
+def test_a_document_is_spelled_alike_on_every_page(tmp_path):
+    run = make_run(tmp_path, [{"text": MIXED}] * 8)
+    store = run.stores["web"]
+    tokenizer = tokenizer_of(store)
+    (whole,) = inspect_document(store, 0, tokenizer).parts
+    assert "".join(whole.strings) == f"<|bos|>{MIXED}<|eos|>"
+    assert [not continues for continues in whole.continues].count(True) == len(MIXED) + 2
+    for first in range(0, 20):
+        (page,) = inspect_document(store, 0, tokenizer, first=first, count=4).parts
+        assert (page.strings, page.continues) == (
+            whole.strings[first : first + 4],
+            whole.continues[first : first + 4],
+        )
+    (silent,) = inspect_document(store, 0).parts
+    assert (silent.strings, silent.continues) == (None, None)
+
+
+def test_the_beginning_of_a_span_ends_with_a_whole_character(tmp_path):
+    store = make_run(tmp_path, [{"text": MIXED}] * 8).stores["web"]
+    whole = Span(document=0, start=0, length=store.document_bounds(0)[1] - store.document_bounds(0)[0])
+    for most in range(1, 12):
+        shown = excerpt(store, whole, tokenizer_of(store), most)
+        assert shown.endswith("…")
+        assert MIXED.startswith(shown.removeprefix("<|bos|>")[:-1])
+
+
+def test_parts_of_an_example_are_cut_between_characters(tmp_path):
+    """A long example is shown in pieces around its turns."""
+    talk = [{"messages": [{"role": "user", "content": "问" * 301}, {"role": "assistant", "content": "答" * 302}]}]
+    options = tm.PrepareOptions(chat_template="chatml")
+    store = make_run(tmp_path, talk * 4, recipe="chat", options=options).stores["web"]
+    for example in examples(store, tokenizer_of(store)):
+        assert example.left_out or any(piece.left_out for piece in example.runs)
+        assert not [piece.text for piece in example.runs if "\ufffd" in piece.text]

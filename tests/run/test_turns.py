@@ -48,6 +48,14 @@ def test_turns_are_found_and_proven(name, width):
         assert ["".join(strings[turn.first - 1 : turn.end - 1]) for turn in said] == [text for _, text in TALK]
 
 
+def test_tokens_that_continue_a_character_belong_to_its_message():
+    template = ChatTemplate(source=CHATML, where="chatml")
+    text = render(template, [{"role": "user", "content": "中"}, {"role": "assistant", "content": "文"}]).text
+    strings = [part for character in text for part in (character, *[""] * (len(character.encode()) - 1))]
+    said = find_turns(template, strings).turns
+    assert [strings[turn.first : turn.end] for turn in said] == [["中", "", ""], ["文", "", ""]]
+
+
 def test_a_text_that_the_template_did_not_write_has_no_turns_or_none_proven():
     template = ChatTemplate(source=CHATML, where="chatml")
     assert find_turns(template, list("plain words")) is None

@@ -353,3 +353,24 @@ def test_chats_and_groups_have_every_view(tmp_path, open_site, recipe, records, 
     ]
     assert turns == ([("user", "question 2"), ("assistant", "answer 2")] if recipe == "chat" else [])
     assert [f"<b>{role}</b>" in site.page("document?document=2") for role, _ in turns] == [True] * len(turns)
+
+
+def test_characters_of_several_tokens_are_whole_in_every_view(tmp_path, open_site):
+    text = "中文字符 🎉 👩‍👧 ☰"
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"text": text}) + "\n") * 12, encoding="utf-8")
+    tm.prepare(path, out=tmp_path / "a", tokenizer="bytes", progress=False, workers=1)
+    tables = '[run]\nsteps = 2\nglobal_batch_size = 4\nseq_len = 64\n[[sources]]\nname = "a"\nstore = "a"\n'
+    (tmp_path / "run.toml").write_text(tables, encoding="utf-8")
+    site = open_site(tmp_path / "run.toml")
+    for view in ("strip", "store", "document?document=2"):
+        assert "\ufffd" not in site.page(view)
+    page = site.page("document?document=2")
+    first, rest = re.escape("中"), 'title="part of the character before, id {}, position {}, trained"></span>'
+    assert re.search(rf'title="id 228, position 1, trained">{first}</span>', page)
+    for place, byte in enumerate("中".encode()[1:], 2):
+        assert rest.format(byte, place) in page
+    assert page.count('class="k t j"') == len(text.encode()) - len(text)
+    assert site.page("strip").count(' j"') == sum(
+        token["continues"] for token in site.api("strip")["tokens"]["tokens"]
+    )

@@ -115,13 +115,20 @@ def _inspect_document(
         columns = ("token", "id", "text", "mask", "trained", *(["says"] if turns else []))
         nothing = [None] * len(part.ids)
         strings, masks, controls = part.strings or nothing, part.mask or nothing, part.control or nothing
+        joined = part.continues or nothing
         lines = [
             (
-                *(place, number, _token(text, bool(control)), mask, "yes" if trained else "no"),
+                *(
+                    place,
+                    number,
+                    "(continued)" if continues else _token(text, bool(control)),
+                    mask,
+                    "yes" if trained else "no",
+                ),
                 *([roles.get(place, "template")] if turns else []),
             )
-            for place, (number, text, control, mask, trained) in enumerate(
-                zip(part.ids, strings, controls, masks, part.trained, strict=True)
+            for place, (number, text, control, mask, trained, continues) in enumerate(
+                zip(part.ids, strings, controls, masks, part.trained, joined, strict=True)
             )
         ]
         ui.print_table(f"{part.key}: {len(lines):,} tokens", columns, lines[:MAX_TOKENS])

@@ -136,6 +136,77 @@ def split(encoded: Encoded) -> list[AnyArray]:
     return [encoded.ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
 
 
+# The text of single tokens
+
+REPLACEMENT = "\ufffd"
+_MOST_BYTES = 4
+"""Of a character, so that it is spread over at most so many tokens."""
+TOKENS_AROUND = 8
+"""Tokens before and after a part of a text that decide how the tokens at its edges read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTexts:
+    """The text of each token, such that all of them together are the text of the tokens."""
+
+    texts: tuple[str, ...]
+    """A character that is spread over several tokens belongs to the first of them."""
+    continues: tuple[bool, ...]
+    """Whether a token only continues the character of the token before it; it has no text of its own."""
+
+
+def token_texts(tokenizer: Tokenizer, ids: AnyArray) -> TokenTexts:
+    """Return the text of each token. Bytes that are not UTF-8 stay U+FFFD."""
+    alone = [tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)]
+    texts, continues = [""] * ids.size, [True] * ids.size
+    is_whole = "".join(alone) == tokenizer.decode(ids)
+    begin = 0
+    while begin < ids.size:
+        end = begin + 1 if is_whole else _character_end(tokenizer, ids, alone, begin)
+        continues[begin] = False
+        texts[begin] = alone[begin] if is_whole else text_between(tokenizer, ids, begin, end)
+        begin = end
+    return TokenTexts(texts=tuple(texts), continues=tuple(continues))
+
+
+def text_between(tokenizer: Tokenizer, ids: AnyArray, begin: int, end: int) -> str:
+    """Return the text of some tokens as it reads after the one before: SentencePiece drops a leading space."""
+    before = tokenizer.decode(ids[max(0, begin - 1) : begin])
+    text = tokenizer.decode(ids[max(0, begin - 1) : end])
+    return text.removeprefix(before) if text.startswith(before) else tokenizer.decode(ids[begin:end])
+
+
+def whole_edge(tokenizer: Tokenizer, ids: AnyArray, edge: int) -> int:
+    """Return the first place from `edge` on where no character is cut."""
+    first = max(0, edge - TOKENS_AROUND)
+    continues = token_texts(tokenizer, ids[first : edge + _MOST_BYTES]).continues[edge - first :]
+    return edge + (*continues, False).index(False)
+
+
+def _character_end(tokenizer: Tokenizer, ids: AnyArray, alone: Sequence[str], begin: int) -> int:
+    """Return the end of the tokens that share characters with the one at `begin`, each with the next."""
+
+    def broken(first: int, end: int) -> int:
+        return tokenizer.decode(ids[first:end]).count(REPLACEMENT)
+
+    lead, end = begin, begin + 1
+    """The token with the first byte of the last character, and the end of the tokens that share one."""
+    while tokenizer.decode(ids[lead:end]).endswith(REPLACEMENT):
+        for last in range(end + 1, min(lead + _MOST_BYTES, ids.size) + 1):
+            if not alone[last - 1].startswith(REPLACEMENT):
+                return end
+            # Bytes belong together if fewer of them are broken then.
+            if broken(lead, last) < broken(lead, end) + broken(end, last):
+                break
+        else:
+            return end
+        whole = tokenizer.decode(ids[lead:last]).rstrip(REPLACEMENT)
+        if len(whole) > len(alone[lead].rstrip(REPLACEMENT)):
+            lead = last - 1
+        end = last
+    return end
+
+
 def num_shared(left: AnyArray, right: AnyArray) -> int:
     """Return how many ids two texts have in common at their start."""
     size = min(left.size, right.size)

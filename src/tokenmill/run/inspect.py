@@ -15,7 +15,14 @@ from tokenmill.documents.units import RULES
 from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.chat.template import ChatTemplate, load_template
 from tokenmill.encode.files import spec_of_copy
-from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.encode.tokenizer import (
+    TOKENS_AROUND,
+    Tokenizer,
+    TokenTexts,
+    text_between,
+    token_texts,
+    whole_edge,
+)
 from tokenmill.errors import TokenizerError, TokenmillError
 from tokenmill.fingerprint import digest
 from tokenmill.run.turns import Turns, find_turns
@@ -590,14 +597,15 @@ def _example(store: Store, tokenizer: Tokenizer, key: str, item: int, why: tuple
     shown = _shown_tokens(trained, *_turns(offsets, trained))
     # A piece ends where another kind of token begins; control tokens stand alone.
     kinds = trained + 2 * control + 4 * shown
-    edges = [0, *(np.flatnonzero((np.diff(kinds) != 0) | control[1:]) + 1).tolist(), ids.size]
+    changes = (np.flatnonzero((np.diff(kinds) != 0) | control[1:]) + 1).tolist()
+    edges = [0, *(whole_edge(tokenizer, ids, edge) for edge in changes), ids.size]
     pieces: list[Piece] = []
     left_out = 0
     for begin, end in pairwise(edges):
         if begin == end or not shown[begin]:
             left_out += end - begin
             continue
-        text = tokenizer.decode(ids[begin:end])
+        text = text_between(tokenizer, ids, begin, end)
         pieces.append(Piece(bool(trained[begin]), text, bool(control[begin]), left_out))
         left_out = 0
     return Example(
@@ -637,8 +645,9 @@ def span_ids(store: Store, span: Span) -> AnyArray:
 
 def excerpt(store: Store, span: Span, tokenizer: Tokenizer, most: int = EXCERPT_TOKENS) -> str:
     """Return the first `most` tokens of a span as text, which ends with … where more follow."""
-    shown = replace(span, length=min(span.length, most))
-    return tokenizer.decode(span_ids(store, shown)) + ("…" if span.length > most else "")
+    ids = span_ids(store, replace(span, length=min(span.length, most + TOKENS_AROUND)))
+    end = whole_edge(tokenizer, ids, min(span.length, most))
+    return tokenizer.decode(ids[:end]) + ("…" if span.length > end else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -648,7 +657,9 @@ class DocumentPart:
     key: str
     ids: tuple[int, ...]
     strings: tuple[str, ...] | None
-    """Each id as text; None without the tokenizer."""
+    """Each id as text; None without the tokenizer. A character that is spread over ids belongs to the first."""
+    continues: tuple[bool, ...] | None
+    """Whether each only continues the character of the one before it; None without the tokenizer."""
     control: tuple[bool, ...] | None
     """Whether each is a control token, which looks like a text that spells it; None without the tokenizer."""
     mask: tuple[int, ...] | None
@@ -728,15 +739,27 @@ def _part(
     trained = _trained(store, key, np.array([begin, end]))
     if first and trained.size:  # the first token of what is shown is not the first of the document
         trained[0] = key != "prompts" and (mask is None or bool(mask[0]))
-    strings = tuple(tokenizer.decode(ids[place : place + 1]) for place in range(ids.size)) if tokenizer else None
+    texts = (
+        _texts_between(store, tokenizer, key, (int(offsets[0]), begin, end, int(offsets[1]))) if tokenizer else None
+    )
     frame = [_string_of(store.manifest.tokenizer.get(name), tokenizer) for name in ("bos_id", "eos_id")]
     return DocumentPart(
         key=key,
         ids=tuple(ids.tolist()),
-        strings=strings,
+        strings=None if texts is None else texts.texts,
+        continues=None if texts is None else texts.continues,
         control=tuple(np.isin(ids, list(tokenizer.special_ids.values())).tolist()) if tokenizer else None,
         mask=None if mask is None else tuple(mask),
         trained=tuple(trained.tolist()),
         length=whole,
-        turns=find_turns(template, strings, frame) if template and strings else None,
+        turns=find_turns(template, texts.texts, frame) if template and texts and texts.texts else None,
     )
+
+
+def _texts_between(store: Store, tokenizer: Tokenizer, key: str, places: tuple[int, int, int, int]) -> TokenTexts:
+    """Return the texts of tokens of a document; `places` are its begin, theirs, their end, and its end."""
+    first, begin, end, last = places
+    first, last = max(first, begin - TOKENS_AROUND), min(last, end + TOKENS_AROUND)
+    spelled = token_texts(tokenizer, store.fetch(first, last, key))
+    shown = slice(begin - first, end - first)
+    return TokenTexts(texts=spelled.texts[shown], continues=spelled.continues[shown])

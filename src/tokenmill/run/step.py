@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.encode.tokenizer import Tokenizer
+from tokenmill.encode.tokenizer import TOKENS_AROUND, Tokenizer, TokenTexts, token_texts
 from tokenmill.errors import PlanError
 from tokenmill.loader import assemble
 from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
@@ -109,6 +109,8 @@ class StripToken:
     position: int
     """In its document, from 0."""
     trained: bool
+    continues: bool = False
+    """Whether it only continues the character of the token before it; its text is empty then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +188,7 @@ def inspect_strip(
     for begin, end in chosen.trained:
         labelled[begin:end] = True
     trained = np.concatenate([labelled[c : c + s.length] for c, s in zip(chosen.places, chosen.spans, strict=True)])
+    texts = None if tokenizer is None else _texts(tokenizer, ids, chosen.spans, range(first, last))
     return StripTokens(
         step=step,
         slot=slot,
@@ -198,14 +201,31 @@ def inspect_strip(
         tokens=tuple(
             StripToken(
                 id=int(ids[place]),
-                text=None if tokenizer is None else tokenizer.decode(ids[place : place + 1]),
+                text=None if texts is None else texts.texts[place - first],
                 document=int(documents[place]),
                 position=int(positions[place]),
                 trained=bool(trained[place]),
+                continues=texts is not None and texts.continues[place - first],
             )
             for place in range(first, last)
         ),
     )
+
+
+def _texts(tokenizer: Tokenizer, ids: AnyArray, spans: Sequence[Span], shown: range) -> TokenTexts:
+    """Return the texts of some tokens of a strip; those of one span do not continue those of another."""
+    texts: list[str] = []
+    continues: list[bool] = []
+    end = 0
+    for span in spans:
+        begin, end = end, end + span.length
+        inside = range(max(begin, shown.start), min(end, shown.stop))
+        if inside:
+            first, last = max(begin, inside.start - TOKENS_AROUND), min(end, inside.stop + TOKENS_AROUND)
+            spelled = token_texts(tokenizer, ids[first:last])
+            texts += spelled.texts[inside.start - first : inside.stop - first]
+            continues += spelled.continues[inside.start - first : inside.stop - first]
+    return TokenTexts(texts=tuple(texts), continues=tuple(continues))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,9 @@ def find_turns(template: ChatTemplate, strings: Sequence[str], frame: Sequence[s
     messages = [{"role": role, "content": text[begin:end]} for role, begin, end in spans]
     bare = {text, *(text.removeprefix(bos or "") for bos in frame[:1])}
     bare |= {each.removesuffix(eos or "") for each in bare for eos in frame[1:]}
-    begins = list(accumulate(map(len, strings), initial=0))[:-1]
+    # A token without a text continues the one before it, and belongs to its message.
+    places = zip(strings, accumulate(map(len, strings), initial=0), strict=False)
+    begins = list(accumulate(places, lambda before, token: token[1] if token[0] else before, initial=0))[1:]
     turns = [
         Turn(role=role, first=bisect_left(begins, begin), end=bisect_left(begins, end))
         for role, begin, end in spans

@@ -335,13 +335,17 @@ def _deal(deal: StepDeal) -> str:
 # Tokens as text
 
 
-ShownToken = tuple[str, bool, bool, str, bool]
-"""Text, whether it is trained, whether it is a control token, what is shown on pointing at it, whether a span
-begins there."""
+ShownToken = tuple[str | None, bool, bool, str, bool]
+"""Text (None where it only continues the character of the token before), whether it is trained, whether it is a
+control token, what is shown on pointing at it, whether a span begins there."""
 TOKENS_LEGEND = (
     '<p class="legend"><span class="k t">trained</span> <span class="k">not trained</span> '
-    '<span class="k c">control token</span> <span class="k first">a span begins</span></p>'
+    '<span class="k c">control token</span> <span class="k first">a span begins</span> '
+    '<span class="k">· continues a character</span></p>'
 )
+
+
+CONTINUES = "part of the character before"
 
 
 def tokens_html(tokens: Sequence[ShownToken]) -> str:
@@ -353,7 +357,9 @@ def _spelled(tokens: Sequence[ShownToken]) -> str:
     parts = []
     for text, trained, control, about, begins in tokens:
         kinds = f"k{' t' if trained else ''}{' c' if control else ''}{' first' if begins else ''}"
-        shown = text_of(text.replace("\n", "⏎\n")) or "∅"
+        if text is None:
+            kinds += " j"
+        shown = "" if text is None else text_of(text.replace("\n", "⏎\n")) or "∅"
         parts.append(f'<span class="{kinds}" title="{text_of(about)}">{shown}</span>')
     return "".join(parts)
 
@@ -366,6 +372,8 @@ def strip_page(view: StripView) -> str:
         state = "trained" if token.trained else "not trained"
         about = f"id {token.id}, document {token.document}, position {token.position}, {state}"
         text = f"{token.id} " if token.text is None else token.text
+        if token.continues:
+            return None, token.trained, False, f"{CONTINUES}, {about}", token.position == 0
         return text, token.trained, token.id in controls, about, token.position == 0
 
     documents = dict.fromkeys(token.document for token in strip.tokens)
@@ -566,14 +574,15 @@ def _part(part: DocumentPart, view: DocumentView, place: int) -> str:
     cuts = {start for use in view.uses for start, _ in use.spans if start}
     tokens = [
         (
-            text,
+            None if continues else text,
             trained,
             control,
-            f"id {number}, position {view.first + at}, {'trained' if trained else 'not trained'}",
+            f"{CONTINUES + ', ' if continues else ''}id {number}, position {view.first + at}, "
+            f"{'trained' if trained else 'not trained'}",
             view.first + at in cuts,
         )
-        for at, (text, number, trained, control) in enumerate(
-            zip(strings, part.ids, part.trained, controls, strict=True)
+        for at, (text, number, trained, control, continues) in enumerate(
+            zip(strings, part.ids, part.trained, controls, part.continues or [False] * len(strings), strict=True)
         )
     ]
     first = next(at for at, each in enumerate(view.contents.parts) if each.key == part.key)

@@ -207,7 +207,8 @@ document.addEventListener("pointermove", (event) => {
     if (mine !== pointed) return; // it has moved on
     const token = await tokenAt(spot);
     if (mine !== pointed || !token) return;
-    const text = token.text === null ? "" : `${JSON.stringify(token.text)}, `;
+    const shown = token.continues ? "part of the character before" : JSON.stringify(token.text);
+    const text = token.text === null ? "" : `${shown}, `;
     about.textContent = `${text}id ${token.id}, ${where}, ${token.trained ? "trained" : "not trained"}`;
   }, 40);
 });
