@@ -14,7 +14,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 import tokenmill.adapters.transformers as adapter
 from tokenmill import Run
-from tokenmill.adapters.torch import to_torch
+from tokenmill.adapters.torch import lr_scheduler, to_torch
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData, to_transformers
 from tokenmill.errors import ConfigError, ResumeError, StoreMissingError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
@@ -245,6 +245,51 @@ def test_arguments_that_contradict_the_run_are_refused(make_run, tmp_path, optio
         LoaderTrainer(model=tiny_model(), args=arguments(tmp_path, **options), train_dataset=make_run())
 
 
+def test_fewer_steps_than_the_run_has_stop_the_training_early(make_run, tmp_path):
+    run = make_run()
+    short = trained(tmp_path / "short", run, max_steps=2, save_strategy="no")
+    whole = trained(tmp_path / "whole", run, save_strategy="no")
+    assert [batch for batch, _, _ in short.seen] == [batch for batch, _, _ in whole.seen[:4]]
+
+
+NO_EVAL = r"eval_dataset: expected an eval of a run, a store, the path of one or a dataset, got "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"eval_dataset": 5}, NO_EVAL + r"5; pass run.evals\[...\]"),
+        ({"eval_dataset": {"a": 1.5}}, NO_EVAL + r"1.5"),
+        ({"eval_dataset": len}, NO_EVAL + r"<built-in function len>"),
+        ({"eval_dataset": b"web"}, NO_EVAL + r"b'web'"),
+        ({"eval_dataset": {1, 2}}, NO_EVAL + r"\{1, 2\}"),
+        ({"eval_dataset": ["web", "books"]}, r"several evals must have names, got a list; pass a dict"),
+        ({"args": {"output_dir": "out"}}, r"args: expected TrainingArguments, got dict; pass one with output_dir"),
+        ({"train_dataset": "run.toml"}, r"must be a Run or a loader of one, got 'run.toml'"),
+        (
+            {"lr_schedule": "cosine"},
+            r"lr_schedule: expected a schedule of a run, got 'cosine'; pass run.lr_schedule",
+        ),
+        ({"model": 5}, r"model: expected a model, got 5"),
+    ],
+)
+def test_a_wrong_type_is_named_when_the_trainer_is_made(make_run, tmp_path, wrong, message):
+    given = {"model": tiny_model(), "args": arguments(tmp_path), "train_dataset": make_run()} | wrong
+    with pytest.raises(ConfigError, match=message):
+        LoaderTrainer(**given)
+
+
+def test_a_wrong_type_is_named_when_a_trainer_evaluates(make_run, tmp_path):
+    run = make_run()
+    trainer = LoaderTrainer(model=tiny_model(), args=arguments(tmp_path), train_dataset=run)
+    with pytest.raises(ConfigError, match=NO_EVAL + "5"):
+        trainer.evaluate(5)
+    with pytest.raises(ConfigError, match=r"eval_dataset: must be an eval of a run or a store, got a loader; pass"):
+        trainer.evaluate(run.loader(micro_batch=2))
+    with pytest.raises(ConfigError, match=r"lr_schedule: expected a schedule of a run, got 5"):
+        lr_scheduler(trainer.create_optimizer(), 5)
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -299,7 +344,7 @@ def test_checkpoints_of_another_plan_or_of_no_plan_are_refused(make_run, tmp_pat
 
 
 def test_arguments_must_be_given(make_run):
-    with pytest.raises(ConfigError, match="args: must be TrainingArguments, got None"):
+    with pytest.raises(ConfigError, match="args: expected TrainingArguments, got None"):
         LoaderTrainer(model=tiny_model(), train_dataset=make_run())
 
 

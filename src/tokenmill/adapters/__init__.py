@@ -12,7 +12,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from tokenmill.errors import MissingExtraError
+from tokenmill.errors import ConfigError, MissingExtraError
+from tokenmill.plan.plan import TokenSchedule
 
 ENDLESS = 1 << 40
 """Steps of live text that ends when nobody draws from it any more."""
@@ -47,3 +48,9 @@ def _version_of(module: str) -> str | None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def check_schedule(schedule: object) -> None:
+    """Reject what is not a schedule of a run."""
+    if not isinstance(schedule, TokenSchedule):
+        raise ConfigError(f"lr_schedule: expected a schedule of a run, got {schedule!r}; pass run.lr_schedule(...)")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.adapters import need
+from tokenmill.adapters import check_schedule, need
 from tokenmill.types import AnyArray
 
 need("jax", extra="jax", adapter="tokenmill.adapters.jax")
@@ -48,6 +48,7 @@ def data_parallel(mesh: Mesh, axis: str = "data") -> tuple[int, int]:
 
 def optax_schedule(schedule: TokenSchedule, peak: float) -> Callable[[Any], jax.Array]:
     """Return the learning rate as optax takes it, a function of the updates: `peak` times what follows tokens."""
+    check_schedule(schedule)
     factors = jnp.asarray(schedule.table())
 
     def rate(step: Any) -> jax.Array:  # noqa: ANN401 - a number, traced or not

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import xxhash
 
-from tokenmill.adapters import need
+from tokenmill.adapters import check_schedule, need
 
 need("torch", extra="torch", adapter="tokenmill.torch")
 
@@ -177,6 +177,7 @@ def mesh_layout(
 
 def lr_scheduler(optimizer: torch.optim.Optimizer, schedule: TokenSchedule) -> torch.optim.lr_scheduler.LambdaLR:
     """Return a scheduler that follows the tokens of a run: `lr_scheduler(optimizer, run.lr_schedule(...))`."""
+    check_schedule(schedule)
 
     def factor(number: int) -> float:
         return schedule.nth(number)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.adapters import need
+from tokenmill.adapters import check_schedule, need
 
 # Before 5.10 the last label of each row is not counted; before 4.53.1 documents of a row see one another.
 for _name, _least in (("torch", None), ("accelerate", None), ("datasets", None), ("transformers", "5.10")):
@@ -149,8 +149,16 @@ class LoaderTrainer(transformers.Trainer):
         lr_schedule: TokenSchedule | None = None,
         **others: object,
     ) -> None:
-        if args is None:
-            raise ConfigError("args: must be TrainingArguments, got None; say output_dir and the batch of a device")
+        if not isinstance(args, self._args_class):
+            kind = "None" if args is None else type(args).__name__
+            raise ConfigError(
+                f"args: expected {self._args_class.__name__}, got {kind}; pass one with output_dir and "
+                "per_device_train_batch_size"
+            )
+        if not isinstance(model, torch.nn.Module | str | None):
+            raise ConfigError(f"model: expected a model, got {model!r}; pass one that is loaded")
+        if lr_schedule is not None:
+            check_schedule(lr_schedule)
         if isinstance(train_dataset, Run):
             train_dataset = _of_length(train_dataset, args)
         else:
@@ -163,6 +171,8 @@ class LoaderTrainer(transformers.Trainer):
             _check_kinds("eval_dataset", {part.name: part.store for part in item.parts}, self._arrays)
         if evals:
             self._check_evals(args)
+        else:
+            _check_dataset(eval_dataset)
         self._has_evals = bool(evals)
         self._opened = (eval_dataset, evals)
         """What was given to evaluate on, and its evals: stores are opened once."""
@@ -184,6 +194,8 @@ class LoaderTrainer(transformers.Trainer):
         self._data.flat = "flash" in str(getattr(config, "_attn_implementation", ""))
         self.add_callback(TokenmillState())
 
+    _args_class: type[transformers.TrainingArguments] = transformers.TrainingArguments
+    """Class of its arguments."""
     _arrays: tuple[str, ...] = ARRAYS
     """What the loader of a run delivers to it."""
     _train_data: type[TrainData] = TrainData
@@ -212,6 +224,7 @@ class LoaderTrainer(transformers.Trainer):
         if data is not given:
             evals = find_evals(data, self.train_dataset, where="eval_dataset", beside="train_dataset")
         if not evals:
+            _check_dataset(data)
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
         was_training = self.model.training
         self.model.train(False)
@@ -280,6 +293,17 @@ class LoaderTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> TrainData:
         """Return the batches of this rank, which accelerate must not share out again."""
         return self._data
+
+
+def _check_dataset(given: object) -> None:
+    """Reject what neither we nor a Trainer can evaluate on."""
+    for item in given.values() if isinstance(given, Mapping) else (given,):
+        is_dataset = isinstance(item, torch.utils.data.IterableDataset) or hasattr(item, "__getitem__")
+        if (item is not None and not is_dataset) or isinstance(item, bytes):
+            raise ConfigError(
+                f"eval_dataset: expected an eval of a run, a store, the path of one or a dataset, got {item!r}; "
+                "pass run.evals[...], dict(run.evals), or a datasets.Dataset"
+            )
 
 
 def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArguments:

@@ -298,7 +298,7 @@ def find_evals(given: object, trained: object, *, where: str, beside: str) -> di
     `given` is an eval, a store, the path of one, or several of them by name; `trained` is the run beside which a
     store is evaluated on, with rows of its length. Errors call the two `where` and `beside`.
     """
-    if isinstance(given, list | tuple) and any(isinstance(item, Eval | Store) for item in given):
+    if isinstance(given, list | tuple) and any(isinstance(i, Eval | Store | str | os.PathLike) for i in given):
         raise ConfigError(
             f"{where}: several evals must have names, got a list; pass a dict, such as dict(run.evals)"
         )
@@ -326,6 +326,8 @@ def _eval_of(given: object, trained: object, where: str, beside: str) -> Eval | 
             f"{where}: must be an eval of a run or a store, got a run, whose rows never end; pass run.evals[...], "
             "or the path of a store"
         )
+    if isinstance(given, Loader):
+        raise ConfigError(f"{where}: must be an eval of a run or a store, got a loader; pass run.evals[...]")
     place = given.path if isinstance(given, Store) else given
     if not isinstance(place, str | os.PathLike):
         return None
