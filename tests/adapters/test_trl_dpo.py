@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate.logging import MultiProcessAdapter
 from tests.adapters.ranks import call_ranks
 
 import tokenmill as tm
@@ -107,6 +108,22 @@ def test_the_losses_are_those_of_trl_on_its_own_data(run, tmp_path):
     assert len(ours) == STEPS
     assert len(set(ours)) == STEPS
     assert np.abs(np.array(ours) - np.array(own)).max() < 1e-5
+
+
+def test_trl_is_given_no_pair_that_it_warns_of(run, tmp_path, caplog):
+    # TRL warns, once, where the tokens of a prompt merge with those of an answer, as "a" and "b" do.
+    MultiProcessAdapter.warning_once.cache_clear()
+    args = trl.DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, use_cpu=True, bf16=False)
+    options = {"ref_model": tiny_model(1), "processing_class": tokenizer()}
+    with caplog.at_level("WARNING", logger="trl"):
+        DPOTrainer(model=tiny_model(0), args=args, train_dataset=run, **options)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("trl")] == []
+
+
+def test_other_arguments_than_those_of_trl_are_named(run, tmp_path):
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match=r"args: expected DPOConfig, got TrainingArguments"):
+        DPOTrainer(model=tiny_model(0), args=args, train_dataset=run)
 
 
 def test_what_a_reference_model_says_comes_from_the_store(run, tmp_path):

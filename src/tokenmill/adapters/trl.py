@@ -74,6 +74,7 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
     fields `ref_chosen_logps` and `ref_rejected_logps`; no reference model is needed then.
     """
 
+    _args_class = trl.DPOConfig
     _arrays = PAIR_ARRAYS
     _train_data = PairData
 
@@ -82,7 +83,8 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
 
     @staticmethod
     def _nothing() -> datasets.Dataset:
-        return datasets.Dataset.from_dict({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]})
+        """Return one pair. Its prompt is empty, as TRL warns if the tokens of a prompt merge with an answer."""
+        return datasets.Dataset.from_dict({"prompt": [""], "chosen": ["a"], "rejected": ["b"]})
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:  # noqa: ANN401 - TRL's own
         """Leave the data as it is: stores have them; of another `eval_dataset` TRL computes them."""
