@@ -205,6 +205,26 @@ def test_documents_go_to_the_store_of_their_domain(tmp_path, workers):
     assert report.documents == 200
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("text_field", ["text", "meta.text"])
+def test_a_field_means_the_same_for_texts_domains_and_what_is_kept(tmp_path, name, text_field):
+    """[D1.a] A name with a dot is a field of that very name, before it leads into another field."""
+    own = {"text": "a", "meta.text": "b", "meta.site": "web", "meta.id": 1}
+    inner = {"text": "a", "meta.text": "b", "meta": {"site": "web", "id": 1, "text": "no"}}
+    for index, record in enumerate((own, {**inner, **own}, inner)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        path = folder / name
+        if name.endswith("jsonl"):
+            write_records(path, [record])
+        else:
+            pq.write_table(pa.Table.from_pylist([record]), path)
+        build(path, folder / "out", text_field=text_field, domain_key="meta.site", keep=("meta.id",))
+        store = open_store(folder / "out" / "web")
+        assert texts_of(store) == [record[text_field]]
+        assert store.origin(0).kept == {"meta.id": 1}
+
+
 def test_domains_and_the_validation_split_go_together(tmp_path):
     records = [{"text": text, "source": "ab"[i % 2]} for i, text in enumerate(WORDS)]
     path = write_records(tmp_path / "in.jsonl", records)

@@ -96,7 +96,7 @@ def test_bad_and_blank_lines_do_not_hide_the_good_ones_around_them(write):
 
 
 def test_dotted_field_goes_down(write):
-    path = write(b'{"a": {"b": "yes"}, "a.b": "no", "text": "no"}\n')
+    path = write(b'{"a": {"b": "yes"}, "b": "no", "text": "no"}\n')
     assert texts_of(read(path, text_field="a.b")) == ["yes"]
 
 

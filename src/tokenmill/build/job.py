@@ -52,7 +52,7 @@ from tokenmill.errors import (
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
-from tokenmill.tables import as_json, check_fields, check_option, path_of, read_table
+from tokenmill.tables import as_json, check_fields, check_option, path_of, read_table, top_fields
 from tokenmill.types import ON_ERROR, Uint8Array
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class PrepareOptions:
     """Options that are seldom changed. None leaves it to the recipe or the tokenizer."""
 
     text_field: str | None = None
-    """Where the text is in a record, for the recipe `text`; dots go down: `a.b` is field b of the object in a."""
+    """Field of the text in a record, for the recipe `text`. `a.b` is the field of that name, else field b of the
+    object in field a."""
     control_strings: str | None = None
     """What becomes of strings such as `<|endoftext|>` in raw text: ordinary `text`, `encode`, or `drop`."""
     system: str | None = None
@@ -84,8 +85,8 @@ class PrepareOptions:
     text_unit: str = "file"
     """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
     keep: tuple[str, ...] = ()
-    """Fields of a record that are kept beside its document, such as `id` and `url`; dots go down, long values are
-    cut. Which file and line a document came from is noted always."""
+    """Fields of a record that are kept beside its document, such as `id` and `url`, named as `text_field` is. Long
+    values are cut. Which file and line a document came from is noted always."""
     on_error: str = "stop"
     """What a bad record does, or a file that is broken: `stop` the build, or be `skip`ped, counted by reason and
     listed in the manifest; of a broken file, what cannot be read any more."""
@@ -333,7 +334,7 @@ def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob
             # A function may read any field.
             fields=None
             if text_only or map is not None
-            else tuple(dict.fromkeys([*recipe.fields, *_top_fields(job.options.keep)])),
+            else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
             text_unit=job.options.text_unit,
             max_record_bytes=job.options.max_record_bytes,
             max_expansion=job.options.max_expansion,
@@ -356,11 +357,6 @@ def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob
         if recipe.text_field is not None
         else replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
     )
-
-
-def _top_fields(names: Sequence[str]) -> list[str]:
-    """Return the top-level fields to read for dotted names; a column may also have the whole name."""
-    return [part for name in names for part in dict.fromkeys((name, name.split(".")[0]))]
 
 
 # Doing a task of a job, in any process.

@@ -33,7 +33,7 @@ from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec, durable
 from tokenmill.store.notes import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries, token_starts
-from tokenmill.tables import as_json, read_table
+from tokenmill.tables import as_json, field_of, read_table
 from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array
 
 T = TypeVar("T")
@@ -335,16 +335,6 @@ class _Documents:
         )
 
 
-def field_of(record: Mapping[str, Any], name: str) -> object:
-    """Return a field of a record by its name, or by names joined by dots; None where there is none."""
-    if name in record:
-        return record[name]
-    value: object = record
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def cut(value: object) -> object:
     """Return a value that is kept; of a long one the first characters, as text.
 
@@ -496,10 +486,7 @@ def has_domain(record: Mapping[str, Any] | None, chosen: Preprocessing) -> bool:
 
 
 def _domain(record: Mapping[str, Any] | None, chosen: Preprocessing) -> object:
-    value: object = record
-    for name in (chosen.domain_key or "").split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    return None if record is None or chosen.domain_key is None else field_of(record, chosen.domain_key)
 
 
 # Which records have the same content as an earlier one, and which are beyond the number that is wanted.

@@ -14,6 +14,7 @@ import msgspec
 from tokenmill.documents import units
 from tokenmill.errors import DocumentError, nearest
 from tokenmill.faults import forget, num_faults, watch
+from tokenmill.tables import field_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,14 +31,14 @@ def wanted_columns(schema: pa.Schema, options: units.ReadOptions, path: str) -> 
     if options.text_field is None:
         return [name for name in schema.names if options.fields is None or name in options.fields]
     _refuse_other_types(schema, options.text_field, path)
-    return text_path(schema, options.text_field)[:1]
+    return field_path(options.text_field, schema.names)[:1]
 
 
 def _refuse_other_types(schema: pa.Schema, text_field: str, path: str) -> None:
     import pyarrow as pa
 
     kind = pa.struct(list(schema))
-    for name in text_path(schema, text_field):
+    for name in field_path(text_field, schema.names):
         known = [kind.field(index).name for index in range(kind.num_fields)] if pa.types.is_struct(kind) else []
         if name not in known:
             raise DocumentError(
@@ -50,11 +51,6 @@ def _refuse_other_types(schema: pa.Schema, text_field: str, path: str) -> None:
         raise DocumentError(
             f"{path}: must have strings in column {text_field!r}, got {kind}; name another text_field"
         )
-
-
-def text_path(schema: pa.Schema, text_field: str) -> list[str]:
-    """Return the names of the column and of the fields within it; a column may have a dot in its own name."""
-    return [text_field] if text_field in schema.names else text_field.split(".")
 
 
 def rows_at_once(num_rows: int, num_bytes: int, options: units.ReadOptions) -> int:
@@ -116,7 +112,7 @@ def _is_valid(values: pa.Array | pa.RecordBatch) -> bool:
 def _text_column(batch: pa.RecordBatch, text_field: str) -> pa.Array:
     import pyarrow.compute as pc
 
-    top, *rest = text_path(batch.schema, text_field)
+    top, *rest = field_path(text_field, batch.schema.names)
     column = batch.column(batch.schema.names.index(top))
     return pc.struct_field(column, rest) if rest else column
 
@@ -271,7 +267,7 @@ def _read_parquet(piece: units.Piece, options: units.ReadOptions) -> Iterator[un
         schema = opened.schema_arrow
         leaves = wanted_columns(schema, options, piece.file.path)
         if options.text_field is not None:
-            leaves = [".".join(text_path(schema, options.text_field))]
+            leaves = [options.text_field]
         for group in range(piece.begin, piece.end):
             position = piece.bytes * (group + 1 - piece.begin) // (piece.end - piece.begin)
             for batch in _batches(opened, group, leaves, options):

@@ -12,6 +12,7 @@ import msgspec
 import simdjson
 
 from tokenmill.documents import units
+from tokenmill.tables import field_of, field_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 8 << 20
@@ -22,13 +23,13 @@ _BRACE = ord("{")
 # Blocks of bytes as lines, none of them kept in memory beyond a limit.
 
 
-def split_lines(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
+def split_lines(blocks: Iterator[bytes], max_bytes: int, *, is_start: bool = True) -> Iterator[list[bytes]]:
     """Yield the lines that end in each block, with their newline; an `Unread` for one above `max_bytes`.
 
-    The byte order mark that some programs put at the start of a file is dropped.
+    The byte order mark that some programs put at the start of a file is dropped. Anywhere else it is content, so
+    pass `is_start` for blocks that begin within a file.
     """
     unended = PartialRecord(max_bytes)
-    is_start = True
     for block in blocks:
         lines = BytesIO(block).readlines()  # three times as fast as split, which looks at every byte by itself
         rest = b"" if block.endswith(b"\n") else lines.pop()
@@ -156,7 +157,7 @@ def _read_json_lines(piece: units.Piece, options: units.ReadOptions) -> Iterator
         return
     with units.open_input(piece.file, exact=False) as stream:
         blocks = _line_blocks(stream, piece, min(units.BLOCK_BYTES, options.batch_bytes))
-        yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin)
+        yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin, is_start=not piece.begin)
 
 
 JSON_LINES = units.Format(counts="line", read=_read_json_lines, ranges=_line_ranges)
@@ -191,11 +192,11 @@ def _line_blocks(stream: BinaryIO, piece: units.Piece, block_bytes: int) -> Iter
 
 
 def line_groups(
-    blocks: Iterator[bytes], options: units.ReadOptions, tell: Callable[[], int]
+    blocks: Iterator[bytes], options: units.ReadOptions, tell: Callable[[], int], *, is_start: bool = True
 ) -> Iterator[units.Group]:
     """Read the records of lines of JSON, those of a block at a time."""
     most = options.batch_documents
-    for lines in split_lines(blocks, options.max_record_bytes):
+    for lines in split_lines(blocks, options.max_record_bytes, is_start=is_start):
         groups = [_read_lines(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
         lines.clear()  # a line may be as large as its text, which is what the caller works on now
         for group in groups:
@@ -217,9 +218,8 @@ def _texts_of(lines: Sequence[bytes], text_field: str) -> list[str] | None:
         return None
     parse = simdjson.Parser().parse
     try:
-        values: list[Any] = [parse(line, True) for line in lines if line[0] == _BRACE]
-        for name in text_field.split("."):
-            values = [value[name] for value in values]
+        records: list[Any] = [parse(line, True) for line in lines if line[0] == _BRACE]
+        values = [field_of(record, text_field) for record in records]
     except (ValueError, LookupError, TypeError, RuntimeError):
         return None
     return values if len(values) == len(lines) and {*map(type, values)} == {str} else None
@@ -296,8 +296,8 @@ def document_of(value: object, options: units.ReadOptions) -> str | Mapping[str,
 
 
 def text_of(value: object, text_field: str) -> str:
-    """Return the string at a dotted path of a parsed value; raises RecordError."""
-    for name in text_field.split("."):
+    """Return the string in a named field of a parsed value (`field_path`); raises RecordError."""
+    for name in field_path(text_field, value if isinstance(value, dict) else ()):
         if not isinstance(value, dict):
             raise units.RecordError("missing_field", f"no field {name!r} in {kind_of(value)}")
         if name not in value:

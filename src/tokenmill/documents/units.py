@@ -116,8 +116,8 @@ class ReadOptions:
     """How records become documents."""
 
     text_field: str | None = "text"
-    """Where the text is in a record; dots go down: `a.b` is field b of the object in field a. None: documents are
-    whole records."""
+    """Field of the text in a record. `a.b` is the field of that name, else field b of the object in field a. None:
+    documents are whole records."""
     fields: tuple[str, ...] | None = None
     """With whole records: the fields that are needed, None for all. Columnar files read no others."""
     batch_bytes: int = BATCH_BYTES

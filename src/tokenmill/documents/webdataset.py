@@ -277,9 +277,9 @@ class _Sample:
         if self._error is not None:
             raise self._error
         field = self._options.text_field
-        self._complete((field.partition(".")[0],) if field is not None else self._options.fields or ())
-        if field is not None and isinstance(text := self._fields.get(field), str):
-            return text
+        self._complete((field,) if field is not None else self._options.fields or ())
+        if field is not None and field not in self._fields:
+            self._complete((field.partition(".")[0],))
         try:
             return document_of(self._fields, self._options)
         except units.RecordError as error:

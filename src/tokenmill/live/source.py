@@ -157,7 +157,7 @@ class LiveOptions:
     shuffle: bool = True
     """Whether windows, the documents of each, and its rows are put into a new order in every epoch."""
     text_field: str = "text"
-    """Where the text is in a record; dots go down."""
+    """Field of the text in a record; `a.b` is the field of that name, else field b of the object in field a."""
     lanes: int | None = None
     """How many streams there are; None: the rows of a global batch."""
     on_error: str = "stop"

@@ -399,7 +399,9 @@ def test_the_fields_are_all_that_a_record_may_need():
         "grpo": ("prompt", "responses", "rewards", "tools", *BESIDE, "chat_template_kwargs"),
     }
     inner = changed(TEXT, ("input", "sections", 0, "field"), "meta.text")
-    assert load_recipe(changed(inner, ("preprocessing", "domain_key"), "meta.source")).fields == ("meta",)
+    assert load_recipe(changed(inner, ("preprocessing", "domain_key"), "meta.source")).fields == (
+        *("meta.text", "meta", "meta.source"),
+    )
 
 
 def test_the_domain_key_may_stand_in_the_output_table_but_not_differ():

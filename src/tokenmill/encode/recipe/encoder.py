@@ -27,6 +27,7 @@ from tokenmill.encode.tokenizer import (
     with_second_bos,
 )
 from tokenmill.errors import ConfigError, TokenizerError
+from tokenmill.tables import field_of
 from tokenmill.types import (
     STORED_ARRAYS,
     AnyArray,
@@ -444,7 +445,7 @@ class RecordEncoder:
         prompts, responses = reader.sources["prompts"], reader.sources["responses"]
         rewards = reader.sources["rewards"].numbers(record)
         if reader.template:
-            if responses.sections[0][1] == prompts.sections[0][1]:
+            if responses.sections[0].field == prompts.sections[0].field:
                 asked, answers = prompts.parted(record)
             else:
                 asked, answers = prompts.messages(record), responses.answers(record)
@@ -495,7 +496,7 @@ class RecordEncoder:
     def _conversation(self, messages: list[Message], record: extract.Record) -> Conversation:
         """Return messages with the tools and options of their record; refuse them if there is no chat template."""
         name = self.recipe.tools_field
-        tools = None if name is None else extract.tools_of(extract.look_up(record, tuple(name.split("."))), name)
+        tools = None if name is None else extract.tools_of(field_of(record, name), name)
         if self.no_template is not None:
             raise Refusal("no_template", self.no_template)
         options = extract.options_of(record.get(OPTIONS))

@@ -13,6 +13,7 @@ from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Message
 from tokenmill.encode.recipe.recipe import HISTORY, OPTIONS, SYSTEM, Names, Recipe, Section, Source, Variant
 from tokenmill.errors import nearest
+from tokenmill.tables import field_of
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -200,8 +201,7 @@ class PlainItems:
 class SourceReader:
     """Takes what one source needs from records; what does not depend on the record is computed once."""
 
-    sections: tuple[tuple[Section, tuple[str, ...]], ...]
-    """Each with the path of its field."""
+    sections: tuple[Section, ...]
     trained: tuple[bool, ...]
     anew: tuple[bool, ...]
     listed: bool
@@ -213,7 +213,7 @@ class SourceReader:
     def of(cls, recipe: Recipe, source: Source) -> SourceReader:
         """Return the reader of a source."""
         return cls(
-            sections=tuple((section, section.path) for section in source.sections),
+            sections=source.sections,
             trained=tuple(map(recipe.trains_section, source.sections)),
             anew=tuple(section.add_special_tokens for section in source.sections),
             listed=source.list_field,
@@ -224,8 +224,8 @@ class SourceReader:
     def add_texts(self, items: PlainItems, owner: int, record: Record) -> None:
         """Add an item: the texts of all fields."""
         texts = []
-        for section, path in self.sections:
-            value = look_up(record, path)
+        for section in self.sections:
+            value = field_of(record, section.field)
             if not isinstance(value, str):
                 raise _no_text(value, section.field)
             texts.append(f"{section.prefix}{value}{section.suffix}" if section.prefix or section.suffix else value)
@@ -233,7 +233,7 @@ class SourceReader:
 
     def add_listed_texts(self, items: PlainItems, owner: int, record: Record) -> int:
         """Add an item for every element of the one field; return how many there are."""
-        section, _ = self.sections[0]
+        section = self.sections[0]
         values = self.list_in(record)
         for index, value in enumerate(values):
             if not isinstance(value, str):
@@ -251,8 +251,8 @@ class SourceReader:
     def messages(self, record: Record) -> list[Message]:
         """Return the messages of all fields, as one conversation."""
         messages: list[Message] = []
-        for section, path in self.sections:
-            value = look_up(record, path)
+        for section in self.sections:
+            value = field_of(record, section.field)
             if value is None:
                 raise _no_text(value, section.field)
             more = messages_of(value, section.role, section.field, self.names)
@@ -269,7 +269,7 @@ class SourceReader:
         """Return the messages before the answer that a conversation ends with, and that answer alone."""
         *asked, answer = self.messages(record)
         if answer["role"] != "assistant" or not asked:
-            field = self.sections[0][0].field
+            field = self.sections[0].field
             raise Refusal(
                 "not_messages", f"field {field!r} does not end with an answer, but with {answer['role']!r}"
             )
@@ -277,7 +277,7 @@ class SourceReader:
 
     def answers(self, record: Record) -> list[list[Message]]:
         """Return the messages of every element of the one field."""
-        section, _ = self.sections[0]
+        section = self.sections[0]
         return [
             messages_of(value, section.role, f"{section.field}[{index}]", self.names)
             for index, value in enumerate(self.list_in(record))
@@ -285,8 +285,8 @@ class SourceReader:
 
     def list_in(self, record: Record) -> Sequence[object]:
         """Return the list that the one field holds, or its one item; an empty list is refused."""
-        section, path = self.sections[0]
-        values = look_up(record, path)
+        section = self.sections[0]
+        values = field_of(record, section.field)
         if values is None:
             raise _no_text(values, section.field)
         if not self.listed:
@@ -299,8 +299,8 @@ class SourceReader:
 
     def numbers(self, record: Record) -> list[float]:
         """Return the numbers of the one field: one, or a list of them."""
-        section, path = self.sections[0]
-        value = look_up(record, path)
+        section = self.sections[0]
+        value = field_of(record, section.field)
         if value is None:
             raise _no_text(value, section.field)
         if isinstance(value, bool):
@@ -311,16 +311,6 @@ class SourceReader:
             if not isinstance(item, int | float) or isinstance(item, bool) or not abs(item) <= largest:
                 raise Refusal("not_number", f"field {section.field!r} holds {str(item)[:60]!r}")
         return [float(item) for item in values]
-
-
-def look_up(record: Record, path: tuple[str, ...]) -> Any:  # noqa: ANN401 - what JSON gives
-    """Return what a field holds; None where it is not there."""
-    value = record.get(path[0])
-    for name in path[1:]:
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(name)
-    return value
 
 
 def _no_text(value: object, name: str) -> Refusal:
@@ -337,13 +327,13 @@ class VariantReader:
     """Takes what a variant needs from records; what does not depend on the record is computed once."""
 
     template: bool
-    fields: tuple[tuple[Section, bool, tuple[str, ...]], ...]
-    """Each field once: its section, whether it holds a list of items, and its path."""
+    fields: tuple[tuple[Section, bool], ...]
+    """Each field once: its section, and whether it holds a list of items."""
     sources: Mapping[str, SourceReader]
     reads_system: bool
     """Whether the field `system` is put before messages, as no section of the variant has it."""
-    asked: tuple[str, ...] | None
-    """Path of the field with the text of a user, before which the field `history` stands; None: there is none."""
+    asked: str | None
+    """Field with the text of a user, before which the field `history` stands; None: there is none."""
     needs_text: bool
     """Whether a record without any text has nothing to train on.
 
@@ -353,9 +343,9 @@ class VariantReader:
     @classmethod
     def of(cls, recipe: Recipe, variant: Variant) -> VariantReader:
         """Return the reader of a variant."""
-        once = {section.field: (section, listed, section.path) for section, listed in variant.sections()}
+        once = {section.field: (section, listed) for section, listed in variant.sections()}
         adds_text = any(section.prefix or section.suffix for section, _ in variant.sections())
-        asked = [section.path for section, _ in variant.sections() if section.role == "user"]
+        asked = [section.field for section, _ in variant.sections() if section.role == "user"]
         return cls(
             template=variant.template,
             fields=tuple(once.values()),
@@ -367,7 +357,9 @@ class VariantReader:
 
     def has_history(self, record: Record) -> bool:
         """Tell whether a record has turns before the text of a user."""
-        return bool(record.get(HISTORY)) and self.asked is not None and isinstance(look_up(record, self.asked), str)
+        if self.asked is None or not record.get(HISTORY):
+            return False
+        return isinstance(field_of(record, self.asked), str)
 
     def refuse_turns(self, record: Record) -> None:
         """Refuse a record of plain texts with a system or earlier turns, which only a chat template can write."""
@@ -375,14 +367,14 @@ class VariantReader:
         beside = HISTORY if self.has_history(record) else None
         if isinstance(system, str) and system.strip():
             beside = SYSTEM
-        if beside is not None and not any(section.field == beside for section, _, _ in self.fields):
+        if beside is not None and not any(section.field == beside for section, _ in self.fields):
             raise Refusal("no_template", f"field {beside!r} stands beside texts, which have no place for it")
 
     def content(self, record: Record) -> str | None:
         """Return the texts of all fields, each once, a line each; None if one is of a wrong kind, or all empty."""
         lines: list[str] = []
-        for section, listed, path in self.fields:
-            value = look_up(record, path)
+        for section, listed in self.fields:
+            value = field_of(record, section.field)
             if not _suits(section, listed, value):
                 return None
             if section.action != "value":
@@ -406,8 +398,8 @@ def choose(readers: Sequence[VariantReader], record: Record) -> VariantReader:
     present: VariantReader | None = None
     for reader in readers:
         fits = True
-        for section, listed, path in reader.fields:
-            value = look_up(record, path)
+        for section, listed in reader.fields:
+            value = field_of(record, section.field)
             if value is None or value in ("", []):
                 break
             fits = fits and _suits(section, listed, value)
@@ -417,7 +409,7 @@ def choose(readers: Sequence[VariantReader], record: Record) -> VariantReader:
             present = present or reader
     if present is not None:
         return present
-    wanted = [" + ".join(section.field for section, _, _ in reader.fields) for reader in readers]
+    wanted = [" + ".join(section.field for section, _ in reader.fields) for reader in readers]
     names = list(record)[:12]
     shown = ", ".join(map(repr, names)) + (", ..." if len(record) > len(names) else "")
     # A record of JSONL has only the fields that some variant wants, perhaps none.

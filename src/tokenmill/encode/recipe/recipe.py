@@ -29,6 +29,7 @@ from tokenmill.tables import (
     check_keys,
     read_bytes,
     read_table,
+    top_fields,
 )
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
@@ -42,7 +43,7 @@ Turns: TypeAlias = Literal["all", "last"]
 FieldPath: TypeAlias = Annotated[
     str, Meta(pattern=r"^[^.]+(\.[^.]+)*$", description="the name of a field, such as name or outer.inner")
 ]
-"""Dots go down: `a.b` is field b of the object in field a."""
+"""`a.b` is the field of that name, else field b of the object in field a."""
 Table: TypeAlias = Mapping[str, Any]
 Tables: TypeAlias = Annotated[tuple[Table, ...], Meta(min_length=1)]
 T = TypeVar("T")
@@ -73,11 +74,6 @@ class Section:
     prefix: str = ""
     """Written before the text, with the same action."""
     suffix: str = ""
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Names of the field and of the objects around it, outermost first."""
-        return tuple(self.field.split("."))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,8 +218,7 @@ class Recipe:
         options = OPTIONS if self.template else None
         beside = (self.tools_field, system, history, options, self.preprocessing.domain_key)
         paths += [name for name in beside if name is not None]
-        tops = (path.split(".")[0] for path in paths)
-        return tuple(dict.fromkeys(self.names.fields.get(name, name) for name in tops))
+        return tuple(dict.fromkeys(self.names.fields.get(name, name) for name in top_fields(paths)))
 
     @property
     def text_field(self) -> str | None:
@@ -688,9 +683,9 @@ def _check_template(recipe: Recipe, where: str) -> None:
 
 
 def _check_names(recipe: Recipe, where: str) -> None:
-    fields = {section.path[0] for section in recipe.sections}
+    fields = {*top_fields([section.field for section in recipe.sections])}
     if recipe.tools_field:
-        fields.add(recipe.tools_field.split(".")[0])
+        fields.update(top_fields([recipe.tools_field]))
     if recipe.template:
         fields.add(SYSTEM)
     for name in recipe.names.fields:
