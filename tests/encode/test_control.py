@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.encode.chat.conftest import REAL as TOKENIZERS
 from tests.encode.conftest import CORPUS, trained_pieces
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFace
 
 from tokenmill.encode.engines import ADVERSARIAL, engines_of, open_tokenizer, placeholder
-from tokenmill.encode.tokenizer import CONTROL_POLICIES, with_policy
+from tokenmill.encode.tokenizer import CONTROL_POLICIES, control_pattern, with_policy, without_controls
 from tokenmill.errors import ConfigError, TokenizerError
 
 BYTE_TOKENIZER = open_tokenizer("bytes")
@@ -55,6 +55,29 @@ def test_encoded_control_strings_are_the_text_with_ids_in_their_places(texts):
 
 def test_what_is_taken_out_cannot_join_to_another():
     assert encoded_by("drop", ["<|eo<|bos|>s|>x"]) == [[ord("x")]]
+
+
+def without_naively(text, names):
+    while match := control_pattern(names).search(text):
+        text = text[: match.start()] + text[match.end() :]
+    return text
+
+
+@given(
+    text=st.text("abc", max_size=40),
+    names=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4, unique=True).map(tuple),
+)
+@example("xabcd", ("ab", "cd", "xc"))
+@example("abcabcc", ("abc", "ab", "bb"))
+def test_dropping_is_removing_the_first_until_none_is_left(text, names):
+    assert without_controls(text, names) == without_naively(text, names)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("<|eos", "|>"), ("<|eo<|bos|>s", "|>"), ("<|e", "os|>")])
+def test_control_strings_nested_in_a_megabyte_are_dropped_in_one_pass(opening, closing):
+    """Repeated passes take minutes: the first of these has 150,000 levels."""
+    depth = (1 << 20) // len(opening + closing)
+    assert without_controls(opening * depth + closing * depth, tuple(NAMES)) == ""
 
 
 def test_an_unknown_policy_names_the_nearest():

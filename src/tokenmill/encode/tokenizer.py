@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -219,6 +220,48 @@ def control_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that finds control strings in a text; of several that start together, the longest."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) if names else r"(?!)")
+
+
+def without_controls(text: str, names: tuple[str, ...]) -> str:
+    """Remove the first control string of a text, of several that start together the longest, until none is left.
+
+    A removal may join the halves of another one. Only the characters around it are looked at again, so that the
+    time grows with the length of the text, however deep the control strings are nested.
+
+    >>> without_controls("a<|e<|b|>|>c", ("<|b|>", "<|e|>"))
+    'ac'
+    """
+    pattern = control_pattern(names)
+    match = pattern.search(text)
+    if match is None:
+        return text
+    reach = max(map(len, names)) - 1
+    kept = array("q")  # begin and end of each range of the text that is kept so far; none holds a control string
+    end = 0
+    while match is not None:
+        if match.start() > end:
+            kept.extend((end, match.start()))
+        end = match.end()
+        while reach:
+            before = ""
+            for index in range(len(kept) - 2, -2, -2):
+                before = text[max(kept[index], kept[index + 1] + len(before) - reach) : kept[index + 1]] + before
+                if len(before) == reach:
+                    break
+            joined = pattern.search(before + text[end : end + reach])
+            if joined is None or joined.start() >= len(before):
+                break
+            end += joined.end() - len(before)
+            surplus = len(before) - joined.start()
+            while surplus:
+                size = min(surplus, kept[-1] - kept[-2])
+                kept[-1] -= size
+                surplus -= size
+                if kept[-1] == kept[-2]:
+                    del kept[-2:]
+        match = pattern.search(text, end)
+    kept.extend((end, len(text)))
+    return "".join(text[begin:end] for begin, end in zip(kept[::2], kept[1::2], strict=True))
 
 
 def encode_between(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
@@ -548,17 +591,12 @@ class ControlTokenizer:
         """Return the ids of each text."""
         if self.policy == "encode":
             return self.encode_with_controls(texts)
-        return self.tokenizer.encode([self._without(text) for text in texts])
+        names = tuple(self.special_ids)
+        return self.tokenizer.encode([without_controls(text, names) for text in texts])
 
     def encode_with_controls(self, texts: Sequence[str]) -> Encoded:
         """Return the ids of each text, those of control strings among them."""
         return self.tokenizer.encode_with_controls(texts)
-
-    def _without(self, text: str) -> str:
-        pattern = control_pattern(tuple(self.special_ids))
-        while pattern.search(text):  # removing one may join the halves of another
-            text = pattern.sub("", text)
-        return text
 
 
 def with_policy(tokenizer: Tokenizer, policy: str) -> Tokenizer:
