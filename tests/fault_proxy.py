@@ -43,7 +43,7 @@ class Faults:
 
 
 @contextmanager
-def fault_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
+def fault_proxy(endpoint: str, faults: Faults, port: int = 0) -> Iterator[str]:
     """Run a proxy before an endpoint for the length of a `with` block; give its own endpoint."""
     loop = asyncio.new_event_loop()
     started: threading.Event = threading.Event()
@@ -66,7 +66,7 @@ def fault_proxy(endpoint: str, faults: Faults) -> Iterator[str]:
             tasks.discard(task)
 
     async def main() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
+        server = await asyncio.start_server(serve, "127.0.0.1", port, limit=1 << 24)
         place.append(server.sockets[0].getsockname()[1])
         started.set()
         async with server:

@@ -19,6 +19,7 @@ from tokenmill.store import StoreSpec, StoreWriter, verify
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.fetch import Network, read_counters
 from tokenmill.store.remote.upload import upload
+from tokenmill.types import RemoteOptions
 
 RUN = """
 [run]
@@ -236,6 +237,31 @@ def test_a_line_says_that_training_waits_and_not_too_often(caplog, monkeypatch):
             told.append(second + 1)
     assert told == [5, 36, 67, 98]
     assert caplog.messages[1].startswith("training waits for the network: 36.0 s so far, 0 requests")
+
+
+def test_while_the_server_is_down_the_line_names_the_last_error(caplog, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("tokenmill.store.remote.fetch.monotonic", lambda: clock[0])
+    network, told = Network(RemoteOptions(deadline=60.0)), []
+    for second in range(40):
+        clock[0] += 1.0
+        network.failed("a refused connection")
+        if len(caplog.messages) > len(told):
+            told.append(second)
+    assert told == [5, 36]
+    assert caplog.messages[0] == (
+        "object storage has not answered for 5 s: 6 retries, last error: a refused connection; requests are "
+        "retried for up to 60 s, so check that the server runs"
+    )
+    clock[0] += 30.0
+    network.waited(71.0)
+    assert caplog.messages[2].endswith("40 retries; last error: a refused connection; check that the server runs")
+    network.took(0.1)
+    clock[0] += 60.0
+    network.waited(60.0)
+    assert caplog.messages[3].endswith(
+        "40 retries; more concurrency or horizon_bytes under [remote] may help, or a mirror"
+    )
 
 
 def test_a_row_index_that_was_built_beside_a_store_is_fetched(make_store, tmp_path, monkeypatch):

@@ -3,19 +3,28 @@
 An address such as `s3://bucket/path?endpoint=...` says where, and may not say more: no secret is in it.
 
 A failure is named by its kind alone. The message of a server or library may have a signed address or a token in it.
+
+Requests go to the endpoint alone. obstore follows redirects and has no option against it. So a redirect is looked
+for when an address is opened, and an endpoint on this machine cannot lead to another one (`_LOCAL_ONLY`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from http.client import HTTPException
 from pathlib import Path
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.error import HTTPError
+from urllib.parse import parse_qsl, quote, urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from tokenmill.errors import (
     ConfigError,
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
+logger = logging.getLogger("tokenmill")
 SCHEMES = ("s3", "gs", "az", "file")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 CREDENTIALS = {
@@ -45,7 +55,19 @@ CREDENTIALS = {
 CHUNK_BYTES = 8 << 20
 """Of a whole object, that is read or written in parts."""
 _STATUS = re.compile(r"\b(?:status(?: code)?:? ?|error \()([1-5]\d\d)\b", re.IGNORECASE)
+_NOWHERE = "127.0.0.1:0"
+"""The proxy for requests that must not be sent: nothing can listen at port 0."""
+_LOCAL_ONLY = (
+    *("localhost", "127.0.0.0/8", "::1"),
+    # Hosts that give credentials.
+    *("169.254.0.0/16", "amazonaws.com", "amazonaws.com.cn"),
+    *("metadata.google.internal", "googleapis.com", "microsoftonline.com", "windows.net"),
+)
+"""Hosts that may be reached while the endpoint is on this machine."""
+REDIRECT, NO_LOCATION = "a redirect to another server", "a redirect to nowhere"
 _KINDS = (
+    (_NOWHERE, REDIRECT),
+    ("redirect without LOCATION", NO_LOCATION),
     ("timed out", "a time-out"),
     ("TimedOut", "a time-out"),
     ("ConnectionRefused", "a refused connection"),
@@ -54,7 +76,24 @@ _KINDS = (
     ("Decode", "a body that was cut short"),
     ("IncompleteMessage", "a connection that was cut"),
     ("ConnectionReset", "a connection that was cut"),
+    ("kind: Connect", "no connection"),
 )
+_PASSING = frozenset(
+    (
+        *("a time-out", "a refused connection", "an unknown host", "no connection"),
+        *("a body that was cut short", "a connection that was cut", "status 408", "status 429"),
+    )
+)
+"""Kinds of failures after which a request is retried. So it is after a status of 500 and above, except of what a
+server does not support."""
+_REFUSALS = ("PermissionDeniedError", "UnauthenticatedError", "status 401", "status 403")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound")
+LINE_SECONDS = 30.0
+"""Minimum time between two log lines about a server that does not answer."""
+_next_lines: dict[str, float] = {}
+"""Server -> the time from which it may be logged again."""
+PROBE_SECONDS = 5.0
+"""Time limit of the request that looks for a redirect."""
 
 
 # Addresses.
@@ -174,7 +213,7 @@ class Client:
     def __init__(self, address: Address, options: RemoteOptions | None = None) -> None:
         self.address = address
         self.options = options or RemoteOptions()
-        self.store = connect(address, self.options, retries=10)
+        self.store = connect(address, self.options, retries=3)
 
     def get(self, name: str) -> bytes:
         """Return a whole object."""
@@ -228,6 +267,12 @@ class Client:
 
         return self._call(name, "write", send)
 
+    def check_redirect(self, name: str) -> None:
+        """Raise StoreError if reading an object leads to another server."""
+        server = redirect_of(self.address / name, self.options)
+        if server is not None:
+            raise redirected(self.address / name, server)
+
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there does not matter."""
         with suppress(StoreMissingError):
@@ -269,6 +314,9 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
     }
     if is_plain_http(address.endpoint) or options.allow_http:
         client["allow_http"] = True
+    if is_plain_http(address.endpoint) and not options.allow_http:
+        # The endpoint is on this machine. A redirect to another one ends at a proxy that does not exist.
+        client |= {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": ",".join(_LOCAL_ONLY)}
     retry: Any = {"max_retries": retries, "retry_timeout": deadline}
     common: Any = {"prefix": address.key or None, "client_options": client, "retry_config": retry}
     if address.endpoint:
@@ -293,35 +341,139 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
 
 
 def named(ask: Callable[[], T], address: Address, verb: str, options: RemoteOptions) -> T:
-    """Return what a request gives; what it raises is given a name of ours."""
+    """Return the result of a request, retried until the deadline; a failure is raised as an error of ours."""
     check_process(address)
-    try:
-        return ask()
-    except Exception as error:
-        raise explained(error, address, verb, options) from None
+    last, pause = monotonic() + options.deadline, 0.1
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            kind = kind_of(error)
+            if not may_pass(kind) or monotonic() + pause > last:
+                raise explained(error, address, verb, options) from None
+        _log_waiting(address, kind, options)
+        sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(2.0, 2 * pause)
+
+
+def may_pass(kind: str) -> bool:
+    """Whether a request that failed in this way may succeed later."""
+    return kind in _PASSING or (kind.startswith("status 5") and kind not in ("status 501", "status 505"))
+
+
+def _log_waiting(address: Address, kind: str, options: RemoteOptions) -> None:
+    server, now = address.endpoint or f"{address.scheme}://{address.bucket}", monotonic()
+    if now >= _next_lines.get(server, 0.0):
+        _next_lines[server] = now + LINE_SECONDS
+        logger.warning(
+            "%s: object storage does not answer (%s); requests are retried for up to %g s",
+            address,
+            kind,
+            options.deadline,
+        )
 
 
 def explained(error: Exception, address: Address, verb: str, options: RemoteOptions) -> StoreError:
     """Return the error of ours that a failed request stands for."""
     kind = kind_of(error)
-    if isinstance(error, FileNotFoundError):
-        return StoreMissingError(
-            f"{address}: an object must be there to be {_done(verb)}, got none; check the address, or upload it"
-        )
+    if isinstance(error, FileNotFoundError) or (kind, verb) == ("status 404", "list"):
+        return _missing(error, address, verb)
     if kind == "AlreadyExistsError":
         return StoreExistsError(f"{address}: nothing may be there yet, got an object; choose another address")
     if kind in ("PreconditionError", "NotModifiedError"):
         return overwritten(address)
-    if kind in ("PermissionDeniedError", "UnauthenticatedError", "status 401", "status 403"):
+    if kind in (REDIRECT, *_REFUSALS):
+        return _refused(kind, address, verb, options)
+    if kind == NO_LOCATION:
+        region = options.region or "the one of the environment"
         return StoreError(
-            f"{address}: this user must be allowed to {verb} it, got a refusal; set "
-            f"{CREDENTIALS[address.scheme]}, or ask who owns the bucket"
+            f"{address}: bucket is in another region than {region}; set region under [remote], or AWS_REGION"
         )
     if "No space left" in str(error):
         return StoreError(f"{address}: the disk is full; free some space, then run the same command again")
-    return StoreUnreachableError(
-        f"{address}: must be {_done(verb)} within {options.deadline:g} s, got {kind}; check endpoint, region and "
-        "network, or raise deadline under [remote]"
+    rule, way_out = f"cannot be {_done(verb)}: {kind}", "check endpoint, region and network"
+    if may_pass(kind):
+        rule = f"must be {_done(verb)} within {options.deadline:g} s, got {kind}"
+        way_out += ", or raise deadline under [remote]"
+    return StoreUnreachableError(f"{address}: {rule}; {way_out}")
+
+
+def _missing(error: Exception, address: Address, verb: str) -> StoreError:
+    """Return the error of an object that does not exist, or of a bucket: only that is missed by LIST and PUT."""
+    if address.scheme != "file" and (verb in ("list", "write") or _NO_BUCKET.search(str(error))):
+        kind = "container" if address.scheme == "az" else "bucket"
+        return StoreError(
+            f"{address}: {kind} not found: {address.bucket!r}; create it, or fix its name or the endpoint"
+        )
+    return StoreMissingError(
+        f"{address}: an object must be there to be {_done(verb)}, got none; check the address, or upload it"
+    )
+
+
+def _refused(kind: str, address: Address, verb: str, options: RemoteOptions) -> StoreError:
+    """Return the error of a request that was not allowed, perhaps as it was redirected without credentials."""
+    server = redirect_of(address, options)
+    if server is not None or kind == REDIRECT:
+        return redirected(address, server or "another server")
+    return StoreError(
+        f"{address}: this user must be allowed to {verb} it, got a refusal; set {CREDENTIALS[address.scheme]}, or "
+        "ask who owns the bucket"
+    )
+
+
+# Redirects.
+
+
+class _Unfollowed(HTTPRedirectHandler):
+    """Makes a redirect an HTTPError instead of following it."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Return no request."""
+
+
+def redirect_of(address: Address, options: RemoteOptions) -> str | None:
+    """Return the other server that the endpoint sends readers of an object to.
+
+    None if it sends them nowhere, or does not answer. A cloud that is used without an endpoint is not asked.
+    """
+    if address.endpoint is None:
+        return None
+    folder, _, name = address.key.rpartition("/")
+    url = f"{address.endpoint}/{address.bucket}/{quote(address.key)}"
+    if address.scheme == "s3":  # elsewhere signing may need requests of its own
+        with suppress(Exception):
+            import obstore
+
+            store = connect(replace(address, key=folder), options, retries=0)
+            url = obstore.sign(store, "GET", name, timedelta(minutes=1))
+    try:
+        request = Request(url, headers={"Range": "bytes=0-0"})
+        with build_opener(_Unfollowed).open(request, timeout=min(PROBE_SECONDS, options.deadline)):
+            return None
+    except HTTPError as error:
+        with error:
+            location = error.headers.get("Location") if 300 <= error.code < 400 else None
+    except (OSError, ValueError, HTTPException):
+        return None
+    there = location and _server(urljoin(url, location))
+    return None if not there or there == _server(url) else there
+
+
+def _server(url: str) -> str | None:
+    """Return the scheme, host and port of a URL, without its user; None if it has no host."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return None
+    return f"{parts.scheme}://{parts.hostname}:{port}" if parts.hostname else None
+
+
+def redirected(address: Address, server: str) -> StoreError:
+    """Return the error of an endpoint that leads to another server."""
+    return StoreError(
+        f"{address}: redirected to {server}; redirects are not followed, so set endpoint to the server with "
+        "the objects"
     )
 
 

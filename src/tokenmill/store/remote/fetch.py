@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.errors import StoreCorruptError, StoreUnreachableError, TokenmillError
 from tokenmill.store.layout import WAY_OUT
-from tokenmill.store.remote.client import Address, check_process, connect, explained, kind_of, overwritten
+from tokenmill.store.remote.client import (
+    LINE_SECONDS,
+    NO_LOCATION,
+    REDIRECT,
+    Address,
+    check_process,
+    connect,
+    explained,
+    kind_of,
+    overwritten,
+)
 from tokenmill.types import RemoteOptions
 
 if TYPE_CHECKING:
@@ -41,8 +51,6 @@ USUAL = 256
 SLOWEST_START = 2.0
 """Seconds after which a second request is raced against the first, as long as nothing is known."""
 LEAST_RACE = 0.25
-LINE_SECONDS = 30.0
-"""Between two lines that say that training waits."""
 NOTE_SECONDS = 5.0
 """Between two notes of what was counted."""
 KEPT_SECONDS = 7 * 24 * 3600.0
@@ -51,7 +59,10 @@ COUNTERS_FOLDER = ".counters"
 TELL_SECONDS = 5.0
 """Of waiting that are worth a line."""
 _FATAL_KINDS = frozenset(
-    ("PermissionDeniedError", "UnauthenticatedError", "status 401", "status 403", "PreconditionError")
+    (
+        *("PermissionDeniedError", "UnauthenticatedError", "status 401", "status 403", "PreconditionError"),
+        *(REDIRECT, NO_LOCATION),
+    )
 )
 
 
@@ -177,6 +188,9 @@ class Network:
         self._times: deque[float] = deque(maxlen=USUAL)
         self._race_after = SLOWEST_START
         self._next_line = self._told = 0.0
+        self._last_error: str | None = None
+        """Kind of the last failure; None once a request has succeeded since."""
+        self._failing_since = 0.0
         self.folder: Path | None = None
         """Where the small files of its stores are, and their mirror; what was counted is noted there."""
         self.stores: set[str] = set()
@@ -267,13 +281,35 @@ class Network:
         if self.counters.waited >= self._told + TELL_SECONDS and now > self._next_line:
             self._next_line, self._told = now + LINE_SECONDS, self.counters.waited
             counted = self.counters
+            if self._last_error is None:
+                advice = "more concurrency or horizon_bytes under [remote] may help, or a mirror"
+            else:
+                advice = f"last error: {self._last_error}; check that the server runs"
             logger.warning(
-                "training waits for the network: %.1f s so far, %s requests, %s MB, %s retries; more "
-                "concurrency or horizon_bytes under [remote] may help, or a mirror",
+                "training waits for the network: %.1f s so far, %s requests, %s MB, %s retries; %s",
                 counted.waited,
                 f"{counted.requests:,}",
                 f"{counted.bytes / 1e6:,.1f}",
                 f"{counted.retries:,}",
+                advice,
+            )
+
+    def failed(self, kind: str) -> None:
+        """Count an attempt that is retried; log it now and then while none succeeds."""
+        now = monotonic()
+        self.counters.retries += 1
+        if self._last_error is None:
+            self._failing_since = now
+        self._last_error = kind
+        if now >= self._failing_since + TELL_SECONDS and now > self._next_line:
+            self._next_line = now + LINE_SECONDS
+            logger.warning(
+                "object storage has not answered for %.0f s: %s retries, last error: %s; requests are retried for "
+                "up to %g s, so check that the server runs",
+                now - self._failing_since,
+                f"{self.counters.retries:,}",
+                kind,
+                self.options.deadline,
             )
 
     # Requests.
@@ -291,7 +327,8 @@ class Network:
         return self._race_after
 
     def took(self, seconds: float) -> None:
-        """Note how long a request took."""
+        """Note how long a request took, which succeeded."""
+        self._last_error = None
         self._times.append(seconds)
         if len(self._times) >= 32 and self.counters.requests % 32 == 0:
             times = sorted(self._times)
@@ -356,7 +393,7 @@ class RemoteObjects:
                 f"{address}: bytes {span[0]}:{span[1]} must be read within {options.deadline:g} s, got {kind} in "
                 f"the last of {attempts} attempts; check endpoint and network, or raise deadline under [remote]"
             ) from None
-        self.network.counters.retries += 1
+        self.network.failed(kind)
         await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
     def _wrong_size(self, name: str, got: int | None = None) -> StoreCorruptError:

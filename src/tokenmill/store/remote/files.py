@@ -352,17 +352,20 @@ def open_remote(text: str, network: Network) -> RemoteFiles:
     address = parse_address(text, options)
     client = Client(address, options)
     try:
-        with ThreadPoolExecutor(1) as pool:  # with it what is wanted next, for a round trip less
+        with ThreadPoolExecutor(3) as pool:  # with it what is wanted next, for a round trip less
+            body_read = pool.submit(client.get, layout.MANIFEST)
+            probe = pool.submit(client.check_redirect, layout.MANIFEST)
             listings = (
                 {layout.SUMS_FOLDER: pool.submit(client.list, layout.SUMS_FOLDER)} if options.verify_pages else {}
             )
-            body = client.get(layout.MANIFEST)
+            probe.result()
+            body = body_read.result()
     except StoreMissingError:
         raise StoreMissingError(
             f"{address}: a store must be an address with {layout.MANIFEST} below it, got none; check the address, "
             "or upload a store with `tokenmill upload`; files of other projects are read from disk alone"
         ) from None
-    network.counters.requests += 1
+    network.counters.requests += 1 + (address.endpoint is not None)
     network.counters.bytes += len(body)
     place = Path(options.mirror).expanduser() if options.mirror else private_folder("remote")
     if place is None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import locked, write_atomically, write_parts
-from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
-from tokenmill.store.remote.fetch import LINE_SECONDS
+from tokenmill.store.remote.client import LINE_SECONDS, Address, Client, ObjectInfo, parse_address
 from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions
 
@@ -85,6 +84,7 @@ def _copied(
     place = {"scheme": root.scheme, "bucket": root.bucket, "endpoint": root.endpoint, "key": root.key}
     copies = folder / f"{root.name}-{digest(place)[:12]}"
     client = Client(root, options)
+    client.check_redirect(objects[0].name)
     copies.mkdir(parents=True, exist_ok=True)
     with locked(copies / ".lock"):
         known = _read_list(copies)

@@ -69,6 +69,7 @@ def upload(
     if not all((path / sums_file(shard.name)).is_file() for shard in manifest.shards):
         verify(path, add_page_sums=True)
     client = Client(place, options)
+    client.check_redirect(layout.MANIFEST)
     body = layout.manifest_bytes(manifest)
     there = client.get(layout.MANIFEST) if client.head(layout.MANIFEST) is not None else None
     if there is not None and there != body:
