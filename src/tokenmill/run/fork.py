@@ -209,9 +209,7 @@ def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
                 _from(store, old, new) if isinstance(store, str) else [_from(path, old, new) for path in store]
             )
         if "documents" in source and source not in parts:
-            source["documents"] = [
-                text if text.startswith("hf:") else _from(text, old, new) for text in source["documents"]
-            ]
+            source["documents"] = [_from(text, old, new) for text in source["documents"]]
         tokenizer = source.get("tokenizer")
         if tokenizer is not None and tokenizer != "bytes" and ":" not in tokenizer:
             source["tokenizer"] = _from(tokenizer, old, new)
@@ -225,8 +223,8 @@ def _moved(tables: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
 
 
 def _from(path: str, old: Path, new: Path) -> str:
-    """Return how a path that counts from one folder is written from another; an address stays as it is."""
-    if PurePosixPath(path).is_absolute() or is_address(path) or old == new:
+    """Return how a path that counts from one folder is written from another; an address or `hf:` name stays."""
+    if PurePosixPath(path).is_absolute() or is_address(path) or path.startswith("hf:") or old == new:
         return path
     # Only dots at the front are resolved: behind a name that is a link they would lead elsewhere.
     while path.startswith("../"):

@@ -206,7 +206,7 @@ class Run:
             from tokenmill.store import open_store
 
             # Maps of its own: an eval takes none from the training loader beside it.
-            store = open_store([self._place(place) for place in places], remote=self.network)
+            store = open_store(self._places_of(places), remote=self.network)
             tokenizers = {name: each.manifest.tokenizer for name, each in self.stores.items()}
             _check_tokenizers({**tokenizers, str(store.path): store.manifest.tokenizer})
             self._eval_stores[places] = store
@@ -234,6 +234,10 @@ class Run:
     def _place(self, path: str) -> Path | str:
         """Return where a path of the config leads; an address stays as it is."""
         return path if is_address(path) else self.folder / path
+
+    def _places_of(self, store: str | tuple[str, ...] | None) -> list[Path | str]:
+        """Return where the stores of a source are."""
+        return [place for path in _places(store) for place in _dataset_of(self.folder, path) or [self._place(path)]]
 
     @cached_property
     def live(self) -> dict[str, LiveRows]:
@@ -306,7 +310,7 @@ class Run:
     def _store_places(self, source: SourceConfig) -> list[Path | str]:
         """Return where the stores of a source are; text is prepared first, once."""
         if source.store is not None:
-            return [self._place(path) for path in _places(source.store)]
+            return self._places_of(source.store)
         from tokenmill.build.cached import cached_store
 
         recipe: str | dict[str, object] = "text"
@@ -668,6 +672,36 @@ def _check_kinds(stores: Mapping[str, Store], live: Iterable[str]) -> None:
 def _places(store: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the paths and addresses of the stores of a source."""
     return (store,) if isinstance(store, str) else store or ()
+
+
+def _dataset_of(folder: Path, path: str) -> list[Path | str]:
+    """Return the Arrow files of a dataset of ids; nothing where a path is files as they are.
+
+    `hf:` names are opened by the `datasets` library, as are folders of Parquet files, of which it makes Arrow files
+    in its cache.
+    """
+    local = folder / Path(path.removeprefix("hf:")).expanduser()
+    if is_address(path) or not (path.startswith("hf:") or local.is_dir()):
+        return []
+    if local.is_dir():
+        from tokenmill.store.layout import is_ours
+
+        if is_ours(local) or not (path.startswith("hf:") or _has_parquet(local)):
+            return [local]
+        path = f"hf:{local}"
+    from tokenmill.documents.inputs import dataset_files
+
+    return list(map(Path, dataset_files(path)))
+
+
+def _has_parquet(folder: Path) -> bool:
+    """Whether a folder has Parquet files of ids."""
+    first = next(folder.rglob("*.parquet"), None)
+    if first is None:
+        return False
+    from tokenmill.store.foreign.titan import is_preprocessed
+
+    return is_preprocessed(first)
 
 
 def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:

@@ -230,3 +230,15 @@ def test_memory_is_kept_for_few_sizes_of_batches_only(tmp_path):
     kept = dataset.__getitems__(range(50))
     dataset.__getitems__(range(60, 100))
     assert got(kept) == described([np.load(f"{folder}/a.npy")], 9)[:50], "what is held is not written over"
+
+
+@pytest.mark.parametrize("pattern", ["*.npy", "*_token.npy"])
+def test_labels_next_to_ids_mask_the_samples_and_are_not_samples(tmp_path, pattern):
+    """The torchtitan fork's X_mask.npy and X_index.npy lie next to X_token.npy; all three match `*.npy`."""
+    ids = np.arange(50, 70, dtype=np.int32)
+    labels = np.where(np.arange(20) % 3 == 0, -100, ids).astype(np.int32)
+    for part, array in (("token", ids), ("mask", labels), ("index", np.array([12, 20]))):
+        np.save(tmp_path / f"X_{part}.npy", array)
+    dataset = MemoryMappedDataset(str(tmp_path), 5, pattern)
+    assert [sample["input_ids"].tolist() for sample in dataset] == ids.reshape(4, 5)[:, :-1].tolist()
+    assert [sample["labels"].tolist() for sample in dataset] == labels.reshape(4, 5)[:, 1:].tolist()

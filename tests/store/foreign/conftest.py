@@ -157,6 +157,60 @@ def write_astrai_h5(folder: Path) -> Written:
     return Written(path=folder, options={}, tokens=tokens, offsets=offsets)
 
 
+def labelled(docs: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Return labels of the torchtitan fork, -100 for every id that 3 divides, and the mask that they are."""
+    labels = [-100 if token % 3 == 0 else token for doc in docs for token in doc]
+    return labels, [int(label != -100) for label in labels]
+
+
+def write_packed_memmap(folder: Path) -> Written:
+    """Two triples of files of the torchtitan fork: ids of 32 bits, labels, and ends of sequences of 64 bits."""
+    files = [documents(seed) for seed in range(2)]
+    for number, docs in enumerate(files):
+        tokens, offsets = joined(docs)
+        np.save(folder / f"part{number}_token.npy", np.array(tokens, np.int32))
+        np.save(folder / f"part{number}_mask.npy", np.array(labelled(docs)[0], np.int32))
+        np.save(folder / f"part{number}_index.npy", np.array(offsets[1:], np.int64))
+    tokens, offsets = joined([*chain(*files)])
+    return Written(path=folder, options={}, tokens=tokens, offsets=offsets, mask=labelled([*chain(*files)])[1])
+
+
+def preprocessed_rows(docs: Sequence[Sequence[int]], width: int) -> dict[str, list[list[int]]]:
+    """Pack documents into rows of the torchtitan fork, `width` documents each."""
+    rows = [docs[begin : begin + width] for begin in range(0, len(docs), width)]
+    return {
+        "inputs": [joined(row)[0] for row in rows],
+        "labels": [labelled(row)[0] for row in rows],
+        "position_ids": [[place for doc in row for place in range(len(doc))] for row in rows],
+        "sequence_lengths": [[len(doc) for doc in row] for row in rows],
+    }
+
+
+def save_arrow(file: Path, batches: Sequence[dict[str, list[list[int]]]], *, dtype: str = "int32") -> None:
+    """Write an Arrow stream of record batches, as Hugging Face datasets do; lists of lists of a dtype."""
+    import pyarrow as pa
+
+    tables = [
+        pa.table({name: pa.array(rows, pa.list_(pa.type_for_alias(dtype))) for name, rows in each.items()})
+        for each in batches
+    ]
+    with pa.ipc.new_stream(file, tables[0].schema) as stream:
+        for table in tables:
+            stream.write_table(table)
+
+
+def write_preprocessed(folder: Path) -> Written:
+    """As save_to_disk writes them: two files of two record batches each, and a list of the files."""
+    files = [documents(seed) for seed in range(2)]
+    names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
+    for name, docs in zip(names, files, strict=True):
+        save_arrow(folder / name, [preprocessed_rows(docs[:6], 2), preprocessed_rows(docs[6:], 3)])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    tokens, offsets = joined([*chain(*files)])
+    return Written(path=folder, options={}, tokens=tokens, offsets=offsets, mask=labelled([*chain(*files)])[1])
+
+
 class Quiet:
     """Stands for loguru's logger."""
 
@@ -250,6 +304,8 @@ WRITERS = {
     "olmo": write_olmo,
     "astrai-bin": write_astrai_bin,
     "astrai-h5": write_astrai_h5,
+    "packed-memmap": write_packed_memmap,
+    "preprocessed": write_preprocessed,
 }
 NAMES = [*WRITERS, "datatrove", "megatron-u2", "megatron-i4"]
 
@@ -295,6 +351,9 @@ def tools() -> ModuleType:
         save_bin=save_bin,
         save_h5=save_h5,
         llmc_bytes=llmc_bytes,
+        labelled=labelled,
+        preprocessed_rows=preprocessed_rows,
+        save_arrow=save_arrow,
         EOS=EOS,
         VOCAB=VOCAB,
     )

@@ -26,7 +26,9 @@ from tokenmill.fingerprint import digest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.loader import IGNORE
 from tokenmill.loader.assemble import BufferPool
+from tokenmill.packing.rows import LOSS_MASK
 from tokenmill.store import Store, open_store
+from tokenmill.store.foreign.files import memmap_tokens
 from tokenmill.store.layout import is_ours
 from tokenmill.store.reader import MapCache
 from tokenmill.tables import Count
@@ -111,6 +113,9 @@ class Chunked(Dataset[Sample]):
             begins = [(indices[row] - self.begins[number]) * self.length for row in rows]
             for index, tokens in read_windows(store, store.manifest.token_key, begins, self.length):
                 inputs[rows[index]], labels[rows[index]] = tokens[:-1], tokens[1:]
+            if LOSS_MASK in store.keys:
+                for index, mask in read_windows(store, LOSS_MASK, begins, self.length):
+                    labels[rows[index]][mask[1:] == 0] = IGNORE
         if self.eos_id is not None:
             ends = inputs == self.eos_id
             # EOS is the last token of its document: what comes after it is not its to predict.
@@ -258,7 +263,8 @@ def _open_files(
     maps = MapCache()
     if is_ours(Path(folder)):
         return [open_store(folder, maps=maps, dtype=dtype, vocab_size=vocab_size)]
-    files = sorted(Path(folder).glob(pattern))
+    # Labels and ends of sequences next to ids are read with them.
+    files = [file for file in sorted(Path(folder).glob(pattern)) if memmap_tokens(file) in (None, file)]
     if not files:
         raise StoreMissingError(
             f"{folder}: must hold files that match {pattern!r}, got none; fix data_dir or file_pattern"

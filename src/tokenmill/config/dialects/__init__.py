@@ -242,4 +242,4 @@ def _path_notes(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_relative(path: str) -> bool:
-    return not path.startswith(("/", "~")) and path != "bytes"
+    return not path.startswith(("/", "~", "hf:")) and path != "bytes"

@@ -28,13 +28,15 @@ _NEEDED = {
     "preprocessed": "dataset_path",
     "packed_memmap": "dataset_path",
 }
-"""Type of dataset -> the key that says where it is."""
+"""Type of dataset -> the key that says where it is; `dataset` will do for `preprocessed`, too."""
 _DATASETS = {
     "c4": ("allenai/c4", "en", DEFAULT_SPLIT),
     "c4_test": ("tests/assets/c4_test", "", DEFAULT_SPLIT),
     "c4_validation": ("allenai/c4", "en", "validation"),
 }
 """Names that torchtitan knows -> dataset, config, split."""
+_PACKINGS = {"packed_memmap": "best_fit"}
+"""Type of dataset -> how its documents become rows, where that is not `concat`."""
 _PLACES = ("dataset", "dataset_path", "dataset_folders", "dataset_weights")
 _DEFAULT = "default"
 """Name of the stage that is made of [training]."""
@@ -71,7 +73,7 @@ class DataStage:
             )
         check_choice(where, "dataset_type", self.dataset_type, tuple(_NEEDED))
         needed = _NEEDED[self.dataset_type]
-        if not getattr(self, needed):
+        if not getattr(self, needed) and not (self.dataset_type == "preprocessed" and self.dataset):
             raise ConfigError(
                 f"{where}: {needed} must be given for dataset_type {self.dataset_type}, got nothing; "
                 f"add {needed} = ..."
@@ -192,8 +194,12 @@ def from_torchtitan(tables: Mapping[str, Any], translator: Translator) -> dict[s
     tokenizer = _tokenizer(tables, stages)
     sources: list[dict[str, Any]] = []
     mixtures = [_mixture(stage, tokenizer, sources, notes) for stage in stages]
+    packings = [_PACKINGS.get(stage.dataset_type, "concat") for stage in stages]
     # Labels that cross documents, as there, would leave no way to go on with the rest of an epoch in longer rows.
-    notes.append("rows are the stream of tokens cut, as there, but no document is trained to predict the next")
+    if "concat" in packings:
+        notes.append("rows are the stream of tokens cut, as there, but no document is trained to predict the next")
+    if "best_fit" in packings:
+        notes.append("packed_memmap: sequences that fit into a row are kept whole, as those of chats are there")
     default = training.dataset_random_seed
     seeds = [default if stage.dataset_random_seed is None else stage.dataset_random_seed for stage in stages]
     if len(set(seeds)) > 1:
@@ -207,13 +213,14 @@ def from_torchtitan(tables: Mapping[str, Any], translator: Translator) -> dict[s
         "global_batch_size": rows,
         "seq_len": stages[0].seq_len,
         "seed": [*of_run, seeds[0]][0],
-        "packing": "concat",
+        "packing": packings[0],
         "positions": "row",
     }
     native = [
         {"name": stage.name, "start_step": stage.start_step, "seq_len": stage.seq_len, "seed": seed}
+        | ({"packing": packing} if packing != packings[0] else {})
         | ({"weights": _weights(stage, weights, len(sources))} if len(sources) > 1 else {})
-        for stage, seed, weights in zip(stages, seeds, mixtures, strict=True)
+        for stage, seed, packing, weights in zip(stages, seeds, packings, mixtures, strict=True)
     ]
     return {"run": run, "sources": sources, "stages": native}
 
@@ -292,6 +299,8 @@ def _mixture(
 
 def _source(stage: DataStage, place: str, tokenizer: str, notes: list[str]) -> dict[str, Any]:
     """Return the native source of a place, without a name; one place has one, whatever type a stage gives it."""
+    if stage.dataset_type == "preprocessed" and not stage.dataset_path:
+        return {"store": hub_name(place)}
     if stage.dataset_type != "huggingface":
         return {"store": posixpath.normpath(place)}
     dataset, config, split = place, "", DEFAULT_SPLIT

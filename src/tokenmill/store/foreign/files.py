@@ -34,6 +34,8 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "olmo": (".npy",),
     "astrai-bin": (META,),
     "astrai-h5": (".h5", ".hdf5"),
+    "packed-memmap": ("_token.npy", "_mask.npy", "_index.npy"),
+    "preprocessed": (".arrow", ".parquet"),
 }
 """Every format that can be opened, with the endings of its files; the first is ours."""
 DTYPE_NAMES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
@@ -106,6 +108,7 @@ def find_files(path: Path, format: str | None = None) -> tuple[str, list[Path]]:
     if format is not None:
         named = [file for file in files if file.name.lower().endswith(FORMATS[format])]
         chosen = named or (files if len(files) == 1 else [])
+        _refuse_parts(format, chosen)
     else:
         formats = {file: _format_of(file) for file in files}
         names = sorted({name for name in formats.values() if name is not None})
@@ -124,6 +127,8 @@ def find_files(path: Path, format: str | None = None) -> tuple[str, list[Path]]:
         )
     if format == "megatron":  # a dataset is named once, by its .bin
         chosen = list(dict.fromkeys(file.with_suffix(".bin") for file in chosen))
+    elif format == "packed-memmap":  # by the file of its tokens
+        chosen = list(dict.fromkeys(memmap_tokens(file) or file for file in chosen))
     elif format == "astrai-bin":
         chosen = list(dict.fromkeys(file.with_name(META) for file in chosen))
     elif format == "nanogpt" and len({file.parent for file in chosen}) < len(chosen):
@@ -132,6 +137,17 @@ def find_files(path: Path, format: str | None = None) -> tuple[str, list[Path]]:
             f"got {', '.join(file.name for file in chosen[:4])}; name the file"
         )
     return format, chosen
+
+
+def _refuse_parts(format: str, files: Sequence[Path]) -> None:
+    """Refuse to read labels, or the ends of sequences, as the ids beside which they lie."""
+    for file in files if format in ("npy", "olmo") else ():
+        tokens = memmap_tokens(file)
+        if tokens is not None and tokens != file:
+            raise StoreError(
+                f"{file}: belongs to {tokens.name} and has no ids of its own, got format {format!r}; "
+                "leave the format out, or name files of ids alone"
+            )
 
 
 def files_of(path: Path) -> list[Path]:
@@ -206,25 +222,56 @@ LLMC_MAGICS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """(Magic number, version) -> dtype of the tokens."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 NPY_MAGIC = b"\x93NUMPY"
+_MARKS = {
+    ".h5": ("astrai-h5", H5_MAGIC),
+    ".hdf5": ("astrai-h5", H5_MAGIC),
+    ".idx": ("megatron", MEGATRON_MAGIC),
+}
+"""Ending -> format, and the bytes that its files begin with."""
 
 
 def _format_of(file: Path) -> str | None:
     """Name the format of one file; None for what is no token file."""
     suffix = file.suffix.lower()
-    if suffix in (".h5", ".hdf5"):
-        return "astrai-h5" if head(file, 8) == H5_MAGIC else None
     if suffix == ".ds":
         return "datatrove"
-    if suffix == ".idx":
-        return "megatron" if head(file, 9) == MEGATRON_MAGIC else None
+    if suffix in _MARKS:
+        name, mark = _MARKS[suffix]
+        return name if head(file, len(mark)) == mark else None
     if suffix == ".npy":
-        return "npy" if head(file, 6) == NPY_MAGIC else "olmo"
+        return _format_of_npy(file)
+    if suffix == ".bin" or file.name == META:
+        return _format_of_bin(file)
+    if suffix in FORMATS["preprocessed"]:
+        from tokenmill.store.foreign.titan import is_preprocessed
+
+        return "preprocessed" if is_preprocessed(file) else None
+    return None
+
+
+def _format_of_npy(file: Path) -> str:
+    if memmap_tokens(file) is not None:
+        return "packed-memmap"
+    return "npy" if head(file, 6) == NPY_MAGIC else "olmo"
+
+
+def memmap_tokens(file: Path) -> Path | None:
+    """Return the X_token.npy that a file belongs to as a part of a packed_memmap; None where it is none.
+
+    Two of the three parts tell: a single X_token.npy is an array like any other.
+    """
+    parts = FORMATS["packed-memmap"]
+    for part in parts:
+        if file.name.endswith(part):
+            prefix = file.name.removesuffix(part)
+            if sum(file.with_name(f"{prefix}{other}").is_file() for other in parts) > 1:
+                return file.with_name(f"{prefix}{parts[0]}")
+    return None
+
+
+def _format_of_bin(file: Path) -> str | None:
     if file.name == META:
         return "astrai-bin" if any(file.with_name(f"{key}.bin").is_file() for key in TOKEN_KEYS) else None
-    return _format_of_bin(file) if suffix == ".bin" else None
-
-
-def _format_of_bin(file: Path) -> str:
     if head(file.with_suffix(".idx"), 9) == MEGATRON_MAGIC:
         return "megatron"
     start = head(file, 8)
@@ -268,6 +315,8 @@ class ForeignArray:
     dtype: np.dtype[Any]
     obstacle: str = ""
     """Why it cannot be mapped; empty if it can."""
+    is_copied: bool = False
+    """Whether ids that cannot be mapped are copied once, as masks are; else they have to be imported."""
     read: Callable[[int, int], AnyArray] | None = field(default=None, compare=False)
     """How to read numbers `begin` to `end` where mapping does not give them."""
 
@@ -386,7 +435,8 @@ def stored_dtype(key: str, array: ForeignArray) -> tuple[str, str]:
     if kind not in "iu":
         return "", f"its ids are {array.dtype.name}"
     if size > 4:
-        return "", array.obstacle or f"its ids are {array.dtype.name}, 8 bytes each"
+        wide = "<u4" if array.is_copied else ""
+        return wide, array.obstacle or f"its ids are {array.dtype.name}, 8 bytes each"
     dtype = {1: "|u1", 2: "<u2", 4: "<u4"}[size]
     if not array.obstacle and array.begin % size:
         return dtype, "its ids do not begin at a multiple of their size"

@@ -194,7 +194,7 @@ def read_npy(files: Sequence[Path], options: ForeignOptions) -> ForeignFiles:
 
 
 def _npy_shard(file: Path, name: str, options: ForeignOptions) -> ForeignShard:
-    shape, fortran, dtype, begin = _npy_header(file)
+    shape, fortran, dtype, begin = npy_header(file)
     options.check_dtype(file, dtype)
     if dtype.kind not in "iu" or len(shape) not in (1, 2):
         raise StoreError(
@@ -212,7 +212,7 @@ def _npy_shard(file: Path, name: str, options: ForeignOptions) -> ForeignShard:
     return ForeignShard(name=name, arrays={"sequence": array}, ends=ends)
 
 
-def _npy_header(file: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+def npy_header(file: Path) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Return shape, whether columns come first, dtype and size of a header; objects are never loaded."""
     opened = io.BytesIO(head(file, _NPY_HEADER))  # whatever length a header claims
     try:

@@ -41,6 +41,7 @@ from tokenmill.store.foreign.formats import (
     read_olmo,
     read_raw,
 )
+from tokenmill.store.foreign.titan import read_packed_memmap, read_preprocessed
 from tokenmill.store.layout import (
     GIVEN,
     UNKNOWN,
@@ -58,7 +59,7 @@ from tokenmill.tables import read_json
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array
 
 MAX_RECORDS = 4096
-"""Datasets of HDF5 that are mapped one by one; more have to be imported."""
+"""Datasets of HDF5, or record batches of Arrow, that are mapped one by one; more have to be imported."""
 READERS: Mapping[str, Callable[[Sequence[Path], ForeignOptions], ForeignFiles]] = {
     "npy": read_npy,
     "bin": read_raw,
@@ -69,6 +70,8 @@ READERS: Mapping[str, Callable[[Sequence[Path], ForeignOptions], ForeignFiles]] 
     "olmo": read_olmo,
     "astrai-bin": read_astrai_bin,
     "astrai-h5": read_astrai_h5,
+    "packed-memmap": read_packed_memmap,
+    "preprocessed": read_preprocessed,
 }
 SIDECAR = "tokens.json"
 """Stands beside token files and says what they do not: any of `ForeignOptions`, as a JSON object."""
@@ -88,9 +91,10 @@ def open_foreign(path: Path, options: ForeignOptions, maps: MapCache | None = No
     kept, and later the cost grows with the number of files alone.
     """
     format, files, options = read_foreign(path, options)
-    if format == "astrai-h5" and len(files.shards) > MAX_RECORDS:
+    if format in ("astrai-h5", "preprocessed") and len(files.shards) > MAX_RECORDS:
+        what = "datasets" if format == "astrai-h5" else "record batches"
         raise StoreError(
-            f"{path}: at most {MAX_RECORDS} datasets can be mapped one by one, got {len(files.shards)}; {IMPORT}"
+            f"{path}: at most {MAX_RECORDS} {what} can be mapped one by one, got {len(files.shards)}; {IMPORT}"
         )
     keys = _keys_of(path, files)
     shards, facts = [], []
@@ -143,7 +147,7 @@ def _keys_of(path: Path, files: ForeignFiles) -> dict[str, str]:
     for shard in files.shards:
         for key, array in shard.arrays.items():
             dtype, obstacle = stored_dtype(key, array)
-            if obstacle and key not in MASK_KEYS:
+            if obstacle and key not in _copied(shard):
                 raise StoreError(f"{array.path}: {key} must be mapped as it is, but {obstacle}; {IMPORT}")
             if keys.setdefault(key, dtype) != dtype:
                 raise StoreError(
@@ -225,7 +229,7 @@ class ShardDocuments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIndex:
-    """What a store needs of a foreign shard beside its own arrays: `documents.bin`, and masks of a byte a token."""
+    """What a store needs beside the arrays of a shard: `documents.bin`, and copies of what is not mapped."""
 
     facts: ShardFacts
     requests: Mapping[str, Request]
@@ -241,15 +245,15 @@ def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIn
     look = signed or options.vocab_size is not None
     description = _description(shard, kind, options, look=look)
     beside = shard.arrays[token_keys(shard.arrays)[0]].path
-    masks = _converted_masks(shard)
+    copied = _copied(shard)
     kept = _read_kept(shard, beside, description)
     if kept is not None and _fits(kept, shard, kind):
         return kept
     documents = find_documents(shard, kind, options, look=look)
     indexes = {layout.index_file(axis): index_bytes(offsets) for axis, offsets in documents.offsets.items()}
     sections: dict[str, Iterable[Uint8Array]] = {name: [data] for name, data in indexes.items()}
-    sections |= {key_file(key): mask_bytes(shard.arrays[key], key) for key in masks}
-    size = sum(data.size for data in indexes.values()) + sum(shard.arrays[key].count for key in masks)
+    sections |= {key_file(key): copied_bytes(array, key) for key, array in copied.items()}
+    size = sum(data.size for data in indexes.values()) + sum(_copied_size(key, copied[key]) for key in copied)
     if size > IN_MEMORY_BYTES or sum(array.bytes for array in shard.arrays.values()) > CHEAP_BYTES:
         return _keep(beside, description, documents.facts, sections)
     data = {name: np.concatenate([np.empty(0, np.uint8), *blocks]) for name, blocks in sections.items()}
@@ -262,7 +266,7 @@ def index_of(shard: ForeignShard, kind: str, options: ForeignOptions) -> ShardIn
 
 def _fits(index: ShardIndex, shard: ForeignShard, kind: str) -> bool:
     """Whether what was kept has the sizes of the shard: kernels read by address, so no other may get near them."""
-    sizes = {key_file(key): shard.arrays[key].count for key in _converted_masks(shard)}
+    sizes = {key_file(key): _copied_size(key, array) for key, array in _copied(shard).items()}
     for key in token_keys(shard.arrays):
         axis = axis_of(kind, key)
         items, values = index.facts.items.get(axis, -1), shard.arrays[key].count
@@ -351,9 +355,29 @@ def index_bytes(offsets: Int64Array) -> Uint8Array:
     return np.concatenate([offsets.astype(layout.OFFSET_DTYPE).view(np.uint8), anchors.view(np.uint8)])
 
 
-def _converted_masks(shard: ForeignShard) -> list[str]:
-    """Return the masks that have to be copied with a byte a token before they can be mapped."""
-    return [key for key, array in shard.arrays.items() if key in MASK_KEYS and stored_dtype(key, array)[1]]
+def _copied(shard: ForeignShard) -> dict[str, ForeignArray]:
+    """Return the arrays that have to be copied, masks with a byte per token, before they can be mapped."""
+    arrays = shard.arrays.items()
+    return {
+        key: item for key, item in arrays if (key in MASK_KEYS or item.is_copied) and stored_dtype(key, item)[1]
+    }
+
+
+def _copied_size(key: str, array: ForeignArray) -> int:
+    return array.count * np.dtype(stored_dtype(key, array)[0]).itemsize
+
+
+def copied_bytes(array: ForeignArray, key: str) -> Iterator[Uint8Array]:
+    """Yield the bytes under which an array is mapped: those of a mask, or of ids in the dtype that is offered."""
+    if key in MASK_KEYS:
+        yield from mask_bytes(array, key)
+        return
+    dtype = stored_dtype(key, array)[0]
+    for block in array.blocks():
+        ids = block.astype(dtype)
+        if not (ids == block).all():
+            raise StoreError(f"{array.path}: ids of {key} must be from 0 to below 2**32, got others; {IMPORT}")
+        yield ids.view(np.uint8)
 
 
 def mask_bytes(array: ForeignArray, key: str) -> Iterator[Uint8Array]:
@@ -489,9 +513,10 @@ def check_foreign(
             for axis, offsets in documents.offsets.items():
                 name = layout.index_file(axis)
                 _compare(store.file(number, name), f"{name} of {shard.name}", [index_bytes(offsets)])
-            for key in filter(MASK_KEYS.__contains__, shard.arrays):
-                name = key_file(key)
-                _compare(store.file(number, name), f"{name} of {shard.name}", mask_bytes(shard.arrays[key], key))
+            for key, array in shard.arrays.items():
+                if key in MASK_KEYS or key in _copied(shard):
+                    name = key_file(key)
+                    _compare(store.file(number, name), f"{name} of {shard.name}", copied_bytes(array, key))
         progress(sum(array.bytes for array in shard.arrays.values()))
     vocabulary = "ids below the vocabulary" if options.vocab_size is not None else "no vocabulary was given"
     return VerifyReport(
