@@ -6,8 +6,10 @@ torchtitan imports beside what is used here, where they are not installed.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -186,6 +188,8 @@ def work(folder):
         "some": len(validated(folder, 0, 1, steps=2)),
         "is_theirs": isinstance(loader, BaseDataLoader),
         "config": replace(config, infinite=False).to_dict(),
+        "pickled": pickle.loads(pickle.dumps(config)) == config,
+        "copied": copy.deepcopy(config) == config,
         "first": listed(first),
         "saved": saved,
         "resumed": resumed,
@@ -317,6 +321,7 @@ def pairs_of(batch, rank, world_size):
 
 def test_the_loader_is_one_of_torchtitan_and_yields_its_pairs(answers, whole):
     assert (answers["is_theirs"], answers["same_class"]) == (True, True)
+    assert (answers["pickled"], answers["copied"]) == (True, True)
     assert answers["first"] == [pair for batch in whole[:SAVED] for pair in pairs_of(batch, 0, 4)]
     assert any(label == -100 for _, labels in answers["first"] for row in labels for label in row)
 

@@ -114,9 +114,30 @@ def test_the_plan_and_every_transition_are_logged_by_one_rank(run, caplog):
         "stage 2 'long': steps 16:20, 1,152 tokens, batch 12, seq_len 24, books 50.0%, code 50.0%, lr_scale 0.5",
         "stage 3 'small': steps 20:24, 2,304 tokens, batch 24, seq_len 24, books 100.0%",
         "step 6: stage 'base' -> 'ramp': batch 12, seq_len 16, code 66.7%, web 33.3% "
-        "by a linear ramp until step 11",
-        "step 16: stage 'ramp' -> 'long': batch 12, seq_len 24, books 50.0%, code 50.0%, lr_scale 0.5",
-        "step 20: stage 'long' -> 'small': batch 24, seq_len 24, books 100.0%",
+        "by a linear ramp until step 11; changes: sources (books, web -> code, web), weights",
+        "step 16: stage 'ramp' -> 'long': batch 12, seq_len 24, books 50.0%, code 50.0%, lr_scale 0.5; "
+        "changes: sources (code, web -> books, code), weights, seq_len 16 -> 24, lr_scale 1 -> 0.5",
+        "step 20: stage 'long' -> 'small': batch 24, seq_len 24, books 100.0%; "
+        "changes: sources (books, code -> books), weights, batch 12 -> 24, lr_scale 0.5 -> 1",
+    ]
+
+
+def test_a_transition_lists_what_changes(make_store, tmp_path, caplog):
+    """As the torchtitan fork lists it; a stage that differs in its name alone changes nothing."""
+    make_store("web", [40] * 90)
+    stages = [
+        {"name": "a", "start_step": 0},
+        {"name": "b", "start_step": 2},
+        {"name": "c", "start_step": 4, "seed": 9, "packing": "best_fit", "shuffle": "none"},
+    ]
+    run = {"steps": 6, "global_batch_size": 4, "seq_len": 16, "seed": 5, "packing": "concat"}
+    tables = {"run": run, "sources": [{"name": "web", "store": "web"}], "stages": stages}
+    caplog.set_level(logging.INFO, logger="tokenmill")
+    for _ in Run(config=parse_config(tables), folder=tmp_path).loader(micro_batch=4):
+        pass
+    assert [record.getMessage().partition("changes: ")[2] for record in caplog.records[-2:]] == [
+        "none",
+        "packing concat -> best_fit, shuffle full -> none, seed 5 -> 9",
     ]
 
 

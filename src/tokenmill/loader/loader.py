@@ -27,7 +27,7 @@ from tokenmill.loader.layout import DEAL, Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
-from tokenmill.plan.stages import Stage
+from tokenmill.plan.stages import Stage, StageSpec
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array, distinct
 
@@ -86,8 +86,8 @@ def _announce_stage(plan: Plan, before: int, after: int) -> None:
                 stage.spec.skipped or "no reason given",
             )
     if old.number != new.number:
-        shown = _facts(plan.stage(after))
-        logger.info("step %s: stage %r -> %r: %s", f"{after:,}", old.name, new.name, shown)
+        shown, changes = _facts(plan.stage(after)), ", ".join(_changes(old, new)) or "none"
+        logger.info("step %s: stage %r -> %r: %s; changes: %s", f"{after:,}", old.name, new.name, shown, changes)
 
 
 def _stage_lines(plan: Plan) -> Iterator[str]:
@@ -110,6 +110,31 @@ def _facts(stage: Stage) -> str:
     scale = f", lr_scale {spec.lr_scale:g}" if spec.lr_scale != 1 else ""
     ramp = f" by a {spec.ramp.shape} ramp until step {spec.ramp.end:,}" if spec.ramp else ""
     return f"batch {spec.global_batch_size:,}, seq_len {spec.seq_len:,}, {shares}{ramp}{scale}"
+
+
+def _changes(old: StageSpec, new: StageSpec) -> Iterator[str]:
+    """Yield what differs between two stages, of what decides their batches or is passed on to the trainer."""
+    names = [", ".join(sorted(spec.weights)) for spec in (old, new)]
+    if names[0] != names[1]:
+        yield f"sources ({names[0]} -> {names[1]})"
+    shares = [
+        {name: weight / sum(spec.weights.values()) for name, weight in spec.weights.items()} for spec in (old, new)
+    ]
+    if shares[0] != shares[1]:
+        yield "weights"
+    values = {
+        "batch": (f"{old.global_batch_size:,}", f"{new.global_batch_size:,}"),
+        "seq_len": (f"{old.seq_len:,}", f"{new.seq_len:,}"),
+        "packing": (_packing(old), _packing(new)),
+        "shuffle": (old.shuffle.mode, new.shuffle.mode),
+        "seed": (str(old.seed), str(new.seed)),
+        "lr_scale": (f"{old.lr_scale:g}", f"{new.lr_scale:g}"),
+    }
+    yield from (f"{name} {before} -> {after}" for name, (before, after) in values.items() if before != after)
+
+
+def _packing(spec: StageSpec) -> str:
+    return ", ".join(sorted({str(rows.description.get("packing")) for rows in spec.rows.values()}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
