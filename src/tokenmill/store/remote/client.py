@@ -384,13 +384,11 @@ def explained(error: Exception, address: Address, verb: str, options: RemoteOpti
         return overwritten(address)
     if kind in (REDIRECT, *_REFUSALS):
         return _refused(kind, address, verb, options)
-    if kind == NO_LOCATION:
+    if kind == NO_LOCATION or "No space left" in str(error):
         region = options.region or "the one of the environment"
-        return StoreError(
-            f"{address}: bucket is in another region than {region}; set region under [remote], or AWS_REGION"
-        )
-    if "No space left" in str(error):
-        return StoreError(f"{address}: the disk is full; free some space, then run the same command again")
+        elsewhere = f"bucket is in another region than {region}; set region under [remote], or AWS_REGION"
+        full = "the disk is full; free some space, then run the same command again"
+        return StoreError(f"{address}: {elsewhere if kind == NO_LOCATION else full}")
     rule, way_out = f"cannot be {_done(verb)}: {kind}", "check endpoint, region and network"
     if may_pass(kind):
         rule = f"must be {_done(verb)} within {options.deadline:g} s, got {kind}"
