@@ -185,8 +185,9 @@ def test_a_file_is_read_at_one_sitting_and_a_function_on_one_page():
         for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                # A command's options are its signature.
-                first = node.body[0].lineno if part_of(path) == "cli" else node.lineno
+                # A command's options are its signature; a docstring of the front door is a reference page.
+                documented = ast.get_docstring(node) is not None and len(node.body) > 1
+                first = node.body[documented].lineno if part_of(path) == "cli" or documented else node.lineno
                 assert node.end_lineno - first + 1 < 60, f"{path}: {node.name}"
 
 

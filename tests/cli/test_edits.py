@@ -189,5 +189,5 @@ def test_a_file_that_is_there_stays(tokenmill, run_toml):
     before = run_toml.read_bytes()
     done = tokenmill("fork", run_toml, "--at", 4, "--to", run_toml)
     assert done.code == 1
-    assert re.fullmatch(r"error: .*run\.toml: a fork must not overwrite a file, .*; choose .*\n", done.err)
+    assert re.fullmatch(r"error: file exists: .*run\.toml; choose another name or remove it\n", done.err)
     assert run_toml.read_bytes() == before

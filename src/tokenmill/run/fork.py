@@ -49,15 +49,10 @@ def fork(
     plan = run.plan()
     if not 0 <= at < plan.steps:
         raise PlanError(f"fork: step must lie within 0:{plan.steps}, got {at}; choose one that the run has")
-    if to.suffix != ".toml":
-        raise ConfigError(f"{to}: the config of a fork must end in .toml, got {to.suffix!r}; name it so")
-    file = to.resolve()
+    file = _new_config(to)
     state = file.with_suffix(".state.json")
-    for path in (file, state):
-        if path.exists():
-            raise _exists(path)
-    if not file.parent.is_dir():
-        raise ConfigError(f"{file.parent}: must be a folder to write to, got nothing there; make it first")
+    if state.exists():
+        raise _exists(state)
     _check_live(run, at)
     new, stage = _forked(run, file, at, name, weights)
     loader = Loader(new.plan(), RankSlice())
@@ -80,6 +75,26 @@ def fork(
         shared=new.plan().fingerprint_at(at),
         edited=new.plan().fingerprint != plan.fingerprint,
     )
+
+
+def write_config(run: Run, to: Path) -> Path:
+    """Write the config of a run as native TOML to a new file; see `Run.to_toml`."""
+    file = _new_config(to)
+    written = run.translation.tables if run.translation else _tables(run)
+    _write_new(file, to_toml(_moved(written, run.folder, file.parent)).encode())
+    return file
+
+
+def _new_config(to: Path) -> Path:
+    """Return where a new config goes; it must not exist, but its folder must."""
+    if to.suffix != ".toml":
+        raise ConfigError(f"{to}: a config must end in .toml, got {to.suffix!r}; rename it, such as {to.stem}.toml")
+    file = to.resolve()
+    if file.exists():
+        raise _exists(file)
+    if not file.parent.is_dir():
+        raise ConfigError(f"folder not found: {file.parent}; create it first")
+    return file
 
 
 def _check_live(run: Run, step: int) -> None:
@@ -238,7 +253,7 @@ def _prefix(old: Path, new: Path) -> str:
 
 
 def _exists(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: a fork must not overwrite a file, got one there; choose another name or remove it")
+    return ConfigError(f"file exists: {path}; choose another name or remove it")
 
 
 def _write_new(path: Path, data: bytes) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tokenmill.run.fork import Fork
     from tokenmill.run.reading import Link, Prices, ReadingReport
     from tokenmill.run.report import RunReport
+    from tokenmill.run.starter import Stores
     from tokenmill.store import Store
     from tokenmill.store.remote.fetch import Network
 
@@ -135,6 +136,80 @@ class Run:
             translation.log(where)
         config = parse_config(translation.tables, where=where)
         return cls(config=config, folder=folder, name=name, translation=translation)
+
+    @classmethod
+    def build(  # noqa: PLR0913 - the front door
+        cls,
+        stores: Stores,
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        steps: int | None = None,
+        tokens: Tokens | None = None,
+        epochs: float | None = None,
+        weights: Mapping[str, float] | str | None = None,
+        seed: int = 0,
+        packing: str | None = None,
+        shuffle: str | None = None,
+        folder: str | os.PathLike[str] = ".",
+        name: str = "run",
+    ) -> Run:
+        """Make a run of one store or several, the same run as a TOML file with these keys.
+
+        Args:
+            stores: Path or address of a store, a list of them, or a mapping from source name to store. A store
+                without a name is named after the end of its path.
+            seq_len: Tokens per row.
+            global_batch_size: Rows per optimizer step, over all ranks.
+            steps: Optimizer steps. Pass one of `steps`, `tokens` and `epochs`.
+            tokens: Length of the run in tokens, such as "2B".
+            epochs: Length of the run in passes over all rows.
+            weights: Share of each source by name, or "tokens", "rows" or "documents" for shares by size. Several
+                stores get "tokens" by default; with `epochs` every row is read equally often.
+            seed: Decides the order of all rows.
+            packing: How documents become rows; "best_fit" by default.
+            shuffle: "full" (default), "window" or "none".
+            folder: Folder that relative paths start from, and that plans are recorded in.
+            name: Name of the run in records.
+
+        Returns:
+            The run. Stores are opened when the plan is made, or at once with `epochs`.
+
+        Raises:
+            ConfigError: A value is invalid, or two of them contradict each other.
+            StoreError: A store cannot be opened.
+
+        >>> Run.build("stores/web", seq_len=2048, global_batch_size=64, steps=1000).config.source_names
+        ('web',)
+        """
+        from tokenmill.run.starter import source_tables
+
+        sources = source_tables(stores)
+        if weights is None and epochs is None and len(sources) > 1:
+            weights = "tokens"
+        given = {
+            "seq_len": seq_len,
+            "global_batch_size": global_batch_size,
+            "steps": steps,
+            "tokens": tokens,
+            "epochs": epochs,
+            "weights": weights,
+            "seed": seed,
+            "packing": packing,
+            "shuffle": shuffle,
+        }
+        run = {key: value for key, value in given.items() if value is not None}
+        return cls.from_tables({"run": run, "sources": sources}, folder=folder, name=name, where="Run.build")
+
+    def to_toml(self, path: str | os.PathLike[str]) -> Path:
+        """Write the config as native TOML, and return its path; relative paths lead to the same files from there.
+
+        Raises:
+            ConfigError: A file of that name exists. Nothing is overwritten.
+        """
+        from tokenmill.run.fork import write_config
+
+        return write_config(self, Path(path_of("to_toml", path)))
 
     def _counted_epochs(self, epochs: float) -> tuple[EpochCount, Config]:
         """Count the rows of an epoch; return the count, and the config with steps in place of epochs."""
