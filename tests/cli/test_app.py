@@ -11,6 +11,7 @@ import pytest
 import tokenmill as package
 
 COMMANDS = [
+    "init",
     "demo",
     "prepare",
     "import",
@@ -24,6 +25,7 @@ COMMANDS = [
     "diff",
     "fork",
     "warm",
+    "doctor",
 ]
 ENTRY = Path(sys.executable).parent / "tokenmill"
 

@@ -14,27 +14,9 @@ from tokenmill.cli.demo import demo
 from tokenmill.cli.inspect import inspect, verify, view
 from tokenmill.cli.plan import diff, fork, plan
 from tokenmill.cli.prepare import export, import_, prepare, upload
+from tokenmill.cli.setup import doctor, init, warm
 from tokenmill.errors import FULL, TokenmillError
 from tokenmill.tables import check_public
-
-
-def warm(json: ui.AsJson = False) -> None:
-    """Compile all kernels for the CPU of this machine, before the first run needs them.
-
-    For container images. NUMBA_CACHE_DIR chooses the folder; what is there already is not compiled again.
-    """
-    from tokenmill.run.warm import warm
-
-    report = warm()
-    if json:
-        ui.print_json(report)
-        return
-    if report.compiled:
-        rows = [(name, round(seconds, 2)) for name, seconds in report.compiled.items()]
-        ui.print_table("compiled", ("kernel", "seconds"), rows)
-    ready = f"{len(report.compiled)} kernels compiled, {report.loaded} were there, in {report.seconds:.1f} s"
-    ui.print_line(f"{ready}: {report.folder or 'kept nowhere, as no folder can be written to'}")
-
 
 app = typer.Typer(
     name="tokenmill",
@@ -46,10 +28,10 @@ app = typer.Typer(
 )
 # In the order of the data flow, as --help lists them.
 for command in (
-    *(demo, prepare, import_, export, upload, inspect, verify),
-    *(plan, batches, what, when, diff, fork, view, warm),
+    *(init, demo, prepare, import_, export, upload, inspect, verify),
+    *(plan, batches, what, when, diff, fork, view, warm, doctor),
 ):
-    app.command(command.__name__.strip("_"), no_args_is_help=command not in (demo, warm))(command)
+    app.command(command.__name__.strip("_"), no_args_is_help=command not in (demo, warm, doctor))(command)
 
 
 @app.callback(invoke_without_command=True)
