@@ -217,6 +217,15 @@ class Loader:
         """Whether something is done to batches once they are copied (`_finished`)."""
         self._dealer = Dealer(part) if part.balance else None
 
+    def __repr__(self) -> str:
+        """Describe which slice of which plan it delivers, and where it is."""
+        part, options = self.part, self.options
+        return (
+            f"<Loader of plan {self.plan.fingerprint[:8]}: at step {self.step:,} of {self.plan.steps:,}, "
+            f"rank {part.rank} of {part.world_size}, micro_batch {part.micro_batch}\n"
+            f" arrays {', '.join(self.arrays) or 'none'}; threads {options.threads}, prefetch {options.prefetch}>"
+        )
+
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run; the same on every rank."""
         return self._first_batch[-1]

@@ -109,7 +109,11 @@ class Moment:
     """What was trained on before the step: input slots, and labels."""
 
 
-@dataclass(frozen=True, kw_only=True)
+MAX_SHOWN = 4
+"""Stages and sources that a `repr` names; the others are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """All stages of a run, compiled."""
 
@@ -120,6 +124,20 @@ class Plan:
     max_epochs: Mapping[str, float]
     contract: Mapping[str, str] = field(default_factory=dict)
     """Choices of delivery that change what a batch holds."""
+
+    def __repr__(self) -> str:
+        """Describe the plan in at most five lines: its size, then a line per stage."""
+        firsts = list({stage.spec.number: stage for stage in reversed(self.stages)}.values())[::-1]
+        lines = [f"Plan {self.fingerprint[:8]}: {self.steps:,} steps"]
+        for stage in firsts if len(firsts) <= MAX_SHOWN else firsts[: MAX_SHOWN - 1]:
+            begin, end = self.span(stage.spec.number)
+            shares = describe_shares(stage.shares(begin))
+            size = f"{stage.spec.global_batch_size} rows of {stage.spec.seq_len:,} tokens"
+            lines.append(f"{stage.spec.name}, steps {begin}:{end}: {size}, {shares}")
+        if len(firsts) > MAX_SHOWN:
+            lines.append(f"and {len(firsts) - MAX_SHOWN + 1} more stages")
+        body = "\n ".join(lines)
+        return f"<{body}>"
 
     @property
     def steps(self) -> int:
@@ -340,6 +358,17 @@ def _check_epochs(plan: Plan) -> None:
                     f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "
                     f"({over * index.row_slots} tokens) too many; lower its weight, add documents, raise max_epochs"
                 )
+
+
+def describe_shares(shares: Mapping[str, float]) -> str:
+    """Return the shares of sources as percentages, the largest first.
+
+    >>> describe_shares({"web": 0.7, "code": 0.3})
+    'web 70%, code 30%'
+    """
+    largest = sorted(shares.items(), key=lambda share: -share[1])
+    named = [f"{name} {share:.3g}%" for name, share in ((name, 100 * share) for name, share in largest[:MAX_SHOWN])]
+    return ", ".join([*named, *([f"{len(largest) - MAX_SHOWN} more"] if len(largest) > MAX_SHOWN else [])])
 
 
 @dataclass(slots=True)

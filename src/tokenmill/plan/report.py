@@ -126,7 +126,7 @@ class SourceFacts:
     """What becomes of its tokens in an epoch, as the last stage that uses it packs them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PlanReport:
     """What a plan will do. What skipped steps read is counted apart, everywhere."""
 
@@ -143,6 +143,12 @@ class PlanReport:
     """Batch sizes, ends of ramps, skipped steps and quarantines, in the order of their steps."""
     shares: tuple[SourceShare, ...]
     sources: tuple[SourceFacts, ...]
+
+    def __repr__(self) -> str:
+        """Describe the size of the run in one line."""
+        size = f"{self.steps:,} steps, {self.rows:,} rows, {self.tokens:,} tokens"
+        counts = f"{len(self.stages)} stages, {len(self.sources)} sources"
+        return f"<{type(self).__name__} of plan {self.fingerprint[:8]}: {size}; {counts}>"
 
 
 def report(plan: Plan, *, stops: Mapping[str, float] | None = None) -> PlanReport:

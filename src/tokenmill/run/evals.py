@@ -82,12 +82,17 @@ class EvalPart:
         return self.store.num_documents if self.documents is None else int(self.documents.size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Eval:
     """Documents that a run is evaluated on."""
 
     run: Run
     config: EvalConfig
+
+    def __repr__(self) -> str:
+        """Describe where its documents come from; opens no store."""
+        places = ", ".join(str(part.source or part.store) for part in self.config.parts)
+        return f"<Eval {self.name!r}: rows of {self.seq_len:,} tokens from {places}>"
 
     @property
     def name(self) -> str:

@@ -115,7 +115,7 @@ class Imbalance:
     """Where rows are dealt by what they cost."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunReport(PlanReport):
     """What a run will do: all that `tokenmill plan` shows."""
 

@@ -74,7 +74,7 @@ class EpochCount:
         return f"{rows} {verb} {steps:,} {several(steps, 'step')}: {filled if self.filled else 'all are full'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """What is trained on, in which order; reads manifests, never tokens, until a loader is asked for batches."""
 
@@ -93,6 +93,23 @@ class Run:
             epochs, config = self._counted_epochs(self.config.run.epochs)
             object.__setattr__(self, "epochs", epochs)
             object.__setattr__(self, "config", config)
+
+    def __repr__(self) -> str:
+        """Describe the config in at most five lines; opens no store."""
+        run, lines = self.config.run, []
+        length = "no length yet" if run.steps is None else f"{run.steps:,} steps"
+        stages = self.config.stages if run.steps is None else self.config.resolved_stages
+        for stage in stages[:3]:
+            weights = "by size" if isinstance(stage.weights, str) else ""
+            if isinstance(stage.weights, Mapping):
+                weights = ", ".join(f"{name} {weight:g}" for name, weight in list(stage.weights.items())[:8])
+            lines.append(f"{stage.name}, from step {stage.start_step:,}: {weights or 'weights of [run]'}")
+        lines += [f"and {len(stages) - 3} more stages"] if len(stages) > 3 else []
+        sources = ", ".join(self.config.source_names[:8])
+        more = f" and {len(self.config.sources) - 8} more" if len(self.config.sources) > 8 else ""
+        lines[:0] = [f"Run {self.name!r}: {length}, sources {sources}{more}"]
+        body = "\n ".join(lines)
+        return f"<{body}>"
 
     def lasting(self, *, steps: int | None = None, epochs: float | None = None) -> Run:
         """Return the same run with another length, in steps or in epochs."""
