@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import cos, pi
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
+from tokenmill.plan.plan import TokenSchedule, slots_before
 from tokenmill.run.run import Run
 
 LENGTHS = [5, 9, 1, 30, 12, 8, 2, 17, 9, 4, 26, 11, 3]
@@ -154,6 +156,66 @@ def test_the_scale_of_stages_is_in_it_and_a_skip_moves_nothing(make_run):
     assert [schedule.nth(number) for number in range(34)] == skipped.tolist()
     assert schedule.nth(99) == skipped[-1]
     assert (skipped == np.delete(plain, np.arange(3, 9))).all()
+
+
+class Counted(tuple):
+    """Items that count how often they are looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __iter__(self):
+        for item in super().__iter__():
+            Counted.looks += 1
+            yield item
+
+    def __getitem__(self, index):
+        Counted.looks += 1
+        return super().__getitem__(index)
+
+
+def slots_one_by_one(plan, step):
+    return sum(
+        (min(step, part.end_step) - part.spec.start_step) * part.spec.global_batch_size * part.row_slots
+        for part in plan.stages
+        if part.spec.start_step < step
+    )
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "none"])
+def test_a_table_takes_time_for_steps_and_parts_and_not_for_their_product(make_run, decay):
+    skip = [{"steps": f"{step}:{step + 1}"} for step in range(1, 39, 2)]
+    stages = [{"name": "a", "start_step": 0}, {"name": "b", "start_step": 20, "lr_scale": 0.5}]
+    plan = make_run(stages, skip=skip, global_batch_size=RAMP).plan()
+    parts = len(plan.stages)
+    assert parts > 30
+    counted = replace(plan, stages=Counted(plan.stages))
+    schedule = TokenSchedule(plan=counted, warmup=300, decay=decay, decay_tokens=500)
+    Counted.looks = 0
+    table = schedule.table()
+    assert Counted.looks < 6 * parts < plan.steps * parts / 4
+    trained = [step for step in range(plan.steps) if plan.stage(step).spec.skipped is None]
+    assert table.tolist() == [schedule(step) for step in trained]
+    # The straightforward sum over all parts gives the same tokens, and they give the same factors.
+    for step in range(plan.steps + 1):
+        assert slots_before(plan, step, skipped=True) == slots_one_by_one(plan, step)
+        assert slots_before(plan, step, skipped=False) == slots_one_by_one(plan, step) - sum(
+            slots_one_by_one(plan, skipped + 1) - slots_one_by_one(plan, skipped)
+            for skipped in range(step)
+            if skipped not in trained
+        )
+    assert table.tolist() == [factor_one_by_one(plan, step, decay) for step in trained]
+
+
+def factor_one_by_one(plan, step, decay):
+    """Return the factor with 300 tokens of warm-up and 500 of decay."""
+    before, after, end = (slots_one_by_one(plan, at) for at in (step, step + 1, plan.steps - 1))
+    scale, rise, begin = plan.stage(step).spec.lr_scale, min(1.0, after / 300), max(300, end - 500)
+    if decay == "none" or before < begin:
+        return rise * scale
+    way = (before - begin) / (end - begin)
+    left = (1 + cos(pi * way)) / 2 if decay == "cosine" else 1 - way
+    return min(rise, 0.1 + (1 - 0.1) * left) * scale
 
 
 @given(warmup=st.integers(0, 700), decay=st.integers(1, 500), shape=st.sampled_from(["cosine", "linear"]))

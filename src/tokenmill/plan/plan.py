@@ -175,11 +175,19 @@ class Plan:
 
     def stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, that a step belongs to."""
-        return stage_at(self.stages, self._starts, step)
+        return stage_at(self.stages, self.starts, step)
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
+        """First step of each part of a stage."""
         return [stage.spec.start_step for stage in self.stages]
+
+    @cached_property
+    def slots_before_stages(self) -> tuple[list[int], list[int]]:
+        """Input slots before each part of a stage: of all steps, and of the steps that are trained on."""
+        slots = [stage.num_steps * _slots_of_a_step(stage) for stage in self.stages]
+        trained = [number * (stage.spec.skipped is None) for number, stage in zip(slots, self.stages, strict=True)]
+        return list(accumulate(slots, initial=0)), list(accumulate(trained, initial=0))
 
     def span(self, number: int) -> tuple[int, int]:
         """Return the first step of a stage and the one at which it ends."""
@@ -746,14 +754,16 @@ counted together."""
 
 def slots_before(plan: Plan, step: int, *, skipped: bool) -> int:
     """Return the input slots of all steps before one; those of skipped ones, if they are wanted."""
-    total = 0
-    for stage in plan.stages:
-        if stage.spec.start_step >= step:
-            break
-        if skipped or stage.spec.skipped is None:
-            steps = min(step, stage.end_step) - stage.spec.start_step
-            total += steps * stage.spec.global_batch_size * stage.row_slots
-    return total
+    stage = plan.stages[max(0, bisect_left(plan.starts, step) - 1)]
+    everything, trained = plan.slots_before_stages
+    before = (everything if skipped else trained)[stage.index]
+    if not skipped and stage.spec.skipped is not None:
+        return before
+    return before + (min(step, stage.end_step) - stage.spec.start_step) * _slots_of_a_step(stage)
+
+
+def _slots_of_a_step(stage: Stage) -> int:
+    return stage.spec.global_batch_size * stage.row_slots
 
 
 def labels_before(plan: Plan, step: int, known: dict[int, int | None]) -> int | None:
@@ -838,17 +848,28 @@ class TokenSchedule:
 
     def __call__(self, step: int) -> float:
         """Return the factor of a step; after the last it stays as it is there."""
-        last = self.plan.steps - 1
-        step = min(step, last)
-        scale = self.plan.stage(step).spec.lr_scale
-        before, after, end = (slots_before(self.plan, s, skipped=True) for s in (step, step + 1, last))
+        step = min(step, self.plan.steps - 1)
+        stage = self.plan.stage(step)
+        before = slots_before(self.plan, step, skipped=True)
+        return self._factor(before, before + _slots_of_a_step(stage), self._end) * stage.spec.lr_scale
+
+    def _factor(self, before: int, after: int, end: int) -> float:
+        """Return the factor of a step without `lr_scale`.
+
+        The tokens are those before the step, after it, and before the last step of the run.
+        """
         factor = min(1.0, after / self.warmup) if self.warmup else 1.0
         begin = self.warmup if self.decay_tokens is None else max(self.warmup, end - self.decay_tokens)
         if self.decay == "none" or before < begin:
-            return factor * scale
+            return factor
         decayed = (before - begin) / (end - begin) if end > begin else 1.0
         left = (1 + cos(pi * decayed)) / 2 if self.decay == "cosine" else 1 - decayed
-        return min(factor, self.final + (1 - self.final) * left) * scale
+        return min(factor, self.final + (1 - self.final) * left)
+
+    @property
+    def _end(self) -> int:
+        """Tokens before the last step."""
+        return slots_before(self.plan, self.plan.steps - 1, skipped=True)
 
     def nth(self, number: int) -> float:
         """Return the factor of the n-th step that is trained on, from 0: as optimizers count, which skip none."""
@@ -861,5 +882,11 @@ class TokenSchedule:
 
     def table(self) -> Float64Array:
         """Return the factors of all steps that are trained on, for frameworks that look them up."""
-        trained = [stage for stage in self.plan.stages if stage.spec.skipped is None]
-        return np.array([self(step) for stage in trained for step in range(stage.spec.start_step, stage.end_step)])
+        factors: list[float] = []
+        end = self._end
+        for stage, before in zip(self.plan.stages, self.plan.slots_before_stages[0], strict=False):
+            if stage.spec.skipped is None:
+                slots, scale = _slots_of_a_step(stage), stage.spec.lr_scale
+                edges = pairwise(before + step * slots for step in range(stage.num_steps + 1))
+                factors += [self._factor(*edge, end) * scale for edge in edges]
+        return np.array(factors)
