@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
-from tokenmill.loader import Layout
+from tokenmill.loader import Layout, RankSlice
+from tokenmill.loader.layout import _divisors
+from tokenmill.tables import MAX_NUMBER
 
 ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "source", "cu_seqlens", "max_seqlen")
 LINES = ARRAYS[:5]
@@ -41,6 +43,19 @@ def test_the_parts_of_all_members_are_the_row(make_run, packing, size, cut):
             assert np.array_equal(joined([part[name] for part in parts], cut), batch[name])
         for name in ("source", "cu_seqlens", "max_seqlen"):
             assert all(np.array_equal(part[name], batch[name]) for part in parts)
+
+
+@given(number=st.integers(1, 500))
+def test_divisors_are_all_numbers_that_divide(number):
+    assert _divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+
+
+def test_the_way_out_of_the_largest_batch_is_found_without_trying_every_number(make_run):
+    plan = make_run().plan()
+    spec = replace(plan.stages[0].spec, global_batch_size=MAX_NUMBER)
+    large = replace(plan, stages=(replace(plan.stages[0], spec=spec),))
+    with pytest.raises(ConfigError, match=r"got 1099511627776 and 1 \* 1000; use .*, or micro_batch 512 or 1024"):
+        RankSlice(micro_batch=1000).check(large)
 
 
 @given(size=st.integers(1, 9), chunk=st.integers(1, 5), cut=st.sampled_from(["zigzag", "contiguous"]))

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isqrt
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
@@ -211,7 +212,7 @@ class RankSlice:
         name, fixed = (
             ("micro_batch", self.world_size) if batch % self.world_size == 0 else ("world_size", self.micro_batch)
         )
-        legal = [size for size in range(1, batch + 1) if batch % (size * fixed) == 0]
+        legal = _divisors(batch // fixed) if batch % fixed == 0 else []
         wanted: int = getattr(self, name)
         near = [*[size for size in legal if size < wanted][-1:], *[size for size in legal if size > wanted][:1]]
         return f"{batches}, or {name} {' or '.join(map(str, near))}" if near else batches
@@ -233,6 +234,16 @@ class RankSlice:
         begin = first * self.micro_batch
         index = np.arange(begin, begin + count * self.micro_batch)
         return index // rows + stage.spec.start_step, index % rows + self.rank * rows
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending, after as many divisions as its square root.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 # What rows cost: 16 bits each
