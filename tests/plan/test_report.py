@@ -18,6 +18,7 @@ from tokenmill.plan import report as report_module
 from tokenmill.plan.report import report, warnings
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
+from tokenmill.view.tables import plan_tables
 
 VOCAB = 300
 PACKINGS = [
@@ -304,6 +305,24 @@ def warn(make_plan):
         return warnings(plan, facts, {stage.name: weigh_by for stage in facts.stages}, quarantined)
 
     return found
+
+
+def test_the_rows_of_an_epoch_say_of_which_length_they_are(write, tmp_path):
+    write("a", "seq", seed=0)
+    write("b", "seq", seed=1)
+    stages = [
+        {"name": "one", "start_step": 0, "weights": {"a": 1, "b": 1}},
+        {"name": "two", "start_step": 10, "weights": {"a": 1}, "seq_len": 20},
+    ]
+    run = make_run(tmp_path, stages, steps=20)
+    facts = {source.name: source for source in report(run.plan()).sources}
+    assert {name: source.seq_len for name, source in facts.items()} == {"a": 20, "b": 16}
+    first, second = run.plan().stages
+    assert facts["a"].rows == second.counted("a").num_rows != first.counted("a").num_rows
+    (table,) = [table for table in plan_tables(run.report()) if table.title == "Sources"]
+    column = table.columns.index("of seq_len")
+    assert table.columns[column - 1] == "rows an epoch"
+    assert [row[column] for row in table.rows] == [20, 16]
 
 
 def test_a_plan_with_nothing_odd_has_no_warning(warn):

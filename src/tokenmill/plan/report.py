@@ -110,7 +110,9 @@ class SourceFacts:
 
     name: str
     rows: int | None
-    """Rows of one epoch; None of live text, which is counted when it is read."""
+    """Rows of one epoch, at `seq_len`; None of live text, which is counted when it is read."""
+    seq_len: int | None
+    """Sequence length of the last stage that draws from the source; None where no stage does."""
     drawn: int
     """Rows that are read: those that are trained on, and those of skipped steps."""
     skipped: int
@@ -322,6 +324,7 @@ def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFa
     return SourceFacts(
         name=name,
         rows=0 if rows is None else None if counted is None else counted.num_rows,
+        seq_len=using[-1].spec.seq_len if using else None,
         lanes=int(rows.description["lanes"]) if rows is not None and counted is None else None,
         drawn=sum(part.draws[name] for part in using),
         skipped=sum(part.draws[name] for part in _split(using)[1]),

@@ -228,6 +228,7 @@ def _sources(report: RunReport) -> Table:
         [
             ("source", [s.name for s in sources]),
             ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
+            ("of seq_len", [s.seq_len for s in sources]),
             ("lanes", [s.lanes for s in sources]),
             ("cut for its middle", [report.fim.get(s.name) for s in sources]),
             ("rows drawn", [s.drawn for s in sources]),
