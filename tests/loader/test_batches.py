@@ -131,6 +131,18 @@ def test_memory_is_used_again_once_a_batch_is_dropped(make_run):
     assert len(loader) > 100
 
 
+def test_memory_is_never_used_again_where_reference_counts_are_not_exact(make_run, monkeypatch):
+    """Free-threaded Python, where a buffer may be in use although its count says that it is not."""
+    monkeypatch.setattr("tokenmill.loader.assemble._HAS_GIL", False)
+    loader = make_run().loader(micro_batch=4, threads=0)
+    stream = iter(loader)
+    first = next(stream)
+    kept = {name: array.copy() for name, array in first.items()}
+    for _ in stream:
+        assert not loader._pools or all(not pool._buffers for pool in loader._pools.values())
+    assert all(np.array_equal(first[name], array) for name, array in kept.items())
+
+
 def test_the_loader_itself_holds_no_batch(make_run):
     """Memory that was written to a moment ago is still in the cache of the processor."""
     loader = make_run().loader(micro_batch=4, threads=0)

@@ -130,13 +130,17 @@ def pad_id(tokenizer: Mapping[str, Any]) -> int:
     return next((int(tokenizer[name]) for name in ("pad_id", "eos_id") if tokenizer.get(name) is not None), 0)
 
 
+_HAS_GIL = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+"""Whether reference counts are exact: not under free-threaded Python."""
+
+
 class BufferPool:
     """Hands out the arrays of a batch over one buffer, never over one that an earlier batch still uses.
 
     A fresh array of half a megabyte goes back to the system when it is dropped, and faults in page
     by page when it is made again, which costs more than filling it (benchmarks/loader.py). Every
     view of an array and every tensor made of one keeps its buffer referenced, so the number of
-    references tells which buffers are free.
+    references tells which buffers are free. Without the GIL such numbers are not exact, and no buffer is reused.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -154,7 +158,7 @@ class BufferPool:
                 if _references(self._buffers, number) == idle:
                     return {name: array[:] for name, array in self._arrays[number].items()}
             buffer, arrays = self._make()
-            if len(self._buffers) < MAX_BUFFERS:
+            if _HAS_GIL and len(self._buffers) < MAX_BUFFERS:
                 self._buffers.append(buffer)
                 self._arrays.append(arrays)
                 del buffer
