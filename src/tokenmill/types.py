@@ -41,6 +41,8 @@ ARRAYS = (
     "num_loss_tokens",
 )
 """What a batch can deliver."""
+WHOLE_BATCH_ARRAYS = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen", "num_loss_tokens")
+"""Arrays that describe the whole batch and have no line for each row."""
 POSITIONS = ("document", "row")
 """Where position_ids can start from 0."""
 PAD_TO = ("row", "batch")

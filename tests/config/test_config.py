@@ -3,7 +3,9 @@ import pytest
 from tokenmill.config.run import parse_config, read_tables
 from tokenmill.config.schedule import read_numbers
 from tokenmill.errors import ConfigError
+from tokenmill.loader.assemble import array_shapes
 from tokenmill.run.run import Run
+from tokenmill.types import ARRAYS, WHOLE_BATCH_ARRAYS
 
 RUN = {"steps": 10, "global_batch_size": 8, "seq_len": 16}
 WEB = {"name": "web", "store": "stores/web"}
@@ -194,6 +196,11 @@ def test_every_key_is_documented():
     ("changes", "message"),
     [
         ({"arrays": ["input_id"]}, r"run: arrays must be one of .*, got 'input_id'; did you mean 'input_ids'\?"),
+        ({"arrays": ["labels", "source", "labels"]}, "run: arrays must name each array once, got 'labels' twice"),
+        (
+            {"arrays": ["num_loss_tokens", "cu_seqlens"]},
+            r"run: arrays must name one that has a line for every row, got \['num_loss_tokens', 'cu_seqlens'\]",
+        ),
         ({"positions": "rows"}, r"run: positions must be one of .*did you mean 'row'\?"),
         ({"seed": 2**63}, "run: seed must lie within 0 and"),
         ({"seed": -1}, "run: seed must lie within 0 and"),
@@ -206,6 +213,25 @@ def test_run_options_are_checked_without_a_loader(changes, message):
     """[A1.a]"""
     with pytest.raises(ConfigError, match=message):
         config(run=RUN | changes)
+
+
+def test_arrays_of_the_whole_batch_are_those_without_a_line_for_every_row():
+    assert set(ARRAYS) - set(array_shapes(ARRAYS, 2, 8)) == set(WHOLE_BATCH_ARRAYS)
+
+
+def test_the_length_of_an_eval_must_fit_the_multiple_of_segments():
+    with pytest.raises(
+        ConfigError, match="eval 'val': seq_len must be divisible by segment_multiple, got 12 and 8; use 16"
+    ):
+        config(run=RUN | {"segment_multiple": 8}, evals=[{"name": "val", "store": "val", "seq_len": 12}])
+
+
+def test_labels_of_all_ranks_cannot_be_counted_of_live_text():
+    live = {"name": "web", "documents": ["a.jsonl"], "tokenizer": "bytes", "live": True}
+    with pytest.raises(
+        ConfigError, match=r"num_loss_tokens of run\.arrays needs the rows of all ranks, got live text"
+    ):
+        _ = config(run=RUN | {"arrays": ["labels", "num_loss_tokens"]}, sources=[live]).resolved_stages
 
 
 def test_labels_cross_documents_with_concat_only():

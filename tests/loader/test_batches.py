@@ -170,6 +170,9 @@ def test_a_batch_that_cannot_be_cut_names_the_nearest_that_can(make_run, world_s
         ({"micro_batch": 0}, "micro_batch: must be at least 1, got 0"),
         ({"micro_batch": 10**9}, "micro_batch: must be at most 16777216 rows, which a process holds at once, got"),
         ({"arrays": ("input_id",)}, r"got 'input_id'; did you mean 'input_ids'\?"),
+        ({"arrays": ()}, r"arrays: must name each array once, and one that has a line for every row, got \[\]"),
+        ({"arrays": ["input_ids"] * 2}, r"arrays: must name each array once, .* got \['input_ids', 'input_ids'\]"),
+        ({"arrays": ["num_loss_tokens"]}, r"one that has a line for every row, got \['num_loss_tokens'\]"),
         ({"threads": -1}, "threads must be at least 0"),
     ],
 )

@@ -1,8 +1,8 @@
 """What a run is: one record for each table of its config, and how a config is read and written.
 
 `parse_config` reads the tables into records as they are written; `Config.resolved_stages` are the stages with what
-they leave out taken from [run]. A rule that a single record can check is in its `__post_init__`. Stages are in
-`schedule.py`, edits in `edits.py`, evals in `evals.py`.
+they leave out taken from [run]. A rule that a single record can check is in its `__post_init__`. Stages and
+edits are in `schedule.py`, evals in `evals.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,16 @@ from tokenmill.tables import (
     read_table,
     read_text,
 )
-from tokenmill.types import ARRAYS, ON_ERROR, ON_EXHAUSTED, PAD_TO, POSITIONS, Int64Array, RemoteOptions
+from tokenmill.types import (
+    ARRAYS,
+    ON_ERROR,
+    ON_EXHAUSTED,
+    PAD_TO,
+    POSITIONS,
+    WHOLE_BATCH_ARRAYS,
+    Int64Array,
+    RemoteOptions,
+)
 
 MAX_HORIZON = 64
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
@@ -155,6 +164,14 @@ class RunConfig:
             )
         for name in self.arrays:
             check_choice("run", "arrays", name, ARRAYS)
+        twice = next((name for name in self.arrays if self.arrays.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"run: arrays must name each array once, got {twice!r} twice; leave one out")
+        if set(self.arrays) <= set(WHOLE_BATCH_ARRAYS):
+            raise ConfigError(
+                f"run: arrays must name one that has a line for every row, got {list(self.arrays)}; name input_ids "
+                "and labels at least"
+            )
 
     def _check_epochs(self, epochs: Number) -> None:
         """Refuse epochs beside anything else that decides how often sources are read."""
@@ -301,6 +318,8 @@ class Config:
         _check_edits(self)
         for item in self.evals:
             item.check(self.source_names, [source.name for source in self.sources if source.live])
+            seq_len = item.seq_len or self.run.seq_len
+            check_multiple(f"eval {item.name!r}", seq_len, self.run.segment_multiple)
 
     @property
     def steps(self) -> int:
@@ -679,6 +698,11 @@ def _check_live(config: Config, stages: Sequence[ResolvedStage]) -> None:
         drawn = [name for name in live if name in stage.sources]
         if not drawn:
             continue
+        if "num_loss_tokens" in config.run.arrays:
+            raise ConfigError(
+                f"{where}: num_loss_tokens of run.arrays needs the rows of all ranks, got live text in "
+                f"{drawn[0]!r}; leave it out, and sum the labels of all ranks"
+            )
         if stage.sizes:
             raise ConfigError(
                 f'{where}: weights = "{stage.sizes}" needs the size of all sources, got live text in {drawn[0]!r}; '

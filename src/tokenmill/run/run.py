@@ -119,8 +119,9 @@ class Run:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], *, world_size: int | None = None) -> Run:
-        """Read a config file, our own, of KempnerForge or of torchtitan; stores are opened when the plan is made.
+        """Read a config file, our own, of KempnerForge or of torchtitan.
 
+        Stores are opened when the plan is made; with `epochs` at once, because its steps are counted in rows.
         `world_size` is for configs of others, which give the batch of one rank.
         """
         file = Path(path_of("config", path)).resolve()
@@ -605,7 +606,7 @@ class Run:
         plan = self.plan()
         if pad_to is not None:
             self._check_padding(pad_to)
-        arrays = arrays or self._arrays(plan)
+        arrays = self._arrays(plan) if arrays is None else arrays
         if columns:
             self.check_columns(columns, arrays, self.stores)
         if layout.leads:
