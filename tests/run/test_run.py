@@ -10,6 +10,7 @@ import pytest
 import tokenmill
 from tokenmill.config.run import parse_config, to_toml
 from tokenmill.errors import ConfigError, StoreMissingError
+from tokenmill.loader import Layout
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
@@ -40,6 +41,41 @@ def test_sources_of_two_tokenizers_are_refused_with_the_difference(make_run, mak
     make_store("books", [50], vocab_size=301)
     with pytest.raises(ConfigError, match="'web' and 'books' that differ in vocab_size: 300 and 301"):
         make_run("web", "books").plan()
+
+
+def warnings_of_loader(run, caplog, **options):
+    caplog.clear()
+    loader = run.loader(**options)
+    assert (loader.part.rank, loader.part.world_size) == (0, 1)
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "warns"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "8"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "many"}, False),
+        ({}, False),
+    ],
+)
+def test_a_loader_of_one_rank_among_many_processes_is_told_and_nothing_else_changes(
+    make_run, make_store, monkeypatch, caplog, environment, warns
+):
+    make_store("web", [50] * 10)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run = make_run("web")
+    told = warnings_of_loader(run, caplog)
+    assert len(told) == warns
+    assert all(
+        "each of the 8 processes of this job reads all rows; use torch_loader, or pass rank=" in one for one in told
+    )
+    assert warnings_of_loader(run, caplog, rank=0, world_size=1) == []
+    assert warnings_of_loader(run, caplog, layout=Layout()) == []
 
 
 def test_compiling_reads_no_token(make_run, make_store):

@@ -112,7 +112,7 @@ def _plan(folder: Path) -> Run:
 
 
 def _show_batch(run: Run) -> None:
-    loader = run.loader(micro_batch=4)
+    loader = run.loader(rank=0, world_size=1, micro_batch=4)
     batch = next(iter(loader))
     rows = [
         (name, str(array.dtype), str(array.shape), " ".join(map(str, array[0, :10].tolist())) + " …")

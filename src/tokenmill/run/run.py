@@ -577,8 +577,8 @@ class Run:
     def loader(  # noqa: PLR0913 - the front door
         self,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         micro_batch: int = 1,
         layout: Layout | None = None,
         threads: int = 1,
@@ -588,8 +588,9 @@ class Run:
         pad_to: str | None = None,
         timeout: float = 30.0,
     ) -> Loader:
-        """Return the loader of one rank. `threads` and `prefetch` never change what a batch holds.
+        """Return the loader of one rank, by default of the only one, whatever launcher started the process.
 
+        `threads` and `prefetch` never change what a batch holds.
         A `layout`, in place of rank and world size, is the place of the process among data-, context-, tensor- and
         pipeline-parallel ones. A thread that reads live text is given up if it gets nowhere for `timeout` seconds.
         `arrays` and `pad_to` are those of the config, if not given. `columns` are fields that stores of pairs,
@@ -602,7 +603,9 @@ class Run:
         from tokenmill.loader.layout import find_layout
         from tokenmill.run.history import record
 
-        layout = find_layout(layout, rank, world_size)
+        if layout is None and rank is None and world_size is None:
+            _warn_of_launcher()
+        layout = find_layout(layout, rank or 0, 1 if world_size is None else world_size)
         plan = self.plan()
         if pad_to is not None:
             self._check_padding(pad_to)
@@ -734,6 +737,17 @@ class Run:
 
         old = read_plan(self.folder, made_by)
         return explain(old, PlanRecord.of(plan, self.config), step) if old else None
+
+
+def _warn_of_launcher() -> None:
+    """Warn where a launcher started several processes: each reads all rows. Only the warning depends on it."""
+    processes = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and processes.isdecimal() and int(processes) > 1:
+        logger.warning(
+            "run.loader() got no rank and world_size, so each of the %s processes of this job reads all rows; use "
+            "torch_loader, or pass rank= and world_size= (rank=0, world_size=1 if that is meant)",
+            processes,
+        )
 
 
 def is_config(path: Path | str) -> bool:

@@ -122,7 +122,7 @@ def _rehearse(tables: Mapping[str, Any], folder: Path) -> None:
     from tokenmill.run.run import Run
 
     run = Run(config=parse_config(tables), folder=folder)
-    loader = run.loader(micro_batch=2, threads=0)
+    loader = run.loader(rank=0, world_size=1, micro_batch=2, threads=0)
     for _ in loader:
         pass
     loader.load_state_dict(loader.state_dict())
