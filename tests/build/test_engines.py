@@ -1,5 +1,6 @@
 """What runs units: killed, interrupted, paused; nothing is left running and nothing wrong is left behind."""
 
+import importlib
 import multiprocessing
 import os
 import random
@@ -21,6 +22,7 @@ from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.engines import LocalExecutor
 from tokenmill.build.job import Task, read_answer, run_unit
 from tokenmill.build.journal import unit_result
+from tokenmill.build.progress import build_status
 from tokenmill.build.unit import read_worker_file
 from tokenmill.errors import ConfigError, StoreError, StoreMissingError, WorkerLostError
 from tokenmill.store import read_manifest
@@ -99,7 +101,6 @@ def amid_work(process, store):
 @pytest.mark.parametrize(
     ("victim", "sign", "message"),
     [
-        ("worker", signal.SIGKILL, "got an end by SIGKILL (the system does this when memory runs out)"),
         ("parent", signal.SIGINT, "KeyboardInterrupt"),
         ("parent", signal.SIGKILL, ""),
         ("parent of a stuck worker", signal.SIGTERM, ""),
@@ -112,7 +113,7 @@ def test_killed_build_leaves_no_process_and_no_store(start, tmp_path, victim, si
     if victim == "parent of a stuck worker":
         attempts = (tmp_path / "store" / ".prepare" / "units").glob(".tmp-*/*")
         os.kill(next(int(attempt.name.split("-")[1]) for attempt in attempts), signal.SIGSTOP)
-    os.kill(workers[0] if victim == "worker" else process.pid, sign)
+    os.kill(process.pid, sign)
     _, shown = process.communicate(timeout=30)
     assert process.returncode != 0
     assert message in shown
@@ -121,10 +122,71 @@ def test_killed_build_leaves_no_process_and_no_store(start, tmp_path, victim, si
         read_manifest(tmp_path / "store")
 
 
+KILLED = """
+import os, signal
+from pathlib import Path
+
+def once(record):
+    if record["text"].startswith("deadly"):
+        try:
+            Path("killed").touch(exist_ok=False)
+        except FileExistsError:
+            return record
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record
+
+def always(record):
+    if record["text"].startswith("deadly"):
+        with open("killed", "a") as file:
+            file.write("again ")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record
+"""
+
+
+@pytest.fixture
+def killers(tmp_path, monkeypatch):
+    """Return a module with functions that kill the worker which calls them, and a corpus with a record for them."""
+    (tmp_path / "killers.py").write_text(KILLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    texts = some_texts(200)
+    write_file(tmp_path / "in.jsonl", [*texts[:150], "deadly " + texts[150], *texts[150:]])
+    yield importlib.import_module("killers")
+    del sys.modules["killers"]
+
+
+def test_a_unit_whose_worker_is_killed_is_tried_once_more(killers, tmp_path, capsys):
+    """[D1.a]"""
+    options = PrepareOptions(chunk_bytes=4096)
+    for name in ("first", "second"):  # the second time nobody is killed
+        prepare("in.jsonl", out=tmp_path / name, workers=2, map=killers.once, options=options, progress=False)
+        warnings = capsys.readouterr().err
+        assert warnings.count("got an end by SIGKILL (the system does this when memory runs out)") == (
+            name == "first"
+        )
+        assert warnings.count("its unit is tried once more") == (name == "first")
+    assert files_of(tmp_path / "first") == files_of(tmp_path / "second")
+
+
+def test_a_unit_that_kills_two_workers_ends_the_build_and_the_state_says_why(killers, tmp_path):
+    options = PrepareOptions(chunk_bytes=4096)
+    lost = (
+        r"in\.jsonl: the worker process \d+ must live until its unit is done, got an end by SIGKILL .*; run again"
+    )
+    with pytest.raises(WorkerLostError, match=lost):
+        prepare("in.jsonl", out="store", workers=2, map=killers.always, options=options, progress=False)
+    assert (tmp_path / "killed").read_text() == "again again "
+    status = build_status("store")
+    assert (status.state, status.seconds_left) == ("stopped", None)
+    assert re.search(lost, status.reason)
+
+
 def test_build_after_a_killed_one_gives_the_same_bytes_and_runs_the_script_once(start, corpus, tmp_path):
     """A kill leaves no trace in what comes after it [C1, D1.a]."""
     killed = start()
-    os.kill(amid_work(killed, tmp_path / "store")[0], signal.SIGKILL)
+    amid_work(killed, tmp_path / "store")
+    os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait() != 0
     (tmp_path / "log").unlink()
     assert start().wait() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,11 @@ def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
     assert (worker.state, worker.unit_bytes) == ("at work", 4096)
     assert max(each.bytes_a_second or 0 for status in seen for each in status.workers) > 0
     killed = build_status(out)
+    assert (killed.state, killed.reason, killed.seconds_left) == (
+        "stopped",
+        f"process {process.pid} was killed",
+        None,
+    )
     assert {worker.state for worker in killed.workers} <= {"ended"}  # none where it was between two units
     assert killed.units_left_over <= 1
     assert killed.documents >= running.documents
@@ -93,7 +99,36 @@ def test_a_unit_that_fails_is_told_as_failed_until_it_is_done(corpus, tmp_path):
         tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False, options=options)
     status = build_status(out)
     assert (len(status.failed), status.units_left_over) == (1, 0)
+    assert (status.state, status.seconds_left) == ("stopped", None)
+    assert re.match(rf"{corpus}:4001: a line must be one JSON object", status.reason)
     assert next(iter(status.failed.values())).startswith(f"{corpus}: json, unexpected character")
     corpus.write_text(whole, encoding="utf-8")
     tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False, options=options)
     assert build_status(out).failed == {}
+
+
+def test_the_reason_of_a_unit_that_fails_is_that_of_its_first_bad_record(corpus, tmp_path):
+    """As the error of the build names it."""
+    corpus.write_text('{"text": "a"}\n{"text": 1}\n{"text": "b"}\nno record\n', encoding="utf-8")
+    with pytest.raises(DocumentError, match=r"a\.jsonl:2: the text must be"):
+        tm.prepare(corpus, out=tmp_path / "store", tokenizer="bytes", workers=1, progress=False)
+    (why,) = build_status(tmp_path / "store").failed.values()
+    assert why.startswith(f"{corpus}: not_text, ")
+
+
+def test_an_interrupted_build_says_so_and_one_that_goes_on_does_not(corpus, tmp_path):
+    out, seen = tmp_path / "store", []
+
+    def interrupt(progress):
+        if progress.what == "prepare":
+            seen.append(build_status(out))
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False, on_progress=interrupt)
+        assert (seen[-1].state, seen[-1].reason) == ("under way", None)
+        assert (build_status(out).state, build_status(out).reason) == ("stopped", "KeyboardInterrupt")
+    tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False)
+    assert (build_status(out).state, build_status(out).reason) == ("finished", None)
+    assert not (out / ".prepare" / "stopped.txt").exists()

@@ -277,7 +277,8 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
                 rebuild=rebuild,
                 same_names=options.same_names,
             )
-            yield build, lease
+            with journal.end_noted():
+                yield build, lease
 
 
 def num_workers_of(workers: int | None, executor: Executor | None) -> int:
@@ -364,6 +365,8 @@ class BuildResult:
     tokens: int = 0
     taken: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """Path -> route -> documents and tokens."""
+    route_documents: Counter[str] = field(default_factory=Counter)
+    """Documents by route: the sum over all of `taken`."""
     skipped: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     noted: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -381,7 +384,7 @@ class BuildResult:
             pieces_begin.append((file.name, format_of(file.suffix).counts, self.lines[file.path]))
             self.lines[file.path] += lines
         for route, firsts in sorted(counts.noted.items()):
-            documents_before = sum(taken.get(route, (0, 0))[0] for taken in self.taken.values())
+            documents_before = self.route_documents[route]
             noted = self.noted.setdefault(route, {})
             for name, document in firsts.items():
                 noted.setdefault(name, documents_before + document)
@@ -390,6 +393,7 @@ class BuildResult:
                 taken = self.taken.setdefault(unit.pieces[index].file.path, {})
                 earlier = taken.get(route, (0, 0))
                 taken[route] = (earlier[0] + documents, earlier[1] + tokens)
+                self.route_documents[route] += documents
         for bad in counts.bad:
             name, _, first_line = pieces_begin[bad.piece]
             line = first_line + bad.line

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -205,6 +205,7 @@ def _lost(where: str, error: Exception) -> WorkerLostError:
 class LocalExecutor:
     """Worker processes of this machine: each gets units one by one, as lines of JSON, and answers in the same way.
 
+    A unit whose worker is ended by a signal is tried once more, by another process.
     The workers end with it, and with the process that started them, however that ends.
     """
 
@@ -234,7 +235,7 @@ class LocalExecutor:
     def close(self) -> None:
         """Kill all workers: a unit may be an hour's work, so they are not waited for."""
         for worker in self._workers:
-            worker.process.kill()
+            worker.kill()
             self._waiting.put(None)
         for worker in self._workers:
             worker.close()
@@ -244,6 +245,13 @@ class _Worker:
     """The parent's side of one worker process, with the thread that sends it units."""
 
     def __init__(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
+        self._lock = Lock()
+        self._is_closed = False
+        self._start()
+        self._thread = Thread(target=self._serve, args=(waiting,), daemon=True)
+        self._thread.start()
+
+    def _start(self) -> None:
         # The worker gets the present path, in case the user changed it to find tokenmill.
         program = f"import sys; sys.path[:] = {sys.path!r}; from tokenmill.build.engines import main; main()"
         self.process = subprocess.Popen(
@@ -255,17 +263,35 @@ class _Worker:
             process_group=0,
         )
         self._job = b""
-        self._thread = Thread(target=self._serve, args=(waiting,), daemon=True)
-        self._thread.start()
+
+    def kill(self) -> None:
+        """Kill the process; no other takes its place."""
+        with self._lock:
+            self._is_closed = True
+            self.process.kill()
 
     def close(self) -> None:
         """Wait until a killed process is gone."""
-        self.process.wait()
         self._thread.join()
+        self._reap()
+
+    def _reap(self) -> None:
+        self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(BrokenPipeError):
                 assert pipe is not None
                 pipe.close()
+
+    def _replace(self) -> bool:
+        """Start another process in place of one that a signal ended; False where that is of no use."""
+        with self._lock:
+            code = self.process.returncode
+            # A template that takes too long takes as long again.
+            if self._is_closed or code is None or code >= 0 or code == -signal.SIGPROF:
+                return False
+            self._reap()
+            self._start()
+            return True
 
     def _serve(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
         while (message := waiting.get()) is not None:
@@ -273,7 +299,14 @@ class _Worker:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._ask(job, task))
+                try:
+                    answer = self._ask(job, task)
+                except WorkerLostError as lost:
+                    if not self._replace():
+                        raise
+                    warn(f"{str(lost).partition('; run again')[0]}; its unit is tried once more")
+                    answer = self._ask(job, task)
+                future.set_result(answer)
             except Exception as error:
                 future.set_exception(error)
                 return

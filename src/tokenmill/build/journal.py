@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ import msgspec
 import xxhash
 
 from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, content_digest, file_digest
-from tokenmill.errors import StoreCorruptError, StoreExistsError
+from tokenmill.errors import StoreCorruptError, StoreExistsError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
 from tokenmill.store import layout, writer
 from tokenmill.store.durable import in_threads, make_folder, sync_folder, write_atomically
@@ -49,6 +49,8 @@ ROUTES = "routes"
 WORKERS = "workers"
 UNITS = "units.jsonl"
 SIZE = "size.json"
+STOPPED = "stopped.txt"
+"""Why the build under way ended before it was finished, for people; not there while one runs."""
 _UNNAMED_ROUTE = "store"
 """Folder of the route without a name."""
 
@@ -237,7 +239,7 @@ class Journal:
 
     def drop(self) -> None:
         """Forget the build under way and its units, not the finished store."""
-        for name in (BUILD, UNITS, SIZE):
+        for name in (BUILD, UNITS, SIZE, STOPPED):
             (self.folder / name).unlink(missing_ok=True)
         # Renamed first: a worker that still runs finds that its build is over.
         dropped = self.folder / ".tmp-units"
@@ -251,6 +253,19 @@ class Journal:
             remove(folder)
         for job in self.folder.glob("job-*.json"):
             job.unlink()
+
+    @contextmanager
+    def end_noted(self) -> Iterator[None]:
+        """Write down why the build under way ends, if an error ends it; a killed process leaves its lease."""
+        stopped = self.folder / STOPPED
+        stopped.unlink(missing_ok=True)
+        try:
+            yield
+        except BaseException as error:
+            why = str(error) if isinstance(error, TokenmillError) else f"{type(error).__name__} {error}".strip()
+            with suppress(OSError):
+                stopped.write_text(why[:1000], encoding="utf-8")
+            raise
 
     def has_finished_units(self) -> bool:
         """Tell whether the build under way has a unit to lose."""

@@ -14,10 +14,20 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from tokenmill.build.journal import BUILD, PUBLISH, SIZE, BuildSize, Journal, add_counts, unit_result
+from tokenmill.build.journal import (
+    BUILD,
+    PUBLISH,
+    SIZE,
+    STOPPED,
+    UNITS,
+    BuildSize,
+    Journal,
+    add_counts,
+    unit_result,
+)
 from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
 from tokenmill.errors import StoreCorruptError, harmless
-from tokenmill.store.durable import has_ended
+from tokenmill.store.durable import LeaseWatch, has_ended
 
 _SECONDS_BETWEEN = 0.2
 """Between two looks at how far a build is."""
@@ -198,13 +208,19 @@ class WorkerStatus:
     state: Literal["at work", "silent", "ended"]
 
 
+State: TypeAlias = Literal["under way", "stopped", "publishing", "finished", "none"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildStatus:
     """A build as its folder shows it."""
 
     path: str
-    state: Literal["under way", "stopped", "publishing", "finished", "none"]
-    """`stopped`: begun, and no worker has written a note lately; the same command goes on."""
+    state: State
+    """`stopped`: begun, but its process has ended or no worker has written a note lately; the same command resumes
+    it."""
+    reason: str | None
+    """Why it stopped: the error that ended it, or the process that was killed; None if that is not known."""
     units: int | None
     """How many there are; None before they have been counted."""
     units_done: int
@@ -251,9 +267,12 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
     left = None
     if size is not None and done and seconds > 0:
         left = seconds * (size.units - len(done)) / len(done)
+    recent = bool(busy) or (not failed and now - begun < SILENT_SECONDS)
+    state, reason = _state(journal, begun=bool(begun), busy=bool(busy), recent=recent)
     return BuildStatus(
         path=str(journal.out),
-        state=_state(journal, begun=bool(begun), busy=bool(busy) or (not failed and now - begun < SILENT_SECONDS)),
+        state=state,
+        reason=reason,
         units=None if size is None else size.units,
         units_done=len(done),
         units_under_way=len(busy.difference(done)),
@@ -266,21 +285,39 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
         exact=len(results) == len(done),
         skipped=skipped,
         seconds=seconds,
-        seconds_left=left,
+        seconds_left=None if state == "stopped" else left,
         workers=workers,
     )
 
 
-def _state(
-    journal: Journal, *, begun: bool, busy: bool
-) -> Literal["under way", "stopped", "publishing", "finished", "none"]:
-    if journal.time_of(PUBLISH):
-        return "publishing"
-    if begun:
-        return "under way" if busy else "stopped"
+def _state(journal: Journal, *, begun: bool, busy: bool, recent: bool) -> tuple[State, str | None]:
+    """Return the state of a build, and why it stopped; `recent`: it may run, by what workers wrote.
+
+    The process that runs a build holds the lease of its folder, and whether one of this machine lives is known.
+    Parts of a build, of which there is a list of units, run without a lease.
+    """
+    publishing = bool(journal.time_of(PUBLISH))
+    if begun or publishing:
+        running: State = "publishing" if publishing else "under way"
+        holders, lives = LeaseWatch(journal.out).look()
+        if lives:
+            return running, None
+        has_parts = busy and bool(journal.time_of(UNITS))
+        if lives is False and not has_parts:
+            return "stopped", f"{holders[-1]} was killed"
+        reason = _text(journal.folder / STOPPED)
+        if reason is not None and not holders and not has_parts:
+            return "stopped", reason
+        return (running, None) if publishing or recent else ("stopped", reason)
     with suppress(StoreCorruptError):
-        return "finished" if journal.finished() is not None else "none"
-    return "none"
+        return ("finished" if journal.finished() is not None else "none"), None
+    return "none", None
+
+
+def _text(path: Path) -> str | None:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return None
 
 
 def _names(folder: Path) -> list[str]:
@@ -306,8 +343,8 @@ def _size(journal: Journal) -> BuildSize | None:
 def _failed(workers: Path) -> Iterator[tuple[str, str]]:
     for name in sorted(_names(workers)):
         if name.endswith(FAILED):
-            with suppress(OSError):
-                why = (workers / name).read_text(encoding="utf-8", errors="replace")
+            why = _text(workers / name)
+            if why is not None:
                 yield name.removesuffix(FAILED), why
 
 

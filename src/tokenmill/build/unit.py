@@ -128,8 +128,9 @@ def _attempt(
                 journal.add_counts(counts.skipped, {"max_items": len(batch.documents) + _num_lost(batch.bad)})
                 continue
             counts.note_bad(_take(opened, batch, fates, writer))
-            if any(opened.stop or bad.reason == TOO_LONG for bad in counts.bad):
-                bad = counts.bad[-1]
+            stopping = [bad for bad in counts.bad if opened.stop or bad.reason == TOO_LONG]
+            if stopping:
+                bad = stopping[0]
                 _note_failure(opened, key, f"{unit.pieces[bad.piece].file.path}: {bad.reason}, {bad.detail}")
                 return journal.UnitResult(key=key, counts=counts, shards={}, finished=False)
             for run in batch.runs:

@@ -687,10 +687,11 @@ BYTES = {"bytes", "hits", "evicted"}
 
 
 def build_page(status: BuildStatus) -> str:
-    """Show how far a build is; the page asks again by itself while it is under way."""
+    """Show how far a build is; the page asks again by itself until it is finished."""
     rates = [each.bytes_a_second for each in status.workers if each.state == "at work" and each.bytes_a_second]
     shown = [
         ("state", status.state),
+        ("because", status.reason),
         ("units done", status.units_done),
         ("of", status.units),
         ("failed", len(status.failed)),
@@ -729,7 +730,7 @@ def build_page(status: BuildStatus) -> str:
     )
     failed = [(key[:12], why) for key, why in status.failed.items()]
     about = "" if status.exact else "<p>Documents and tokens are in proportion to some units.</p>"
-    again = ' data-again="2"' if status.state in ("under way", "publishing") else ""
+    again = ' data-again="2"' if status.state in ("under way", "stopped", "publishing") else ""
     tables = [Table(title="Workers", columns=columns, rows=workers)]
     tables += [
         Table(title="Units that failed; the same command tries them again", columns=("unit", "why"), rows=failed)

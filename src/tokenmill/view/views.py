@@ -222,6 +222,8 @@ class Opened:
 
     since: float = field(default_factory=time.time)
     """When it was opened, in seconds since 1970."""
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    """Held while a view is made, one at a time: what is opened is opened once."""
 
     @property
     def name(self) -> str:
@@ -278,11 +280,6 @@ class Opened:
     def report(self) -> RunReport:
         """What the run will do."""
         return self.the_run.report()
-
-    @cached_property
-    def lock(self) -> threading.Lock:
-        """Views are made one at a time: what is opened is opened once."""
-        return threading.Lock()
 
     @cached_property
     def others(self) -> dict[str, Path]:
