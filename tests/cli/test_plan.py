@@ -390,7 +390,8 @@ def test_sources_of_two_tokenizers_are_refused_with_the_first_difference(tokenmi
     done = tokenmill("plan", folder / "run.toml")
     assert (done.code, done.out) == (1, "")
     assert re.fullmatch(
-        r"error: sources: all must be prepared with one tokenizer, got 'web' and 'books' that differ in "
+        r"error: sources: all must be prepared with one tokenizer, got 'web' with bytes, 259 ids, "
+        r"digest \w{8} and 'books' with bytes, 259 ids, digest \w{8} that differ in "
         r"add_bos: True and False; prepare one of them again\n",
         done.err,
     )

@@ -39,7 +39,9 @@ def test_sources_of_two_tokenizers_are_refused_with_the_difference(make_run, mak
     """[T2.a]"""
     make_store("web", [50], vocab_size=300)
     make_store("books", [50], vocab_size=301)
-    with pytest.raises(ConfigError, match="'web' and 'books' that differ in vocab_size: 300 and 301"):
+    with pytest.raises(
+        ConfigError, match=r"'web' with .*300 ids.* and 'books' with .* differ in vocab_size: 300 and 301"
+    ):
         make_run("web", "books").plan()
 
 
@@ -76,6 +78,33 @@ def test_a_loader_of_one_rank_among_many_processes_is_told_and_nothing_else_chan
     )
     assert warnings_of_loader(run, caplog, rank=0, world_size=1) == []
     assert warnings_of_loader(run, caplog, layout=Layout()) == []
+
+
+def test_mixed_tokenizers_are_named_by_file_and_size(tmp_path, make_run, tokenizer_identity):
+    """[T2.a] Two digests alone do not say which tokenizer to use."""
+    for name, digit, file in (
+        ("web", "a", "gpt2/tokenizer.json"),
+        ("books", "b", "llama.model"),
+        ("code", "c", None),
+    ):
+        identity = {**tokenizer_identity(50_257), "kind": "tokenizer.json", "content": digit * 32}
+        recipe = {"tokenizer": file} if file else {}
+        with StoreWriter(
+            tmp_path / name, StoreSpec(keys={"sequence": "<u2"}, tokenizer=identity, recipe=recipe)
+        ) as out:
+            out.append({"sequence": np.arange(50, dtype="<u2")}, np.array([0, 50]))
+            out.commit()
+    web = r"'web' with gpt2/tokenizer\.json, 50,257 ids, digest aaaaaaaa"
+    for other, text in (("books", r"llama\.model \(tokenizer\.json\)"), ("code", r"tokenizer\.json")):
+        message = (
+            rf"got {web} and '{other}' with {text}, 50,257 ids, digest {other[0]}{{8}} that differ in content; "
+        )
+        with pytest.raises(ConfigError, match=f"{message}prepare one of them again$"):
+            make_run("web", other).plan()
+    with pytest.raises(
+        ConfigError, match=r"books: .*got 'llama\.model .*' as its tokenizer where .*web has 'gpt2/"
+    ):
+        open_store([tmp_path / "web", tmp_path / "books"])
 
 
 def test_compiling_reads_no_token(make_run, make_store):

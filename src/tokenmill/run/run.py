@@ -276,9 +276,10 @@ class Run:
         with ThreadPoolExecutor(max(1, len(remote))) as pool:
             remote_stores = dict(zip((source.name for source in remote), pool.map(opened, remote), strict=True))
         stores = {source.name: remote_stores.get(source.name) or opened(source) for source in stored}
+        live = {source.name: source.tokenizer for source in self.config.sources}
         _check_tokenizers(
-            {name: store.manifest.tokenizer for name, store in stores.items()}
-            | {name: rows.source.tokenizer.identity.to_json() for name, rows in self.live.items()}
+            {name: _tokenizer_of(store) for name, store in stores.items()}
+            | {name: (rows.source.tokenizer.identity.to_json(), live[name]) for name, rows in self.live.items()}
         )
         _check_kinds(stores, self.live)
         return stores
@@ -300,8 +301,8 @@ class Run:
 
             # Maps of its own: an eval takes none from the training loader beside it.
             store = open_store(self._places_of(places), remote=self.network)
-            tokenizers = {name: each.manifest.tokenizer for name, each in self.stores.items()}
-            _check_tokenizers({**tokenizers, str(store.path): store.manifest.tokenizer})
+            tokenizers = {name: _tokenizer_of(each) for name, each in self.stores.items()}
+            _check_tokenizers({**tokenizers, str(store.path): _tokenizer_of(store)})
             self._eval_stores[places] = store
         return self._eval_stores[places]
 
@@ -811,18 +812,25 @@ def _has_parquet(folder: Path) -> bool:
     return is_preprocessed(first)
 
 
-def _check_tokenizers(tokenizers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse sources whose ids do not mean the same."""
-    from tokenmill.store.layout import tokenizer_difference
+def _tokenizer_of(store: Store) -> tuple[Mapping[str, Any], str | None]:
+    """Return the identity of the tokenizer of a store, and the name or path that it was prepared with."""
+    return store.manifest.tokenizer, store.manifest.recipe.get("tokenizer")
+
+
+def _check_tokenizers(tokenizers: Mapping[str, tuple[Mapping[str, Any], str | None]]) -> None:
+    """Refuse sources whose ids do not mean the same; each has the identity of its tokenizer and its name."""
+    from tokenmill.store.layout import describe_tokenizer, tokenizer_difference
 
     first, *others = tokenizers
     for other in others:
-        differing = tokenizer_difference(tokenizers[first], tokenizers[other])
+        differing = tokenizer_difference(tokenizers[first][0], tokenizers[other][0])
         if differing:
             key, left, right, way_out = differing
+            values = "" if key == "content" else f": {left!r} and {right!r}"
+            one, another = (f"{name!r} with {describe_tokenizer(*tokenizers[name])}" for name in (first, other))
             raise ConfigError(
-                f"sources: all must be prepared with one tokenizer, got {first!r} and {other!r} that differ in "
-                f"{key}: {left!r} and {right!r}; {way_out}"
+                f"sources: all must be prepared with one tokenizer, got {one} and {another} that differ in "
+                f"{key}{values}; {way_out}"
             )
 
 

@@ -525,6 +525,19 @@ def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) ->
         yield f"{shard.name} must have {tokens} tokens", shard.tokens
 
 
+def describe_tokenizer(identity: Mapping[str, Any], file: object = None) -> str:
+    """Name a tokenizer by its file or kind, its size and the start of its digest.
+
+    >>> describe_tokenizer({"kind": "tokenizer.json", "vocab_size": 50257, "content": "ac0b15b0f1"}, "gpt2")
+    'gpt2 (tokenizer.json), 50,257 ids, digest ac0b15b0'
+    """
+    kind, content = str(identity.get("kind", UNKNOWN)), str(identity.get("content") or "")
+    named = str(file or kind)
+    name = named if named.endswith(kind) else f"{named} ({kind})"
+    digest = f", digest {content[:8]}" if content else ""
+    return f"{name}, {identity.get('vocab_size', 0):,} ids{digest}"
+
+
 def tokenizer_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, Any, Any, str] | None:
     """Return the first thing in which two tokenizers differ, both sides and the way out; None if ids mean the same.
 

@@ -809,6 +809,11 @@ def _check_alike(first: Store, other: Store) -> None:
             difference = (name, left, right, "make a source of each")
     if difference:
         name, left, right, way_out = difference
+        if name == "content":
+            name = "tokenizer"
+            left, right = (
+                layout.describe_tokenizer(each.tokenizer, each.recipe.get("tokenizer")) for each in (ours, theirs)
+            )
         raise ConfigError(
             f"{other.path}: stores of one source must be alike, got {right!r} as its {name} where "
             f"{first.path} has {left!r}; {way_out}"
